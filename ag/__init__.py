@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from ag.engine import EvictionCache as EvictionCache
     from ag.engine import Policy as Policy
     from ag.engine import policy as policy
-    from ag.engine.pool import Pool as Pool
-    from ag.engine.pool import PoolFullError as PoolFullError
-    from ag.engine.step import NextToken as NextToken
+    from ag.engine.block_pool import Pool as Pool
+    from ag.engine.block_pool import PoolFullError as PoolFullError
+    from ag.engine.step_runner import StepRunner as StepRunner
     from ag.errors import BudgetWarning as BudgetWarning
     from ag.gates.attach import attach as attach
     from ag.gates.attach import detach as detach
@@ -30,10 +30,10 @@ _PUBLIC = {
     "EvictionCache": "ag.engine",
     "GateConfig": "ag.config.gate",
     "Gating": "ag.gates.gating",
-    "NextToken": "ag.engine.step",
+    "StepRunner": "ag.engine.step_runner",
     "Policy": "ag.engine",
-    "Pool": "ag.engine.pool",
-    "PoolFullError": "ag.engine.pool",
+    "Pool": "ag.engine.block_pool",
+    "PoolFullError": "ag.engine.block_pool",
     "attach": "ag.gates.attach",
     "detach": "ag.gates.attach",
     "load_base": "ag.model.base",

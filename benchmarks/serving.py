@@ -4,7 +4,7 @@ Requests arrive at random times (Poisson), with prompts and answers of random le
 token each, and no answer ends before its length. ``through`` says who answers, each in a process of its own:
 
 - ``server``: ``python -m ag.serve``, asked by HTTP;
-- ``batcher``: ``ag.serve.Batcher``, which is what the server costs less;
+- ``scheduler``: ``ag.serve.Scheduler``, which is what the server costs less;
 - ``transformers-serve``: ``transformers serve`` with continuous batching, asked by HTTP;
 - ``transformers``: that continuous batching without its server. Its cache is always whole.
 
@@ -53,8 +53,8 @@ class Config:
         "policies, each with its budget and its schedule behind it",
     )
     through: list[str] = key(
-        ["server", "batcher", "transformers-serve", "transformers"],
-        "who answers: server, batcher, transformers-serve, transformers",
+        ["server", "scheduler", "transformers-serve", "transformers"],
+        "who answers: server, scheduler, transformers-serve, transformers",
     )
     memory: int = key(400 * 2**20, "bytes for keys and values", low=1)
     requests: int = key(24, "requests", low=1)
@@ -63,7 +63,7 @@ class Config:
     answer: list[int] = key([32, 128], "tokens of an answer, from and to")
     system: int = key(0, "first tokens that all prompts have in common", low=0)
     batch: int = key(64, "most answers at once", low=1)
-    prompt_lookup: int = key(0, "draft tokens in a step of the batcher and its server", low=0)
+    prompt_lookup: int = key(0, "draft tokens in a step of the scheduler and its server", low=0)
     threads: int = key(2, "CPU threads of each contestant", low=1)
     seed: int = key(0, "of lengths, tokens and times")
     output: str = key("runs/bench", "folder for serving.json")
@@ -135,18 +135,18 @@ def called(by: str, policy: str) -> str:
 # ---- who answers
 
 
-def by_batcher(config: Config, policy: str, todo: list[Ask]) -> Found:
-    """Let a batcher answer, in this process."""
+def by_scheduler(config: Config, policy: str, todo: list[Ask]) -> Found:
+    """Let a scheduler answer, in this process."""
     import torch
 
     import ag
-    from ag.serve import Batcher, Request
+    from ag.serve import Request, Scheduler
 
     torch.set_num_threads(config.threads)
     model, tokenizer = ag.load_base(config.model)
     text, budget, schedule, held = parts(policy)
     made = ag.policy(text, None if budget is None else json.loads(budget), schedule, kv_dtype=held)
-    batcher = Batcher(
+    scheduler = Scheduler(
         model.eval(),
         tokenizer,
         made,
@@ -154,29 +154,29 @@ def by_batcher(config: Config, policy: str, todo: list[Ask]) -> Found:
         batch=config.batch,
         prompt_lookup=config.prompt_lookup,
     )
-    ends, found = sorted(batcher._ends), Found(called("batcher", policy), at_once=0)
+    ends, found = sorted(scheduler._ends), Found(called("scheduler", policy), at_once=0)
     times: list[list[float]] = [[] for _ in range(len(todo) + 1)]
 
     def submit(number: int, ask: Ask) -> None:
         def hear(_: int, event: object) -> None:
             times[number].append(time.perf_counter())
-            found.at_once = max(found.at_once or 0, len(batcher._running))
+            found.at_once = max(found.at_once or 0, len(scheduler._running))
             if isinstance(event, Exception):
                 raise event
 
         never = dict.fromkeys(ends, -100.0)
-        batcher.submit(Request(tokens=ask.tokens, max_tokens=ask.answer, logit_bias=never), hear)
+        scheduler.submit(Request(tokens=ask.tokens, max_tokens=ask.answer, logit_bias=never), hear)
 
-    worker = Thread(target=batcher.run)
+    worker = Thread(target=scheduler.run)
     worker.start()
     submit(len(todo), Ask(0.0, todo[0].tokens[:WARMUP], WARMUP))
-    while batcher.busy:
+    while scheduler.busy:
         time.sleep(0.01)
     begun = time.perf_counter()
     for number, ask in enumerate(todo):
         time.sleep(max(0.0, begun + ask.at - time.perf_counter()))
         submit(number, ask)
-    batcher.stop()
+    scheduler.stop()
     worker.join()
     for ask, heard in zip(todo, times, strict=False):
         found.take(begun + ask.at, heard[:-1])  # the last event is the end
@@ -356,7 +356,7 @@ def _ends(model: str) -> list[int]:
 
 BY = {
     "server": by_server,
-    "batcher": by_batcher,
+    "scheduler": by_scheduler,
     "transformers-serve": by_transformers_serve,
     "transformers": by_transformers,
 }

@@ -60,22 +60,15 @@ def no_triton(*tensors: Tensor, dtype: torch.dtype | None = None, widest: int = 
     x = tensors[0]
     if not INSTALLED:
         return "Triton is not installed (pip install triton)"
-    if not x.is_cuda and not interpreting():
+    if not x.is_cuda and not INTERPRETED:
         return f"the tensors are on {x.device.type}"
     dtype = x.dtype if dtype is None else dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{dtype} is not float32, bfloat16 or float16"
-    if interpreting() and dtype == torch.bfloat16:
+    if INTERPRETED and dtype == torch.bfloat16:
         return "Triton's interpreter has no bfloat16 products"
     widest = max(widest, *(tensor.shape[-1] for tensor in tensors))
     return f"the head size {widest} is above {largest}" if widest > largest else None
-
-
-def recorded(*buffers: Tensor) -> str | None:
-    """Return why a version that autograd does not see cannot write into buffers, or None."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in buffers):
-        return "a gradient goes through a buffer"
-    return None
 
 
 def interpreting() -> bool:

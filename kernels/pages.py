@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from ag.kernels.codes import Format
 from ag.kernels.native import TYPES
 
+WIDEST = 1024  # numbers or bytes of a token's key or value that a Triton program copies
 
-class Pages(NamedTuple):
+
+class _Pages(NamedTuple):
     """The columns of a pool of P pages, and R = B Hkv rows that lie in it.
 
     Row ``b * Hkv + h`` is KV head h of sequence b. Slot t of row r lies in page ``table[r, t // page]``, at place
@@ -27,24 +30,39 @@ class Pages(NamedTuple):
     lengths: Tensor  # [R] int32
     format: Format | None = None  # of keys and values; None: they lie there as they came
 
-    @property
+
+class Pages(_Pages):
+    """Rows in pages, with what kernels ask for at each step and is worked out once."""
+
+    @cached_property
     def columns(self) -> list[Tensor]:
         """What is stored of each token."""
         return [self.keys, self.values, self.ranks, *([] if self.gate is None else [self.gate])]
 
-    @property
+    @cached_property
     def channels(self) -> tuple[int, int]:
         """Numbers of a key and of a value, D and Dv."""
         if self.format is None:
             return self.keys.shape[2], self.values.shape[2]
         return self.format.keys.width, self.format.values.width
 
-    @property
+    @cached_property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """Of the numbers of keys and of values."""
         if self.format is None:
             return self.keys.dtype, self.values.dtype
         return self.format.keys.dtype, self.format.values.dtype
+
+    @cached_property
+    def native(self) -> ctypes.Array[ctypes.c_int64]:
+        """What ``struct Pages`` of ``pages.h`` consists of: numbers of 8 bytes, some of them addresses."""
+        numbers: list[int] = []
+        for column, width, dtype in zip((self.keys, self.values), self.channels, self.dtypes, strict=True):
+            numbers += column.data_ptr(), width, TYPES.get(dtype, -1), self.format is not None
+            numbers.append(column.stride(1) * column.element_size())
+        numbers += self.ranks.data_ptr(), self.table.data_ptr(), self.lengths.data_ptr()
+        numbers += len(self.table), self.table.stride(0), self.keys.shape[1]
+        return (ctypes.c_int64 * len(numbers))(*numbers)
 
     def mixed(self, q: Tensor) -> str | None:
         """Return why a kernel for one type cannot take queries ``[..., D]`` to these rows, or None."""
@@ -80,30 +98,3 @@ def coded(pages: Pages, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     if pages.format is None:
         return keys, values
     return pages.format.keys.encode(keys), pages.format.values.encode(values)
-
-
-def native(pages: Pages) -> ctypes.Array[ctypes.c_int64]:
-    """Return what ``struct Pages`` of ``pages.h`` consists of: numbers of 8 bytes, some of them addresses."""
-    numbers: list[int] = []
-    for column, width, dtype in zip((pages.keys, pages.values), pages.channels, pages.dtypes, strict=True):
-        numbers += column.data_ptr(), width, TYPES.get(dtype, -1), pages.format is not None
-        numbers.append(column.stride(1) * column.element_size())
-    numbers += pages.ranks.data_ptr(), pages.table.data_ptr(), pages.lengths.data_ptr()
-    numbers += len(pages.table), pages.table.stride(0), pages.keys.shape[1]
-    return (ctypes.c_int64 * len(numbers))(*numbers)
-
-
-class Reach(NamedTuple):
-    """What the query of a new token of rank n sees, of which all is held that its query before saw."""
-
-    recent: int | None = None  # the token of rank n - recent goes where its gate is closed; None: gates do not matter
-    window: int | None = None  # that of rank n - window goes; not below recent; None: there is no sliding window
-
-
-class New(NamedTuple):
-    """One new token of each row."""
-
-    keys: Tensor  # [B, Hkv, D], of the type of what the pool holds, like the next
-    values: Tensor  # [B, Hkv, Dv]
-    ranks: Tensor  # [B] long; below 0 where a sequence has no new token
-    gate: Tensor | None = None  # [B, Hkv], of the type of the pool's column; None: 1 of each, or there is no gate

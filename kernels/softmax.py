@@ -26,11 +26,6 @@ class Softmax(NamedTuple):
         """Why a kernel cannot compute it that knows sink logits alone, or None."""
         return None if self.cap is None else "the model caps its logits"
 
-    @property
-    def special(self) -> str | None:
-        """Why a kernel for the usual one cannot compute it, or None."""
-        return None if self.plain else "the model caps its logits or has sink logits"
-
     def capped(self, s: Tensor) -> Tensor:
         """Cap scaled logits."""
         return s if self.cap is None else torch.tanh(s / self.cap) * self.cap

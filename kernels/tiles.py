@@ -1,12 +1,21 @@
-"""What the Triton kernels share: loading and storing rows, which blocks a block of queries meets, and its masks."""
+"""What the Triton kernels share: shapes of tiles, loading and storing rows, which blocks meet, and masks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
 from ag.kernels import codes
+from ag.kernels.dispatch import interpreting
 
+LOG2E = 1.4426950408889634
+TALLEST = 128  # rows of the largest tile
+FARTHEST = (2**31 - 1) // TALLEST  # elements from one row to the next
+CLASSES = (2048, 16384)  # lengths up to which tiles are timed together; longer ones are a class of their own
 # How float32 tiles are multiplied, on tensor cores; 16-bit ones are left as they are. A number a is split into two TF32
 # numbers of 11 significant bits, a' and a'', so that |a - a' - a''| <= 2^-22 |a|. A product is a'b' + a'b'' + a''b',
 # without a''b'', at most 2^-22 |ab|. So it is wrong by at most 3 * 2^-22 |ab|, 6 roundings (2^-23), and a sum of n
@@ -16,11 +25,89 @@ FLOAT32 = tl.constexpr("tf32x3")
 GROUP = tl.constexpr(codes.GROUP)
 
 
+def shape(warps: int, stages: int, **sizes: int) -> triton.Config:
+    """Return a shape of tiles: their sizes, the warps of a program, and the tiles that are loaded ahead."""
+    return triton.Config(sizes, num_warps=warps, num_stages=stages)
+
+
+#: Shapes of kernels whose programs hold ROWS queries and run over keys, or the other way round, the largest first.
+ROWS = [shape(8, 3, ROWS=128), shape(8, 2, ROWS=128), shape(8, 2, ROWS=64), shape(8, 3, ROWS=64)]
+ROWS += [shape(4, 2, ROWS=32), shape(8, 1, ROWS=32), shape(8, 1, ROWS=16)]
+TIMED = 3  # shapes that are timed, the largest that fit
+WIDE = 32  # the most rows of float32; from 64 on sm_90 has other instructions, which the compiler mixes in
+
+
+def tuned(key: list[str], shapes: list[triton.Config], room: int, **smallest: int) -> Callable[[Any], Any]:
+    """Let Triton time a few shapes of tiles once for each ``key``, and keep the fastest on disk (``cache_results``).
+
+    Args:
+        key: arguments whose change calls for another timing, beside the types of tensors.
+        shapes: what may be timed, the largest first.
+        room: bytes that the larger side of a tile may take, in 16 bits; of these the first TIMED are timed.
+        smallest: sizes for Triton's interpreter, which times nothing.
+    """
+
+    def fitting(configs: list[triton.Config], named: dict[str, Any], **_: Any) -> list[triton.Config]:
+        dim = padded(max(named["D"], named.get("E", 0)))
+        wide = named["q"].element_size() == 4 or named.get("CODED", False)  # three products, or numbers made on the way
+        allowed, block = room // (dim * 2), named.get("BLOCK", 1)  # KEYS are whole numbers of blocks
+        if wide:
+            allowed = min(allowed // 4, WIDE)
+        sizes = ((x, x.kwargs.get("KEYS", x.kwargs["ROWS"])) for x in configs)
+        return [x for x, size in sizes if size <= allowed and size % block == 0][:TIMED] or configs[-1:]
+
+    few = [shape(4, 1, **smallest)] if interpreting() else shapes
+    decorate: Callable[[Any], Any] = triton.autotune(
+        few, key=key, prune_configs_by={"early_config_prune": fitting}, cache_results=True
+    )
+    return decorate
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` ``[..., T, D]`` as kernels read it: dimensions adjacent, a tile of rows within 32-bit offsets."""
+    return x if x.stride(-1) == 1 and x.stride(-2) <= FARTHEST else x.contiguous()
+
+
+def padding_bias(key_valid: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what padding ``[B, T]`` bool adds to the logits of its keys: float32, 0 or -inf; None without padding."""
+    if key_valid is None:
+        return None
+    bias = torch.zeros(key_valid.shape, dtype=torch.float32, device=key_valid.device)
+    return bias.masked_fill_(~key_valid, float("-inf"))
+
+
+def logits2(sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """Return sink logits ``[H]`` in base 2, as kernels take them: float32; None means that there are none."""
+    return None if sinks is None else (sinks.float() * LOG2E).contiguous()
+
+
+def cap2(cap: float | None) -> float | None:
+    """Return the cap of logits in base 2; None means that there is none."""
+    return None if cap is None else cap * LOG2E
+
+
+def key_block(q: torch.Tensor) -> int:
+    """Return how many keys a tile holds for the type and head size of ``q``."""
+    if interpreting() or q.element_size() == 4:
+        return 16
+    return 64 if q.shape[-1] <= 128 else 32
+
+
+def padded(dim: int) -> int:
+    """Return the head size of a tile: a power of two that the tensor cores take."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def size_class(length: int) -> int:
+    """Return the class of a length for the tuner's key."""
+    return sum(length > most for most in CLASSES)
+
+
 @triton.jit
 def load_rows(base, stride, start, length, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     """Load rows ``start ... start + N`` of a ``[T, D]`` tensor, zeros outside.
 
-    Offsets of blocks are 64 bits wide, those inside a block 32: ag.kernels.tuned.readable sees to the strides.
+    Offsets of blocks are 64 bits wide, those inside a block 32: :func:`readable` sees to the strides.
     """
     rows, dims = tl.arange(0, N), tl.arange(0, DP)
     pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
@@ -38,30 +125,29 @@ def places(table, slots, there, PAGE: tl.constexpr):
 
 
 @triton.jit
-def load_places(column, at, there, D: tl.constexpr, DP: tl.constexpr):
-    """Load the tokens at these places of a pool's column ``[P, page, D]``, zeros where there is none."""
+def load_tokens(column, at, there, dtype: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CODED: tl.constexpr):
+    """Load the tokens at these places of a column of numbers, or of codes (ag.kernels.codes.Codes); 0 for none."""
     dims = tl.arange(0, DP)
     mask = there[:, None]
     if D < DP:
         mask = mask & (dims < D)[None, :]
-    return tl.load(column + at[:, None] * D + dims[None, :], mask=mask, other=0.0)
+    groups: tl.constexpr = (D + GROUP - 1) // GROUP if CODED else 0
+    token = at * (D + 4 * groups)
+    x = tl.load(column + token[:, None] + dims[None, :], mask=mask, other=0)
+    if CODED:
+        pairs = (column + D).to(tl.pointer_type(tl.float16)) + token[:, None] // 2 + (dims // GROUP * 2)[None, :]
+        scale, offset = tl.load(pairs, mask=mask, other=0.0), tl.load(pairs + 1, mask=mask, other=0.0)
+        x = (x.to(tl.float32) * scale.to(tl.float32) + offset.to(tl.float32)).to(dtype)
+    return x
 
 
 @triton.jit
-def load_tokens(column, at, there, dtype: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CODED: tl.constexpr):
-    """Load what :func:`load_places` does, of a column of numbers or of codes: ag.kernels.codes.Codes."""
-    if not CODED:
-        x = load_places(column, at, there, D, DP)
-    else:
-        dims = tl.arange(0, DP)
-        groups: tl.constexpr = (D + GROUP - 1) // GROUP
-        token = at * (D + 4 * groups)
-        mask = there[:, None] & (dims < D)[None, :]
-        code = tl.load(column + token[:, None] + dims[None, :], mask=mask, other=0)
-        pairs = (column + D).to(tl.pointer_type(tl.float16)) + token[:, None] // 2 + (dims // GROUP * 2)[None, :]
-        scale, offset = tl.load(pairs, mask=mask, other=0.0), tl.load(pairs + 1, mask=mask, other=0.0)
-        x = (code.to(tl.float32) * scale.to(tl.float32) + offset.to(tl.float32)).to(dtype)
-    return x
+def copy_tokens(column, source, stride, tokens, at, there, D: tl.constexpr, DP: tl.constexpr):
+    """Copy tokens, ``stride`` apart at their source, to places of a column."""
+    dims = tl.arange(0, DP)
+    mask = there[:, None] & (dims < D)[None, :]
+    x = tl.load(source + tokens[:, None] * stride + dims[None, :], mask=mask)
+    tl.store(column + at[:, None] * D + dims[None, :], x, mask=mask)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from ag.engine import EvictionCache, Policy, policy
 from ag.engine.observe import Observation
 from ag.engine.scorers import Scorer
 from ag.engine.scorers.controls import Random
-from ag.engine.step import NextToken
+from ag.engine.step_runner import StepRunner
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.model.geometry import fingerprint
@@ -108,29 +108,31 @@ class Arena:
         dtype = next(self.model.parameters()).dtype
         make = torch.Generator(self.device).manual_seed(self.config.seed)
 
-        def draw(heads: int) -> Tensor:
-            shape = (batch, heads, length, size["head_dim"])
+        def draw(heads: int, tokens: int) -> Tensor:
+            shape = (batch, heads, tokens, size["head_dim"])
             return torch.randn(shape, generator=make, device=self.device, dtype=dtype)
 
+        parts: Iterable[Tensor | None] = [None]
         if isinstance(cache, EvictionCache):
             cache.begin(decoder, None, batch, length)
-        for index, layer in enumerate(decoder.layers):
-            k, v = draw(size["num_kv_heads"]), draw(size["num_kv_heads"])
-            cache.update(k, v, index)
-            if isinstance(cache, EvictionCache):
-                scorer = cache.policy.scorer
-                blind = scorer is None or isinstance(scorer, Random)
-                q = k[:, :1].expand(-1, size["num_heads"], -1, -1) if blind else draw(size["num_heads"])
-                cache.attend(_Unattended(layer.self_attn, index, q, k, v, size["head_dim"] ** -0.5, None))
+            parts = cache.blocks() or parts
+        for columns in parts:
+            tokens = length if columns is None else columns.shape[1]
+            for index, layer in enumerate(decoder.layers):
+                k, v = (draw(size["num_kv_heads"], tokens) for _ in "kv")
+                cache.update(k, v, index)
+                if isinstance(cache, EvictionCache):
+                    scorer = cache.policy.scorer
+                    blind = scorer is None or isinstance(scorer, Random)
+                    q = k[:, :1].expand(-1, size["num_heads"], -1, -1) if blind else draw(size["num_heads"], tokens)
+                    cache.attend(_Unattended(layer.self_attn, index, q, k, v, size["head_dim"] ** -0.5, None))
         if isinstance(cache, EvictionCache):
-            cache.unfinished = False  # a pass without hidden states ends here
+            cache.finish()
 
-    def decode(self, cache: Cache, token: Tensor, contestant: Contestant = FULL, room: int = 0) -> Iterator[Tensor]:
-        """Generate greedily, one token ``[B, 1]`` after the other; on a card with room for so many ahead."""
+    def decode(self, cache: Cache, token: Tensor, contestant: Contestant = FULL) -> Iterator[Tensor]:
+        """Generate greedily, one token ``[B, 1]`` after the other."""
         if isinstance(cache, EvictionCache):
-            if self.device.type == "cuda":
-                cache.reserve(room)
-            step: Callable[[Tensor], Tensor] = NextToken(self.model, cache)
+            step: Callable[[Tensor], Tensor] = StepRunner(self.model, cache)
         else:
             forward = self._static[contestant][1] if contestant.static else self._step
             step = lambda token: forward(token, cache)  # noqa: E731

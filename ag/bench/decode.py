@@ -90,7 +90,7 @@ def _begun(arena: Arena, one: Contestant, context: int, batch: int) -> tuple[Ite
     else:
         arena.read(cache, arena.tokens(batch, context), one)
     held = kept(cache), kv_bytes(cache)
-    steps = arena.decode(cache, arena.tokens(batch, 1), one, FIRST + arena.config.steps)
+    steps = arena.decode(cache, arena.tokens(batch, 1), one)
     for _ in range(FIRST):
         next(steps)
     return steps, held

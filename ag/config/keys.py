@@ -190,6 +190,8 @@ def parse_yaml(text: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""
         reason = str(getattr(error, "problem", None) or error or type(error).__name__).splitlines()[0]
+        if "nesting" in reason:  # since PyYAML 6.0.4
+            raise ConfigError("too long or too deeply nested for a configuration") from None
         raise ConfigError(f"not valid YAML{where}: {reason[:200]}") from None
 
 

@@ -13,10 +13,7 @@ from ag.engine.allocators.base import Ballot, LayerBudgets
 from ag.engine.observe import Observation
 from ag.engine.policy import Policy
 from ag.engine.records import Records
-from ag.engine.select import closing_order
 from ag.errors import BudgetWarning, UserError
-from ag.kernels.row_worst import NOT_FINITE, OVER
-from ag.kernels.row_worst.reference import Going
 
 
 class NonFiniteScoreError(UserError, FloatingPointError):
@@ -33,16 +30,7 @@ class Decision:
 
     def __init__(self, policy: Policy, layers: list[int]) -> None:
         self.policy, self.budgets = policy, LayerBudgets(layers)
-        self.closing = closing_order
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.budgets.reset()
         self._of: Tensor | None = None  # prompts that the capacity was last asked for
-        #: By layer, what decisions of steps found since the last look, ``[B, Hkv]`` uint8.
-        self._found: dict[int, Tensor] = {}
-        self._looked = 0
 
     def decide(self, seen: Observation, due: Tensor | None = None, records: Records | None = None) -> dict[int, Tensor]:
         """Take in a layer and return masks ``[B, Hkv, N]`` of what stays, of it and of the layers where something goes.
@@ -61,91 +49,21 @@ class Decision:
             return {seen.layer: allocator.keep_later(seen.layer, ballot, self.budgets)}
         return {**allocator.keep(seen.layer, ballot, self.budgets)}
 
-    def step(self, seen: Observation, due: Tensor, slots: Tensor, records: Records) -> bool:
-        """Write into ``slots`` ``[B, Hkv, V]`` int32 what goes of a layer to which one token a sequence came; -1: none.
-
-        The host does not wait: what is rare is found by :meth:`look`. V is :meth:`most`.
-
-        Returns:
-            Whether the host knows that the same slots go from all heads.
-        """
-        ballot = self._ballot(seen, due, records)
-        ballot.everyone = True
-        found = self._found.get(seen.layer)
-        if found is None:
-            found = self._found[seen.layer] = torch.zeros(slots.shape[:2], dtype=torch.uint8, device=slots.device)
-        self.policy.allocator.step(seen.layer, ballot, self.budgets, Going(slots, found))
-        one = all(x.stride(1) == 0 for x in (ballot.score, ballot.protected))  # of all heads
-        return one and not self.policy.allocator.compares_heads
-
-    def room(self, seen: Observation, held: Tensor) -> int:
-        """Return how many tokens may come to each sequence of a layer before one goes; below 0: one goes now.
-
-        The host waits. ``held`` ``[B, Hkv]`` long on the CPU are the tokens of each row.
-        """
-        heads, compete = held.shape[1], self.policy.allocator.compares_heads
-        allowed = self.budgets.settled.get(seen.layer)
-        if allowed is None:  # heads compete for what all of them are allowed
-            allowed = self._capacity(seen.prompt_lengths) * heads
-        held = held.sum(1) if compete else held.amax(1)
-        return int((allowed.cpu() - held).min()) // (heads if compete else 1)
-
-    def most(self, heads: int) -> int:
-        """Return how many tokens may go from a head when one came to each of so many."""
-        return heads if self.policy.allocator.compares_heads else 1
-
-    def look(self, steps: int = 1) -> None:
-        """Look at what decisions of steps found, at each call or at one of so many; the host waits for it.
-
-        Raises:
-            NonFiniteScoreError: when a score was not finite since the last look.
-        """
-        self._looked = (self._looked + 1) % steps
-        if self._looked or not self._found:
-            return
-        layers = list(self._found)
-        device = self._found[layers[0]].device
-        found = torch.stack([x.to(device) for x in self._found.values()]).cpu()
-        if not found.any():
-            return
-        for x in self._found.values():
-            x.zero_()
-        wrong = (found & NOT_FINITE).any(-1).any(-1)
-        if wrong.any():
-            self.refuse_scores(layers[int(wrong.long().argmax())])
-        self._note_over(
-            (found & OVER).bool().any(-1).any(0), "more tokens per KV head (sinks, recent, window, protect)"
-        )
-
-    # ---- a part of a cache, see ag.stateful.Stateful
-
-    def crop(self, counts: Tensor) -> None:
-        """Do nothing: what was decided of the prompt holds on."""
-
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
-        self._settle()
         self.budgets.select(indices)
 
     def join(self, other: Decision) -> None:
         """Append what the sequences of another batch got."""
-        self._settle()
-        other._settle()
         self.budgets.join(other.budgets)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what each layer got."""
-        self._settle()
         return self.budgets.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what each layer got."""
         self.budgets.load_state_dict(state)
-
-    def _settle(self) -> None:
-        """Look for the last time before sequences change their places."""
-        self.look()
-        self._found.clear()
 
     # ---- how it decides
 
@@ -162,13 +80,8 @@ class Decision:
         score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid
         if seen.sliding_window is not None:  # what other sequences hold for queries that are looked back at later
             valid = valid | (seen.held & ~due[:, None, None])
-        for what, found in (("score", score), ("protected", protected)):
-            if getattr(found, "shape", None) != valid.shape:
-                gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-                raise UserError(
-                    f"{type(scorer).__name__}.{what} of {self.policy!r} gave {gave} in layer {seen.layer}: expected a "
-                    f"tensor [B, Hkv, N], here {list(valid.shape)}."
-                )
+        self.check_shape("score", score, seen)
+        self.check_shape("protected", protected, seen)
         protected = protected if seen.stays is None else protected | seen.stays
         second, first_share = scorer.second(seen, score) or (None, 1.0)
         return Ballot(
@@ -182,12 +95,21 @@ class Decision:
             second=second,
             first_share=first_share,
             ranks=None if seen.keys.ordered else seen.keys.ranks,
-            closing=self.closing,
         )
+
+    def check_shape(self, what: str, found: object, seen: Observation) -> None:
+        """Refuse what a method of the scorer gave for a layer, where it has not one entry for each slot."""
+        wanted = seen.key_ranks.shape
+        if getattr(found, "shape", None) != wanted:
+            gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise UserError(
+                f"{type(self.policy.scorer).__name__}.{what} of {self.policy!r} gave {gave} in layer {seen.layer}: "
+                f"expected a tensor [B, Hkv, N], here {list(wanted)}."
+            )
 
     def _let_through(self, ballot: Ballot, layer: int) -> None:
         """Refuse scores that are not finite, and let what is protected exceed the budget."""
-        finite = ballot.worst.finite.all(1)
+        finite = ballot.finite
         if bool((ballot.over | ~finite).any()):  # the host waits once for what is rare
             if not bool((finite | ~ballot.due).all()):
                 self.refuse_scores(layer)

@@ -1,42 +1,57 @@
-"""What a cache does in a forward pass, in the order in which that calls."""
+"""What a cache does in a forward pass, in the order in which a model's hooks call it."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, cast
+from itertools import chain
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ag.engine.holdings import Holdings
-from ag.engine.pool import Pool, PoolFullError
-from ag.engine.reread import Reread
+from ag.engine.block_pool import BLOCK, BlockPool, PoolFullError
+from ag.engine.evictor import Evictor
+from ag.engine.forward_batch import ForwardBatch
+from ag.engine.kind import Kind, check_scope
+from ag.engine.kv_store import KVStore
+from ag.engine.layer import Layer
+from ag.engine.policy import Policy
+from ag.engine.positions import Original
+from ag.engine.reconstruction import ReconstructionPass
+from ag.engine.sequences import SequenceState
 from ag.errors import UserError
-from ag.gates.gate import AttentionGate, AttentionGates
+from ag.gates.gate import AttentionGates
 from ag.model.hooks import AttentionCall, Interceptor, device_of
 
-LOOK = 16  # passes after which the host looks at what decisions of steps found, such as scores that are not finite
 
-
-class Forward(Holdings, Interceptor):
+class Forward(Interceptor):
     """The side of :class:`ag.engine.cache.EvictionCache` that a forward pass calls."""
 
+    decoder: Any
+    policy: Policy
     gates: AttentionGates | None
-    pool: Pool | None
-    #: What lets the model repeat the prompt, for a policy that scores by that.
-    reread: Reread | None
-    #: Indices of the layers that share the budget.
+    pool: BlockPool
+    store: KVStore
+    sequences: SequenceState
+    layers: list[Layer]
+    #: Indices of the layers that share the budget: those without a sliding window.
     sharing: list[int]
+    #: Decides what goes; None means that the policy has no budget.
+    evictor: Evictor | None
+    #: What keys and queries are rotated by.
+    rotation: Original
+    #: Lets the model repeat the prompt; None means that the policy needs no repetition.
+    reconstruction: ReconstructionPass | None
 
-    #: Whether a step is being recorded at present.
-    recording = False
-    #: Whether a pass has begun and not ended: some layers have its tokens, and others may not.
-    unfinished = False
-    #: Types of weights and of autocast in the first pass, and whether tensors were made under inference mode.
-    made_as: tuple[torch.dtype, torch.dtype | None] | None = None
-    inference = False
+    batch: ForwardBatch | None = None  # the pass at hand
+    _new: Tensor | None = None  # [B, T] bool, which columns of the forward pass at hand are tokens
+    _broken = False  # whether a forward pass began and did not end
+    _length = 0  # columns of the forward pass at hand
+    #: The types in which the text at hand is read.
+    kind: Kind
+    #: Whether :class:`ag.engine.step_runner.StepRunner` does the host's part of the pass at hand.
+    prepared = False
 
     @abstractmethod
     def reset(self) -> None:
@@ -51,6 +66,8 @@ class Forward(Holdings, Interceptor):
             return self.gates.config.prefill
         return "dense"
 
+    # ---- before a pass
+
     def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
         """Take note of the text that is to come, whole or in parts: the prompt, or the same text grown longer.
 
@@ -59,44 +76,30 @@ class Forward(Holdings, Interceptor):
 
         Args:
             valid: ``[B, T]`` bool, False on padding.
-            tokens: ids ``[B, T]``, or of those alone that were not seen; None: they are not known.
+            tokens: ids ``[B, T]``, or of those alone that were not seen; None means that they are not known.
 
         Raises:
             UserError: when the text does not go on from the one seen.
         """
         self.check_whole()
-        self.text.expect(valid, tokens)
+        self.sequences.expect(valid.bool(), tokens)
 
-    def check_whole(self) -> None:
-        """Refuse a cache whose last forward pass did not end, as after Ctrl-C or an error within it.
+    def saw(self, tokens: Tensor | None) -> None:
+        """Take note of the text ``[B, T]`` that went by; ``model.generate`` calls it. None means that it is not known.
+
+        What was announced is over.
+        """
+        self.sequences.saw(tokens)
+        self.look()
+
+    def look(self) -> None:
+        """Look whether the scores of the last steps were finite; the host waits for the device.
 
         Raises:
-            UserError: until :meth:`reset`.
+            NonFiniteScoreError: when one was not, naming layer and scorer.
         """
-        if self.unfinished:
-            raise UserError(
-                f"{type(self).__name__}: a forward pass was broken off by an error or Ctrl-C, or runs in another "
-                "thread: some layers have its tokens, and others have not; call cache.reset() and read the text again."
-            )
-
-    def _check_kind(self, decoder: nn.Module, device: torch.device) -> None:
-        """Refuse tokens that cannot lie beside those that are held."""
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        kind = next(decoder.parameters()).dtype, autocast
-        if self.made_as is None or not self.text.seen:
-            self.made_as, self.inference = kind, False
-        if self.made_as != kind:
-            said = [f"{weights}, autocast {auto or 'off'}" for weights, auto in (self.made_as, kind)]
-            raise UserError(
-                f"{type(self).__name__}: what is held was computed in {said[0]}, and the model now computes in "
-                f"{said[1]}: go on as before, or call cache.reset() and read the text again."
-            )
-        if self.inference and not torch.is_inference_mode_enabled():
-            raise UserError(
-                f"{type(self).__name__}: a context was read under torch.inference_mode(), whose tensors cannot be "
-                "changed outside of it: go on under torch.inference_mode(), or read it under torch.no_grad()."
-            )
-        self.inference |= torch.is_inference_mode_enabled()
+        if self.evictor is not None:
+            self.evictor.look()
 
     def protect(self, spans: Sequence[Any]) -> None:
         """Let tokens stay whatever the policy says of them, until :meth:`reset`: a system prompt, say.
@@ -111,108 +114,157 @@ class Forward(Holdings, Interceptor):
         Raises:
             UserError: for a pair that is none, or lists for another number of sequences.
         """
-        self.text.protect(spans)
-
-    def saw(self, tokens: Tensor | None) -> None:
-        """Take note of the text ``[B, T]`` that went by, None where it is not known; ``model.generate`` calls it."""
-        self.text.saw(tokens)
+        self.sequences.protect(spans)
 
     def modules(self) -> list[nn.Module]:
         """Return the gates, which run in a forward pass beside the model's modules."""
         return [] if self.gates is None else [self.gates]
 
+    # ---- a pass
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
-        """Take the padding of the coming tokens; see :class:`ag.model.hooks.Interceptor`.
+        """Turn the mask of a forward pass into ranks; see :class:`ag.model.hooks.Interceptor`.
 
-        With an ``attention_mask`` the host waits here, once a forward pass, to learn whether the new tokens are padded.
+        Raises:
+            UserError: for a pass that cannot go on from what is held; nothing has changed then.
+            PoolFullError: when the pool has no room for its tokens; nothing has changed then.
         """
-        if not self.recording and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise UserError(
-                "EvictionCache: a CUDA graph of a forward pass would write every later token where the captured one "
-                "went; use ag.NextToken(model, cache), which records steps, capture parts of the model without the "
-                "cache, or use torch.compile(model), which leaves it out."
-            )
+        if self.prepared:
+            return
         if decoder is not self.decoder:
             raise UserError("This cache was made for another model; make one with EvictionCache(model, ...).")
-        self._require(length)
-        self._check_kind(decoder, device_of(decoder))
-        device = device_of(decoder) if attention_mask is None else attention_mask.device
-        self.text.extend(attention_mask, batch, length, device)
-        self.unfinished = True
-
-    def demand(self, tokens: int) -> int:
-        """Return the most pages that a pass of so many tokens of each sequence may take.
-
-        Of the first pass it is not known, and of the last one of a prompt only what its tokens take.
-        """
-        reading = self.text.seen < self.text.prompt_columns
-        return sum(layer.demand(tokens, reading=reading) for layer in self.evicting_layers)
-
-    def _require(self, tokens: int) -> None:
-        """Refuse a pass of so many tokens of each sequence before it begins, where the pool may have no room for it."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                "EvictionCache: a CUDA graph of a forward pass would write every later token where the captured one "
+                "went; use ag.StepRunner(model, cache), which records steps, capture parts of the model without the "
+                "cache, or use torch.compile(model), which leaves it out."
+            )
         self.check_whole()
-        if self.pool is None:
-            return
-        pages = self.demand(tokens)
-        if pages > self.pool.free:
-            raise PoolFullError.of(f"{tokens} tokens of each of {len(self.valid)} sequences need", pages, self.pool)
+        state = self.sequences
+        fresh = not state.columns
+        check_scope(self.policy, self.gates, state, length)
+        self.kind.check(decoder, fresh)
+        device = device_of(decoder) if attention_mask is None else attention_mask.device
+        new = state.extend(attention_mask, batch, length, device)
+        if fresh:
+            self.store.start(batch)
+        elif self.pool.fixed:
+            self._check_room(new)
+        self._broken, self._length = True, length  # broken until finish
+        if length == 1 and not fresh and state.ready and (attention_mask is None or bool(new.all())):
+            self._begin_step()
+        else:
+            self._new = new
 
-    @contextmanager
-    def _whole_prompt(self) -> Iterator[None]:
-        """Drop what was written of a prompt where the pool has no room for all of it."""
-        try:
-            yield
-        except PoolFullError as error:
-            if self.pool is None or self.text.before:
-                raise
-            held = [len(layer.store.table.numbers()) for layer in self.evicting_layers if layer.store is not None]
-            layers, columns = len(self.evicting_layers), self.text.prompt_columns
-            self.reset()
-            pages = max(sum(held) + error.pages, (sum(held) + error.pages) * layers // max(len(held), 1))
-            raise PoolFullError.of(f"a prompt of {columns} tokens needs about", pages, self.pool) from error
+    @property
+    def broken(self) -> bool:
+        """Whether a forward pass began and did not end: nothing but :meth:`reset` helps then."""
+        return self._broken
+
+    def check_whole(self) -> None:
+        """Refuse a cache whose last forward pass did not end, as after Ctrl-C or an error within it.
+
+        Raises:
+            UserError: until :meth:`reset`.
+        """
+        if self._broken:
+            raise UserError(
+                f"{type(self).__name__}: a forward pass was broken off by an error or Ctrl-C, or runs in another "
+                "thread: some layers have its tokens, and others have not; call cache.reset() and read the text again."
+            )
+
+    def _check_room(self, new: Tensor) -> None:
+        """Refuse a forward pass before it begins, where the pool has no room for its tokens ``[B, T]`` bool."""
+        counts = new.sum(1).cpu()
+        if self.policy.block is not None and not self.sequences.ready:  # a chunk is evicted before the next one comes
+            counts = counts.minimum(self.policy.block - self.sequences.num_tokens % self.policy.block)
+        needed = self.store.demand(counts, self.sequences.may_evict(counts))
+        if not self.pool.has(needed):
+            self.sequences.take_back(new)
+            raise self.pool.full(f"{int(counts.max())} tokens of each of {len(counts)} sequences need", needed)
+
+    def _begin_step(self) -> None:
+        """Do the host's part of a step: count, and take blocks for all layers at once."""
+        self.batch = batch = self.sequences.step()
+        self.store.make_room(slice(None), batch.counts, ahead=BLOCK)
+        self.store.held += 1
+        if self.evictor is not None:
+            self.evictor.begin_step(batch, self.store, self.layers[self.sharing[0]].window)
 
     def blocks(self) -> Iterator[Tensor] | None:
-        """Let the model read the prompt in the blocks of the schedule, and what comes with it (a draft) after it."""
-        return self.text.blocks()
+        """Yield the columns of the passes that a forward pass is cut into; None where it is one pass as it came."""
+        if self._new is None:
+            return None
+        new, self._new = self._new, None
+        batches = self.sequences.batches(new)
+        first = next(batches)
+        if first.columns is None:
+            self.batch = first
+            return None
+        return self._one_by_one(chain([first], batches))
 
-    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
-        """Return the positions ``[B, w]`` that the model rotates the tokens at hand by."""
-        positions = self.text.positions(given, columns)
-        if self.reread is not None and self.text.now is not None:
-            self.reread.follow(self.text.now, positions)
-        return positions
+    def _one_by_one(self, batches: Iterator[ForwardBatch]) -> Iterator[Tensor]:
+        for number, batch in enumerate(batches):
+            if number:
+                self._end_pass()
+            self.batch = batch
+            same = torch.arange(batch.ranks.shape[1], device=batch.ranks.device).expand_as(batch.ranks)
+            yield same if batch.columns is None else batch.columns
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note(self, tokens: Tensor) -> None:
-        """Take note of the tokens of a forward pass, for a policy that lets the model repeat them."""
-        if self.reread is not None:
-            self.reread.note(tokens)
+        """Take note of the tokens of a prompt, for a policy that lets the model repeat them."""
+        if self.reconstruction is not None and not self.sequences.ready:
+            self.reconstruction.note(tokens, self.sequences.columns - self._length)
+
+    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        """Return the positions that the model rotates the tokens at hand by; None means the usual ones."""
+        positions, batch = self._positions(given, columns), self.batch
+        if self.reconstruction is not None and batch is not None and batch.is_prefill:
+            self.reconstruction.follow(batch.ranks, positions)
+        return positions
+
+    def _positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        batch, state = self.batch, self.sequences
+        assert batch is not None
+        places = self.rotation.positions(batch, self.store)
+        if places is not None:
+            return places
+        plain = given is None and batch.step and bool((state.num_tokens == state.columns).all())
+        if state.own_positions or plain:  # of a step in the same memory each time
+            return batch.ranks if batch.step else batch.ranks.clamp_min(0)
+        state.by_column = given is None
+        if given is None:  # columns, as transformers counts; by now the cache has seen those of this pass
+            given = torch.arange(state.columns - self._length, state.columns, device=batch.ranks.device)[None]
+        if columns is None:
+            return given
+        at = columns.clamp_min(0).expand(*given.shape[:-2], -1, -1)
+        return given.expand(*given.shape[:-2], len(columns), -1).gather(-1, at)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Let the gate that reads this layer's input look at the new tokens."""
-        if self.reread is not None:
-            self.reread.enter_layer(hidden)
-        now = self.text.near(hidden.device)
-        if not now.judged or self.gates is None:
+        batch, gates = self.batch, self.gates
+        assert batch is not None
+        if gates is None or not (batch.is_prefill or self.policy.asks_later(gates)):
             return
-        target = str(layer + self.gates.config.layer_offset)
-        if target in self.gates.layers:
-            gate = cast("AttentionGate", self.gates.layers[target])
-            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # a step has little time for each layer
-                now.logits[int(target)] = self.evicting_layers[int(target)].judge(gate, hidden, now)
+        target = layer + gates.config.layer_offset
+        if str(target) in gates.layers:
+            self.layers[target].judge(hidden, batch)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Count the new tokens of a layer; transformers calls it before the attention function."""
-        return self.evicting_layers[layer_idx].update(key_states, value_states, self.text.now)
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hand keys and values on: they are stored when the attention function has them."""
+        if not self._broken:
+            raise UserError(
+                "This cache was made for another model, or ag.detach(model) was called since; make one with "
+                "EvictionCache(model, ...), or attach the gates again."
+            )
+        return key_states, value_states
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, call: AttentionCall) -> Tensor:
-        """Hand the pass to a layer.
+        """Hand a pass to a layer.
 
         Raises:
             UserError: when gradients would go through it.
@@ -222,59 +274,73 @@ class Forward(Holdings, Interceptor):
                 "EvictionCache: gradients do not go through a cache; run the model under torch.no_grad(), or train "
                 "without past_key_values."
             )
-        now = self.text.near(call.q.device)
-        deciding = call.layer in self.sharing if now.reading else self._deciding(call.layer)
-        decision = self.decision if deciding else None
-        with self._whole_prompt():
-            out = self.evicting_layers[call.layer].run(call, now, decision, self.evicting_layers)
-        if self.reread is not None and call.layer in self.sharing:
-            self.reread.look(self.evicting_layers[call.layer], call, now)
-        return out
+        batch = self.batch
+        assert batch is not None
+        if batch.fresh:
+            self.hold_as(self.rotation.dtype(call.k.dtype), self.rotation.dtype(call.v.dtype))
+        evictor = self.evictor if call.layer in self.sharing else None
+        if not (batch.is_prefill or self.policy.steps is not None):
+            evictor = None
+        if self.reconstruction is not None and batch.is_prefill:
+            self.reconstruction.look(call)
+        try:
+            return self.layers[call.layer].run(call, batch, self.store, evictor)
+        except PoolFullError:
+            if self.sequences.columns == self._length:  # the text can be read again
+                held, tokens, layers = self.store.num_blocks(), int(batch.counts.max()), len(self.layers)
+                self.reset()
+                raise self.pool.full(
+                    f"a prompt of {tokens} tokens needs more than", (held + 1) * layers // max(call.layer, 1)
+                ) from None
+            raise
+
+    def hold_as(self, key: torch.dtype, value: torch.dtype) -> None:
+        """Hold keys and values of these types, where autocast makes others than the model's weights have."""
+        if (key, value) == tuple(x.dtype for x in self.pool.token):
+            return
+        if self.pool.fixed or self.store.num_blocks():
+            raise UserError(
+                f"Pool: it holds {self.pool.token[0].dtype}, and the model computed keys of {key} and values of "
+                f"{value}; use the cache without torch.autocast, or without pool."
+            )
+        k, v = self.pool.token
+        self.pool = BlockPool(k.to(key), v.to(value), self.policy.kv_dtype)
+        mine = self.store
+        self.store = KVStore(self.pool, mine.layers, mine.kv_heads, mine.gate_type, self.rotation)
+        self.store.start(len(self.sequences))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self) -> None:
-        """Trim memory behind a prompt.
+        """End a forward pass, behind its last layer; a policy that lets the model repeat the prompt evicts then."""
+        if self.prepared:
+            return
+        if self.reconstruction is not None and self.reconstruction.due(self.sequences):
+            try:
+                self.reconstruction.run(self)
+            except PoolFullError:
+                if self.sequences.columns == self._length:  # the text can be read again
+                    self.reset()
+                raise
+        self._end_pass()
+        self._broken = False
 
-        A policy that rereads lets the model repeat a prompt once it is there, and evicts then.
-        """
-        self.unfinished, again = False, self.reread
-        pending = again is not None and not again.active and not again.done
-        if again is not None and pending and self.text.seen >= self.text.prompt_columns:
-            with self._whole_prompt(), self.text.aside():
-                again.run(self)
-        if not self.recording:
-            self.look()
-        now = self.text.now
-        if now is not None and now.reading and now.ends_prompt:
-            for layer in self.evicting_layers:
-                if layer.store is not None:
-                    layer.store.trim()
-
-    # ---- steps, see ag.engine.step
-
-    def look(self) -> None:
-        """Look, once in a while, at what decisions of steps found; the host waits for it.
-
-        Raises:
-            ag.engine.decide.NonFiniteScoreError: when a score was not finite.
-        """
-        if self.decision is not None:
-            self.decision.look(LOOK)
-
-    def step_key(self) -> tuple[Any, ...] | None:
-        """Return what the next step depends on beside its tokens; None: it is not like the one before."""
-        if self.reread is not None or not self.text.ends:
-            return None
-        keys = [layer.step_key(self._deciding(index)) for index, layer in enumerate(self.evicting_layers)]
-        return None if None in keys else (*keys, *self.text.step_key())
-
-    def stepped(self) -> None:
-        """Take note of a step that was replayed."""
-        self.text.stepped()
-        assert self.text.now is not None
-        for index, layer in enumerate(self.evicting_layers):
-            layer.stepped(self.text.now, self._deciding(index))
-
-    def _deciding(self, layer: int) -> bool:
-        """Tell whether something may go of a layer behind the prompt."""
-        return layer in self.sharing and self.policy.steps is not None
+    def _end_pass(self) -> None:
+        batch, evictor = self.batch, self.evictor
+        if batch is None:
+            return
+        if evictor is not None:
+            evictor.end_pass(batch, self.store)
+        if batch.step:
+            for layer in self.layers:
+                layer.expire(batch, self.store)
+        if batch.ends_prompt:
+            self.pool.trim()
+            if self.policy.steps is None:  # nobody scores again
+                self.store.records = [{} for _ in self.layers]
+                for layer in self.layers:
+                    layer.lookback.reset()
+        state, span = self.sequences, self.gates.config.window if self.gates is not None else 0
+        if "expired" in batch.memo:
+            state.evicted_at = state.settled.maximum(state.evicted_at)
+        if span and any(layer.gate_memory for layer in self.layers):  # which looks back at the newest so many alone
+            state.evicted_at = state.settled.where(state.settled >= span, 0).maximum(state.evicted_at)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Queries
 from ag.engine.records import later
+from ag.engine.shown import Queries
 from ag.stateful import Attributes
 
 
@@ -20,7 +20,7 @@ class Lookback(Attributes):
 
     Attributes:
         queries: the last ones ``[B, H, w, D]`` as they are before rotations by slot, their ranks ``[B, w]`` and which
-            are real; None: there are none.
+            are real; None means that there are none.
         sums: what a scorer sums over the queries of a prompt while it is read, ``[B, ...]`` by name.
     """
 

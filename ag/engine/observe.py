@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ag.engine.rows import AttentionRows, Statistic, attention
-from ag.kernels.column_sums import best_version, column_sums
-from ag.kernels.dispatch import no_triton
-from ag.kernels.row_statistics import Values
+from ag.engine.rows import FUSED, AttentionRows, Statistic, attention
+from ag.engine.shown import Keys, Queries
+from ag.engine.values import Values
+from ag.kernels.attention_stats import attention_stats
 from ag.kernels.softmax import PLAIN, Softmax
 
 Made = TypeVar("Made")
@@ -35,102 +35,6 @@ class Span(NamedTuple):
     start: int  # the first that some query sees
     open_until: int  # those from the start to before this one are seen by every query
     stop: int  # one past the last that some query sees
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keys:
-    """What a layer holds, rows padded to the longest, N slots.
-
-    Attributes:
-        stored: brings keys and values together, ``[B, Hkv, N, D]`` or ``[B Hkv, N, D]``, when somebody asks for them;
-            those of the queries' own tokens are among them.
-        ranks: ``[B, Hkv, N]`` int32 or long, the place of each among its sequence's own tokens.
-        valid: ``[B, Hkv, N]`` bool, False on free slots, which come last.
-        full: whether the host knows that no slot is free.
-        whole: whether the host knows that each row holds all tokens of its sequence.
-        ordered: whether the host knows that the ranks of each row ascend.
-        alike: whether the host knows that all heads of a sequence hold the same tokens in the same slots.
-        bend: moves keys ``[B, Hkv', n, D]`` of some heads and slots to where queries of ranks ``[B]`` meet them; None:
-            all queries meet the same.
-    """
-
-    stored: Callable[[], tuple[Any, ...]]
-    ranks: Tensor
-    valid: Tensor
-    full: bool = False
-    whole: bool = False
-    ordered: bool = True
-    alike: bool = False
-    bend: Callable[[Tensor, slice, slice, Tensor], Tensor] | None = None
-
-    @cached_property
-    def _pair(self) -> list[Tensor]:
-        return [x.view(*self.ranks.shape[:2], *x.shape[-2:]) for x in self.stored()[:2]]
-
-    @property
-    def k(self) -> Tensor:
-        """Keys ``[B, Hkv, N, D]``."""
-        return self._pair[0]
-
-    @property
-    def v(self) -> Tensor:
-        """Values ``[B, Hkv, N, D]``."""
-        return self._pair[1]
-
-    @cached_property
-    def single(self) -> Tensor:
-        """Keys in float32."""
-        return self.k.float()
-
-    @cached_property
-    def double(self) -> Tensor:
-        """Keys in float64."""
-        return self.k.double()
-
-    @cached_property
-    def values(self) -> Values:
-        """Values, centred."""
-        return Values.of(self.v.float(), self.valid)
-
-    @cached_property
-    def close(self) -> bool:
-        """Whether the values are near the origin beside their spread, so that differences of outputs are accurate."""
-        centre, spread = self.values.centre, self.values.spread
-        return bool((centre.square().sum(-1) <= 4 * spread.mean(-1, keepdim=True)).all())
-
-    @cached_property
-    def sorted_ranks(self) -> Tensor:
-        """``[B, Hkv, N]``: free slots rank after everything."""
-        return self.ranks.masked_fill(~self.valid, torch.iinfo(self.ranks.dtype).max).contiguous()
-
-    @cached_property
-    def order(self) -> Tensor | None:
-        """Slots ``[B, Hkv, N]`` in the order of ranks, free ones last; None: they are in that order."""
-        return None if self.ordered else self.sorted_ranks.argsort(-1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Queries:
-    """What meets the keys: the new queries, and before them those that a part of the policy looks back at.
-
-    Attributes:
-        q: queries ``[B, H, T, D]``, post-RoPE.
-        ranks: ``[B, T]`` long, the place of each among its sequence's own tokens.
-        valid: ``[B, T]`` bool, False on padding.
-        new: how many of them, at the end, were not shown before; None: all.
-        padded: whether some of the new ones may be padding, as far as the host knows.
-        outputs: attention outputs ``[B, H, new, D]`` of the new ones where they are known, which saves time.
-        weights: attention weights ``[B, H, N]`` of the new one, 0 where it is padding; None: there are more,
-            or they are not known.
-    """
-
-    q: Tensor
-    ranks: Tensor
-    valid: Tensor
-    new: int | None = None
-    padded: bool = True
-    outputs: Tensor | None = None
-    weights: Tensor | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -192,6 +96,8 @@ class Observation:
         self.precise = self.precise and not self.decoding
         self.q, self.query_ranks, self.query_valid = self.queries.q, self.queries.ranks, self.queries.valid
         self.new = self.q.shape[2] if self.queries.new is None else self.queries.new
+        #: Query heads a KV head, G.
+        self.group = self.q.shape[1] // self.keys.ranks.shape[1]
 
     @cached_property
     def key_ranks(self) -> Tensor:
@@ -203,11 +109,6 @@ class Observation:
         seen = copy(self)  # with what is known already
         seen.due, seen.capacity = due, capacity
         return seen
-
-    @property
-    def group(self) -> int:
-        """Query heads a KV head, G."""
-        return self.q.shape[1] // self.keys.ranks.shape[1]
 
     @property
     def k(self) -> Tensor:
@@ -312,6 +213,8 @@ class Observation:
 
     def total(self, statistic: Statistic = attention) -> Tensor:
         """Sum a statistic ``[B, H, w, N]`` over all new queries, ``[B, H, N]``."""
+        if statistic is attention and self.queries.weights is not None:
+            return self.queries.weights
         return self.once(("total", statistic), lambda: self._total(statistic))
 
     def newest(self, statistic: Statistic = attention) -> Tensor:
@@ -347,42 +250,23 @@ class Observation:
         return rows
 
     def _total(self, statistic: Statistic) -> Tensor:
-        known = self.queries.weights
-        if statistic is attention and known is not None:
-            return known
-        if statistic is attention and no_triton(self.q) is None and best_version(self.q, self.softmax) == "triton":
-            lined_up = self._lined_up()
-            if lined_up is not None:
-                q, queries, valid = lined_up
-                return column_sums(q, self.k, self.scaling, queries, valid, self.sliding_window)
+        kind, precise = FUSED.get(statistic), self._tiles_precise
+        if kind is not None and self.new > 1 and not precise:
+            new = slice(self.q.shape[2] - self.new, None)
+            own = self.query_ranks[:, new].masked_fill(~self.query_valid[:, new], -1)
+            held = self.key_ranks.masked_fill(~self.keys.valid, -1)
+            given = self.q[:, :, new], self.k, own, held, self.scaling, self.sliding_window
+            found = attention_stats(kind, *given, softmax=self.softmax).float()
+            return found if kind == "sum" else found * self.values.norms.repeat_interleave(self.group, 1)
         total = self.q.new_zeros(*self.q.shape[:2], self.key_ranks.shape[2], dtype=torch.float32)
         for heads, keys, rows in self._blocks():
             total[:, heads, keys] += rows.total(statistic)
         return total
 
-    def _lined_up(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Return the new queries so that the last one, and each before it, stands at the slot of its own key.
-
-        Returns:
-            They ``[B, H, M, D]``; which exist ``[B, M]``; which slots do ``[B, N]`` (None: all). None where the host
-            knows of no such order (heads hold different tokens, or a window looks past evicted ones), or types differ.
-        """
-        held, whole = self.key_ranks.shape[2], self.keys.whole
-        q, valid = self.q[:, :, -self.new :], self.query_valid[:, -self.new :]
-        if (
-            not self.keys.ordered
-            or self.keys.bend is not None
-            or (self.sliding_window is not None and not whole)
-            or q.dtype != self.k.dtype
-        ):
-            return None
-        if self.keys.full and not self.queries.padded:
-            return q, valid, None
-        if not whole or self.new < held:
-            return None
-        order = torch.where(valid, self.query_ranks[:, -self.new :], held).argsort(dim=1)[:, :held]
-        index = order[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
-        return q.gather(2, index), valid.gather(1, order), self.keys.valid[:, 0]
+    @property
+    def _tiles_precise(self) -> bool:
+        """Whether the products of all new queries are those of float64."""
+        return self.precise and self.key_ranks.shape[2] <= PRECISE and self.q.device.type == "cpu"
 
     def _spans(self, oldest: Tensor, newest: Tensor) -> list[Span]:
         """Return the slots that queries see whose ranks go from ``oldest`` to ``newest`` ``[B, n]``, for each n."""
@@ -406,10 +290,10 @@ class Observation:
     def _blocks(self) -> Iterator[tuple[slice, slice, AttentionRows]]:
         """Visit the new queries in tiles; yields query heads, slots and the queries against those."""
         batch, kv_heads, held = self.key_ranks.shape
-        tile = TILE.get(self.q.device.type, TILE["cuda"]) // (batch * self.group * held)
+        tile = TILE.get(self.q.device.type, TILE["cuda"]) // (batch * self.group * max(held, 1))
         width = min(max(tile, 16), BLOCK if self.q.device.type == "cpu" else 2 * BLOCK)
         heads = max(1, min(kv_heads, tile // width))
-        precise = self.precise and held <= PRECISE and self.q.device.type == "cpu"
+        precise = self._tiles_precise
         tokens = self.q.shape[2]
         blocks = [slice(at, min(at + width, tokens)) for at in range(tokens - self.new, tokens, width)]
         ranks = [self.query_ranks[:, block] for block in blocks]
@@ -426,7 +310,7 @@ class Observation:
         With ``precise`` the products are those of float64: in float32 a logit of 40 is off by 1e-5, and so is its
         weight. That shows where few rows decide and a score is made of differences.
         """
-        held, queries, group = self.keys, self.queries, self.group  # what comes of it outlives this observation
+        held, group = self.keys, self.group  # what comes of it outlives this observation
         start, open_until, stop = span
         keys = (held.double if precise else held.single)[:, heads, start:stop]
         q = _by_head(self.q, group, columns, heads).to(keys.dtype) * self.scaling
@@ -435,11 +319,7 @@ class Observation:
             x[:, columns] if isinstance(columns, slice) else x.gather(1, columns)
             for x in (self.query_ranks, self.query_valid)
         )
-        if held.bend is None:
-            s = (q.reshape(batch, kv_heads, -1, dim) @ keys.mT).view(batch, kv_heads, group, width, -1)
-        else:
-            moved = (held.bend(keys, heads, slice(start, stop), ranks[:, i]) for i in range(width))
-            s = torch.stack([q[:, :, :, i] @ k.mT for i, k in enumerate(moved)], 3)
+        s = (q.reshape(batch, kv_heads, -1, dim) @ keys.mT).view(batch, kv_heads, group, width, -1)
         s = self.softmax.capped(s.float())
         if open_until < stop:
             distance = ranks[:, None, :, None] - self.key_ranks[:, heads, None, open_until:stop]
@@ -451,15 +331,9 @@ class Observation:
         def values() -> Values:
             return held.values.part(heads, slice(start, stop))
 
-        def outputs() -> Tensor | None:
-            known = queries.outputs
-            if known is None or known.shape[2] != queries.q.shape[2] or known.dtype != torch.float32 or not held.close:
-                return None
-            return (_by_head(known, group, columns, heads) - held.values.centre[:, heads, None]).flatten(1, 2)
-
         first = heads.start or 0
         softmax = self.softmax.of_heads(slice(first * group, (first + kv_heads) * group))
-        return AttentionRows(s.flatten(1, 2), values, counted, open_until - start, outputs, softmax.sinks)
+        return AttentionRows(s.flatten(1, 2), values, counted, open_until - start, softmax.sinks)
 
 
 def _by_head(x: Tensor, group: int, columns: Tensor | slice, heads: slice) -> Tensor:

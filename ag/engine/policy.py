@@ -37,7 +37,7 @@ class Policy:
 
     Attributes:
         spec: its parts; the str of it is the text.
-        budget: tokens per KV head (int) or share (float) of each prompt; None: nothing is evicted, or what flags say.
+        budget: tokens per KV head (int) or share (float) of each prompt; None means full, or flags.
         schedule: when something is evicted; see :func:`policy`.
         options: what else was given: ``positions`` and hyper-parameters of the parts.
         positions: what keys are rotated by: their place in the text, as it is or squeezed into the model's context, or
@@ -65,19 +65,19 @@ class Policy:
 
     @cached_property
     def block(self) -> int | None:
-        """Tokens of a prompt between evictions; None: the whole prompt."""
+        """Tokens of a prompt between evictions; None means the whole prompt."""
         return next((int(part[7:]) for part in self.schedule.split("+") if part.startswith("blocks:")), None)
 
     @cached_property
     def steps(self) -> int | None:
-        """Tokens after the prompt between evictions; None: nothing more is evicted."""
+        """Tokens after the prompt between evictions; None means that nothing more is evicted."""
         parts = self.schedule.split("+")
         counted = (int(part[6:]) for part in parts if part.startswith("steps:"))
         return 1 if "every" in parts else next(counted, None)
 
     @property
     def rereads(self) -> bool:
-        """Whether a prompt is scored by rereading it, and evicted after that."""
+        """Whether the model repeats a prompt, which is scored by that and evicted after it."""
         return self.scorer is not None and self.scorer.rereader is not None
 
     def asks_later(self, gates: AttentionGates | None) -> bool:
@@ -118,7 +118,7 @@ class Policy:
     def lookback(self) -> int:
         """Earlier queries of the prompt that a decision has to be shown beside the new ones."""
         needed = max(self.allocator.lookback, 0 if self.scorer is None else self.scorer.needs.lookback)
-        return needed + self.rereads  # after rereading nothing is new
+        return needed + self.rereads  # after a repetition nothing is new
 
     def capacity(self, lengths: Tensor) -> Tensor:
         """Return the tokens per KV head ``[B]`` that the budget allows of ``lengths``, the mean over layers.

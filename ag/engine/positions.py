@@ -1,182 +1,263 @@
-"""What keys and queries are rotated by: their place in the text, as it is or squeezed, or their slot in a head."""
+"""What keys and queries are rotated by: places in the text, slots among what a head holds, or places squeezed together.
+
+Keys are stored as rotated as queries meet them, so that attention reads them where they lie. What changes their places
+turns them on by the difference: rotations add up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from ag.engine.passes import Pass, Tokens
-from ag.engine.store import PagedStore, Rows
+from ag.errors import UserError
 from ag.model.hooks import AttentionCall, rotate
 from ag.model.support import check_turns
 
-#: Takes keys ``[B, Hkv', n, D]`` of some heads and slots, and the ranks ``[B]`` of queries, to where these meet them.
-Bend = Callable[[Tensor, slice, slice, Tensor], Tensor]
+if TYPE_CHECKING:
+    from ag.engine.block_pool import BlockPool
+    from ag.engine.forward_batch import ForwardBatch
+
+FREE = torch.iinfo(torch.long).max  # the rank of a free slot, where it is to come last
 
 
-@dataclass(frozen=True)
+class Store(Protocol):
+    """What is used here of a :class:`ag.engine.kv_store.KVStore`."""
+
+    pool: BlockPool
+    layers: int
+    held: Tensor
+    lengths: Tensor
+
+    def ledger(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return where each slot of a layer lies in the pool, and its token's rank, ``[B, Hkv, N]`` long each."""
+
+    def own(self, layer: int, sequences: Tensor) -> None:
+        """Give the rows of some sequences ``[B]`` bool copies of their own of all blocks they share."""
+
+
 class Original:
     """Keys and queries stay as the model rotated them."""
 
-    decoder: Any
-    #: Whether stored keys can be attended to where they lie.
-    in_place: ClassVar[bool] = True
+    #: Whether a token that no later query sees changes the places of others while it is held.
+    counts_held = False
+    #: Whether what goes from a row moves the tokens that stay.
+    turns = False
 
-    def positions(self, tokens: Tokens, seen: int, stores: Sequence[PagedStore]) -> Tensor | None:
-        """Return the positions ``[B, w]`` that the model is to rotate new tokens by; None: the usual ones.
+    def dtype(self, model: torch.dtype) -> torch.dtype:
+        """Return the type that keys and values of a model of a type are held in."""
+        return model
 
-        ``seen`` are the columns of the input, these included, and ``stores`` what the layers hold before them.
-        """
+    def check(self, pool: BlockPool) -> None:
+        """Raise ``UserError`` where keys cannot be held as a pool holds them."""
+
+    def positions(self, batch: ForwardBatch, store: Store) -> Tensor | None:
+        """Return the positions ``[B, T]`` that the model rotates the new tokens by; None means the usual ones."""
         return None
 
-    def bends(self, seen: int) -> bool:
-        """Tell whether queries meet a key at other distances than in one rotation, in a text of so many columns."""
-        return False
-
-    def parts(self, ranks: Tensor) -> list[slice]:
-        """Return columns of queries of ranks ``[B, T]`` that meet the same keys, where :meth:`bends` says so."""
-        return [slice(None)]
-
-    def bending(self, held: Rows, batch: int) -> Bend | None:
-        """Return what moves the keys that :meth:`keys` gave for the newest token; None: all queries meet these."""
-        return None
-
-    def turn(self, x: Tensor, places: Tensor, span: int, layer: int) -> Tensor:
-        """Rotate ``[B, H, n, D]`` of a layer by places ``[B, 1, n or 1]``, averaged over so many from there on."""
-        return rotate(self.decoder, x, places, span, layer)
-
-    def unrotated(self, call: AttentionCall, now: Pass) -> AttentionCall:
-        """Return a call with keys as they are stored, and queries that :meth:`queries` takes."""
+    def place(self, call: AttentionCall, batch: ForwardBatch, store: Store) -> AttentionCall:
+        """Return a call of a layer whose queries and keys lie at their places among what the layer holds."""
         return call
 
-    def keys(self, rows: Rows, ranks: Tensor | None = None) -> Rows:
-        """Return stored rows, or what queries up to ranks ``[B]`` see of them, with keys as these meet them.
-
-        ``ranks`` None: those of the newest tokens.
-        """
-        return rows
-
-    def queries(self, q: Tensor, held: Rows, ranks: Tensor) -> Tensor:
-        """Return queries ``[B, H, T, D]`` of ranks ``[B, T]`` as they meet what is held."""
+    def by_rank(self, q: Tensor, batch: ForwardBatch, store: Store, layer: int) -> Tensor:
+        """Return queries ``[B, H, T, D]`` at their places turned to their ranks, at which they can be remembered."""
         return q
 
+    def by_place(self, q: Tensor, batch: ForwardBatch, store: Store, layer: int) -> Tensor:
+        """Return queries ``[B, H, T, D]`` at their ranks turned to their places among what the layer holds now."""
+        return q
 
-@dataclass(frozen=True)
-class Slots(Original):
-    """Keys are stored without rotation; they and the queries are turned to slots when they meet.
+    def order(self, store: Store, layer: int) -> Tensor | None:
+        """Return what :meth:`close_up` is to know of a layer before tokens go."""
+        return None
+
+    def close_up(self, store: Store, layer: int, order: Tensor | None) -> None:
+        """Turn a layer's keys to the places that they have after tokens went."""
+
+    def crop(self, store: Store, before: Tensor, after: Tensor) -> None:
+        """Turn all keys to the places that they have when sequences of so many tokens ``[B]`` become shorter."""
+
+
+class Turned(Original):
+    """Held keys are turned on when their places change, which rounds them each time.
+
+    In 16 bits or in codes that adds up: small angles are rounded away, so that a key in bfloat16 is 13 % off after 256
+    turns by one place, one in codes of 8 bits 42 %, and one in float32 less than 0.001 %. So keys and values are held
+    in float32 at least, and not in codes.
+
+    Args:
+        decoder: the model's stack of layers.
 
     Raises:
         UserError: when the model's keys cannot be rotated anew.
     """
 
-    in_place: ClassVar[bool] = False
-    #: Its name as an option of a policy.
-    name: ClassVar[str] = "slot"
+    name: ClassVar[str]
+    turns = True
 
-    def __post_init__(self) -> None:
-        """Refuse models whose keys cannot be rotated anew."""
-        check_turns(self.decoder, self.name)
+    def __init__(self, decoder: Any) -> None:
+        check_turns(decoder, self.name)
+        self.decoder = decoder
 
-    def positions(self, tokens: Tokens, seen: int, stores: Sequence[PagedStore]) -> Tensor | None:
-        """Return positions near the number of tokens held: any would do, as layers turn back and rotate again."""
-        first = torch.where(tokens.real, tokens.ranks, seen).amin(1, keepdim=True)
-        places = tokens.ranks - first
-        if stores:
-            held = torch.stack([store.lengths.view(store.batch, -1).amax(1) for store in stores]).amax(0)
-            places = places + held.to(places.device, non_blocking=places.is_cuda)[:, None]
-        return places.clamp_min(0)
+    def dtype(self, model: torch.dtype) -> torch.dtype:
+        """Return float32, or what is wider."""
+        return torch.promote_types(model, torch.float32)
 
-    def unrotated(self, call: AttentionCall, now: Pass) -> AttentionCall:
-        """Undo the model's rotation."""
-        assert now.positions is not None
-        back = -now.positions[:, None]
-        return replace(call, q=rotate(self.decoder, call.q, back), k=rotate(self.decoder, call.k, back))
+    def check(self, pool: BlockPool) -> None:
+        """Refuse types in which turns add up to an error."""
+        kind = pool.token[0].dtype
+        if pool.format is not None or self.dtype(kind) != kind:
+            held = pool.kv_dtype if pool.format is not None else str(kind).removeprefix("torch.")
+            raise UserError(
+                f"positions={self.name}: keys are turned anew when others go, and held as {held} each turn would lose "
+                "some of them: expected float32; use a model in float32 or a cache without pool=, with "
+                "kv_dtype=float, or positions=original."
+            )
 
-    def keys(self, rows: Rows, ranks: Tensor | None = None) -> Rows:
-        """Rotate each key by its slot."""
-        slots = torch.arange(rows.keys.shape[1], device=rows.keys.device)
-        return rows._replace(keys=rotate(self.decoder, rows.keys[:, None], slots[None, None])[:, 0])
+    def place(self, call: AttentionCall, batch: ForwardBatch, store: Store) -> AttentionCall:
+        """Return the call in the type that is held."""
+        q, k, v = (x.to(store.pool.token[0].dtype) for x in (call.q, call.k, call.v))
+        return replace(call, q=q, k=k, v=v)
 
-    def queries(self, q: Tensor, held: Rows, ranks: Tensor) -> Tensor:
-        """Rotate queries to the slots of their tokens, counted from the last one held."""
-        batch, heads = q.shape[:2]
-        count = held.ranks.shape[1] if held.valid is None else held.valid.sum(1, keepdim=True)
-        shift = (count - 1 - _newest(held)).view(batch, -1)
-        shift = shift.repeat_interleave(heads // shift.shape[1], 1)
-        return rotate(self.decoder, q, (shift[:, :, None] + ranks[:, None]).clamp_min(0))
+    def turn(self, store: Store, layer: int, index: Tensor, further: Tensor) -> None:
+        """Rotate stored keys on, in place.
+
+        Args:
+            store: whose rows share no block of what is turned.
+            layer: index of the layer.
+            index: where in the pool tokens lie, ``[B, Hkv, N]``.
+            further: by how many places each is turned, likewise; 0 leaves it as it is.
+        """
+        moved = further != 0
+        at, keys = index[moved], store.pool.keys.flatten(0, 1)
+        keys[at] = rotate(self.decoder, keys[at][None, None], further[moved][None, None], layer=layer)[0, 0]
 
 
-@dataclass(frozen=True)
-class Interpolated(Slots):
-    """Keys and queries are turned to their places in the text, those of far keys squeezed into the model's context.
+class Slots(Turned):
+    """The place of a token is the number of tokens before it that its head holds.
 
-    To a query a token at a distance of more than half of the context is nearer, in proportion, so that the first token
-    of the text comes to lie as far away as the context is long. While the text is no longer than the context nothing is
-    squeezed, and places are those of :class:`Original`. In a longer one each query meets keys that are turned for it.
+    While nothing is evicted that is its rank, so that a prompt is read as the model reads it. The model rotates new
+    tokens by the number of tokens that the longest row holds, and layers turn them on for each KV head that holds
+    fewer.
+
+    Source: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
+    """
+
+    name = "slot"
+    counts_held = True
+
+    def positions(self, batch: ForwardBatch, store: Store) -> Tensor | None:
+        """Go on behind the longest row of each sequence."""
+        came = batch.counts if batch.step else torch.zeros_like(batch.counts)  # a step is counted beforehand
+        batch.memo["behind"] = store.held.amax((0, 2)) - came
+        columns = torch.arange(batch.ranks.shape[1], device=batch.ranks.device)
+        return store.lengths.amax((0, 2)).long()[:, None] + columns
+
+    def place(self, call: AttentionCall, batch: ForwardBatch, store: Store) -> AttentionCall:
+        """Turn the new tokens on from where the model put them to the end of their rows."""
+        came = batch.counts if batch.step else torch.zeros_like(batch.counts)
+        further = store.held[call.layer] - (came + batch.memo["behind"])[:, None]
+        call = super().place(call, batch, store)
+        return replace(call, q=self._turned(call.q, further), k=self._turned(call.k, further))
+
+    def by_rank(self, q: Tensor, batch: ForwardBatch, store: Store, layer: int) -> Tensor:
+        """Turn queries on by the number of tokens that their head has lost."""
+        return self._turned(q, batch.num_tokens[:, None] - store.held[layer])
+
+    def by_place(self, q: Tensor, batch: ForwardBatch, store: Store, layer: int) -> Tensor:
+        """Turn queries back by the number of tokens that their head has lost."""
+        return self._turned(q, store.held[layer] - batch.num_tokens[:, None])
+
+    def _turned(self, x: Tensor, further: Tensor) -> Tensor:
+        """Rotate ``[B, H, T, D]`` by so many places ``[B, Hkv]`` for each KV head."""
+        if not bool(further.any()):
+            return x
+        wide = further.repeat_interleave(x.shape[1] // further.shape[1], 1)
+        return rotate(self.decoder, x, wide[:, :, None].to(x.device))
+
+    def order(self, store: Store, layer: int) -> Tensor | None:
+        """Return the ranks that each row holds, ascending, ``[B, Hkv, N]``."""
+        return _ascending(store.ledger(layer)[1])
+
+    def close_up(self, store: Store, layer: int, order: Tensor | None) -> None:
+        """Turn each key back by the number of tokens before it that went."""
+        assert order is not None
+        index, ranks = store.ledger(layer)
+        places, before = (torch.searchsorted(x, ranks) for x in (_ascending(ranks), order))
+        self.turn(store, layer, index, (places - before).masked_fill(ranks < 0, 0))
+
+
+class Interpolated(Turned):
+    """Places in the text, those of far tokens squeezed into the model's context.
+
+    Seen from a text's end, a token at a distance of more than half of the context is nearer, in proportion, so that the
+    first token lies as far away as the context is long. While a text is no longer than the context nothing is squeezed.
+    In a longer one held keys are turned on whenever it has grown by a sixteenth of the context, to where they lie as
+    seen from the end of the next sixteenth. New tokens lie at their own places.
 
     Source: position interpolation (Chen et al. 2023, arXiv 2306.15595), applied to far tokens alone; these are the
     tokens whose positions Self-Extend (Jin et al. 2024, arXiv 2401.01325) groups.
     """
 
-    name: ClassVar[str] = "interpolated"
+    name = "interpolated"
 
-    def bends(self, seen: int) -> bool:
-        """Tell whether the text is longer than the context."""
-        return seen > self._context
+    def __init__(self, decoder: Any) -> None:
+        super().__init__(decoder)
+        self.context: int = decoder.config.max_position_embeddings
+        self.stride, self.near = max(self.context // 16, 1), self.context // 2
 
-    def parts(self, ranks: Tensor) -> list[slice]:
-        """Return the columns within the context, and each behind it alone."""
-        inside = int((ranks < self._context).all(0).sum())  # ranks ascend
-        alone = [slice(at, at + 1) for at in range(inside, ranks.shape[1])]
-        return [slice(inside), *alone] if inside else alone
+    def positions(self, batch: ForwardBatch, store: Store) -> Tensor | None:
+        """Refuse passes in which new tokens would have to be squeezed for later ones."""
+        most = self.near - self.stride
+        over = (batch.num_tokens > self.context) & (batch.counts > most)
+        if bool(over.any()):
+            row = int(over.long().argmax())
+            raise UserError(
+                f"positions=interpolated: sequence {row} would grow by {int(batch.counts[row])} tokens to "
+                f"{int(batch.num_tokens[row])} in one pass, beyond the model's context of {self.context}: expected at "
+                f"most {most} tokens a pass there; give schedule=blocks:{most}, or fewer tokens to each forward pass, "
+                "and call cache.reset() first."
+            )
+        return None
 
-    def bending(self, held: Rows, batch: int) -> Bend:
-        """Return what turns keys on from where the newest token meets them."""
-        all_ranks, newest = (x.unflatten(0, (batch, -1)) for x in (held.ranks, _newest(held)))
+    def place(self, call: AttentionCall, batch: ForwardBatch, store: Store) -> AttentionCall:
+        """Turn the held keys of the layer, where a text has grown into another part."""
+        self._turn(store, call.layer, batch.num_tokens - batch.counts, batch.num_tokens)
+        return super().place(call, batch, store)
 
-        def bend(keys: Tensor, heads: slice, slots: slice, at: Tensor) -> Tensor:
-            ranks = all_ranks[:, heads, slots]
-            further = self._places(ranks, at[:, None, None]) - self._places(ranks, newest[:, heads])
-            return rotate(self.decoder, keys, further)
+    def crop(self, store: Store, before: Tensor, after: Tensor) -> None:
+        """Turn keys back, where a text is in an earlier part again."""
+        for layer in range(store.layers):
+            self._turn(store, layer, before, after)
 
-        return bend
-
-    def keys(self, rows: Rows, ranks: Tensor | None = None) -> Rows:
-        """Rotate each key by its place."""
-        newest = _newest(rows)
-        if ranks is not None:
-            newest = ranks.repeat_interleave(len(newest) // len(ranks))[:, None]
-            seen = rows.ranks <= newest
-            rows = rows._replace(valid=seen if rows.valid is None else seen & rows.valid)
-        places = self._places(rows.ranks, newest)
-        return rows._replace(keys=rotate(self.decoder, rows.keys[:, None], places[:, None])[:, 0])
-
-    def queries(self, q: Tensor, held: Rows, ranks: Tensor) -> Tensor:
-        """Rotate queries by their places in the text."""
-        return rotate(self.decoder, q, ranks[:, None].clamp_min(0))
-
-    @property
-    def _context(self) -> int:
-        context: int = self.decoder.config.max_position_embeddings
-        return context
+    def _turn(self, store: Store, layer: int, before: Tensor, after: Tensor) -> None:
+        """Turn a layer's keys from where they lie in texts of ``before`` tokens ``[B]`` to where they do in others."""
+        ends = [((x + self.stride - 1) // self.stride * self.stride).clamp_min(self.context) for x in (before, after)]
+        moved = ends[0] != ends[1]
+        if not bool(moved.any()):
+            return
+        store.own(layer, moved)
+        index, ranks = store.ledger(layer)
+        was, now = (self._places(ranks, end.to(ranks.device)[:, None, None] - 1) for end in ends)
+        self.turn(store, layer, index, (now - was).masked_fill(ranks < 0, 0))
 
     def _places(self, ranks: Tensor, at: Tensor) -> Tensor:
-        """Return where tokens of these ranks lie to a query of rank ``at``; the two broadcast."""
-        near = self._context // 2
-        distance, far = (at - ranks).float(), self._context - 1 - near
-        share = far / (at - near).clamp_min(far)
-        return at - torch.where(distance > near, near + (distance - near) * share, distance)
+        """Return where tokens of these ranks lie as seen from rank ``at``, float64; the two broadcast."""
+        distance, far = (at - ranks).double(), self.context - 1 - self.near
+        share = far / (at - self.near).clamp_min(far).double()
+        return at - torch.where(distance > self.near, self.near + (distance - self.near) * share, distance)
 
 
-def _newest(rows: Rows) -> Tensor:
-    """Return the rank of the newest token that each row holds, ``[R, 1]``."""
-    ranks = rows.ranks if rows.valid is None else rows.ranks.masked_fill(~rows.valid, -1)
-    return ranks.amax(1, keepdim=True)
+def _ascending(ranks: Tensor) -> Tensor:
+    """Return the ranks of rows in order, those of free slots last."""
+    found: Tensor = ranks.masked_fill(ranks < 0, FREE).sort(-1).values
+    return found
 
 
-#: How keys and queries are rotated, by the option ``positions`` of a policy.
-POSITIONS: dict[str, type[Original]] = {"original": Original, "slot": Slots, "interpolated": Interpolated}
+#: By the option ``positions`` of a policy.
+ROTATIONS: dict[str, Callable[[Any], Original]] = {
+    "original": lambda _: Original(), "slot": Slots, "interpolated": Interpolated,
+}  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy
-from ag.engine.reread import Measured
+from ag.engine.reconstruction import Measured
 from ag.engine.scorers.base import Rereader
 from ag.errors import UserError
 from ag.gates.memory import has_gaps
@@ -31,7 +31,7 @@ def read_prompt(
 ) -> list[tuple[EvictionCache, Tensor]]:
     """Show a prompt to caches with different policies; those that read it densely share one forward pass.
 
-    Those that reread it in the same way share that too. Each cache is as if it had been alone; with padding or
+    Those that repeat it in the same way share that too. Each cache is as if it had been alone; with padding or
     ``position_ids`` those share a pass whose ``positions`` are the same.
     What a shared pass needs beside the caches is one layer's keys and values.
 
@@ -39,8 +39,9 @@ def read_prompt(
         model: causal language model in evaluation mode.
         policies: one for each cache.
         input_ids: ``[B, T]``.
-        attention_mask: ``[B, T]``, nonzero on real tokens, zeros on the left alone; None without padding.
-        position_ids: ``[B, T]``; None: counted from the first column.
+        attention_mask: ``[B, T]``, nonzero on real tokens, zeros on the left alone; None means that there is no
+            padding.
+        position_ids: ``[B, T]``; None means that they are counted from the first column.
         protect: tokens that stay in each of the caches; see :meth:`ag.EvictionCache.protect`.
 
     Returns:
@@ -65,62 +66,75 @@ def read_prompt(
         return states[:, -1]
 
     plain = position_ids is None and (attention_mask is None or bool(attention_mask.all()))
-    together: dict[str, list[EvictionCache]] = defaultdict(list)
+    together: dict[str, list[EvictionCache]] = defaultdict(list)  # by what the model rotates their tokens by
     for cache in caches:
-        if cache.prompt_sees == "dense" and not cache.text.rotation.bends(input_ids.shape[1]):
+        if cache.prompt_sees == "dense":
             together["" if plain else cache.policy.positions].append(cache)
     shared: dict[EvictionCache, Tensor] = {}
     for some in together.values():
-        shared |= dict.fromkeys(some, read({"gating": _Together(some), "use_cache": False}))
+        shared |= dict.fromkeys(some, read({"gating": Together(some), "use_cache": False}))
     return [(cache, shared[cache] if cache in shared else read({"past_key_values": cache})) for cache in caches]
 
 
 @dataclass
-class _Attended(AttentionCall):
+class Attended(AttentionCall):
     """A call whose dense attention is known."""
 
     output: Tensor = field(kw_only=True)
 
     def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
+        """Return what is known."""
         return self.output
 
 
-class _Together(Interceptor):
-    """Several caches that see the same forward pass."""
+class Together(Interceptor):
+    """Several caches that see the same forward pass, in which nothing is held before and nothing goes within it."""
 
     def __init__(self, caches: list[EvictionCache]) -> None:
         self.caches = caches
-        # what is repeated does not depend on the budget, and slots are ranks as long as nothing went; but codes of so
-        # many bits are what is attended to
+        # what is repeated does not depend on the budget, but codes are what is attended to where there are any
         known: dict[KVDtype, dict[Rereader, Measured]] = defaultdict(dict)
         for cache in caches:
-            if cache.reread is not None:
-                cache.reread.known = known[cache.policy.kv_dtype]
+            if cache.reconstruction is not None:
+                cache.reconstruction.known = known[cache.policy.kv_dtype]
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+        """Begin a pass of each cache."""
         for cache in self.caches:
             cache.begin(decoder, attention_mask, batch, length)
 
+    def modules(self) -> list[nn.Module]:
+        """Return the gates of all caches."""
+        return [module for cache in self.caches for module in cache.modules()]
+
     def note(self, tokens: Tensor) -> None:
+        """Let each cache take note of the tokens."""
         for cache in self.caches:
             cache.note(tokens)
 
+    def blocks(self) -> Iterator[Tensor] | None:
+        """Return the columns of the tokens, which are the same for all caches."""
+        found = [cache.blocks() for cache in self.caches]
+        return found[0] if found[0] is None else (columns for columns, *_ in zip(*found, strict=True))
+
     def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        """Return the positions of the tokens, which are the same for all caches."""
         return [cache.positions(given, columns) for cache in self.caches][0]
 
-    def finish(self) -> None:
-        for cache in self.caches:
-            cache.finish()
-
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Run the gates of each cache."""
         for cache in self.caches:
             cache.enter_layer(layer, hidden)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        now = self.caches[0].text.now
-        assert now is not None
-        output = call.dense(now.valid, now.left_padded)
+        """Attend once, and hand the result to each cache."""
+        output = call.dense(None, left_padded=False)  # blocks are left-aligned
+        known = Attended(**vars(call), output=output)
         for cache in self.caches:
-            cache.update(call.k, call.v, call.layer)
-            cache.attend(_Attended(**vars(call), output=output))
+            cache.attend(known)
         return output
+
+    def finish(self) -> None:
+        """End the pass of each cache."""
+        for cache in self.caches:
+            cache.finish()

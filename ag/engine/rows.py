@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ag.kernels.row_statistics import Values, best_version, row_statistics
-from ag.kernels.row_statistics.reference import Kind, pair_statistics
+from ag.engine.values import Values
+from ag.kernels.attention_stats import Kind
 
 
 class AttentionRows:
@@ -20,7 +20,6 @@ class AttentionRows:
         values: gives those of the keys, ``[B, Hkv, N, D]`` with H a multiple of Hkv.
         counted: ``[B, w]`` bool, the queries that exist.
         open_until: keys before this one are seen by every query.
-        outputs: gives them, less the values' centre, ``[B, H, w, D]`` in the type of the logits, or None.
         sinks: ``[H]``, the sink logit of each head: to all that is computed here it is that of one more key, the last,
             whose value is 0. None: there are none.
     """
@@ -31,17 +30,15 @@ class AttentionRows:
         values: Callable[[], Values],
         counted: Tensor,
         open_until: int = 0,
-        outputs: Callable[[], Tensor | None] = lambda: None,
         sinks: Tensor | None = None,
     ) -> None:
         self._make_values, self.counted = values, counted
-        self._open_until, self._outputs = open_until, outputs
+        self._open_until = open_until
         self._keys, self._beside = logits.shape[-1], sinks is not None
         if sinks is not None:
             column = sinks.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)
             logits = torch.cat([logits, column], -1)
         self._logits = logits  # [B, H, w, N], or N + 1 with a sink
-        self._averaged = False  # whether the weights are means, and not those of the logits
 
     @cached_property
     def values(self) -> Values:
@@ -93,18 +90,13 @@ class AttentionRows:
         batch, heads, rows, keys = self._a.shape
         return (self._a.reshape(batch, v.shape[1], -1, keys) @ v).view(batch, heads, rows, -1)
 
-    def statistic(self, kind: Kind) -> Tensor:
-        """Return a statistic of every pair, ``[B, H, w, N]``; see :mod:`ag.kernels.row_statistics`."""
-        return pair_statistics(kind, self._a, self._s, self.values)[..., : self._keys]
+    def pairs(self, statistic: Callable[[Tensor, Tensor, Values], Tensor]) -> Tensor:
+        """Return a statistic of every pair ``[B, H, w, N]``, made of weights, logits and values, a sink's too."""
+        return statistic(self._a, self._s, self.values)[..., : self._keys]
 
     def total(self, statistic: Callable[[AttentionRows], Tensor]) -> Tensor:
-        """Sum a statistic ``[B, H, w, N]`` over the queries, ``[B, H, N]``; those in ``FUSED`` in one pass."""
-        kind = None if self._averaged else FUSED.get(statistic)
-        if kind is None or best_version(self._logits) == "reference":
-            return self._sum(statistic(self))
-        if kind == "attention":
-            return row_statistics(kind, self._logits, self.counted)[..., : self._keys]
-        return row_statistics(kind, self._logits, self.counted, self.values, self._outputs())[..., : self._keys]
+        """Sum a statistic ``[B, H, w, N]`` over the queries, ``[B, H, N]``."""
+        return self._sum(statistic(self))
 
     def _sum(self, values: Tensor) -> Tensor:
         return (self.counted[:, None, None].to(values.dtype) @ values)[:, :, 0]
@@ -122,7 +114,7 @@ class AttentionRows:
         group = self._logits.shape[1] // self.values.v.shape[1]
         a, s = (x.unflatten(1, (-1, group)).mean(2) for x in (self._a, self._s))
         rows = AttentionRows(s, lambda: self.values, self.counted)
-        vars(rows).update(_a=a, _s=s, _averaged=True, _keys=self._keys)  # as if computed
+        vars(rows).update(_a=a, _s=s, _keys=self._keys)  # as if computed
         return rows
 
 
@@ -134,5 +126,6 @@ def attention(rows: AttentionRows) -> Tensor:
     return rows.a
 
 
-#: Statistics that ag.kernels.row_statistics can sum in one pass, and their names there.
-FUSED: dict[Statistic, Kind] = {attention: "attention"}
+#: Statistics whose sums over queries are made of what ag.kernels.attention_stats sums: of weights, or of their squares,
+#: which are then multiplied by ``||v||^2``.
+FUSED: dict[Statistic, Kind] = {attention: "sum"}

@@ -1,7 +1,7 @@
 """Caches in files: one safetensors file, whose header says what its tensors are. Nothing is pickled.
 
-Written is the ``state_dict`` of each part of a cache; policy and layers are made anew. A cache that is read again
-computes what the saved one would, bit by bit.
+Written are the tokens that each row holds, block tables left out, and the state of what follows them; the policy is
+made anew. A cache that is read again computes what the saved one would, bit by bit.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ag.engine.cache_state import check_ready, restore, state_of
 from ag.engine.forward import Forward
 from ag.engine.policy import Policy, policy
 from ag.errors import UserError
 from ag.files import replacing
 from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
-from ag.model.hooks import device_of
 from ag.versions import versions
 
-SCHEMA = 6
+SCHEMA = 7
 FORMAT = "ag.EvictionCache"
 
 C = TypeVar("C", bound=Forward)
@@ -39,8 +38,8 @@ def save(cache: Forward, path: str | os.PathLike[str]) -> None:
     """Write a cache; see :meth:`ag.engine.cache.EvictionCache.save`."""
     target, tensors = Path(path), dict[str, Tensor]()
     _check_replaceable(target)
-    _check_ready(cache)
-    state = {name: _packed(name, part.state_dict(), tensors) for name, part in cache.parts.items()}
+    check_ready(cache)
+    state = _packed("", state_of(cache), tensors)
     head = {
         "versions": versions("ag", "torch", "transformers"),
         "base_model": _base(cache),
@@ -70,52 +69,8 @@ def load(kind: Callable[[nn.Module, Policy], C], path: str | os.PathLike[str], m
             _check_base(file, head["base_model"], here)
             if digest != head["gates"]:
                 raise UserError(f"{file}: the cache was made with other gates than those that {made!r} gives here.")
-            _restore(cache, head["state"], read)
+            restore(cache, _unpacked(head["state"], read))
     return cache
-
-
-# ---- its parts
-
-
-def _check_ready(cache: Forward) -> None:
-    """Refuse a cache that is not behind a prompt, and one whose state no file can have."""
-    text, name = cache.text, type(cache).__name__
-    if not text.seen:
-        raise UserError(f"{name}.save: nothing was read yet: expected a prompt; save the cache after it.")
-    if text.seen < text.prompt_columns:
-        raise UserError(
-            f"{name}.save: {text.seen} of {text.prompt_columns} columns of the prompt were read so far: expected all; "
-            "save the cache after them."
-        )
-    if cache.decision is not None and (cache.decision.budgets.open or cache.decision.budgets.votes):
-        raise UserError(f"{name}.save: {cache.policy.allocator!r} has not decided yet; save it later.")
-
-
-def _restore(cache: Forward, state: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
-    """Give the parts of a fresh cache their states, and check that they fit each other."""
-    if state.keys() != cache.parts.keys():
-        raise KeyError(*(state.keys() ^ cache.parts.keys()))
-    for name, part in cache.parts.items():
-        part.load_state_dict(_unpacked(name, state[name], lambda name, found: read(found).to(_home(cache, name))))
-    if cache.reread is not None:
-        cache.reread.done = True
-    own = cache.valid.sum(1).cpu()
-    if cache.over_budget.shape != own.shape:
-        raise ValueError("over_budget")
-    for layer in cache.evicting_layers:
-        if layer.store is None:
-            continue
-        if layer.store.batch != len(own):
-            raise ValueError("lengths")
-        limits = own.repeat_interleave(layer.store.kv_heads).tolist()
-        if any(limit <= rank for ranks, limit in zip(layer.store.kept(), limits, strict=True) for rank in ranks[-1:]):
-            raise ValueError("ranks")
-
-
-def _home(cache: Forward, name: str) -> torch.device:
-    """Return where a tensor of this name lies: beside the layer whose number is the first in it."""
-    number = next((int(word) for word in name.split(".") if word.isdecimal()), None)
-    return device_of(cache.decoder if number is None else cache.decoder.layers[number])
 
 
 def _packed(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
@@ -126,7 +81,7 @@ def _packed(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return [_packed(f"{name}.{index}", x, tensors) for index, x in enumerate(value)]
     if isinstance(value, dict):
-        items = [[key, _packed(f"{name}.{key}", x, tensors)] for key, x in value.items()]
+        items = [[key, _packed(f"{name}.{key}".lstrip("."), x, tensors)] for key, x in value.items()]
         plain = all(isinstance(key, str) and key not in ("tensor", "items") for key in value)
         return dict(items) if plain else {"items": items}
     if value is None or type(value) in (bool, int, float, str):
@@ -137,15 +92,15 @@ def _packed(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _unpacked(name: str, found: Any, read: Callable[[str, str], Tensor]) -> Any:
-    """Return what was packed; ``read`` gives a tensor by the name of the value and that in the file."""
+def _unpacked(found: Any, read: Callable[[str], Tensor]) -> Any:
+    """Return what was packed; ``read`` gives a tensor by its name in the file."""
     if isinstance(found, list):
-        return tuple(_unpacked(f"{name}.{index}", x, read) for index, x in enumerate(found))
+        return tuple(_unpacked(x, read) for x in found)
     if not isinstance(found, dict):
         return found
     if "tensor" in found:
-        return read(name, found["tensor"])
-    return {key: _unpacked(f"{name}.{key}", x, read) for key, x in found.get("items", found.items())}
+        return read(found["tensor"])
+    return {key: _unpacked(x, read) for key, x in found.get("items", found.items())}
 
 
 # ---- what it was made of

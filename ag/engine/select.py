@@ -14,7 +14,7 @@ def select(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor, or
         protected: ``[B, Hkv, N]`` bool, kept whatever the score.
         valid: ``[B, Hkv, N]`` bool, the slots that hold a token.
         capacity: ``[B, Hkv]`` long, tokens to keep, not fewer than are protected; heads that hold fewer keep all.
-        order: ``[B, Hkv, N]`` long, slots in the order in which those with equal scores are kept; None: as they lie.
+        order: ``[B, Hkv, N]`` long, slots in the order in which equal scores are kept; None means as they lie.
 
     Returns:
         ``[B, Hkv, N]`` bool.
@@ -31,7 +31,7 @@ def standings(score: Tensor, rivals: Tensor, order: Tensor | None = None) -> Ten
 
 
 def sorted_slots(values: Tensor, order: Tensor | None, *, descending: bool = False) -> Tensor:
-    """Return slots ``[B, Hkv, N]`` sorted by values, equal ones in an order of slots; None: as they lie."""
+    """Return slots ``[B, Hkv, N]`` sorted by values, equal ones in an order of slots; None means as they lie."""
     if order is None:
         return values.argsort(dim=-1, descending=descending, stable=True)
     return order.gather(-1, values.gather(-1, order).argsort(dim=-1, descending=descending, stable=True))
@@ -67,7 +67,7 @@ def select_over_heads(
         valid: ``[B, Hkv, N]`` bool.
         capacity: ``[B]`` long, tokens per KV head on average.
         floor: share of the capacity that every head keeps at least.
-        total: ``[B]`` long, tokens of all heads; None: ``Hkv * capacity``.
+        total: ``[B]`` long, tokens of all heads; None means ``Hkv * capacity``.
         order: as for :func:`select`, head by head.
 
     Returns:

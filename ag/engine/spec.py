@@ -44,8 +44,8 @@ class PolicySpec:
     Attributes:
         scorer: name of a scorer, of an alias for a scorer with its allocator, ``flags`` or ``full``.
         wrapper: name of the wrapper, or None.
-        allocator: name of the allocator; None: the scorer's own.
-        path: folder or hub id of exported gates, for a scorer that reads gates; None: those attached to the model.
+        allocator: name of the allocator; None means the scorer's own.
+        path: folder or hub id of exported gates, for a scorer that reads gates; None means those attached to the model.
         label: what tables call it; two specs that differ in it alone are equal.
     """
 
@@ -126,7 +126,7 @@ class PolicySpec:
         """Return the same with these exported gates, where it reads some and names none.
 
         Args:
-            folder: the export; None: there is none.
+            folder: the export; None means that there is none.
             fix: how to give it, beside naming it in the policy.
 
         Raises:

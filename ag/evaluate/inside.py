@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ag.engine.allocators.preference import entropy_and_variance
-from ag.engine.observe import Keys, Observation, Queries
+from ag.engine.observe import Observation
 from ag.engine.select import closing_order
+from ag.engine.shown import Keys, Queries
 from ag.gates.gate import AttentionGate
 from ag.model.hooks import AttentionCall, Interceptor, decoder_of, instrument
 

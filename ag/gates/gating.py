@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.gates.memory import has_gaps
-from ag.kernels.column_max import column_max
-from ag.kernels.column_sums import column_sums
+from ag.kernels.attention_stats import attention_stats
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.model.hooks import AttentionCall, Interceptor
@@ -261,21 +260,32 @@ class Observing(Gating):
 
     def _measure(self, call: AttentionCall) -> Tensor:
         """Return the target of each key ``[B, Hkv, T]``."""
-        shared: dict[str, Any] = {"queries": self._queries, "key_valid": self.valid, "window": call.window}
-        shared["softmax"] = call.softmax
+        columns = torch.arange(call.k.shape[2], device=call.k.device)
+        own = columns.where(self._queries, -1)
+        held = columns.where(self.valid, -1) if self.valid is not None else columns.expand(len(own), -1)
+        given = call.q, call.k, own, held[:, None], call.scaling, call.window
         shape = (*call.k.shape[:2], -1, call.k.shape[2])
         if self.target == "kvzip_plus":
-            largest = column_max(call.q, call.k, call.scaling, **shared, factors=self._factors)
+            largest = attention_stats("max", *given, factors=self._factors, softmax=call.softmax)
             largest = largest * projected_norms(call.v.float(), output_weight(call.module, call.q.shape[1]), 2)
             return largest.view(shape).amax(2).clamp_min(1e-12).log()
         sizes: Tensor = call.v.float().norm(dim=-1).clamp_min(1e-12).log()
         if self.target == "kvzip":
-            largest = column_max(call.q, call.k, call.scaling, **shared).view(shape).amax(2)
+            largest = attention_stats("max", *given, softmax=call.softmax).view(shape).amax(2)
             return largest.clamp_min(1e-12).log() + sizes
-        power, skip = (1 if self.target == "attention" else 2), self.gates.config.recent_tokens
-        sums = column_sums(call.q, call.k, call.scaling, **shared, power=power, skip=skip, mean=True)
+        squares, skip = self.target != "attention", self.gates.config.recent_tokens
+        sums = attention_stats("squares" if squares else "sum", *given, skip=skip, softmax=call.softmax)
+        sums = sums / self._counting(skip, call.window).clamp_min(1)[:, None]
         log: Tensor = sums.view(shape).mean(2).clamp_min(1e-12).log()
-        return log if power == 1 else 0.5 * log + sizes
+        return 0.5 * log + sizes if squares else log
+
+    def _counting(self, skip: int, window: int | None) -> Tensor:
+        """Return how many queries count for each key, ``[B, T]``."""
+        length = self._queries.shape[1]
+        before = torch.nn.functional.pad(self._queries.cumsum(1), (1, 0))
+        columns = torch.arange(length, device=before.device)
+        first, stop = ((columns + more).clamp_max(length) for more in (skip, length if window is None else window))
+        return before[:, stop.maximum(first)] - before[:, first]
 
 
 def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:

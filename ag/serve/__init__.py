@@ -7,20 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ag.serve.batcher import Batcher as Batcher
     from ag.serve.request import Request as Request
     from ag.serve.request import Stream as Stream
     from ag.serve.request import Token as Token
+    from ag.serve.scheduler import Scheduler as Scheduler
     from ag.serve.snapshot import Snapshot as Snapshot
 
 _PUBLIC = {
-    "Batcher": "ag.serve.batcher",
+    "Scheduler": "ag.serve.scheduler",
     "Request": "ag.serve.request",
     "Snapshot": "ag.serve.snapshot",
     "Stream": "ag.serve.request",
     "Token": "ag.serve.request",
 }
-__all__ = ["Batcher", "Request", "Snapshot", "Stream", "Token"]
+__all__ = ["Scheduler", "Request", "Snapshot", "Stream", "Token"]
 
 
 def __getattr__(name: str) -> Any:

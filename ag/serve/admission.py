@@ -1,4 +1,4 @@
-"""How many pages of a pool a request may take, worked out before its prompt is read."""
+"""How many blocks of a pool a request may take, worked out before its prompt is read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from ag.engine.allocators.uniform import Uniform
+from ag.engine.block_pool import BLOCK
 from ag.engine.cache import EvictionCache
-from ag.engine.observe import Keys, Observation, Queries
-from ag.engine.pool import PAGE
+from ag.engine.layer import EXPIRED
 from ag.serve.request import Request
 
 MARGIN = 1.25  # over the share that flags have kept so far, for prompts to come
@@ -20,7 +20,7 @@ MARGIN = 1.25  # over the share that flags have kept so far, for prompts to come
 
 @dataclass(frozen=True)
 class Need:
-    """Pages that one answer takes at most.
+    """Blocks that one answer takes at most.
 
     Attributes:
         reading: while its prompt is read.
@@ -47,7 +47,7 @@ class Admission:
         text = config.get_text_config()
         self.policy, self.part = cache.policy, part
         self._heads: int = text.num_key_value_heads
-        self._windows = _windows(text, len(cache.evicting_layers))
+        self._windows = _windows(text, cache.num_layers)
         self._sharing = set(cache.sharing)
         self._even = isinstance(self.policy.allocator, Uniform) and not (self.policy.by_gates and self._flags)
         self._kept = self._told = 0.0  # tokens per KV head that flags kept of prompts, and of how many
@@ -59,7 +59,7 @@ class Admission:
     def learn(self, cache: EvictionCache, tokens: int) -> None:
         """Take note of how much flags have kept of a prompt of so many tokens."""
         if self._flags:
-            self._kept += cache.kept_share() * tokens
+            self._kept += float(cache.store.held.double().mean())
             self._told += tokens
 
     def need(self, request: Request) -> Need:
@@ -70,8 +70,8 @@ class Admission:
         prompt, read = len(request.tokens), request.max_tokens - 1
         again, marks = self._reread(request), request.marks()
         return Need(
-            reading=self._pages(self._in_prompt(marks) + again, prompt + again, self.part),
-            writing=self._pages(self._behind(marks, read), prompt + read, 2),
+            reading=self._blocks(self._in_prompt(marks) + again, prompt + again, EXPIRED + self.part),
+            writing=self._blocks(self._behind(marks, read), prompt + read, min(read, EXPIRED)),
         )
 
     # ---- tokens per KV head
@@ -106,15 +106,10 @@ class Admission:
     def _protected(self, marks: Tensor, tokens: int, capacity: int) -> int:
         """Return how many of so many tokens the request or the scorer protects."""
         assert self.policy.scorer is not None
-        ranks = torch.arange(tokens)[None, None]
-        none, there = torch.zeros(1, 1, tokens, 0), torch.ones_like(ranks, dtype=torch.bool)
-        seen = Observation(
-            keys=Keys(stored=lambda: (none, none), ranks=ranks, valid=there),
-            queries=Queries(q=torch.zeros(1, 1, 1, 0), ranks=ranks[0, :, -1:], valid=there[0, :, -1:]),
-            scaling=1.0,
-        )
-        protected = self.policy.scorer.protected(seen, torch.tensor([capacity]))[0, 0]
-        return int((protected | F.pad(marks, (0, tokens - len(marks)))).sum())
+        sinks, recent = (int(x) for x in self.policy.scorer.limits(torch.tensor([capacity])))
+        ranks = torch.arange(tokens)
+        ends = (ranks < sinks) | (ranks >= tokens - recent)
+        return int((ends | F.pad(marks, (0, tokens - len(marks)))).sum())
 
     def _reread(self, request: Request) -> int:
         """Return the most tokens that are held beside a prompt while it is reread."""
@@ -122,27 +117,27 @@ class Admission:
         inputs = [] if rereader is None else rereader.inputs([*request.tokens])
         return max((len(asked) for _, asked in inputs), default=0)
 
-    # ---- pages
+    # ---- blocks
 
-    def _pages(self, tokens: int, whole: int, coming: int) -> int:
-        """Return the pages of all layers.
+    def _blocks(self, tokens: int, whole: int, lag: int) -> int:
+        """Return the blocks of all layers.
 
         Args:
             tokens: per KV head in layers that share the budget, the mean over heads.
             whole: in the others, without a sliding window.
-            coming: tokens at once.
+            lag: tokens that a layer with a sliding window may hold beyond what the next query sees.
         """
-        pages = shared = 0
+        blocks = shared = 0
         for layer, window in enumerate(self._windows):
-            seen = whole if window is None else min(whole, window + coming - 1)
+            seen = whole if window is None else min(whole, window - 1 + lag)
             if layer not in self._sharing or tokens >= whole:
-                pages += self._heads * -(-seen // PAGE)
+                blocks += self._heads * -(-seen // BLOCK)
             elif self._even:
-                pages += self._heads * -(-min(tokens, seen) // PAGE)
+                blocks += self._heads * -(-min(tokens, seen) // BLOCK)
             else:
                 shared += self._heads
-        # of rows that are not equally long each may have a page with one token
-        return pages + (shared * (tokens + PAGE - 1)) // PAGE
+        # of rows that are not equally long each may have a block with one token
+        return blocks + (shared * (tokens + BLOCK - 1)) // BLOCK
 
 
 def _windows(text: PretrainedConfig, layers: int) -> list[int | None]:

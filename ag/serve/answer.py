@@ -1,4 +1,4 @@
-"""What a batcher works on: answers, and the prompts that they begin with."""
+"""What a scheduler works on: answers, and the prompts that they begin with."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from ag.engine.cache import EvictionCache
 from ag.serve.admission import Need
-from ag.serve.beginnings import marked
+from ag.serve.prefix_cache import key_of
 from ag.serve.request import Request, Stream
 from ag.serve.sampler import Sampler
 
 
 @dataclass(eq=False)
 class Answer:
-    """An answer that is waiting, being read, or being written.
+    """An answer that waits, whose prompt is being read, or that is being written.
 
     Attributes:
         number: of the answer, counted from the first one that was asked for.
@@ -27,9 +27,9 @@ class Answer:
         stream: where its tokens go.
         sampler: chooses them.
         text: ids ``[T]`` on the CPU, of the prompt and of the answer so far.
-        since: when it was asked for, in seconds of the batcher's clock.
-        need: pages that it may take.
-        read: tokens of the text that the model has read, where it is in the batch.
+        since: when it was asked for, in seconds of the scheduler's clock.
+        need: blocks that it may take.
+        read: tokens of the text that the model has read, while the answer is in the batch.
     """
 
     number: int
@@ -46,12 +46,17 @@ class Answer:
         """The ids of the prompt."""
         return self.text[: len(self.request.tokens)]
 
-    def marked(self) -> Tensor:
-        """Return the text so far with what is protected, as :class:`Beginnings` compare texts."""
-        return marked(self.text, self.request.marks())
+    @property
+    def written(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.text) - len(self.request.tokens)
+
+    def key(self) -> Tensor:
+        """Return the text so far with what is protected, as a :class:`PrefixCache` compares texts."""
+        return key_of(self.text, self.request.marks())
 
     def coming(self, drafts: int) -> Tensor:
-        """Return the ids that the model reads next: one of the text, and up to so many more of it or looked up."""
+        """Return the ids that the model reads next: one of the text, and up to ``drafts`` more of it or looked up."""
         known = self.text[self.read :][: 1 + drafts]
         more = min(1 + drafts - len(known), self.request.max_tokens - self.written - 1)
         if more <= 0 or self.read + len(known) < len(self.text):
@@ -60,11 +65,6 @@ class Answer:
             cast("Any", self.text[None])
         )
         return torch.cat([known, found[0, len(self.text) :]])
-
-    @property
-    def written(self) -> int:
-        """Tokens of the answer so far."""
-        return len(self.text) - len(self.request.tokens)
 
 
 @dataclass(eq=False)
@@ -75,14 +75,12 @@ class Prompt:
         answers: that begin with it.
         cache: what is held of it.
         read: tokens read so far.
-        shared: of these, tokens that were held before.
-        shared_pages: pages of these.
-        mark: where the beginning ends that it has in common with other texts; 0: nowhere behind ``shared``.
+        shared: of these, tokens of a cached prefix.
+        mark: where the prefix ends that it has in common with other texts; 0 means that none does behind ``shared``.
     """
 
     answers: list[Answer]
     cache: EvictionCache
     read: int = 0
     shared: int = 0
-    shared_pages: int = 0
     mark: int = 0

@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI's API over a batcher in this process."""
+"""The endpoints of OpenAI's API over a scheduler in this process."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from starlette.types import Receive, Scope, Send
 from ag.engine.policy import Policy
 from ag.errors import UserError
 from ag.model.chat import Chat, Part, spans
-from ag.serve.batcher import Batcher, Busy
 from ag.serve.detokenizer import Detokenizer
 from ag.serve.endpoints import Endpoints, refusal
 from ag.serve.metrics import Metrics
 from ag.serve.protocol import FORMS, ApiError, Asked, ChatAsked, CompletionAsked, Form, as_json, parse, usage
 from ag.serve.request import Request
+from ag.serve.scheduler import Busy, Scheduler
 from ag.serve.snapshot import Snapshot
 from ag.serve.worker import Answers, Piece, Worker
 
@@ -54,30 +54,30 @@ class Limits:
 
 
 class Service(Endpoints):
-    """The endpoints of a batcher in this process.
+    """The endpoints of a scheduler in this process.
 
     Args:
-        batcher: answers the requests.
+        scheduler: answers the requests.
         name: of the model, for clients.
         limits: what clients may ask.
         api_key: what they have to know; None: nothing.
     """
 
-    def __init__(self, batcher: Batcher, name: str, limits: Limits, api_key: str | None = None) -> None:
-        super().__init__(name, shown(batcher.policy), limits.body, api_key)
-        self.limits, self.tokenizer, self.model = limits, batcher.tokenizer, batcher.model
-        self._metrics = Metrics(batcher.snapshot)
-        self.worker = Worker(batcher, self._metrics.timed)
+    def __init__(self, scheduler: Scheduler, name: str, limits: Limits, api_key: str | None = None) -> None:
+        super().__init__(name, shown(scheduler.policy), limits.body, api_key)
+        self.limits, self.tokenizer, self.model = limits, scheduler.tokenizer, scheduler.model
+        self._metrics = Metrics(scheduler.snapshot)
+        self.worker = Worker(scheduler, self._metrics.timed)
         self._encoder = ThreadPoolExecutor(1, "encoder")  # one: a tokenizer cannot read two texts at once
         config = self.model.config.get_text_config()
         self._context: int | None = getattr(config, "max_position_embeddings", None)
         self._coming = 0  # requests that are not queued yet
-        self._most = 2 * (batcher.queue + batcher.batch)  # requests at once, with those whose answer is being sent
+        self._most = 2 * (scheduler.queue + scheduler.batch)  # requests at once, with those whose answer is being sent
         self._vocabulary = int(config.vocab_size)
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Begin and end the batcher's thread."""
+        """Begin and end the scheduler's thread."""
         self.worker.start()
         yield
         await self.worker.stop(2)
@@ -85,14 +85,14 @@ class Service(Endpoints):
 
     async def snapshot(self) -> Snapshot:
         """Return what is going on."""
-        return self.worker.batcher.snapshot()
+        return self.worker.scheduler.snapshot()
 
     async def figures(self) -> bytes:
         """Return what Prometheus reads."""
         return self._metrics.text()
 
     async def works(self) -> bool:
-        """Tell whether there is a batcher that answers."""
+        """Tell whether there is a scheduler that answers."""
         return not self.worker.failed
 
     async def chat(self, http: Http) -> Response:
@@ -154,8 +154,8 @@ class Service(Endpoints):
             self.worker.close(answers)
 
     def _submit(self, asked: Asked, tokens: list[int], protect: Spans) -> Answers:
-        if asked.n > self.worker.batcher.batch:
-            raise ApiError(400, f"n={asked.n}: expected at most {self.worker.batcher.batch} here.", "n")
+        if asked.n > self.worker.scheduler.batch:
+            raise ApiError(400, f"n={asked.n}: expected at most {self.worker.scheduler.batch} here.", "n")
         request = Request(
             tokens=tokens,
             max_tokens=self._longest(asked, len(tokens)),
@@ -172,7 +172,7 @@ class Service(Endpoints):
             wait_seconds=self.limits.wait_seconds,
             answer_seconds=self.limits.answer_seconds,
         )
-        # stop texts are found here: the batcher would read the whole vocabulary for each new one
+        # stop texts are found here: the scheduler would read the whole vocabulary for each new one
         before = tokens if isinstance(asked, CompletionAsked) else ()
         return self.worker.submit(request, [Detokenizer(self.tokenizer, asked.stops, before) for _ in range(asked.n)])
 

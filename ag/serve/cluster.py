@@ -67,7 +67,7 @@ BEGINNING = 256  # characters of a text, or bytes of its tokens, that its later 
 
 
 class Replica:
-    """A model and its batcher in a process of the cluster.
+    """A model and its scheduler in a process of the cluster.
 
     Args:
         config: of the server.
@@ -89,7 +89,7 @@ class Replica:
     def check_health(self) -> None:
         """Raise where no answer can be given any more; Ray then begins another replica."""
         if self._service.worker.failed:
-            raise StoppedError("the batcher has failed.")
+            raise StoppedError("the scheduler has failed.")
 
     async def ask(self, path: str, body: bytes, full: int = 0) -> AsyncIterator[Message | None]:
         """Answer a request.
@@ -166,7 +166,7 @@ class Front(Endpoints):
         return labelled({name: figures.decode() for name, _, figures, _ in await self._told()})
 
     async def works(self) -> bool:
-        """Tell whether there is a batcher that answers."""
+        """Tell whether there is a scheduler that answers."""
         with suppress(ApiError):
             return any(works for *_, works in await self._told())
         return False

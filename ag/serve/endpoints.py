@@ -18,11 +18,11 @@ from openai.types import Model
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from ag.engine.pool import PoolFullError
+from ag.engine.block_pool import PoolFullError
 from ag.errors import UserError
-from ag.serve.batcher import Busy
 from ag.serve.page import page
 from ag.serve.protocol import ApiError
+from ag.serve.scheduler import Busy
 from ag.serve.snapshot import Snapshot
 from ag.serve.worker import StoppedError, WaitedError, where
 
@@ -91,7 +91,7 @@ class Endpoints(ABC):
 
     @abstractmethod
     async def works(self) -> bool:
-        """Tell whether there is a batcher that answers."""
+        """Tell whether there is a scheduler that answers."""
 
     # ---- how it does
 

@@ -17,7 +17,7 @@ class Metrics:
     """Counters, gauges and histograms of a server.
 
     Args:
-        snapshot: tells what its batcher is doing.
+        snapshot: tells what its scheduler is doing.
     """
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
@@ -49,23 +49,23 @@ class _Now(Collector):
         answers = GaugeMetricFamily("ag_answers", "Answers by state", labels=["state"])
         for state, count in (("waiting", now.waiting), ("reading", now.reading), ("running", len(now.running))):
             answers.add_metric([state], count)
-        pages = GaugeMetricFamily("ag_pages", "Pages of keys and values by state", labels=["state"])
-        for state, count in (("taken", now.pages - now.free), ("free", now.free)):
-            pages.add_metric([state], count)
+        blocks = GaugeMetricFamily("ag_blocks", "Blocks of keys and values by state", labels=["state"])
+        for state, count in (("taken", now.blocks - now.free), ("free", now.free)):
+            blocks.add_metric([state], count)
         ended = CounterMetricFamily("ag_answers_ended", "Answers that ended, by reason", labels=["reason"])
         for reason in ("stop", "length", "cancelled", "timeout", "error"):
             ended.add_metric([reason], now.counts.ended[reason])
-        yield from (answers, pages, ended)
-        yield GaugeMetricFamily("ag_page_bytes", "Bytes of a page", value=now.page_nbytes)
-        held = "Pages of common beginnings, which are free for others"
-        yield GaugeMetricFamily("ag_beginning_pages", held, value=now.beginning_pages)
+        yield from (answers, blocks, ended)
+        yield GaugeMetricFamily("ag_block_bytes", "Bytes of a block", value=now.block_nbytes)
+        cached = "Blocks of cached prefixes, which are free for others"
+        yield GaugeMetricFamily("ag_prefix_blocks", cached, value=now.prefix_blocks)
         for name, text, count in (
             ("ag_prompt_tokens", "Tokens of prompts that were read", now.counts.prompts),
-            ("ag_prompt_tokens_reused", "Tokens of prompts whose beginning was held already", now.counts.reused),
+            ("ag_prompt_tokens_reused", "Tokens of prompts whose prefix was cached", now.counts.reused),
             ("ag_answer_tokens", "Tokens of answers", now.counts.tokens),
             ("ag_steps", "Steps of the batch", now.counts.steps),
             ("ag_draft_tokens", "Draft tokens that were looked up", now.counts.drafted),
             ("ag_draft_tokens_accepted", "Draft tokens that answers have", now.counts.accepted),
-            ("ag_put_back", "Answers that gave their pages back and were read again", now.counts.put_back),
+            ("ag_preempted", "Answers that gave their blocks back and were read again", now.counts.preempted),
         ):
             yield CounterMetricFamily(name, text, value=count)

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.passes import marked
+from ag.engine.protection import marked
 from ag.errors import UserError, require
 
 #: Why an answer ended: its text did, it has ``max_tokens``, its reader left, or time ran out.
@@ -102,7 +102,7 @@ class Stream:
     """One answer as it comes: iterating waits for its tokens. Any thread may read or cancel it.
 
     Args:
-        hear: takes each event in the thread of the batcher, at once and without waiting; then nothing is left to
+        hear: takes each event in the thread of the scheduler, at once and without waiting; then nothing is left to
             iterate over. None: events wait to be read.
     """
 

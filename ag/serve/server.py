@@ -1,4 +1,4 @@
-"""The server: a model, its batcher and its app under uvicorn, from the first request to the last."""
+"""The server: a model, its scheduler and its app under uvicorn, from the first request to the last."""
 
 from __future__ import annotations
 

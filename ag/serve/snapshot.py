@@ -1,4 +1,4 @@
-"""What a batcher is doing, for those who watch it."""
+"""What a scheduler is doing, for those who watch it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ T = TypeVar("T")
 
 @dataclass
 class Counts:
-    """What went by in a batcher.
+    """What went by in a scheduler.
 
     Attributes:
         prompts: tokens of prompts that were read.
-        reused: tokens of prompts that were not read, as their beginning was held already.
+        reused: tokens of prompts that were not read, as their prefix was cached.
         steps: steps of the batch.
         tokens: of answers.
         started: answers with a first token.
         first_seconds: seconds from their requests to those tokens, all together.
         drafted: tokens that were looked up in prompts and answers.
         accepted: of these, tokens that the model would have chosen.
-        put_back: answers that had to give their pages back, and were read again.
+        preempted: answers that had to give their blocks back, and were read again.
         ended: answers that ended, by reason; ``error`` is one of them.
     """
 
@@ -35,7 +35,7 @@ class Counts:
     first_seconds: float = 0.0
     drafted: int = 0
     accepted: int = 0
-    put_back: int = 0
+    preempted: int = 0
     ended: Counter[str] = field(default_factory=Counter)
 
 
@@ -60,38 +60,38 @@ class Running:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A batcher at one moment, between two steps; who waits is known to the moment.
+    """A scheduler at one moment, between two steps; who waits is known to the moment.
 
     Attributes:
         waiting: answers whose prompt nobody has begun to read.
         reading: answers whose prompt is being read.
         running: answers that are being written.
-        pages: of the pool.
-        free: pages that nobody holds.
-        page_nbytes: bytes of a page.
-        beginnings: common beginnings of prompts that are held, until others need their pages.
-        beginning_pages: pages that these have, some of them together with answers.
+        blocks: of the pool.
+        free: blocks that nobody holds.
+        block_nbytes: bytes of a block.
+        prefixes: beginnings that prompts share, cached until others need their blocks.
+        prefix_blocks: blocks that these have, some of them together with answers.
         counts: what went by.
     """
 
     waiting: int
     reading: int
     running: tuple[Running, ...]
-    pages: int
+    blocks: int
     free: int
-    page_nbytes: int
-    beginnings: int
-    beginning_pages: int
+    block_nbytes: int
+    prefixes: int
+    prefix_blocks: int
     counts: Counts
 
 
 def together(all_of: Sequence[Snapshot]) -> Snapshot:
-    """Return what several batchers of one model are doing, as if they were one."""
+    """Return what several schedulers of one model are doing, as if they were one."""
     counts = [one.counts for one in all_of]
     return _sum(
         all_of,
         running=tuple(answer for one in all_of for answer in one.running),
-        page_nbytes=all_of[0].page_nbytes,
+        block_nbytes=all_of[0].block_nbytes,
         counts=_sum(counts, ended=sum((one.ended for one in counts), Counter[str]())),
     )
 

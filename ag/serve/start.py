@@ -10,10 +10,10 @@ from typing import Any
 
 from ag.commands.serve import ServeConfig
 from ag.continuation import load, read_policy
-from ag.engine.pool import Pool
+from ag.engine.block_pool import Pool
 from ag.errors import UserError
 from ag.serve.app import Limits, Service
-from ag.serve.batcher import Batcher
+from ag.serve.scheduler import Scheduler
 from ag.serve.worker import where
 
 DRAIN_SECONDS = 24.0  # which running answers have after SIGTERM; orchestrators kill after 30
@@ -23,7 +23,7 @@ def serving(config: ServeConfig, api_key: str | None) -> Service:
     """Load the model, and return its endpoints."""
     chosen = read_policy(config)
     model, tokenizer = load(config, chosen.spec.path or config.gates)
-    batcher = Batcher(
+    scheduler = Scheduler(
         model,  # type: ignore[arg-type]  # of PEFT, which passes all on
         tokenizer,
         chosen,
@@ -40,7 +40,7 @@ def serving(config: ServeConfig, api_key: str | None) -> Service:
         answer_seconds=config.answer_seconds,
         protect=tuple(config.protect),
     )
-    return Service(batcher, config.name or Path(str(model.config.name_or_path)).name, limits, api_key)
+    return Service(scheduler, config.name or Path(str(model.config.name_or_path)).name, limits, api_key)
 
 
 def announce(name: str, host: str, port: int, open_to_all: bool) -> None:

@@ -1,4 +1,4 @@
-"""The thread that runs a batcher, and how coroutines read the answers that it writes."""
+"""The thread that runs a scheduler, and how coroutines read the answers that it writes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 from ag.errors import UserError
-from ag.serve.batcher import Batcher
 from ag.serve.detokenizer import Detokenizer
 from ag.serve.request import Event, Request, Stream, Token
+from ag.serve.scheduler import Scheduler
 
 logger = logging.getLogger("ag.serve")
 
@@ -25,7 +25,7 @@ SILENCE_SECONDS = 15.0  # after which a client hears that it still waits; proxie
 
 
 class StoppedError(UserError):
-    """The server is stopping, or its batcher has failed: no answer goes on."""
+    """The server is stopping, or its scheduler has failed: no answer goes on."""
 
 
 class WaitedError(UserError):
@@ -141,21 +141,21 @@ class Answers:
 
 
 class Worker:
-    """A thread that runs a batcher. All but the thread itself belongs to the event loop, which it never keeps waiting.
+    """A thread that runs a scheduler. All else belongs to the event loop, which the thread never keeps waiting.
 
     Args:
-        batcher: answers the requests.
+        scheduler: answers the requests.
         timed: see :class:`Answers`.
     """
 
-    def __init__(self, batcher: Batcher, timed: Callable[[float, bool], None]) -> None:
-        self.batcher = batcher
+    def __init__(self, scheduler: Scheduler, timed: Callable[[float, bool], None]) -> None:
+        self.scheduler = scheduler
         #: The answers that somebody reads.
         self.open: set[Answers] = set()
         #: Whether the thread has ended by an error.
         self.failed = False
         self._timed = timed
-        self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._lock = threading.Lock()
         self._news: list[tuple[Answers, int, Event]] = []  # not yet in the event loop
 
@@ -167,7 +167,7 @@ class Worker:
     async def stop(self, seconds: float) -> None:
         """End the thread; give up after so many seconds."""
         self.cancel()
-        self.batcher.stop()
+        self.scheduler.stop()
         await asyncio.to_thread(self._thread.join, seconds)
 
     def cancel(self) -> None:
@@ -180,13 +180,13 @@ class Worker:
 
         Raises:
             Busy: when the queue is full.
-            StoppedError: when the batcher has failed.
+            StoppedError: when the scheduler has failed.
             UserError: for a request that can never be answered.
         """
         if self.failed:
-            raise StoppedError("the batcher has failed: start the server again.")
+            raise StoppedError("the scheduler has failed: start the server again.")
         answers = Answers(request, texts, self._timed)
-        answers.streams = self.batcher.submit(request, partial(self._hear, answers))
+        answers.streams = self.scheduler.submit(request, partial(self._hear, answers))
         self.open.add(answers)
         return answers
 
@@ -214,13 +214,13 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self.batcher.run()
+            self.scheduler.run()
         except Exception as error:
             self.failed = True
-            logger.error("the batcher failed: %s", where(error))
+            logger.error("the scheduler failed: %s", where(error))
             for answers in list(self.open):
                 for number in range(answers.request.n):
-                    self._hear(answers, number, StoppedError("the batcher has failed: start the server again."))
+                    self._hear(answers, number, StoppedError("the scheduler has failed: start the server again."))
 
 
 def where(error: BaseException) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import policy
-from ag.engine.reread import Measured
-from ag.engine.scorers.base import Rereader
+from ag.engine.prompt import Attended
 from ag.gates.gate import AttentionGates
-from ag.gates.gating import Observing
+from ag.gates.gating import Dense, Observing
 from ag.model.hooks import AttentionCall
 
 
@@ -30,7 +30,7 @@ class Rereading(Observing):
         model: that the rows are shown to.
         gates: gates of the model.
         valid: ``[B, T]``, nonzero on real tokens.
-        tokenizer: of the model, for KVzip's instructions; None: there are none.
+        tokenizer: of the model, for KVzip's instructions; None means that there are none.
     """
 
     def __init__(self, model: nn.Module, gates: AttentionGates, valid: Tensor, tokenizer: Any = None) -> None:
@@ -40,6 +40,7 @@ class Rereading(Observing):
         self._cache = EvictionCache(model, made if tokenizer is None else made.with_tokenizer(tokenizer))
         self.scores: dict[int, Tensor] = {}
         self._ranks = (valid.long().cumsum(1) - 1).clamp_min(0)
+        self._columns: Tensor | None = None  # [B, w] of the tokens that the cache is shown; None means all, as they lie
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Let the cache see the padding."""
@@ -47,27 +48,36 @@ class Rereading(Observing):
         self._cache.begin(decoder, None if self.valid is None else self.valid.long(), batch, length)
 
     def note(self, tokens: Tensor) -> None:
-        """Take note of what is to be repeated."""
+        """Let the cache take note of what is to be repeated, and say in which columns it wants it."""
         self._cache.note(tokens)
+        parts = self._cache.blocks()
+        self._columns = None if parts is None else next(parts)
 
     def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
         """Let the cache go on from these positions."""
-        return self._cache.positions(given, columns)
+        self._cache.positions(given, self._columns)
+        return given
 
+    @torch.no_grad()
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend as the model does, and hold keys and values for the reread."""
-        self._cache.update(call.k, call.v, call.layer)
-        out: Tensor = self._cache.attend(call)
+        out = Dense.attend(self, call)
+        q, k, v, output = (self._left_aligned(x) for x in (call.q, call.k, call.v, out))
+        self._cache.attend(Attended(**vars(call) | {"q": q, "k": k, "v": v}, output=output))
         return out
+
+    def _left_aligned(self, x: Tensor) -> Tensor:
+        """Return ``[B, H, T, D]`` with the columns that the cache is shown."""
+        if self._columns is None:
+            return x
+        columns = self._columns.clamp_min(0).to(x.device)
+        return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
 
     def finish(self) -> None:
         """Let the model repeat the rows, and take the scores."""
-        assert self._cache.reread is not None
-        known: dict[Rereader, Measured] = {}
-        self._cache.reread.known = known
-        self._cache.finish()
-        [measured] = known.values()
-        self.scores = measured.scores
+        assert self._cache.reconstruction is not None
+        self.scores = self._cache.reconstruction.measure(self._cache).scores
+        self._cache.reset()
         for layer, scores in self.scores.items():
             if str(layer) in self.gates.layers:
                 at = self._ranks.to(scores.device)[:, None].expand(-1, scores.shape[1], -1)

@@ -13,7 +13,7 @@ import sys
 import time
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -79,8 +79,8 @@ class Side(ABC):
         """Return the bytes allocated for keys and values."""
 
     @abstractmethod
-    def remembered(self) -> object:
-        """Return all that stays in memory for the text."""
+    def all_bytes(self) -> int:
+        """Return the bytes of all that stays in memory for the text."""
 
 
 class Ours(Side):
@@ -111,12 +111,12 @@ class Ours(Side):
         return float(self.cache.kept_share())
 
     def kv_bytes(self) -> int:
-        """Ask the cache, which counts spare slots too."""
+        """Ask the cache, which counts the free slots of its blocks too, and ranks."""
         return int(self.cache.nbytes)
 
-    def remembered(self) -> object:
-        """Return the cache."""
-        return self.cache
+    def all_bytes(self) -> int:
+        """Add what lies beside the blocks, whose columns are address space for many more."""
+        return self.kv_bytes() + storage_bytes(self.cache, self.cache.pool.columns())
 
 
 class Theirs(Side):
@@ -167,9 +167,9 @@ class Theirs(Side):
         """Add up the storages of keys and values."""
         return sum(x.untyped_storage().nbytes() for layer in self.cache.layers for x in (layer.keys, layer.values))
 
-    def remembered(self) -> object:
-        """Return the cache and the indices of what is masked."""
-        return self.cache, self._masked()
+    def all_bytes(self) -> int:
+        """Add up the cache and the indices of what is masked."""
+        return storage_bytes((self.cache, self._masked()))
 
 
 def press(method: str, tokens: int, length: int) -> Any:
@@ -203,7 +203,7 @@ def measure(side: Side, job: Job) -> dict[str, Any]:
     start = time.perf_counter()
     logits = side.read(ids)
     prefill = time.perf_counter() - start
-    held = {"kept": side.kept(), "kv_bytes": side.kv_bytes(), "all_bytes": storage_bytes(side.remembered())}
+    held = {"kept": side.kept(), "kv_bytes": side.kv_bytes(), "all_bytes": side.all_bytes()}
     nats, seconds = [_nats(logits, job.following[0])], []
     for number, (token, following) in enumerate(zip(job.following, job.following[1:], strict=False)):
         given = torch.tensor([[token]])
@@ -218,8 +218,13 @@ def _nats(logits: Tensor, token: int) -> float:
     return float(F.cross_entropy(logits[:, -1].float(), torch.tensor([token])))
 
 
-def storage_bytes(found: object) -> int:
-    """Return the bytes of all tensors' storages that can be reached from an object, modules and code left out."""
+def storage_bytes(found: object, but: Sequence[Tensor] = ()) -> int:
+    """Return the bytes of all tensors' storages that can be reached from an object, modules and code left out.
+
+    Args:
+        found: the object.
+        but: tensors whose storages do not count.
+    """
     storages: dict[int, int] = {}
     met: dict[int, object] = {}  # held, so that no address is used twice
     todo = [found]
@@ -237,7 +242,8 @@ def storage_bytes(found: object) -> int:
             todo += one
         else:
             todo += getattr(one, "__dict__", {}).values()
-    return sum(storages.values())
+    left_out = {x.untyped_storage().data_ptr() for x in but}
+    return sum(size for place, size in storages.items() if place not in left_out)
 
 
 @contextmanager

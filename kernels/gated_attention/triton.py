@@ -16,8 +16,27 @@ from torch import Tensor, nn
 from ag.kernels.gated_attention.chunked import sink_gradient
 from ag.kernels.gated_attention.masks import sink_mask
 from ag.kernels.softmax import PLAIN, Softmax
-from ag.kernels.tiles import FLOAT32, at, begun, load_rows, mix, ranges, store_rows, turn, weights
-from ag.kernels.tuned import LOG2E, Tuned, key_block, logits2, padded, padding_bias, readable, size_class
+from ag.kernels.tiles import (
+    FLOAT32,
+    LOG2E,
+    ROWS,
+    at,
+    begun,
+    key_block,
+    load_rows,
+    logits2,
+    mix,
+    padded,
+    padding_bias,
+    ranges,
+    readable,
+    shape,
+    size_class,
+    store_rows,
+    tuned,
+    turn,
+    weights,
+)
 
 
 @triton.jit
@@ -247,8 +266,11 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
 
 
 KEY = ["D", "E", "size"]
-FORWARD, QUERIES = Tuned(_forward, KEY), Tuned(_backward_queries, KEY)
-KEYS = Tuned(_backward_keys, KEY, {"ROWS": 16, "KEYS": 32})
+FORWARD, QUERIES = (tuned(KEY, ROWS, 2**15, ROWS=16)(kernel) for kernel in (_forward, _backward_queries))
+OF_KEYS = [shape(8, 2, ROWS=16, KEYS=128), shape(8, 2, ROWS=32, KEYS=64), shape(8, 1, ROWS=16, KEYS=64)]
+OF_KEYS += [shape(8, 2, ROWS=32, KEYS=32), shape(8, 3, ROWS=16, KEYS=32), shape(4, 2, ROWS=16, KEYS=32)]
+OF_KEYS += [shape(8, 1, ROWS=32, KEYS=16), shape(8, 1, ROWS=16, KEYS=16)]
+KEYS = tuned(KEY, OF_KEYS, 2**14, ROWS=16, KEYS=32)(_backward_keys)
 
 
 def _tables(
@@ -307,11 +329,11 @@ class _TritonGatedAttention(torch.autograd.Function):
         numbers = (scaling * LOG2E, recent if keep is not None else 1, window, length, size_class(length))
         sizes = (heads, heads // k.shape[1], q.shape[-1], padded(q.shape[-1]), v.shape[-1], padded(v.shape[-1]), block)
         gate, padding, listing, before = tables
-        FORWARD(
-            lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,),
-            *(q, k, v, out, lse, *_strides(q, k, v, out)),
-            *(gate, padding, dense, floors, listing, before, *numbers, *sizes, logits2(beside)),
-        )
+        with torch.cuda.device_of(q):
+            FORWARD[lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,)](
+                *(q, k, v, out, lse, *_strides(q, k, v, out)),
+                *(gate, padding, dense, floors, listing, before, *numbers, *sizes, logits2(beside)),
+            )
         ctx.save_for_backward(q, k, v, out, lse, *tables, dense, floors, keep, key_valid, beside)
         ctx.constants = numbers, sizes, sinks
         return out
@@ -332,16 +354,15 @@ class _TritonGatedAttention(torch.autograd.Function):
         d_keep = None
         if keep is not None and ctx.needs_input_grad[3]:
             d_keep = torch.empty(keep.shape, dtype=torch.float32, device=keep.device)
-        QUERIES(
-            lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,),
-            *(q, k, v, out, d_out, lse, delta, dq, *_strides(q, k, v, out, d_out, dq)),
-            *(gate, padding, dense, floors, listing, before, *numbers, *sizes),
-        )
-        KEYS(
-            lambda meta: (triton.cdiv(length, meta["KEYS"]) * batch * k.shape[1],),
-            *(q, k, v, d_out, lse, delta, dk, dv, d_keep, *_strides(q, k, v, d_out, dk, dv)),
-            *(gate, padding, dense, floors, ends, before, *numbers, *sizes),
-        )
+        with torch.cuda.device_of(q):
+            QUERIES[lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,)](
+                *(q, k, v, out, d_out, lse, delta, dq, *_strides(q, k, v, out, d_out, dq)),
+                *(gate, padding, dense, floors, listing, before, *numbers, *sizes),
+            )
+            KEYS[lambda meta: (triton.cdiv(length, meta["KEYS"]) * batch * k.shape[1],)](
+                *(q, k, v, d_out, lse, delta, dk, dv, d_keep, *_strides(q, k, v, d_out, dk, dv)),
+                *(gate, padding, dense, floors, ends, before, *numbers, *sizes),
+            )
         if d_keep is not None:
             first = None if floors is None else floors.long()
             d_keep.masked_fill_(sink_mask(key_valid, sinks, batch, length, q.device, first)[:, None], 0.0)

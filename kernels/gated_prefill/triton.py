@@ -10,8 +10,24 @@ from torch import Tensor, nn
 from ag.kernels.gated_attention.masks import sink_mask
 from ag.kernels.gated_attention.triton import attend
 from ag.kernels.softmax import PLAIN, Softmax
-from ag.kernels.tiles import FLOAT32, at, begun, load_rows, mix, store_rows, turn
-from ag.kernels.tuned import LOG2E, Tuned, key_block, logits2, padded, padding_bias, readable, size_class
+from ag.kernels.tiles import (
+    FLOAT32,
+    LOG2E,
+    ROWS,
+    at,
+    begun,
+    key_block,
+    load_rows,
+    logits2,
+    mix,
+    padded,
+    padding_bias,
+    readable,
+    size_class,
+    store_rows,
+    tuned,
+    turn,
+)
 
 
 @triton.jit
@@ -65,7 +81,7 @@ def _prefill(q, k, v, out, q_strides, k_strides, v_strides, out_strides, gate, p
     store_rows(at(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
 
 
-PREFILL = Tuned(_prefill, ["D", "E", "size"])
+PREFILL = tuned(["D", "E", "size"], ROWS, 2**15, ROWS=16)(_prefill)
 
 
 @torch.compiler.disable
@@ -98,10 +114,10 @@ def triton_gated_prefill(
     before = nn.functional.pad(stays.cumsum(-1), (1, 0)).int()
     out = torch.empty_like(q) if v.shape[-1] == dim else q.new_empty(*q.shape[:3], v.shape[-1])
     block = key_block(max(q, v, key=lambda x: x.shape[-1]))
-    PREFILL(
-        lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,),
-        *(q, k, v, out, *(x.stride()[:3] for x in (q, k, v, out)), gate, padding_bias(key_valid), kept, before),
-        *(scaling * LOG2E, recent, window, length, size_class(length), heads, heads // k.shape[1]),
-        *(dim, padded(dim), v.shape[-1], padded(v.shape[-1]), block, logits2(softmax.sinks)),
-    )
+    with torch.cuda.device_of(q):
+        PREFILL[lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,)](
+            *(q, k, v, out, *(x.stride()[:3] for x in (q, k, v, out)), gate, padding_bias(key_valid), kept, before),
+            *(scaling * LOG2E, recent, window, length, size_class(length), heads, heads // k.shape[1]),
+            *(dim, padded(dim), v.shape[-1], padded(v.shape[-1]), block, logits2(softmax.sinks)),
+        )
     return out

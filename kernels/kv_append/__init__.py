@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ag.kernels.dispatch import pick
+from ag.kernels.dispatch import no_triton, pick
 from ag.kernels.kv_append import cpu
 from ag.kernels.kv_append.chunked import chunked_kv_append
 from ag.kernels.kv_append.reference import reference_kv_append
-from ag.kernels.pages import Pages
+from ag.kernels.pages import WIDEST, Pages
 
 
 def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
@@ -32,10 +32,13 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
     version = pick(
         "kv_append",
         {
+            "triton": no_triton(pages.keys, pages.values, dtype=k.dtype, largest=WIDEST),
             "cpp": cpu.unavailable(pages, k),
             "chunked": None,
             "reference": None,
         },
     )
-    versions = {"cpp": cpu.kv_append, "chunked": chunked_kv_append, "reference": reference_kv_append}
-    versions[version](pages, k, v, ranks, gate)
+    append = {"cpp": cpu.kv_append, "chunked": chunked_kv_append}.get(version, reference_kv_append)
+    if version == "triton":
+        from ag.kernels.kv_append.triton import triton_kv_append as append
+    append(pages, k, v, ranks, gate)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ag.kernels import native
 from ag.kernels.pages import Pages
-from ag.kernels.pages import native as native_pages
 
 KERNEL = native.Kernel(Path(__file__).with_name("cpu.cpp"))
 
@@ -18,11 +17,11 @@ KERNEL = native.Kernel(Path(__file__).with_name("cpu.cpp"))
 def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
     """Do what :func:`ag.kernels.kv_append.kv_append` does, on the CPU."""
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-    size, column = k.element_size(), pages.gate
-    strides = (ctypes.c_int64 * 6)(*(x * size for x in (*k.stride()[:3], *v.stride()[:3])))
+    column = pages.gate
+    strides = (ctypes.c_int64 * 6)(*(step * x.element_size() for x in (k, v) for step in x.stride()[:3]))
     said = gate if gate is None or column is None else gate.to(column.dtype).contiguous()
     KERNEL(
-        *(native_pages(pages), column, 0 if column is None else column.element_size(), k, v, strides),
+        *(pages.native, column, 0 if column is None else column.element_size(), k, v, strides),
         *(said, ranks.contiguous(), k.shape[1], k.shape[2], torch.get_num_threads()),
         *(0 if column is None else int(column.dtype == torch.float32),),
     )

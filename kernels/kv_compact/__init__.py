@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ag.kernels.dispatch import pick
+from ag.kernels.dispatch import no_triton, pick
 from ag.kernels.kv_compact import cpu
 from ag.kernels.kv_compact.chunked import chunked_kv_compact
 from ag.kernels.kv_compact.reference import Worst as Worst
 from ag.kernels.kv_compact.reference import reference_kv_compact
-from ag.kernels.pages import Pages
+from ag.kernels.pages import WIDEST, Pages
 
 
 def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = ()) -> None:
@@ -33,10 +33,13 @@ def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = (
     version = pick(
         "kv_compact",
         {
+            "triton": no_triton(pages.keys, pages.values, dtype=pages.dtypes[0], largest=WIDEST),
             "cpp": cpu.unavailable(pages, *records),
             "chunked": None,
             "reference": None,
         },
     )
-    versions = {"cpp": cpu.kv_compact, "chunked": chunked_kv_compact, "reference": reference_kv_compact}
-    versions[version](pages, keep, records)
+    compact = {"cpp": cpu.kv_compact, "chunked": chunked_kv_compact}.get(version, reference_kv_compact)
+    if version == "triton":
+        from ag.kernels.kv_compact.triton import triton_kv_compact as compact
+    compact(pages, keep, records)

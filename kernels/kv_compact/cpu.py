@@ -12,7 +12,6 @@ from torch import Tensor
 from ag.kernels import native
 from ag.kernels.kv_compact.reference import Worst
 from ag.kernels.pages import Pages
-from ag.kernels.pages import native as native_pages
 
 KERNEL = native.Kernel(Path(__file__).with_name("cpu.cpp"))
 
@@ -32,7 +31,7 @@ def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = (
     rows, gate = len(pages.table), pages.gate
     heads = rows // len(keep.sinks) if isinstance(keep, Worst) else 1
     KERNEL(
-        *(native_pages(pages), gate, 0 if gate is None else gate.element_size(), heads, torch.get_num_threads()),
+        *(pages.native, gate, 0 if gate is None else gate.element_size(), heads, torch.get_num_threads()),
         *(len(records), (ctypes.c_void_p * len(records))(*(x.data_ptr() for x in records))),
         (ctypes.c_int64 * (2 * len(records)))(*(n for x in records for n in x.shape[1:])),
         *chosen,

@@ -17,13 +17,12 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ag.bench.measure import call_seconds
 from ag.bench.sdpa import pinned
-from ag.engine.pool import PAGE
+from ag.engine.block_pool import BLOCK
 from ag.errors import UserError, first_line
-from ag.kernels.column_max import column_max
-from ag.kernels.column_sums import column_sums
+from ag.kernels.attention_stats import attention_stats
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
-from ag.kernels.paged_decode import paged_decode
+from ag.kernels.paged_attention import paged_attention
 from ag.kernels.pages import Pages
 from scripts.gpu.options import read_options
 
@@ -220,13 +219,13 @@ def _prefill(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> 
 def _columns(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> Cases:
     """Sums and maxima of weights over queries, which need the products with keys twice, first for the norms."""
     (q, k, _), _ = _inputs(config, config.train, device, dtype)
-    counted = torch.ones(1, config.train, dtype=torch.bool, device=device)
+    ranks = torch.arange(config.train, device=device)[None]
     flops = 2 * config.heads * config.dim * config.train**2
     once = q.nbytes + k.nbytes + 4 * config.heads * config.train
-    size = f"{config.train:,} tokens"
+    size, given = f"{config.train:,} tokens", (q, k, ranks, ranks[None], config.dim**-0.5)
     return [
-        Case(of.__name__, size, partial(of, q, k, config.dim**-0.5, counted), flops, once, {})
-        for of in (column_sums, column_max)
+        Case(f"attention_stats {kind}", size, partial(attention_stats, kind, *given), flops, once, {})
+        for kind in ("sum", "max")
     ]
 
 
@@ -237,20 +236,20 @@ def _decoding(batch: int) -> Callable[[KernelConfig, torch.device, torch.dtype],
         rows = batch * config.kv_heads
         share = (0.7 * torch.randn(rows, generator=torch.Generator().manual_seed(rows))).exp()
         lengths = (share / share.mean() * config.keep * config.decode).clamp(1, config.decode).long().to(device)
-        total, counts = int(lengths.sum()), (lengths + PAGE - 1) // PAGE
+        total, counts = int(lengths.sum()), (lengths + BLOCK - 1) // BLOCK
         pages = int(counts.sum())
-        keys, values = (torch.randn(pages, PAGE, config.dim, device=device).to(dtype) for _ in range(2))
+        keys, values = (torch.randn(pages, BLOCK, config.dim, device=device).to(dtype) for _ in range(2))
         places = torch.arange(int(counts.max()), device=device)
         table = ((counts.cumsum(0) - counts)[:, None] + places).int()  # behind a row's last page anything
         q = torch.randn(batch, config.heads, 1, config.dim, device=device).to(dtype)
         even = [torch.randn(batch, config.kv_heads, total // rows, config.dim, device=device).to(dtype) for _ in "kv"]
         flops = 4.0 * total * config.dim * config.heads // config.kv_heads
         size = f"{batch} x {config.decode:,} tokens, {config.keep:.0%} kept, uneven"
-        ranks = torch.zeros(pages, PAGE, dtype=torch.int32, device=device)  # nothing asks for them
+        ranks = torch.zeros(pages, BLOCK, dtype=torch.int32, device=device)  # nothing asks for them
         laid = Pages(keys, values, ranks, None, table, lengths.int())
-        run = lambda: paged_decode(q, laid, config.dim**-0.5)  # noqa: E731
+        run = lambda: paged_attention(q, laid, None, config.dim**-0.5)  # noqa: E731
         once = 2 * total * config.dim * keys.element_size()
-        return [Case("paged_decode", size, run, flops, once, _dense(q, *even))]
+        return [Case("paged_attention", size, run, flops, once, _dense(q, *even))]
 
     return make
 

@@ -17,7 +17,7 @@ from ag.bench.run import bench
 from ag.commands.bench import MODES, BenchConfig
 from ag.config.command_line import parse
 from ag.engine import EvictionCache
-from ag.engine.pool import PAGE
+from ag.engine.block_pool import BLOCK
 from ag.errors import UserError
 from ag.model import random_base
 from ag.model.base import load_base
@@ -340,7 +340,7 @@ def test_a_stream_holds_its_size_beside_a_full_cache_that_is_cropped_to_it():
     assert [row["contestant"] for row in rows] == ["full", "gates, attention", "gates, mlp"]
     for row in rows:
         assert row["held"] == 192
-        pages = row["KV bytes"] * PAGE / row["held"]  # a page of each row; one more may be taken ahead
+        pages = row["KV bytes"] * BLOCK / row["held"]  # a page of each row; one more may be taken ahead
         assert abs(row["KV bytes at the end"] - row["KV bytes"]) <= 2 * pages
     assert rows[0]["over full"] == rows[0]["last/first over full"] == 1
 

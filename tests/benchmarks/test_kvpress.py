@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from ag.errors import UserError
 from benchmarks.kvpress import compare, side
 from tests.support import ROOT
+from tests.support.blocks import slots
 from tests.support.bounds import hold, of_nats
 from tests.support.refused import refuses
 from tests.support.warm import started
@@ -105,8 +106,8 @@ def test_our_side_measures_what_plain_transformers_give(base, tiny_llama, tokens
             logits = torch.cat([logits, model(torch.tensor([[token]]), **given).logits], 1)
     nats = F.cross_entropy(logits[0], torch.tensor(asked.following), reduction="none")
     hold(torch.tensor(found["nats"]), nats, of_nats(model))
-    exact = ENTRY * (tokens or 160)
-    assert found["kept"] == (tokens or 160) / 160 and exact <= found["kv_bytes"] <= 1.5 * exact
+    taken = slots(160, tokens) * (ENTRY + LAYERS * KV_HEADS * 4)  # with ranks
+    assert found["kept"] == (tokens or 160) / 160 and found["kv_bytes"] == taken
     assert found["kv_bytes"] < found["all_bytes"] < 1.2 * found["kv_bytes"]
     assert len(found["decode"]) == 5 and min(found["decode"]) > 0 < found["prefill"]
 

@@ -38,7 +38,7 @@ def test_a_share_is_a_budget():
 
 @pytest.mark.parametrize("name", ["fastapi", "openai", "prometheus_client", "uvicorn"])
 def test_without_the_extra(name):
-    """The error says how to install it; the batcher and help do without."""
+    """The error says how to install it; the scheduler and help do without."""
     code = f"import sys; sys.modules[{name!r}] = None; import ag.serve; from ag.commands.serve import main; "
     done = subprocess.run([started(), "-c", f"{code}sys.exit(main(['port=0']))"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, f"ag.serve: error: ag.serve needs {name}: pip install 'ag[serve]'.\n")

@@ -38,10 +38,10 @@ from tests.support.refused import refuses
     ids=lambda words: "-".join(words)[:40],
 )
 def test_a_mistake_is_said_without_loading_torch(words, said):
-    modules, seconds, line = imported(*words, code=2)
+    modules, _, line = imported(*words, code=2)
     assert not HEAVY & modules
     assert all(one in line for one in said), line
-    assert line.count("\n") == 1 and seconds < 1.5
+    assert line.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from ag.engine.allocators.preference import PUBLISHED_TAU, Preference, published_tau, water_fill
 from ag.engine.allocators.pyramid import pyramid
 from ag.engine.allocators.rounding import largest_remainder
-from ag.kernels.row_worst import cpu
 from tests.support.attention_by_hand import Scene
 from tests.support.ballots import Scripted, ballots_of, best
 from tests.support.bounds import hold
-from tests.support.compiled import needs
 
 
 def rounded(shares, total):
@@ -184,10 +182,8 @@ def random_case(seed):
     return layers, n, protected, capacity, preference, levels
 
 
-@pytest.mark.parametrize("version", ["reference", pytest.param("cpp", marks=needs(cpu.KERNEL))])
-def test_a_layer_that_wants_nothing_is_left_with_nothing(version, monkeypatch):
+def test_a_layer_that_wants_nothing_is_left_with_nothing():
     """And those that come after it share what there is."""
-    monkeypatch.setenv("AG_KERNELS", version)
     ballots = ballots_of([20] * 4, 3, preference=[1.0, 1e-12, 2.0, 1.0])
     held = Scripted("preference", ballots).run()
     assert held == [[best(ballot, g, n) for g in range(2)] for ballot, n in zip(ballots, [3, 0, 6, 3], strict=True)]

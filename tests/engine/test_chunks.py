@@ -14,7 +14,7 @@ import ag
 from ag.engine.decide import Decision
 from tests.support.bounds import hold, of_float32
 from tests.support.gates_for import gates_for
-from tests.support.held import contents
+from tests.support.held import everything
 from tests.support.pairs import covering
 
 LENGTHS, LOOK = (41, 35), 4
@@ -79,7 +79,7 @@ def read(model, policy, side, sizes):
         for part in ids.split(sizes, 1):
             seen += part.shape[1]
             model(part, attention_mask=mask[:, :seen], past_key_values=cache)
-    return [contents(layer.store) for layer in cache.evicting_layers], scores
+    return everything(cache), scores
 
 
 def check(policy, side, model, exact, gates=None):
@@ -113,20 +113,4 @@ def test_what_is_kept_does_not_depend_on_chunks(tiny_llama, tiny_mistral, name, 
         gates = gates_for(model)
         ag.attach(model, gates)
     policy = ag.policy(f"{name.partition('-')[0]}@{allocator}", 6, **options)
-    check(policy, side, models[0], models[1].double(), gates)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(
-    "name",
-    ["snapkv", *(pytest.param(x, marks=pytest.mark.slow) for x in ("h2o", "tova", "expected_attention", "flags"))],
-)
-def test_nor_do_the_places_of_far_tokens(tiny_llama, name, side):
-    """Of prompts longer than the context."""
-    models, gates = [tiny_llama(max_position_embeddings=24, num_hidden_layers=2) for _ in range(2)], None
-    for model in models if name == "flags" else ():
-        gates = gates_for(model)
-        ag.attach(model, gates)
-    options = {"positions": "interpolated"} | POLICIES.get(name, {})
-    policy = ag.policy("flags", **options) if name == "flags" else ag.policy(f"{name}@uniform", 6, **options)
     check(policy, side, models[0], models[1].double(), gates)

@@ -11,6 +11,7 @@ from ag.engine.scorers.controls import KNorm
 from ag.engine.scorers.gates import Gates
 from ag.engine.scorers.h2o import H2O
 from ag.engine.scorers.snapkv import SnapKV
+from ag.engine.select import filling_order
 from ag.engine.wrappers.criticalkv import CriticalKV
 from tests.support.attention_by_hand import Scene, agree, group_mean
 from tests.support.ballots import two_stages
@@ -74,10 +75,10 @@ def test_less_and_less_of_two_scores_is_one_decision():
         columns, left = torch.arange(30).expand(1, 3, 30), ballot
         for share in (25, 17, 16, 9, 5, 3):
             keep = left.keep(torch.tensor([share]))
-            order = [columns[0, h][keep[0, h]] for h in range(3)]
-            columns, left = torch.stack(order)[None], left.after(keep)
+            kept = [sorted(columns[0, h][keep[0, h]].tolist()) for h in range(3)]
+            columns, left = columns.gather(-1, filling_order(keep)), left.after(keep)
             whole = ballot.keep(torch.tensor([share]))
-            assert [x.tolist() for x in order] == [whole[0, h].nonzero().flatten().tolist() for h in range(3)]
+            assert kept == [whole[0, h].nonzero().flatten().tolist() for h in range(3)]
 
 
 def test_heads_share_by_the_first_score_alone():

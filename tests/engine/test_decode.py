@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ag
-from ag.engine.store import PagedStore
+from ag.engine import layer
 from ag.errors import UserError
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
@@ -19,7 +19,7 @@ def logits(model, forward, *policy, **options):
     with torch.no_grad():
         out = [forward(ids[:, :PROMPT], past_key_values=cache).logits[:, -1]]
         out += [forward(ids[:, t : t + 1], past_key_values=cache).logits[:, -1] for t in range(PROMPT, PROMPT + NEW)]
-    return torch.stack(out), [layer.store.lengths.tolist() for layer in cache.evicting_layers]
+    return torch.stack(out), cache.store.held.flatten(1).tolist()
 
 
 def test_uneven_heads_are_not_gathered(tiny_llama, monkeypatch):
@@ -30,9 +30,9 @@ def test_uneven_heads_are_not_gathered(tiny_llama, monkeypatch):
         cache = ag.EvictionCache(model, *policy)
         with torch.no_grad():
             model(ids, past_key_values=cache)
-            assert any(len(set(layer.store.lengths.tolist())) > 1 for layer in cache.evicting_layers)
+            assert any(len(set(held.flatten().tolist())) > 1 for held in cache.store.held)
             with monkeypatch.context() as patch:
-                patch.setattr(PagedStore, "padded", lambda store: pytest.fail("the layer was gathered"))
+                patch.setattr(layer, "_gathered", lambda *_: pytest.fail("the layer was gathered"))
                 for _ in range(NEW):
                     model(ids[:, :1], past_key_values=cache)
         assert cache.seen_tokens == PROMPT + NEW

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import ag
-from ag.engine.pool import PAGE, Pool
-from ag.engine.store import PagedStore
+from ag.engine.block_pool import BLOCK, BlockPool, Pool
 from ag.errors import UserError
 from ag.kernels.codes import Format
 from ag.kernels.pages import gathered, read
@@ -24,21 +23,19 @@ def seen(monkeypatch):
     calls = []
 
     def watched(attend):
-        def watching(q, pages, *others):
-            index, there = gathered(pages.table, pages.lengths, PAGE)
+        def watching(q, pages, *others, **options):
+            index, there = gathered(pages.table, pages.lengths, BLOCK)
             keys, values = read(pages, index)
             ranks = pages.ranks.flatten()[index]
             calls.append(
                 {(r, int(ranks[r, t])): (keys[r, t], values[r, t]) for r, t in there.nonzero().tolist()},
             )
-            return attend(q, pages, *others)
+            return attend(q, pages, *others, **options)
 
         return watching
 
-    for place in ("attend.paged_decode", "attend.paged_decode_weights", "layer.paged_attend"):
-        module, name = place.split(".")
-        module = importlib.import_module(f"ag.engine.{module}")
-        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    module = importlib.import_module("ag.engine.layer")
+    monkeypatch.setattr(module, "paged_attention", watched(module.paged_attention))
     return calls
 
 
@@ -78,10 +75,13 @@ def test_drafts_that_are_taken_back(tiny_llama):
         model(ids[:, :40], past_key_values=each)
     model(ids[:, 40:52], past_key_values=cache)
     cache.crop(-12)
-    for mine, theirs in zip(cache.evicting_layers, never.evicting_layers, strict=True):
-        for column, other in zip(mine.store.state_dict().values(), theirs.store.state_dict().values(), strict=True):
-            if isinstance(column, torch.Tensor):
-                assert torch.equal(column, other)
+    assert cache.store.held.tolist() == never.store.held.tolist()
+    for layer in range(3):
+        places = [each.store.index(layer, 40) for each in (cache, never)]
+        for column, other in zip(
+            *([x.flatten(0, 1) for x in each.pool.columns()] for each in (cache, never)), strict=True
+        ):
+            assert torch.equal(column[places[0]], other[places[1]])
     again, wanted = (model(ids[:, 52:53], past_key_values=each).logits for each in (cache, never))
     assert torch.equal(again, wanted)
 
@@ -94,7 +94,7 @@ def test_copies_beams_and_joined_sequences_go_on_alone(tiny_llama):
     for number, cache in enumerate(caches):
         model(row(30, number)[None], past_key_values=cache)
     alone = [copy.deepcopy(cache) for cache in caches]
-    caches[0].join(caches[1])
+    caches[0].add(caches[1])
     caches[0].batch_select_indices(torch.tensor([1, 0, 1]))
     ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(5))
     for t in range(12):
@@ -102,10 +102,10 @@ def test_copies_beams_and_joined_sequences_go_on_alone(tiny_llama):
         each = [model(ids[i : i + 1, t : t + 1], past_key_values=alone[i]).logits for i in range(2)]
         # sums of a batch differ in their last bits, and a code that falls to the other side by a step of a group
         torch.testing.assert_close(together, torch.cat([each[1], each[0], each[1]]), atol=1e-2, rtol=1e-2)
-    caches[0].release([0, 2])
+    caches[0].remove([0, 2])
     assert caches[0].kept_positions(0)[0][0].tolist() == alone[0].kept_positions(0)[0][0].tolist()
     del caches, alone, cache
-    assert pool.free == pool.size
+    assert pool.free == pool.capacity
 
 
 def test_a_policy_holds_what_its_pool_holds(tiny_llama):
@@ -123,15 +123,11 @@ def test_a_policy_holds_what_its_pool_holds(tiny_llama):
 
 
 def test_bytes_of_a_head_of_64():
-    """Of a row of 4,096 tokens: codes, scales and ranks, of what float32 takes."""
-    k = torch.randn(1, 1, 4096, 64)
-    stores = [PagedStore(1, 1, Pool.growing(k, k, x)) for x in ("float", "int8")]
-    for store in stores:
-        store.append(k, k, torch.arange(4096)[None], None)
-        store.write()
-    plain, coded = (store.nbytes for store in stores)
-    assert plain == 4096 * (2 * 64 * 4 + 4)
-    assert coded == 4096 * (2 * (64 + 4) + 4) <= 0.28 * plain
+    """Of a block of 16 tokens: codes, scales and ranks, of what float32 takes."""
+    x = torch.empty(0, 64)
+    plain, coded = (BlockPool(x, x, kind, nbytes=2**20).block_nbytes() for kind in ("float", "int8"))
+    assert plain == BLOCK * (2 * 64 * 4 + 4)
+    assert coded == BLOCK * (2 * (64 + 4) + 4) <= 0.28 * plain
 
 
 @torch.no_grad()

@@ -7,16 +7,32 @@ import pytest
 import torch
 
 import ag
+from ag.engine.cache import EvictionCache
+from ag.engine.prompt import read_prompt
 from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
+from ag.kernels.pages import read as pages_read
 from ag.model.hooks import decoder_of
-from tests.support.batches import columns, padded, positions, read
+from tests.support.batches import padded, positions
 from tests.support.bounds import hold, of_logits, of_pass
 from tests.support.dense import masked
 from tests.support.refused import refuses
 
 OPTIONS = {"chunk": 11, "overlap": 3, "sinks": 2, "ask": "7 8 9", "ask_part": "5 6", "answer": "11"}
 ROW = torch.randint(12, 128, (1, 30), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def read(model, ids, *policy, **options):
+    """A cache that has read a row of tokens ``[T]``, or several ``[B, T]``."""
+    cache = EvictionCache(model, *policy, **options)
+    model(ids if ids.dim() == 2 else ids[None], past_key_values=cache)
+    return cache
+
+
+def kept(cache):
+    """The places of the tokens that are held, by layer, sequence and head."""
+    return [[[head.tolist() for head in heads] for heads in cache.kept_positions(i)] for i in range(cache.num_layers)]
 
 
 def numbers(text):
@@ -104,8 +120,7 @@ def test_equals_a_second_reading_by_hand(family, options, request, monkeypatch):
     assert sorted(found) == [0, 1, 2]
     for layer, score in found.items():
         hold(score[0], wanted[layer], bound)
-    counts = [layer.store.lengths.tolist() for layer in cache.evicting_layers]
-    assert [sum(x) for x in counts] == [24] * 3
+    assert cache.store.held.sum((1, 2)).tolist() == [24] * 3
 
 
 def test_layers_without_a_window_are_measured_in_a_model_that_also_has_windows(tiny_qwen2, monkeypatch):
@@ -117,7 +132,7 @@ def test_layers_without_a_window_are_measured_in_a_model_that_also_has_windows(t
     assert sorted(found) == [0, 1]
     for layer, score in found.items():
         hold(score[0], wanted[layer], bound)
-    assert [int(layer.store.lengths.sum()) for layer in cache.evicting_layers] == [24, 24, 14]  # the last: seven a head
+    assert cache.store.held.sum((1, 2)).tolist() == [24, 24, 14]  # the last: seven a head
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -129,16 +144,14 @@ def test_sequences_of_a_batch_are_repeated_apart(tiny_llama, monkeypatch, side):
     alone = []
     for row in rows:
         cache = read(model, torch.tensor(row), "kvzip", 0.4, **OPTIONS)
-        alone.append((dict(found), [cache.kept_positions(layer)[0] for layer in range(3)]))
+        alone.append((dict(found), [layer[0] for layer in kept(cache)]))
     bound = of_scores(model, found)
-    batch, cache = padded([torch.tensor(row) for row in rows], side), ag.EvictionCache(model, "kvzip", 0.4, **OPTIONS)
+    batch, cache = padded([torch.tensor(row) for row in rows], side), EvictionCache(model, "kvzip", 0.4, **OPTIONS)
     model(**batch, position_ids=positions(batch["attention_mask"], 30), past_key_values=cache)
     for b, (scores, held) in enumerate(alone):
-        first = 30 - len(rows[b]) if side == "left" else 0
         for layer in range(3):
-            mine = found[layer][b, :, : len(rows[b])]
-            hold(mine, scores[layer][0], bound)
-            assert [(x - first).tolist() for x in cache.kept_positions(layer)[b]] == [x.tolist() for x in held[layer]]
+            hold(found[layer][b, :, : len(rows[b])], scores[layer][0], bound)
+        assert [layer[b] for layer in kept(cache)] == held
 
 
 @torch.no_grad()
@@ -148,12 +161,12 @@ def test_a_prompt_in_parts_that_are_padding_of_a_sequence(tiny_llama):
     ids, mask = ROW.repeat(2, 1), torch.ones(2, 30, dtype=torch.long)
     ids[1, 17:], mask[1, 17:] = 0, 0
     for size in (30, 9):
-        cache = ag.EvictionCache(model, "kvzip", 0.4, **OPTIONS)
+        cache = EvictionCache(model, "kvzip", 0.4, **OPTIONS)
         cache.expect(mask.bool(), ids)
         for start in range(0, 30, size):
             stop = min(start + size, 30)
             model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
-        held.append([[x.tolist() for x in row] for layer in range(3) for row in cache.kept_positions(layer)])
+        held.append(kept(cache))
     assert held[0] == held[1]
 
 
@@ -161,11 +174,11 @@ def test_a_prompt_in_parts_that_are_padding_of_a_sequence(tiny_llama):
 def test_prompts_of_sinks_alone(tiny_llama, lengths):
     """Nothing of them is repeated, and nothing can go, which is said; a longer text beside them loses its share."""
     model, rows = tiny_llama(), [ROW[0, :n] for n in lengths]
-    cache = ag.EvictionCache(model, "kvzip@uniform", 0.5, **OPTIONS | {"sinks": 4})
+    cache = EvictionCache(model, "kvzip@uniform", 0.5, **OPTIONS | {"sinks": 4})
     with pytest.warns(ag.BudgetWarning), torch.no_grad():
         model(**padded(rows), past_key_values=cache)
     assert cache.over_budget.tolist() == [n < 20 for n in lengths]
-    for heads in columns(cache):
+    for heads in kept(cache):
         assert [len(head) for row in heads for head in row] == [n if n < 20 else 10 for n in lengths for _ in range(2)]
 
 
@@ -173,13 +186,14 @@ def test_prompts_of_sinks_alone(tiny_llama, lengths):
 def test_nothing_of_a_repetition_stays(tiny_llama):
     """With a budget of everything the cache is that of full, to the bit, and goes on like it."""
     model = tiny_llama()
-    caches = [ag.EvictionCache(model, "full"), ag.EvictionCache(model, "kvzip", 1.0, **OPTIONS)]
+    caches = [EvictionCache(model, "full"), EvictionCache(model, "kvzip", 1.0, **OPTIONS)]
     outs = [model(ROW, past_key_values=cache).logits for cache in caches]
     assert torch.equal(*outs)
-    for mine, other in zip(*(cache.evicting_layers for cache in caches), strict=True):
-        for left, right in zip(mine.store.padded()[:3], other.store.padded()[:3], strict=True):
-            assert torch.equal(left, right)
+    for layer in range(3):
+        mine, other = (pages_read(cache.store.pages(layer), cache.store.index(layer, 30)) for cache in caches)
+        assert all(torch.equal(*pair) for pair in zip(mine, other, strict=True))
     assert [cache.seen_tokens for cache in caches] == [30, 30]
+    assert [cache.pool.num_used for cache in caches] == [3 * 2 * 2] * 2
     assert torch.equal(caches[0].valid, caches[1].valid)
     nexts = [model(torch.tensor([[17]]), past_key_values=cache).logits for cache in caches]
     assert torch.equal(*nexts)
@@ -188,18 +202,18 @@ def test_nothing_of_a_repetition_stays(tiny_llama):
 def test_generate_repeats_once_and_goes_on_from_the_prompt(tiny_llama, monkeypatch):
     model, found = tiny_llama(), scores_of(monkeypatch)
     greedy = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    cache = ag.EvictionCache(model, "kvzip@global", 0.5, **OPTIONS)
+    cache = EvictionCache(model, "kvzip@global", 0.5, **OPTIONS)
     out = model.generate(ROW, past_key_values=cache, **greedy)
     assert len(found) == 3
-    counts = torch.stack([layer.store.lengths for layer in cache.evicting_layers])
-    assert int(counts.sum()) == 6 * (15 + 5)  # half of the prompt, and what was generated but for the last token
+    # half of the prompt, and what was generated but for the last token
+    assert int(cache.store.held.sum()) == 6 * (15 + 5)
     assert cache.report().seconds[0] > 0
     found.clear()
     whole = model.generate(torch.cat([out, ROW[:, :4]], 1), past_key_values=cache, **greedy)
     assert whole.shape == (1, 46) and not found  # a later turn is not repeated
-    chunked = ag.EvictionCache(model, "kvzip@global", 0.5, **OPTIONS)
+    chunked = EvictionCache(model, "kvzip@global", 0.5, **OPTIONS)
     assert torch.equal(model.generate(ROW, past_key_values=chunked, prefill_chunk_size=7, **greedy), out)
-    full = ag.EvictionCache(model, "kvzip", 1.0)
+    full = EvictionCache(model, "kvzip", 1.0)
     plain = model.generate(ROW, **greedy)
     assert torch.equal(model.generate(ROW, past_key_values=full, **greedy), plain)
 
@@ -209,7 +223,7 @@ def test_preference_measures_the_prompts_last_queries(tiny_llama):
     model, shares = tiny_llama(), []
     for name, options in (("kvzip", OPTIONS), ("knorm", {"sinks": 2})):
         cache = read(model, ROW, f"{name}@preference", 10, observers=4, **options)
-        shares.append([layer.store.lengths.tolist() for layer in cache.evicting_layers])
+        shares.append(cache.store.held.tolist())
     assert shares[0] == shares[1]
 
 
@@ -220,19 +234,17 @@ def test_prefill_and_repetition_are_shared_with_other_policies(tiny_llama):
     alike += [ag.policy("kvzip+criticalkv", 0.3, **OPTIONS), ag.policy("kvzip", 0.2, positions="slot", **OPTIONS)]
     policies = [ag.policy("h2o", 0.5), *alike, ag.policy("kvzip", 0.5, **OPTIONS | {"normalize": True})]
     handle = decoder_of(model).register_forward_hook(lambda *_: passes.append(1))
-    together = ag.engine.read_prompt(model, policies, ROW)
+    together = read_prompt(model, policies, ROW)
     shared = len(passes)
-    ag.engine.read_prompt(model, alike[:1], ROW)
+    read_prompt(model, alike[:1], ROW)
     handle.remove()
     bound = of_pass(model, lambda: decoder_of(model)(ROW, use_cache=False).last_hidden_state)
     assert shared == 1 + 2 * (len(passes) - shared - 1)  # the prompt, and what two scorers repeat
     for policy, (cache, last) in zip(policies, together, strict=True):
-        ((alone, state),) = ag.engine.read_prompt(model, [policy], ROW)
+        ((alone, state),) = read_prompt(model, [policy], ROW)
         hold(last, state, bound)
-        assert (min(x.scoring_seconds for x in cache.evicting_layers) > 0) and cache.kept_share() == alone.kept_share()
-        for layer in range(3):
-            pairs = zip(cache.kept_positions(layer)[0], alone.kept_positions(layer)[0], strict=True)
-            assert all(torch.equal(a, b) for a, b in pairs)
+        assert min(cache.report().seconds) > 0 and cache.kept_share() == alone.kept_share()
+        assert kept(cache) == kept(alone)
         for token in ([[17]], [[4]]):
             logits = [model(torch.tensor(token), past_key_values=x).logits for x in (cache, alone)]
             hold(*logits, of_logits(model))
@@ -288,9 +300,9 @@ def test_a_prompt_of_sinks_alone_is_not_repeated(tiny_llama):
 def test_embeddings_drafts_and_windows_are_refused(tiny_llama, tiny_mistral):
     model = tiny_llama()
     with refuses(UserError, "input_ids", "inputs_embeds"):
-        model(inputs_embeds=torch.randn(1, 9, 64), past_key_values=ag.EvictionCache(model, "kvzip", 0.5))
+        model(inputs_embeds=torch.randn(1, 9, 64), past_key_values=EvictionCache(model, "kvzip", 0.5))
     with refuses(UserError, "assistant model"):
-        model.generate(ROW, past_key_values=ag.EvictionCache(model, "kvzip", 0.5), prompt_lookup_num_tokens=2)
+        model.generate(ROW, past_key_values=EvictionCache(model, "kvzip", 0.5), prompt_lookup_num_tokens=2)
     windowed = tiny_mistral()
     with refuses(UserError, "window of 16 tokens", "prompt of 30 tokens"):
-        windowed(ROW, past_key_values=ag.EvictionCache(windowed, "kvzip", 0.5))
+        windowed(ROW, past_key_values=EvictionCache(windowed, "kvzip", 0.5))

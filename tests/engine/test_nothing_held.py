@@ -10,7 +10,7 @@ from tests.support import batches
 from tests.support.batches import row
 from tests.support.bounds import hold, of_logits
 from tests.support.drawn_scores import registered
-from tests.support.held import alone_too, check, contents, feed
+from tests.support.held import alone_too, check, everything, feed
 from tests.support.pairs import covering
 
 PROMPT = 12
@@ -29,7 +29,7 @@ def counts(held):
 
 
 def state(cache):
-    return [contents(layer.store) for layer in cache.evicting_layers]
+    return everything(cache)
 
 
 # ---- while a prompt is read

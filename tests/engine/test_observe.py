@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ag.engine import observe
-from ag.engine.rows import FUSED, AttentionRows, attention
-from ag.kernels.row_statistics import Values, cpu
+from ag.engine.rows import FUSED, attention
+from ag.kernels.attention_stats import cpu
 from tests.support.attention_by_hand import SINKS_AND_CAP, Scene
 from tests.support.bounds import hold
 from tests.support.compiled import needs
@@ -94,41 +94,16 @@ def test_a_decision_changes_nothing_of_what_others_see():
 
 
 @needs_compiler
-def test_one_pass_sums_what_several_sum(scene, monkeypatch):
-    sums = [f for g in FUSED for f in (lambda seen, g=g: seen.total(g), lambda seen, g=g: seen.rows(3).total(g))]
-    assert len(sums) == 8
-    for f in sums:
-        monkeypatch.setenv("AG_KERNELS", "reference")
-        several, bound = f(scene.seen), scene.bound(f)
-        monkeypatch.setenv("AG_KERNELS", "cpp")
-        assert bool((several > 0).any())
-        hold(f(scene.seen), several, 2 * bound)  # of two that round apart
-
-
-@needs_compiler
-def test_sums_in_one_pass_and_rows_leave_each_other_alone(monkeypatch):
-    monkeypatch.delenv("AG_KERNELS", raising=False)
-    scene = Scene(seed=2, lengths=(12, 7), ragged=True)
-    fresh, used = scene.seen.rows(4), scene.seen.rows(4)
-    sums = {f: used.total(f) for f in FUSED}
-    for part in ("a", "s", "o", "visible"):
-        assert torch.equal(getattr(used, part), getattr(fresh, part))
-    mean = used.mean_heads()
-    for f in FUSED:
-        assert torch.equal(used.total(f), sums[f])
-        monkeypatch.setenv("AG_KERNELS", "reference")
-        plain = mean.total(f)
-        monkeypatch.delenv("AG_KERNELS")
-        assert torch.equal(mean.total(f), plain)
-
-
-@needs_compiler
-def test_sums_in_one_pass_make_no_weights(monkeypatch):
-    monkeypatch.delenv("AG_KERNELS", raising=False)
-    logits, v, outputs = torch.randn(1, 4, 3, 9), torch.randn(1, 1, 9, 5), torch.randn(1, 4, 3, 5)
-    rows = AttentionRows(
-        logits, lambda: Values.of(v), torch.ones(1, 3).bool(), outputs=lambda: outputs - Values.of(v).centre
-    )
-    for f in FUSED:
-        rows.total(f)
-    assert not {"_a", "_s", "_visible"} & set(vars(rows))
+@pytest.mark.parametrize("version", ["cpp", "chunked", "reference"])
+def test_a_kernel_sums_what_tiles_sum(scene, version, monkeypatch):
+    assert len(FUSED) == 2
+    for statistic in FUSED:
+        with monkeypatch.context() as patch:
+            patch.setattr(observe, "FUSED", {})
+            tiles, bound = scene.seen.total(statistic), scene.bound(lambda seen, f=statistic: seen.total(f))
+        with monkeypatch.context() as patch:
+            patch.setenv("AG_KERNELS", version)
+            patch.setattr(observe.Observation, "_blocks", lambda seen: pytest.fail("queries were visited in tiles"))
+            found = scene.seen.total(statistic)
+        assert bool((tiles > 0).any())
+        hold(found, tiles, 2 * bound)  # of two that round apart

@@ -9,9 +9,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
 import ag
-from ag.engine import observe
-from ag.engine.observe import Keys, Observation
+from ag.engine.observe import Observation
 from ag.engine.rows import attention
+from ag.engine.shown import Keys
 from tests.support.attention_by_hand import Scene
 from tests.support.bounds import hold, of_logits, of_weights
 
@@ -31,7 +31,7 @@ def decoded(model, *policy, mask=None, guard=None):
         for t in range(PROMPT, PROMPT + NEW):
             step = {"attention_mask": real[:, : t + 1], "past_key_values": cache}
             logits.append(model(IDS[:, t : t + 1], **step).logits[:, 0])
-    return torch.stack(logits), [cache.kept_positions(layer) for layer in range(len(cache.evicting_layers))]
+    return torch.stack(logits), [cache.kept_positions(layer) for layer in range(len(cache.layers))]
 
 
 def same(held):
@@ -57,30 +57,26 @@ def test_weights_of_a_decoded_token_come_from_the_kernel(tiny_llama, monkeypatch
     hold(found, want, of_logits(model))
 
 
-#: Layers, and whether a kernel may sum what all their queries pay.
 SCENES = {
-    "one": ({"lengths": (37,)}, True),
-    "mha": ({"heads": 3, "kv_heads": 3, "lengths": (20, 20)}, True),
-    "left": ({"lengths": (19, 4, 1), "padding": "left"}, True),
-    "right": ({"lengths": (3, 21), "padding": "right"}, True),
-    "turn": ({"lengths": (35, 35), "queries": 6}, True),
-    "sliding": ({"lengths": (24, 6), "window": 4}, True),
-    "ragged": ({"lengths": (22,), "ragged": True}, False),
-    "ragged-left": ({"lengths": (22, 5), "ragged": True, "padding": "left"}, False),
-    "padded-turn": ({"lengths": (35, 4), "queries": 6}, False),
-    "sliding-ragged": ({"lengths": (24,), "window": 3, "ragged": True}, False),
+    "one": {"lengths": (37,)},
+    "mha": {"heads": 3, "kv_heads": 3, "lengths": (20, 20)},
+    "left": {"lengths": (19, 4, 1), "padding": "left"},
+    "right": {"lengths": (3, 21), "padding": "right"},
+    "turn": {"lengths": (35, 35), "queries": 6},
+    "sliding": {"lengths": (24, 6), "window": 4},
+    "ragged": {"lengths": (22,), "ragged": True},
+    "ragged-left": {"lengths": (22, 5), "ragged": True, "padding": "left"},
+    "padded-turn": {"lengths": (35, 4), "queries": 6},
+    "sliding-ragged": {"lengths": (24,), "window": 3, "ragged": True},
 }
 
 
 @pytest.mark.parametrize("name", SCENES)
 def test_what_all_queries_pay_is_summed_by_a_kernel(monkeypatch, name):
-    """Where each new query stands at the slot of its own key: then no tile of logits is made. By hand in float64."""
-    options, summed = SCENES[name]
-    scene = Scene(seed=3, **options)
-    if summed:
-        monkeypatch.setattr(Observation, "_blocks", lambda seen: pytest.fail("the queries were visited in blocks"))
-    else:
-        monkeypatch.setattr(observe, "column_sums", lambda *x: pytest.fail("slots and queries do not line up"))
+    """No tile of logits is made. By hand in float64."""
+    scene = Scene(seed=3, **SCENES[name])
+    monkeypatch.setenv("AG_KERNELS", "triton")
+    monkeypatch.setattr(Observation, "_blocks", lambda seen: pytest.fail("the queries were visited in blocks"))
     found = scene.seen.total(attention)
     assert found.dtype == torch.float32
     for b in range(len(scene.lengths)):
@@ -89,23 +85,3 @@ def test_what_all_queries_pay_is_summed_by_a_kernel(monkeypatch, name):
             loose = of_weights(scene.q[b, h], scene.k[b, h // scene.group], scene.scaling, scene.q.shape[2])
             hold(found[b, h, : len(want)], want, loose * want)
             assert not found[b, h, len(want) :].any()
-
-
-@pytest.mark.parametrize("schedule", ["prefill", "blocks:8"])
-def test_the_engine_says_when_queries_and_slots_line_up(tiny_llama, monkeypatch, schedule):
-    """A prompt that is read whole, padded or not; blocks of it as long as all heads hold equally many tokens."""
-    model, calls = tiny_llama(num_hidden_layers=1), []
-    kernel = observe.column_sums
-    monkeypatch.setattr(observe, "column_sums", lambda *given: calls.append(given[0].shape[2]) or kernel(*given))
-    for padding, counts in ((0, {"prefill": [20], "blocks:8": [8, 8, 4]}), (7, {"prefill": [20]})):
-        mask = torch.ones_like(IDS)
-        mask[1, :padding] = 0
-        if schedule not in counts:
-            continue
-        calls.clear()
-        monkeypatch.setenv("AG_KERNELS", "triton")
-        _, mine = decoded(model, "h2o", 0.5, schedule, mask=mask)
-        assert calls == counts[schedule]
-        monkeypatch.setenv("AG_KERNELS", "chunked")
-        _, held = decoded(model, "h2o", 0.5, schedule, mask=mask)
-        assert calls == counts[schedule] and torch.equal(same(mine), same(held))

@@ -40,7 +40,7 @@ def test_each_sequence_of_a_batch_by_itself(model):
     cache = ag.EvictionCache(model, "snapkv", 0.4)
     with pytest.warns(BudgetWarning), torch.no_grad():
         model(**padded([row(61), row(100), row(25)]), past_key_values=cache)
-    counts = cache.evicting_layers[0].store.lengths.view(3, 2).tolist()
+    counts = cache.store.held[0].tolist()
     assert counts == [[32] * 2, [40] * 2, [25] * 2]
     assert cache.over_budget.tolist() == [True, False, True]
     copied = copy.deepcopy(cache)
@@ -92,7 +92,7 @@ def test_a_policy_is_warned_of_once_whatever_the_prompts_are(model):
     ],
 )
 def test_shares_of_all_tokens_and_of_the_prompt(model, spec, budget, schedule, options):
-    """Prompts of 20 and 13 tokens, then 12 more: both shares from the columns that are held."""
+    """Prompts of 20 and 13 tokens, then 12 more: both shares from the tokens that are held."""
     if spec == "gates":
         ag.attach(model, gates_for(model, covers="all", recent_tokens=3))
     batch = padded([row(20), row(13)])
@@ -100,11 +100,17 @@ def test_shares_of_all_tokens_and_of_the_prompt(model, spec, budget, schedule, o
     model.generate(**batch, past_key_values=cache, max_new_tokens=13, min_new_tokens=13, do_sample=False)
     assert cache.seen_tokens == 32  # the last one was not read
     held = [
-        column for layer in range(3) for heads in cache.kept_positions(layer) for x in heads for column in x.tolist()
+        (place, rank)
+        for layer in range(3)
+        for place, heads in enumerate(cache.kept_positions(layer))
+        for head in heads
+        for rank in head.tolist()
     ]
-    assert max(held) == 31 and any(20 <= column < 31 for column in held)  # columns go on behind the prompt
+    newest = max(rank for _, rank in held)
+    assert newest == 31 and any(20 <= rank < 31 for _, rank in held)  # ranks go on behind the prompt
     assert cache.kept_share() == pytest.approx(len(held) / (6 * (20 + 13 + 2 * 12)))
-    assert cache.kept_share(prompt=True) == pytest.approx(sum(column < 20 for column in held) / (6 * (20 + 13)))
+    of_prompts = sum(rank < (20, 13)[place] for place, rank in held)
+    assert cache.kept_share(prompt=True) == pytest.approx(of_prompts / (6 * (20 + 13)))
     assert cache.report().tokens == 20 + 13 + 2 * 12
 
 

@@ -11,51 +11,33 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ag
-from ag.engine.pool import PAGE, Pool, PoolFullError
-from ag.engine.store import PagedStore
+from ag.engine.block_pool import BLOCK, Pool, PoolFullError
+from ag.engine.kv_store import KVStore
 from ag.errors import UserError
 from ag.gates.attach import attached_gates
 from tests.support.batches import row
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
-from tests.support.held import contents
+from tests.support.held import contents, everything
 from tests.support.refused import refuses
 
 TOKEN = 16 * 2 * 4 + 4  # bytes of a token of tiny_llama: key, value, rank
 
 
-def tokens(length, first=0):
-    """Keys, values and ranks of one sequence with two heads."""
-    k = torch.arange(first, first + length).float()[None, None, :, None].expand(1, 2, length, 16)
-    return k, -k, torch.arange(first, first + length)[None]
-
-
-def test_as_many_pages_as_the_bytes_hold(tiny_llama):
-    pool = Pool(tiny_llama(), 10 * PAGE * TOKEN + PAGE * TOKEN - 1)
-    assert (pool.size, pool.free, pool.page_nbytes(), pool.nbytes) == (10, 10, PAGE * TOKEN, 10 * PAGE * TOKEN)
-    with refuses(UserError, "nbytes=100", str(PAGE * TOKEN)):
+def test_as_many_blocks_as_the_bytes_hold(tiny_llama):
+    pool = Pool(tiny_llama(), 10 * BLOCK * TOKEN + BLOCK * TOKEN - 1)
+    assert (pool.capacity, pool.free) == (10, 10)
+    assert (pool.block_nbytes(), pool.nbytes) == (BLOCK * TOKEN, 10 * BLOCK * TOKEN)
+    with refuses(UserError, "nbytes=100", str(BLOCK * TOKEN)):
         Pool(tiny_llama(), 100)
-
-
-def test_a_prompt_that_does_not_fit_can_be_cut_first(tiny_llama):
-    """Nothing is written before it is known what stays."""
-    pool = Pool(tiny_llama(), 4 * PAGE * TOKEN)
-    store = PagedStore(1, 2, pool)
-    store.append(*tokens(100), None)
-    assert pool.free == 4
-    with pytest.raises(PoolFullError):
-        store.write()
-    assert store.retain(torch.arange(100).expand(2, -1) % 4 == 0)
-    assert pool.free == 0 and store.lengths.tolist() == [25, 25]
-    assert torch.equal(store.padded().values[1, :, 3], -4.0 * torch.arange(25))
 
 
 @pytest.mark.parametrize("midst", [partial(torch.device, "meta"), FakeTensorMode], ids=["device", "fake"])
 def test_a_store_may_go_in_the_midst_of_anything(tiny_llama, midst):
-    pool = Pool(tiny_llama(), 20 * PAGE * TOKEN)
-    store = PagedStore(1, 2, pool)
-    store.append(*tokens(40), None)
-    store.write()
+    pool = Pool(tiny_llama(), 20 * BLOCK * TOKEN)
+    store = KVStore(pool, 1, 2)
+    store.start(1)
+    store.make_room(slice(None), torch.tensor([40]))
     assert pool.free == 20 - 6
     with midst():
         del store
@@ -71,28 +53,28 @@ def ids(batch, length, seed=0):
 
 
 def held(cache):
-    return [contents(layer.store) for layer in cache.evicting_layers if layer.store is not None]
+    return everything(cache)
 
 
-def pool_of(model, pages):
-    return Pool(model, pages * PAGE * TOKEN)
+def pool_of(model, blocks):
+    return Pool(model, blocks * BLOCK * TOKEN)
 
 
 @torch.no_grad()
 def test_a_prompt_that_does_not_fit_leaves_an_empty_cache(tiny_llama):
     model = tiny_llama()
-    pool = pool_of(model, 20)  # 40 tokens take 3 pages in 6 rows
+    pool = pool_of(model, 20)  # 40 tokens take 3 blocks in 6 rows
     first = ag.EvictionCache(model, "full", pool=pool)
     model(ids(1, 40), past_key_values=first)
     assert pool.free == 2
     ag.attach(model, gates_for(model))
-    for policy, options, wanted in ((("full",), {}, 18), (("snapkv", 16), {"window": 4}, 6), (("gates",), {}, None)):
+    for policy, options in ((("full",), {}), (("snapkv", 16), {"window": 4}), (("gates",), {})):
         other = ag.EvictionCache(model, *policy, pool=pool, **options)
         with pytest.raises(PoolFullError) as error:
             model(ids(1, 40), past_key_values=other)
-        assert error.value.pages == wanted or (wanted is None and error.value.pages > 2)
-        assert f"{error.value.pages * PAGE * TOKEN} bytes" in str(error.value)
-        assert (pool.free, other.seen_tokens, other.nbytes, held(other)) == (2, 0, 0, [])
+        assert error.value.blocks > 2
+        assert f"{error.value.blocks * BLOCK * TOKEN} bytes" in str(error.value)
+        assert (pool.free, other.seen_tokens, other.nbytes, held(other)) == (2, 0, 0, [[]] * 3)
     before = held(first)
     del first
     assert pool.free == 20 and before
@@ -104,7 +86,7 @@ def test_a_prompt_that_does_not_fit_leaves_an_empty_cache(tiny_llama):
 @torch.no_grad()
 @pytest.mark.parametrize("policy", [("full",), ("tova", 40, "every")], ids=lambda x: x[0])
 def test_a_token_that_does_not_fit_changes_nothing(tiny_llama, policy):
-    """The pool is full when each row begins another page; after a release the same token goes on as alone."""
+    """The pool is full when each row begins another block; after a release the same token goes on as alone."""
     model = tiny_llama()
     pool = pool_of(model, 2 * 6 * 3 + 3)
     alone, cache, other = (ag.EvictionCache(model, *policy, pool=x) for x in (None, pool, pool))
@@ -119,10 +101,10 @@ def test_a_token_that_does_not_fit_changes_nothing(tiny_llama, policy):
     if policy == ("full",):
         before, seen = held(cache), cache.seen_tokens
         for _ in range(2):
-            with refuses(PoolFullError, "1 tokens", str(6 * PAGE * TOKEN), str(3 * PAGE * TOKEN)):
+            with refuses(PoolFullError, "1 tokens", str(6 * BLOCK * TOKEN), str(3 * BLOCK * TOKEN)):
                 model(text[:, 48:49], past_key_values=cache)
         assert (held(cache), cache.seen_tokens) == (before, seen)
-    other.release([0])
+    other.remove([0])
     assert (other.seen_tokens, other.nbytes) == (0, 0)
     for t in range(48, 52):
         one, found = (model(text[:, t : t + 1], past_key_values=each).logits for each in (alone, cache))
@@ -132,7 +114,7 @@ def test_a_token_that_does_not_fit_changes_nothing(tiny_llama, policy):
 
 @torch.no_grad()
 def test_beams_of_eight_hold_little_more_than_one(tiny_llama):
-    """On 2,048 tokens; 20 generated ones lie in pages of each beam's own."""
+    """On 2,048 tokens; 20 generated ones lie in blocks of each beam's own."""
     model = tiny_llama(max_position_embeddings=4096)
     cache = ag.EvictionCache(model, "full")
     model(ids(1, 2048), past_key_values=cache, logits_to_keep=1)
@@ -144,9 +126,8 @@ def test_beams_of_eight_hold_little_more_than_one(tiny_llama):
         cache.reorder_cache(torch.tensor([1, 1, 0, 3, 2, 7, 6, 6]))
     assert cache.nbytes <= 1.1 * alone + 8 * 20 * 3 * 2 * TOKEN
     questions = [copy.deepcopy(cache) for _ in range(3)]
-    pool = cache.evicting_layers[0].store.pool
-    assert all(each.evicting_layers[0].store.pool is pool for each in questions)
-    assert sum(layer.store.pool.nbytes for layer in cache.evicting_layers) <= 1.3 * alone
+    assert all(each.pool is cache.pool for each in questions)
+    assert cache.pool.nbytes <= 1.3 * alone
 
 
 def test_a_pool_of_another_model_or_type_is_refused(tiny_llama):
@@ -158,7 +139,7 @@ def test_a_pool_of_another_model_or_type_is_refused(tiny_llama):
     with refuses(UserError, "dtype=torch.float32", "torch.bfloat16"):
         ag.EvictionCache(tiny_llama().bfloat16(), "full", pool=pool)
     elsewhere = pool_of(tiny_llama(), 10)
-    elsewhere.keys = elsewhere.keys.to("meta")
+    elsewhere.device = torch.device("meta")
     with refuses(UserError, "cpu", "meta"):
         ag.EvictionCache(tiny_llama(), "full", pool=elsewhere)
     model = tiny_llama()
@@ -211,8 +192,8 @@ def test_a_joined_batch_goes_on_as_each_text_alone(tiny_llama, tmp_path, name):
             hold(together[place], found.double(), of_logits(model))
             at[b] += size
         for layer in range(3):
-            whole = contents(mine[0].evicting_layers[layer].store)
-            assert whole == [contents(alone[b].evicting_layers[layer].store)[0] for b in batch]
+            whole = contents(mine[0], layer)
+            assert whole == [contents(alone[b], layer)[0] for b in batch]
 
     for text, cache, single, length in zip(texts, mine, alone, lengths, strict=True):
         for each in (cache, single):
@@ -221,7 +202,7 @@ def test_a_joined_batch_goes_on_as_each_text_alone(tiny_llama, tmp_path, name):
     for size in (1, 1, 3):
         step(size)
     free = pool.free
-    mine[0].join(mine[1])
+    mine[0].add(mine[1])
     assert (pool.free, mine[1].seen_tokens, mine[1].nbytes) == (free, 0, 0)
     batch = [0, 1]
     for size in (1, 1, 4, 1):
@@ -235,22 +216,22 @@ def test_a_joined_batch_goes_on_as_each_text_alone(tiny_llama, tmp_path, name):
     copied = copy.deepcopy(mine[0])
     assert torch.equal(*(model(token, past_key_values=each).logits for each in (loaded, copied)))
     del loaded, copied
-    mine[0].join(mine[2])
+    mine[0].add(mine[2])
     batch = [0, 1, 2]
     for size in (1, 2, 1):
         step(size)
     for strange in ([3], [-1], [0, 7]):
-        with refuses(UserError, f"release({strange})", "0 to 2"):
-            mine[0].release(strange)
-    mine[0].release([0])
+        with refuses(UserError, f"remove({strange})", "0 to 2"):
+            mine[0].remove(strange)
+    mine[0].remove([0])
     batch = [1, 2]
     for size in (1, 1):
         step(size)
-    with refuses(UserError, "crop(-20)") if name != "full" else contextlib.nullcontext():
+    with refuses(UserError, "crop") if name != "full" else contextlib.nullcontext():
         mine[0].crop(-20)
     for cache in mine:
         cache.reset()
-    assert pool.free == pool.size
+    assert pool.free == pool.capacity
 
 
 @pytest.mark.slow
@@ -261,7 +242,7 @@ def test_sequences_come_and_go_between_steps_that_nobody_looks_at(tiny_llama, na
     model, draw = tiny_llama(), random.Random(name)
     pool, alone, lengths = pool_of(model, 2000), [], []
     mine = served(model, name, pool=pool)
-    step, bound = ag.NextToken(model, mine), of_logits(model)
+    step, bound = ag.StepRunner(model, mine), of_logits(model)
     for _ in range(50):
         chance = draw.random()
         if not alone or (chance < 0.25 and len(alone) < 5):
@@ -269,12 +250,12 @@ def test_sequences_come_and_go_between_steps_that_nobody_looks_at(tiny_llama, na
             other, single = served(model, name, pool=pool), served(model, name)
             for each in (other, single):
                 model(prompt, past_key_values=each)
-            mine.join(other)
+            mine.add(other)
             alone, lengths = [*alone, single], [*lengths, prompt.shape[1]]
             assert mine.seen_tokens == max(lengths)
         elif chance < 0.4:
             place = draw.randrange(len(alone))
-            mine.release([place])
+            mine.remove([place])
             del alone[place], lengths[place]
         else:
             tokens = torch.tensor([[draw.randrange(3, 128)] for _ in alone])
@@ -282,8 +263,8 @@ def test_sequences_come_and_go_between_steps_that_nobody_looks_at(tiny_llama, na
             for place, single in enumerate(alone):
                 hold(found[place], model(tokens[place, None], past_key_values=single).logits[0, -1].double(), bound)
             lengths = [length + 1 for length in lengths]
-    whole = [contents(layer.store) for layer in mine.evicting_layers]
-    assert whole == [[contents(x.evicting_layers[n].store)[0] for x in alone] for n in range(len(whole))]
+    whole = everything(mine)
+    assert whole == [[contents(x, n)[0] for x in alone] for n in range(len(whole))]
 
 
 @torch.no_grad()
@@ -313,19 +294,19 @@ def test_what_cannot_join(tiny_llama):
         (mine, mine, "another"),
         (mine, cache(read=0), "prompt"),
     ):
-        with refuses(UserError, "join", word):
-            one.join(other)
+        with refuses(UserError, "add", word):
+            one.add(other)
     begun = cache(read=0)
     begun.expect(torch.ones(1, 30, dtype=torch.bool))
     model(text[:, :8], past_key_values=begun)
-    with refuses(UserError, "join", "8 of 30"):
-        mine.join(begun)
+    with refuses(UserError, "add", "[8] of [30]"):
+        mine.add(begun)
     other = tiny_llama(seed=1)
     stranger = ag.EvictionCache(other, "h2o", 12)
-    with refuses(UserError, "join", "model"):
-        mine.join(stranger)
+    with refuses(UserError, "add", "model"):
+        mine.add(stranger)
     assert held(mine) == before
     empty = cache(read=0)
-    empty.join(mine)
+    empty.add(mine)
     assert held(empty) == before and mine.seen_tokens == 0
     model(text[:, :1], past_key_values=empty)

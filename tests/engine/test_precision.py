@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import ag
-from ag.engine.observe import Keys, Observation, Queries
-from ag.kernels.row_statistics import cpu
+from ag.engine.observe import Observation
+from ag.engine.shown import Keys, Queries
+from ag.kernels.attention_stats import cpu
 from tests.support.bounds import bounded, hold
 from tests.support.pairs import covering
 
@@ -30,12 +31,12 @@ def scene(name, offset, dim, dtype):
     return q.to(dtype), k.to(dtype), (v + offset).to(dtype)
 
 
-def observed(q, k, v, outputs=None):
+def observed(q, k, v):
     """Return the layer as scorers see it."""
     ranks, valid = torch.arange(KEYS), torch.ones(1, KV_HEADS, KEYS).bool()
     return Observation(
         keys=Keys(stored=lambda: (k, v), ranks=ranks.expand(1, KV_HEADS, KEYS), valid=valid),
-        queries=Queries(q=q, ranks=ranks[None], valid=valid[:, 0], outputs=outputs),
+        queries=Queries(q=q, ranks=ranks[None], valid=valid[:, 0]),
         scaling=q.shape[-1] ** -0.5,
         precise=True,
     )
@@ -73,7 +74,7 @@ def wanted(wrapper, base, q, k, v):
 @pytest.mark.parametrize(
     ("wrapper", "made", "version", "base"),
     covering(
-        wrapper=["caote", "fastcaote"],  # OBCache's sums are those of kernels/test_row_statistics.py
+        wrapper=["caote", "fastcaote"],  # OBCache's sums are those of test_errors_of_outputs.py
         made=list(
             product(SCENES, [(0.0, 64, torch.float32), (100.0, 128, torch.bfloat16), (100.0, 256, torch.float32)])
         ),
@@ -91,8 +92,7 @@ def test_scores_agree_with_float64(version, base, wrapper, made, monkeypatch):
     made = scene(name, offset, dim, dtype)
     scorer = ag.policy(f"{base}+{wrapper}", budget=50, **options).scorer
     a, _, v = in_float64(*made)
-    outputs = (a @ v).exact[None].to(dtype)
-    got = scorer.score(observed(*made, outputs=outputs))[0]
+    got = scorer.score(observed(*made))[0]
     want = wanted(wrapper, base, *made)
     scored = [(i, p) for i, p in enumerate(SOME) if base == "h2o" or p < KEYS - 32]
     places, keys = zip(*scored, strict=True)

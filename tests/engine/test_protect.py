@@ -36,7 +36,7 @@ def read(model, ids, *spec, spans=SPANS, steps=9, **options):
     if spans is not None:
         cache.protect(spans)
     model(**(ids if isinstance(ids, dict) else {"input_ids": ids[None]}), past_key_values=cache)
-    step = ag.NextToken(model, cache)
+    step = ag.StepRunner(model, cache)
     for number in range(steps):
         step(torch.full((len(cache.valid), 1), 7 + number))
     return cache
@@ -44,10 +44,7 @@ def read(model, ids, *spec, spans=SPANS, steps=9, **options):
 
 def held(cache, sequence=0):
     """Return the sets of own tokens that each layer and head holds."""
-    padding = int((~cache.valid[sequence]).sum())
-    return [
-        {x - padding for x in kept.tolist()} for layer in range(3) for kept in cache.kept_positions(layer)[sequence]
-    ]
+    return [{*kept.tolist()} for layer in range(3) for kept in cache.kept_positions(layer)[sequence]]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -79,7 +76,7 @@ def test_flags_are_set_for_them(model, covers):
 
 @torch.no_grad()
 def test_each_sequence_has_its_own(model):
-    """In a batch, selected, joined, saved, and alone: the same tokens."""
+    """In a batch, selected, added, saved, and alone: the same tokens."""
     spans, rows, spec = [SPANS, [(0, 2)], []], [row(40, seed) for seed in range(3)], ("h2o", 20, "every")
     alone = [held(read(model, text, *spec, spans=spans[i])) for i, text in enumerate(rows)]
     batch = read(model, {"input_ids": torch.stack(rows)}, *spec, spans=spans)
@@ -88,9 +85,9 @@ def test_each_sequence_has_its_own(model):
     one, other = (
         read(model, text, *spec, spans=own, steps=0, pool=pool) for text, own in zip(rows[:2], spans[:2], strict=True)
     )
-    one.join(other)
+    one.add(other)
     one.batch_select_indices(torch.tensor([1, 0, 1]))
-    step = ag.NextToken(model, one)
+    step = ag.StepRunner(model, one)
     for number in range(9):
         step(torch.full((3, 1), 7 + number))
     assert [held(one, i) for i in range(3)] == [alone[1], alone[0], alone[1]]
@@ -98,14 +95,14 @@ def test_each_sequence_has_its_own(model):
 
 @torch.no_grad()
 @pytest.mark.parametrize("spans", [(SPANS, None), (None, SPANS), ([(0, 9)], SPANS), (SPANS, [(0, 9)])])
-def test_caches_that_are_joined_keep_their_own(model, spans):
+def test_caches_that_are_added_keep_their_own(model, spans):
     pool, spec, rows = ag.Pool(model, 2**22), ("h2o", 20, "every"), [row(40, 1), row(29, 2)]
     alone = [held(read(model, text, *spec, spans=own)) for text, own in zip(rows, spans, strict=True)]
     one, other = (
         read(model, text, *spec, spans=own, steps=0, pool=pool) for text, own in zip(rows, spans, strict=True)
     )
-    one.join(other)
-    step = ag.NextToken(model, one)
+    one.add(other)
+    step = ag.StepRunner(model, one)
     for number in range(9):
         step(torch.full((2, 1), 7 + number))
     assert [held(one, i) for i in range(2)] == alone
@@ -118,7 +115,7 @@ def test_they_are_saved(model, tmp_path):
     cache.save(tmp_path / "cache")
     again = ag.EvictionCache.load(tmp_path / "cache", model)
     for number in range(9):
-        ag.NextToken(model, again)(torch.full((1, 1), 7 + number))
+        ag.StepRunner(model, again)(torch.full((1, 1), 7 + number))
     assert held(again) == held(read(model, row(40), *spec))
 
 

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-from dataclasses import dataclass
 
 import pytest
 import safetensors.torch
@@ -12,8 +11,6 @@ from safetensors import safe_open
 
 import ag
 from ag.engine.saved import FORMAT, SCHEMA
-from ag.engine.scorers import SCORERS
-from ag.engine.scorers.base import Needs, Scorer
 from ag.errors import UserError
 from tests.support.batches import columns, padded, read, row, step
 from tests.support.gates_for import gates_for
@@ -206,12 +203,14 @@ def test_only_what_is_held_is_written(tiny_llama, tmp_path):
     tensors = safetensors.torch.load_file(tmp_path / "c")
     assert sum(x.nbytes for name, x in tensors.items() if re.search("keys|values", name)) == 3 * 2 * 20 * 16 * 2 * 4
     rest = {name: x.nbytes for name, x in tensors.items() if not re.search("keys|values", name)}
-    assert sum(rest.values()) <= 3 * 2 * 20 * 4 + 400 + 3 * 8 * 8
+    assert sum(rest.values()) <= 3 * 2 * 20 * 4 + 400 + 3 * 8 * 8 + 2 * 3 * 2 * 8
     assert (tmp_path / "c").stat().st_size < sum(x.nbytes for x in tensors.values()) + 8000
-    for index, layer in enumerate(cache.evicting_layers):
-        rows = layer.store.padded()
-        assert torch.equal(tensors[f"layers.{index}.store.keys"], rows.keys.flatten(0, 1))
-        assert torch.equal(tensors[f"layers.{index}.store.values"], rows.values.flatten(0, 1))
+    for index in range(3):
+        places = cache.store.index(index, 20).flatten()
+        for name in ("keys", "values"):
+            assert torch.equal(
+                tensors[f"layers.{index}.tokens.{name}"], getattr(cache.pool, name).flatten(0, 1)[places]
+            )
 
 
 def test_gates_are_compared(tiny_llama, tmp_path):
@@ -241,8 +240,7 @@ def test_under_autocast(tiny_llama, tmp_path):
     cache = made(model, "h2o")
     with torch.autocast("cpu", torch.bfloat16):
         text.begin(model, cache)
-        store = cache.evicting_layers[0].store
-        assert (store.pool.keys.dtype, store.pool.values.dtype) == (torch.float32, torch.bfloat16)
+        assert (cache.pool.keys.dtype, cache.pool.values.dtype) == (torch.float32, torch.bfloat16)
         assert torch.equal(*text.feed(model, loaded_too(model, cache, tmp_path / "c"), text.tokens(1)))
     with refuses(UserError, "values"):
         ag.EvictionCache.load(tmp_path / "c", model)
@@ -329,58 +327,61 @@ def put(*path, **values):
     return change
 
 
-STORE = "layers.1.store."
+TOKENS = "layers.1.tokens."
 
 
-def forge_gate(head, tensors):
-    head["state"]["layers.1"]["store"]["gate"] = {"tensor": STORE + "gate"}
-    tensors[STORE + "gate"] = torch.ones(len(tensors[STORE + "ranks"]))
+def row_of(layer, value):
+    """Change the counts of one layer."""
+    return lambda x: x.index_copy(0, torch.tensor([layer]), value(x[layer : layer + 1]))
 
 
 #: By name: the cache that is damaged, and how.
 FORGED = {
-    "long rows": ("h2o", forge(STORE + "lengths", lambda x: x + 10**6)),
-    "rows below zero": ("h2o", forge(STORE + "lengths", lambda x: x - 100)),
-    "lengths of another type": ("h2o", forge(STORE + "lengths", lambda x: x.int())),
-    "lengths as a table": ("h2o", forge(STORE + "lengths", lambda x: x[:, None])),
-    "a row less": ("h2o", forge(STORE + "lengths", lambda x: x[:-1])),
-    "lengths that wrap": ("h2o", forge(STORE + "lengths", lambda x: x.where(torch.arange(len(x)) < 5, 2**63 - 1))),
-    "few keys": ("h2o", forge(STORE + "keys", lambda x: x[:-1])),
-    "precise keys": ("h2o", forge(STORE + "keys", lambda x: x.double())),
-    "keys of another type": ("h2o", forge(STORE + "keys", lambda x: x.int())),
-    "keys of another width": ("h2o", forge(STORE + "keys", lambda x: x[:, :8].contiguous())),
-    "coarse values": ("h2o", forge(STORE + "values", lambda x: x.half())),
-    "wide ranks": ("h2o", forge(STORE + "ranks", lambda x: x[:, None].expand(-1, 2).contiguous())),
-    "ranks below zero": ("h2o", forge(STORE + "ranks", lambda x: x - 1)),
-    "ranks beyond the text": ("h2o", forge(STORE + "ranks", lambda x: x.where(x < x.max(), 41))),
-    "ranks out of order": ("h2o", forge(STORE + "ranks", lambda x: x.flip(0))),
-    "ranks of another type": ("h2o", forge(STORE + "ranks", lambda x: x.long())),
-    "a token twice": ("h2o", forge(STORE + "ranks", lambda x: x.where(x != x[1], x[0]))),
-    "what gates said, without gates": ("h2o", forge_gate),
-    "a text that is no mask": ("h2o", forge("text.valid", lambda x: x.long())),
-    "decisions of two numbers": ("h2o", put("state", "text", _decisions=[[1, 2]])),
-    "other sequences": ("h2o", forge("text.valid", lambda x: x[:2])),
-    "no window": ("h2o", put("state", "layers.0", window=0)),
-    "a text for a number": ("h2o", put("state", "layers.0", columns_seen="3")),
-    "an attribute more": ("h2o", put("state", "layers.0", run=3)),
-    "a number for a tensor": ("h2o", put("state", "text", valid=3)),
-    "a part more": ("h2o", put("state", more={})),
-    "shares of other layers": ("h2o", put("state", "shares", layers=[0, 1])),
-    "marks of other sequences": ("h2o", put("state", "shares", over_budget={"tensor": "text.valid"})),
-    "a share too many": ("h2o", lambda head, tensors: head["state"]["shares"]["settled"]["items"].append([7, 3])),
-    "no records": ("h2o", lambda head, tensors: head["state"]["layers.0"].pop("memory")),
-    "no layer": ("h2o", lambda head, tensors: head["state"].pop("layers.2")),
-    "no shares": ("h2o", lambda head, tensors: head["state"].pop("shares")),
+    "long rows": ("h2o", forge("held", lambda x: x + 10**6)),
+    "rows below zero": ("h2o", forge("held", lambda x: x - 100)),
+    "lengths of another type": ("h2o", forge("held", lambda x: x.int())),
+    "lengths as a vector": ("h2o", forge("held", lambda x: x.flatten())),
+    "a layer less": ("h2o", forge("held", lambda x: x[:-1])),
+    "lengths that wrap": ("h2o", forge("held", row_of(1, lambda x: torch.full_like(x, 2**63 - 1)))),
+    "another layer's length": ("h2o", forge("held", row_of(1, lambda x: x - 1))),
+    "no room for a row": ("h2o", forge("owned", lambda x: x * 0)),
+    "all memory": ("h2o", forge("owned", lambda x: x + 10**6)),
+    "few keys": ("h2o", forge(TOKENS + "keys", lambda x: x[:-1])),
+    "precise keys": ("h2o", forge(TOKENS + "keys", lambda x: x.double())),
+    "keys of another type": ("h2o", forge(TOKENS + "keys", lambda x: x.int())),
+    "keys of another width": ("h2o", forge(TOKENS + "keys", lambda x: x[:, :8].contiguous())),
+    "coarse values": ("h2o", forge(TOKENS + "values", lambda x: x.half())),
+    "said to be coarse": ("h2o", put("state", types=["torch.float32", "torch.float16"])),
+    "wide ranks": ("h2o", forge(TOKENS + "ranks", lambda x: x[:, None].expand(-1, 2).contiguous())),
+    "ranks below zero": ("h2o", forge(TOKENS + "ranks", lambda x: x - 1)),
+    "ranks beyond the text": ("h2o", forge(TOKENS + "ranks", lambda x: x.where(x < x.max(), 41))),
+    "ranks of another type": ("h2o", forge(TOKENS + "ranks", lambda x: x.long())),
+    "a token twice": ("h2o", forge(TOKENS + "ranks", lambda x: x.where(x != x[1], x[0]))),
+    "a text that is no mask": ("h2o", forge("sequences.mask", lambda x: x.long())),
+    "other sequences": ("h2o", forge("sequences.mask", lambda x: x[:2])),
+    "a longer text": ("h2o", forge("sequences.num_tokens", lambda x: x + 1)),
+    "an eviction to come": ("h2o", forge("sequences.evicted_at", lambda x: x + 100)),
+    "other positions": ("h2o", forge("sequences.next_ranks", lambda x: x + 1)),
+    "a text for a flag": ("h2o", put("state", "sequences", own_positions="no")),
+    "a text for a window": ("h2o", put("state", "layers", "0", window="3")),
+    "an attribute more": ("h2o", put("state", "sequences", run=3)),
+    "a number for a tensor": ("h2o", put("state", "sequences", mask=3)),
+    "records of other slots": ("h2o", forge("layers.0.records.sums", lambda x: x[..., :-1].contiguous())),
+    "shares of other layers": ("h2o", put("state", "budgets", layers=[0, 1])),
+    "marks of other sequences": ("h2o", put("state", "budgets", over_budget={"tensor": "sequences.mask"})),
+    "a share too many": ("h2o", put("state", "budgets", settled={"items": [[7, 3]]})),
+    "no records": ("h2o", lambda head, tensors: head["state"]["layers"]["0"].pop("records")),
+    "no layer": ("h2o", lambda head, tensors: head["state"]["layers"].pop("2")),
+    "no shares": ("h2o", lambda head, tensors: head["state"].pop("budgets")),
     "no policy": ("h2o", lambda head, tensors: head.pop("policy")),
     "no gates": ("h2o", lambda head, tensors: head.pop("gates")),
     "a number for the model": ("h2o", put(base_model=3)),
     "a model without geometry": ("h2o", put("base_model", fingerprint=None)),
-    "a tensor that is not there": ("h2o", lambda head, tensors: tensors.pop(STORE + "values")),
-    "places out of order": ("snapkv-slots", put("state", "layers.1", "store", ordered=False)),
-    "precise keys beside flags": ("ring", forge(STORE + "keys", lambda x: x.double())),
-    "flags of another type": ("ring", forge(STORE + "gate", lambda x: x.float())),
-    "flags without any": ("ring", forge(STORE + "gate", lambda x: x[:, None][:, :0])),
-    "no flags": ("ring", put("state", "layers.1", "store", gate=None)),
+    "a tensor that is not there": ("h2o", lambda head, tensors: tensors.pop(TOKENS + "values")),
+    "precise keys beside flags": ("ring", forge(TOKENS + "keys", lambda x: x.double())),
+    "flags of another type": ("ring", forge(TOKENS + "gate", lambda x: x.float())),
+    "flags of another shape": ("ring", forge(TOKENS + "gate", lambda x: x[:, None][:, :0])),
+    "no flags": ("ring", lambda head, tensors: head["state"]["layers"]["1"]["tokens"].pop("gate")),
 }
 
 
@@ -405,7 +406,7 @@ def test_nothing_to_save_yet(tiny_llama, tmp_path):
     cache.expect(torch.ones(1, 20, dtype=torch.bool))
     with torch.no_grad():
         model(ids[:, :8], past_key_values=cache)
-        with refuses(UserError, "8 of 20 columns"):
+        with refuses(UserError, "[8] of [20] tokens"):
             cache.save(tmp_path / "c")
         model(ids[:, 8:], past_key_values=cache)
     assert list(tmp_path.iterdir()) == []
@@ -434,43 +435,15 @@ def test_what_is_in_the_way(saved, tmp_path):
         assert opened.metadata()["format"] == FORMAT
 
 
-@dataclass(frozen=True, kw_only=True)
-class Remembers(Scorer):
-    """Records what no file can have."""
-
-    needs = Needs(every_query=True)
-
-    def note(self, seen, records):
-        records["words"] = Words(seen.key_ranks.shape) if seen.decoding else seen.key_ranks.float()
-
-    def score(self, seen):
-        return seen.key_ranks.float()
-
-
-class Words(torch.nn.Module):
-    def __init__(self, shape):
-        super().__init__()
-        self.shape = shape
-
-
-def test_states_that_no_file_can_have(tiny_llama, tmp_path, monkeypatch):
-    model, text = tiny_llama(), Text()
-    monkeypatch.setitem(SCORERS, "remembers", Remembers)
-    cache = ag.EvictionCache(model, "remembers", 60, "every")
-    text.begin(model, cache)
-    cache.save(tmp_path / "tensors")
-    loaded = ag.EvictionCache.load(tmp_path / "tensors", model)
-    assert torch.equal(*(x.evicting_layers[2].memory["words"] for x in (cache, loaded)))
-    text.feed(model, [cache], text.tokens(1))
-    with refuses(UserError, "layers.0.memory.words", "Words", "copy.deepcopy"):
-        cache.save(tmp_path / "c")
+def test_a_policy_that_no_file_can_have(tiny_llama, tmp_path):
+    model = tiny_llama()
     changed = ag.policy("snapkv", 12, window=4)
     object.__setattr__(changed, "scorer", ag.policy("h2o", 12).scorer)
     cache = ag.EvictionCache(model, changed)
     Text().begin(model, cache)
     with refuses(UserError, "ag.policy"):
         cache.save(tmp_path / "c")
-    assert {x.name for x in tmp_path.iterdir()} == {"tensors"}
+    assert not [*tmp_path.iterdir()]
 
 
 def test_pickling_says_what_to_do(tiny_llama, tmp_path):

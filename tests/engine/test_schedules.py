@@ -12,9 +12,9 @@ from _pytest.mark import ParameterSet
 
 import ag
 from ag.config import ModelConfig
-from ag.engine.cache import EvictionCache
+from ag.engine import EvictionCache
 from ag.engine.decide import NonFiniteScoreError
-from ag.engine.store import PagedStore
+from ag.engine.kv_store import KVStore
 from ag.engine.wrappers import WRAPPERS
 from ag.errors import BudgetWarning, UserError
 from ag.model import base as models
@@ -22,7 +22,7 @@ from tests.support import slow_policies
 from tests.support.batches import padded, row, step
 from tests.support.bounds import hold, in_float64, of_logits, of_nats
 from tests.support.gates_for import gates_for
-from tests.support.held import alone_too, check, contents, feed, observed_calls, run, seen_by
+from tests.support.held import alone_too, check, contents, everything, feed, observed_calls, run, seen_by
 from tests.support.memory import storages
 from tests.support.pairs import covering
 from tests.support.refused import refuses
@@ -297,21 +297,21 @@ def test_a_prompt_that_fits_is_cut_to_the_mean_later(llama, name, schedule):
 def test_a_long_prompt_in_blocks_never_holds_more_than_budget_and_block(tiny_llama, name, monkeypatch):
     """Measured at every arrival: in the store of a layer by head, and in the bytes of all layers."""
     prompt, budget, block = 600, 64, 32
-    model, sizes, append = tiny_llama(max_position_embeddings=prompt), [], PagedStore.append
+    model, sizes, append = tiny_llama(max_position_embeddings=prompt), [], KVStore.append
     cache = EvictionCache(model, make(name, f"blocks:{block}", budget))
 
-    def recording(store, *args):
-        before = store.lengths.clone()
-        append(store, *args)
-        sizes.append((before.tolist(), store.lengths.tolist(), store.nbytes))
+    def recording(store, layer, *args):
+        before = store.lengths[layer].flatten().tolist()
+        append(store, layer, *args)
+        sizes.append((before, store.lengths[layer].flatten().tolist(), cache.layer_nbytes()[layer]))
 
-    monkeypatch.setattr(PagedStore, "append", recording)
+    monkeypatch.setattr(KVStore, "append", recording)
     with torch.no_grad():
         model(row(prompt)[None], past_key_values=cache, logits_to_keep=1)
     assert len(sizes) == 3 * -(-prompt // block)
     most = [budget] * 3
     if "pyramid" in name:
-        most = [max(heads) for heads in per_layer([contents(layer.store) for layer in cache.evicting_layers])]
+        most = [max(heads) for heads in per_layer(everything(cache))]
         assert sum(most) == 3 * budget
         assert most[0] > most[1] > most[2]
     for index, (before, after, nbytes) in enumerate(sizes):
@@ -381,7 +381,7 @@ def test_sequences_move_with_what_was_recorded(llama, name, schedule, how):
         for place, b in enumerate(chosen):
             hold(logits[place, 0], alone[b].logits[0][PROMPTS[b] + at], of_logits(llama))
             for layer in range(3):
-                assert contents(cache.evicting_layers[layer].store)[place] == alone[b].held[at + 1][layer][0]
+                assert contents(cache, layer)[place] == alone[b].held[at + 1][layer][0]
 
 
 @pytest.mark.parametrize(
@@ -415,9 +415,9 @@ def test_reset_forgets_all_that_was_recorded(llama, name):
     cache = run(llama, policy, ROWS, PROMPTS).cache
     assert any(x > 0 for x in cache.report().seconds)
     cache.reset()
-    assert (cache.decision.budgets.settled, cache.text.now, cache.seen_tokens, cache.valid.numel()) == ({}, None, 0, 0)
-    for layer, new in zip(cache.evicting_layers, EvictionCache(llama, policy).evicting_layers, strict=True):
-        assert vars(layer) | {"_scoring": layer.scoring_seconds} == vars(new) | {"_scoring": 0.0}
+    assert (cache.evictor.decision.budgets.settled, cache.batch, cache.seen_tokens, cache.nbytes) == ({}, None, 0, 0)
+    for layer, new in zip(cache.layers, EvictionCache(llama, policy).layers, strict=True):
+        assert vars(layer) | {"watch": layer.watch.seconds} == vars(new) | {"watch": 0.0}
     again = feed(cache, llama, [ROWS[1]], [[23], *[[1]] * STEPS])
     assert again.held == run(llama, policy, [ROWS[1]], [23]).held
 
@@ -425,27 +425,29 @@ def test_reset_forgets_all_that_was_recorded(llama, name):
 def test_nothing_is_remembered_that_no_later_decision_needs(llama):
     for name in ("h2o", "scissorhands", "snapkv", "gates"):
         for schedule in ("prefill", "blocks:7"):
-            for layer in run(llama, make(name, schedule), ROWS, PROMPTS).cache.evicting_layers:
-                assert (layer.memory, layer.lookback.queries, bool(layer.gate_memory)) == ({}, None, False)
+            cache = run(llama, make(name, schedule), ROWS, PROMPTS).cache
+            assert not any(cache.store.records)
+            for layer in cache.layers:
+                assert (layer.lookback.queries, bool(layer.gate_memory)) == (None, False)
 
 
 @pytest.mark.parametrize(
     ("name", "schedule", "fed", "back", "reason"),
     [
-        ("tova", "every", 3, 1, "evicted"),
-        ("tova", "steps:3", 5, 3, "evicted"),
-        ("h2o", "every", 3, 1, "recorded"),
+        ("tova", "every", 3, 1, "first 32"),
+        ("tova", "steps:3", 5, 3, "first 32"),
+        ("h2o", "every", 3, 1, "first 32"),
         ("snapkv", "steps:3", 2, 1, "recorded"),
-        ("tova", "prefill", 3, 4, "prompt"),
-        ("h2o", "blocks:7", 3, 4, "prompt"),
+        ("tova", "prefill", 3, 4, "first 29"),
+        ("h2o", "blocks:7", 3, 4, "first 29"),
     ],
 )
 def test_crop_where_something_was(llama, name, schedule, fed, back, reason):
     cache = EvictionCache(llama, make(name, schedule, 12))
     before = feed(cache, llama, [ROWS[0][: 29 + fed]], [[29], *[[1]] * fed]).held[-1]
-    with refuses(UserError, f"crop(-{back})", reason):
+    with refuses(UserError, "crop", reason):
         cache.crop(-back)
-    assert [contents(layer.store) for layer in cache.evicting_layers] == before
+    assert everything(cache) == before
     assert cache.seen_tokens == 29 + fed
 
 
@@ -483,7 +485,7 @@ def test_a_prompt_in_chunks_is_as_one_in_a_piece(llama, name, schedule, chunk, p
     for options in ({}, {"prefill_chunk_size": chunk}):
         cache = EvictionCache(llama, make(name, schedule))
         text = llama.generate(**plain_text[0], past_key_values=cache, **options, **GREEDY)
-        found.append((text.tolist(), [contents(layer.store) for layer in cache.evicting_layers]))
+        found.append((text.tolist(), everything(cache)))
     assert found[0] == found[1]
 
 
@@ -517,7 +519,7 @@ def test_a_budget_below_what_is_protected_matters_when_something_has_to_go(llama
 def test_report(llama):
     cache = EvictionCache(llama, make("h2o@heads", "every", 12))
     empty, policy = cache.report(), "ag.policy('h2o@heads', budget=12, schedule='every')"
-    assert (empty.tokens, empty.kept, empty.nbytes, empty.kept_share) == (0, [[], [], []], [0, 0, 0], 1.0)
+    assert (empty.tokens, empty.kept, empty.nbytes, empty.kept_share) == (0, [[0, 0]] * 3, [0, 0, 0], 1.0)
     assert (cache.kept_share(), cache.nbytes, cache.seen_tokens, cache.kept_positions(0)) == (1.0, 0, 0, [])
     assert str(empty).startswith(f"{policy}: 100.0% of all 0 tokens held")
     assert repr(cache) == f"<EvictionCache {policy}: empty>"

@@ -1,10 +1,12 @@
 """Every scorer and its options against its formula in plain loops (``attention_by_hand``)."""
 
+from dataclasses import dataclass, replace
 from math import exp
 
 import pytest
 import torch
 
+import ag
 from ag.engine.scorers import SCORERS, RowScorer
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm, Random
@@ -19,6 +21,7 @@ from ag.engine.scorers.tova import Tova
 from ag.engine.select import select
 from tests.support.attention_by_hand import REDUCE, SINKS_AND_CAP, Scene, agree, by_group, pool, pooled_before, within
 from tests.support.bounds import hold
+from tests.support.held import contents
 
 EPS = torch.finfo(torch.float32).eps
 SCENES = {
@@ -327,3 +330,25 @@ def test_scores_by_query_head_are_not_negative_and_cover_every_token(name):
             mine = score[b, g, : len(scene.held[b][g])]
             for h in scene.query_heads(g):
                 assert torch.equal(heads[b, h, : len(mine)], mine - mine.min())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sevenths(KNorm):
+    """Protects every seventh token, which no numbers of first and newest ones say."""
+
+    def protected(self, seen, capacity):
+        return seen.key_ranks % 7 == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("allocator", ["uniform", "heads"])
+def test_what_a_scorer_protects_in_its_own_way_stays(tiny_llama, allocator):
+    model = tiny_llama()
+    policy = replace(ag.policy(f"knorm@{allocator}", 12, "every"), scorer=Sevenths())
+    cache, ids = ag.EvictionCache(model, policy), torch.arange(3, 43)[None]
+    model(ids[:, :30], past_key_values=cache)
+    for t in range(30, 40):
+        model(ids[:, t : t + 1], past_key_values=cache)
+    held = [head for layer in range(3) for head in contents(cache, layer)[0]]
+    assert all({0, 7, 14, 21, 28, 35} <= {*head} for head in held)
+    assert sum(map(len, held)) == 3 * 2 * 12

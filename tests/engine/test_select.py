@@ -5,8 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ag.engine.select import closing_order, select, select_over_heads
-from ag.kernels.row_worst import OVER, row_going
-from ag.kernels.row_worst.reference import Going
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -74,20 +72,6 @@ def test_select_over_heads(case, extra, floor):
     for b in range(len(score)):
         wanted = over_heads(*(x[b].tolist() for x in (score, protected, valid)), int(capacity[b]), floor)
         assert [x.nonzero().flatten().tolist() for x in keep[b]] == wanted
-
-
-@settings(max_examples=200)
-@given(cases(), st.integers(0, 1))
-def test_what_goes_of_a_step_is_what_the_order_says(case, surplus):
-    """Where heads give up one token at most it is as the sort says, ties included."""
-    score, protected, valid, _ = case
-    held, fixed = valid.sum(-1), (protected & valid).sum(-1)
-    capacity = (held.amax(1) - surplus).clamp_min(0)
-    going = Going(torch.empty(*held.shape, 1, dtype=torch.int32), torch.zeros(held.shape, dtype=torch.uint8))
-    row_going(score, protected, valid, None, capacity, going)
-    stays = select(score, protected, valid, capacity[:, None].maximum(fixed))
-    assert torch.equal(valid & (torch.arange(valid.shape[-1]) != going.slots), stays)
-    assert torch.equal(going.found, (fixed > capacity[:, None]) * torch.tensor(OVER, dtype=torch.uint8))
 
 
 @settings(max_examples=100)

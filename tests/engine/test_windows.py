@@ -11,7 +11,7 @@ from ag.errors import UserError
 from tests.support.batches import row
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
-from tests.support.held import alone_too, contents
+from tests.support.held import alone_too, everything
 from tests.support.refused import refuses
 
 WINDOW, PROMPT, NEW = 24, 70, 20
@@ -95,10 +95,10 @@ def test_crop_within_a_pass_and_beyond(tiny_mistral, spec):
     model(torch.cat([ids[:, PROMPT + 1 : PROMPT + 3], wrong[:, :6]], 1), past_key_values=cache)  # a draft
     model(ids[:, PROMPT + 1 : PROMPT + 3], past_key_values=straight)
     cache.crop(-6)
-    states = [[contents(layer.store) for layer in each.evicting_layers] for each in (cache, straight)]
+    states = [everything(each) for each in (cache, straight)]
     assert states[0] == states[1]
-    with refuses(UserError, "crop(-3)"):
-        copy.deepcopy(cache).crop(-3)  # a token that the draft's first query no longer saw is wanted back
+    with refuses(UserError, "crop", f"first {PROMPT}"):
+        copy.deepcopy(cache).crop(-4)  # a token that left the window with the prompt is wanted back
     for t in range(PROMPT + 3, PROMPT + NEW):
         one, other = (model(ids[:, t : t + 1], past_key_values=each).logits for each in (cache, straight))
         hold(one, other.double(), of_logits(model))

@@ -16,11 +16,11 @@ from ag.engine.scorers.h2o import H2O
 from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.tova import Tova
+from ag.engine.values import Values
 from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote, removal_error
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue, joint_error, key_error, value_error
 from ag.engine.wrappers.vatp import Vatp
-from ag.kernels.row_statistics import Values
 from tests.support.attention_by_hand import REDUCE, SINKS_AND_CAP, Scene, agree, by_group, pool, pooled_before, within
 from tests.support.bounds import bounded, conditioned, hold
 from tests.support.held import check, run

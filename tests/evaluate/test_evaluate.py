@@ -19,12 +19,12 @@ from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.preset import translate
 from ag.gates import export
 from tests.support import by_hand
+from tests.support.blocks import slots
 from tests.support.bounds import of_nats
 from tests.support.gates_for import gates_for
 from tests.support.refused import names
 
 TOKEN = 2 * 16 * 4  # bytes of a key and a value of one head, float32
-ROWS = 3 * 2
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +65,8 @@ def run(tiny_folder, tiny_llama, tmp_path):
 
 
 def by_hand_figures(model, gates, config, tokenizer):
-    """Losses of the right answers, whether they are the likeliest, and entries held and seen; one row at a time."""
-    losses, right, held, seen = [], [], 0, 0
+    """Losses of the right answers, how many are the likeliest, and entries held, taken and seen; one row at a time."""
+    losses, right, held, taken, seen = [], [], 0, 0, 0
     for group in data.build(config, tokenizer, 512).val_rows:
         sums = []
         for row in group:
@@ -81,9 +81,11 @@ def by_hand_figures(model, gates, config, tokenizer):
             if row.answer.choice == row.answer.target:
                 losses.append(float(nats.mean()))
         right.append(sums.index(min(sums)) == group[0].answer.target)
-        held += sum(len(head) for layer in flags.values() for head in by_hand.kept(gates, layer, prompt, prompt))
+        kept = [len(head) for layer in flags.values() for head in by_hand.kept(gates, layer, prompt, prompt)]
+        held += sum(kept) if flags else 3 * 2 * prompt
+        taken += sum(slots(prompt, tokens) for tokens in kept) if flags else 3 * 2 * slots(prompt)
         seen += 3 * 2 * prompt
-    return losses, statistics.fmean(right), held, seen
+    return losses, statistics.fmean(right), held, taken, seen
 
 
 def rows(out):
@@ -109,13 +111,11 @@ def test_flags_beside_the_full_cache(run, tiny_tokenizer, train, capsys, monkeyp
     printed = 2 * nats + 0.5e-4  # of a difference, and half a unit of the last digit
     found = json.loads((folder / "evaluation.json").read_text())
     assert list(found) == ["full cache", "flags"]
-    for (losses, accuracy, held, seen), name in ((full, "full cache"), (gated, "flags")):
+    for (losses, accuracy, held, taken, seen), name in ((full, "full cache"), (gated, "flags")):
         assert found[name]["losses"] == pytest.approx(losses, abs=nats)
         assert found[name]["accuracy"] == accuracy
-        held = held or seen
         assert found[name]["kept"] == pytest.approx(held / seen)
-        spare = found[name]["kv_bytes"] / (TOKEN + 4 + (name == "flags")) - held  # with ranks and flags
-        assert 0 <= spare < 3 * ROWS * 16  # the rest of a page
+        assert found[name]["kv_bytes"] == taken * (TOKEN + 4 + (name == "flags"))  # with ranks and flags
     assert 0.2 < found["flags"]["kept"] < 0.95
     first, second = rows(out)
     assert (first[0], float(first[1]), first[2]) == (
@@ -128,7 +128,7 @@ def test_flags_beside_the_full_cache(run, tiny_tokenizer, train, capsys, monkeyp
     assert float(uncertain) == pytest.approx(error, abs=printed)
     assert [line[3:5] for line in (first, second)] == [
         [f"{full[1]:.1%}", "0.0%"],
-        [f"{gated[1]:.1%}", f"{1 - gated[2] / gated[3]:.1%}"],
+        [f"{gated[1]:.1%}", f"{1 - gated[2] / gated[4]:.1%}"],
     ]
     # a second time nothing is computed, and with more policies only these
     assert {"results.jsonl", "report.html", "table.md"} <= {path.name for path in (folder / "evaluation").iterdir()}
@@ -143,7 +143,7 @@ def test_flags_beside_the_full_cache(run, tiny_tokenizer, train, capsys, monkeyp
 def test_a_run_without_gates_is_evaluated_with_its_adapter(run, tiny_tokenizer, capsys):
     folder, config, _, model = run("lora")
     assert main([f"run={folder}"]) == 0
-    losses, accuracy, _, _ = by_hand_figures(model, None, config, tiny_tokenizer)
+    losses, accuracy, *_ = by_hand_figures(model, None, config, tiny_tokenizer)
     found = json.loads((folder / "evaluation.json").read_text())
     assert list(found) == ["full cache"]
     assert found["full cache"]["losses"] == pytest.approx(losses, abs=of_nats(model))

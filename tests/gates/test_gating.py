@@ -207,7 +207,11 @@ def test_a_drawn_share_is_sorted_where_the_logits_are(tiny_llama, monkeypatch):
     dense = Open(gates, valid, torch.tensor(PROMPTS))
     run(model, dense, ids, valid)
     waited, waits = [], Waits._waits
-    monkeypatch.setattr(Waits, "_waits", lambda self, func, *given: waits(func, *given) and waited.append(str(func)))
+
+    def noted(self, func, *given):
+        return waits(self, func, *given) and waited.append(str(func))
+
+    monkeypatch.setattr(Waits, "_waits", noted)
     on_card = Waits([dense.prompt, *dense.logits.values()])
     with Lists(on_card), on_card:
         dense.boundary(0.37)

@@ -1,4 +1,4 @@
-"""Kernels that are not tuned, a card that must not be waited for, and a tiny run of `python -m ag.fit`."""
+"""Kernels in Triton alone, a card that must not be waited for, and a tiny run of `python -m ag.fit`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,6 @@ def card() -> None:
 def triton_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("AG_KERNELS", "triton")
-
-
-@pytest.fixture
-def triton_untuned(triton_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table's configuration of each kernel, whatever the environment asks for."""
-    monkeypatch.delenv("AG_TUNE", raising=False)
 
 
 RECIPE = """\

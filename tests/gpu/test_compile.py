@@ -33,7 +33,7 @@ def decoded(model, forward, policy, steps=2 if REHEARSAL else 6):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_compiled_model_decodes_as_the_plain_one(tiny_llama, triton_untuned, fresh, mode):
+def test_a_compiled_model_decodes_as_the_plain_one(tiny_llama, triton_only, fresh, mode):
     """The engine stays outside of what is compiled, and of what is captured."""
     model = tiny_llama(**{"num_hidden_layers": 2} | FEW).to(DEVICE)
     ag.attach(model, gates_for(model))
@@ -54,7 +54,7 @@ def test_a_step_is_not_one_graph(tiny_llama, fresh):
         decoded(model, whole, ("full",), steps=1)
 
 
-def test_capturing_a_step_is_refused(tiny_llama, triton_untuned, monkeypatch):
+def test_capturing_a_step_is_refused(tiny_llama, triton_only, monkeypatch):
     """A replayed graph would store every token in the slot of the captured one."""
     model = tiny_llama(num_hidden_layers=1).to(DEVICE)
     ids, cache = torch.full((1, 20), 5, device=DEVICE), ag.EvictionCache(model, "full")
@@ -71,7 +71,7 @@ def test_capturing_a_step_is_refused(tiny_llama, triton_untuned, monkeypatch):
     assert cache.seen_tokens == 20
 
 
-def test_compiled_attention_and_its_gradients(triton_untuned, fresh):
+def test_compiled_attention_and_its_gradients(triton_only, fresh):
     tensors, keep, options = arguments(length=33, group=4, dim=64, dtype=torch.float32, recent=3)
     compiled = torch.compile(gated_attention, backend="eager" if REHEARSAL else "inductor")
     weight = draw(*tensors[0].shape)

@@ -27,7 +27,7 @@ def compare(function, tensors, keep, options):
 
 
 @pytest.mark.parametrize(("dim", "dtype", "sizes", "case", "flags"), covering(tuple(OPTIONS), FLAGS), ids=name)
-def test_output_and_gradients(triton_untuned, dim, dtype, sizes, case, flags):
+def test_output_and_gradients(triton_only, dim, dtype, sizes, case, flags):
     for length, group in sizes:
         tensors, keep, options = arguments(
             length=here(length), group=group, dim=dim, dtype=dtype, flags=flags, **OPTIONS[case]
@@ -48,7 +48,7 @@ def test_plain_torch(dtype, case):
 
 
 @pytest.mark.parametrize("dim", [16, 64, 256])
-def test_products_of_float32_err_as_float32_does(triton_untuned, dim):
+def test_products_of_float32_err_as_float32_does(triton_only, dim):
     """The bound of ag.kernels.tiles.FLOAT32; a product of TF32 numbers alone errs by some 2^-11 of the same sum."""
     from tests.gpu.products import product
 
@@ -59,7 +59,7 @@ def test_products_of_float32_err_as_float32_does(triton_untuned, dim):
     assert bool(((product(a, b).double() - exact).abs() <= (6 + dim) * 2.0**-23 * terms).all())
 
 
-def test_tf32_for_torch_leaves_the_kernels_exact(triton_untuned):
+def test_tf32_for_torch_leaves_the_kernels_exact(triton_only):
     """Lightning and many scripts set this: it is for torch's own products."""
     tensors, keep, options = arguments(length=here(301), group=4, dim=64, dtype=torch.float32)
     weight = draw(*tensors[0].shape)
@@ -74,7 +74,7 @@ def test_tf32_for_torch_leaves_the_kernels_exact(triton_untuned):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
-def test_blocks_of_evicted_keys_are_skipped_without_a_change(triton_untuned, dtype):
+def test_blocks_of_evicted_keys_are_skipped_without_a_change(triton_only, dtype):
     tensors, keep, options = arguments(length=here(700), group=4, dim=64, dtype=dtype, recent=5, sinks=2)
     keep[:, :, here(700) // 4 : here(700) // 2] = 0
     weight = draw(*tensors[0].shape)
@@ -84,9 +84,8 @@ def test_blocks_of_evicted_keys_are_skipped_without_a_change(triton_untuned, dty
         near(mine, theirs, what, tensors[0].dtype)
 
 
-def test_tuned_and_plain(triton_only, monkeypatch):
-    """Every configuration of the entry is compiled, and the fastest is right."""
-    monkeypatch.setenv("AG_TUNE", "1")
+def test_dense_attention(triton_only):
+    """Without flags it is that of PyTorch."""
     length = here(2048)
     q, k, v = (draw(1, heads, length, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
     plain = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
@@ -94,7 +93,7 @@ def test_tuned_and_plain(triton_only, monkeypatch):
     near(gated_attention(q, k, v), want, "out", q.dtype)
 
 
-def test_a_tensor_of_more_than_2_31_elements(triton_untuned, card):
+def test_a_tensor_of_more_than_2_31_elements(triton_only, card):
     """Offsets of sequences and rows are 64 bits wide."""
     if torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("needs 12 GB of free memory")
@@ -107,7 +106,7 @@ def test_a_tensor_of_more_than_2_31_elements(triton_untuned, card):
     assert float(out[1].abs().sum()) > 0
 
 
-def test_memory_is_linear_in_the_length(triton_untuned, card):
+def test_memory_is_linear_in_the_length(triton_only, card):
     def peak(length):
         q = draw(1, 8, length, 64, dtype=torch.bfloat16).requires_grad_()
         k, v = (draw(1, 2, length, 64, dtype=torch.bfloat16) for _ in range(2))

@@ -12,7 +12,7 @@ CASES = ("plain", "protected", "window", "left-padding", "right-padding")
 
 
 @pytest.mark.parametrize(("dim", "dtype", "sizes", "case", "flags"), covering(CASES, ("hard", "evicted")), ids=name)
-def test_output(triton_untuned, dim, dtype, sizes, case, flags):
+def test_output(triton_only, dim, dtype, sizes, case, flags):
     for length, group in sizes:
         (q, k, v), keep, options = arguments(
             length=here(length), group=group, dim=dim, dtype=dtype, flags=flags, **OPTIONS[case]
@@ -25,7 +25,7 @@ def test_output(triton_untuned, dim, dtype, sizes, case, flags):
         )
 
 
-def test_evicted_keys_are_not_read(triton_untuned):
+def test_evicted_keys_are_not_read(triton_only):
     """Blocks of them hold no numbers, and no query but their own ones notices."""
     length = here(4097)
     (q, k, v), keep, options = arguments(length=length, group=4, dim=64, dtype=torch.float32)

@@ -6,26 +6,23 @@ Lengths are odd, so that every mask is used, and each result is held to its refe
 import pytest
 import torch
 
-from ag.kernels.column_max import column_max
-from ag.kernels.column_max.reference import reference_column_max
-from ag.kernels.column_sums import column_sums
-from ag.kernels.column_sums.reference import reference_column_sums
+from ag.kernels.attention_stats import attention_stats
+from ag.kernels.attention_stats.reference import KINDS, reference_attention_stats
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
-from ag.kernels.paged_attend import paged_attend
-from ag.kernels.paged_attend.reference import reference_paged_attend
-from ag.kernels.paged_decode import paged_decode, paged_decode_weights
-from ag.kernels.paged_decode.reference import reference_paged_decode
-from ag.kernels.pages import New, Pages, Reach
-from ag.kernels.pool_append import pool_append
-from ag.kernels.pool_append.reference import reference_pool_append
-from ag.kernels.row_worst import row_worst
-from ag.kernels.row_worst.reference import reference_row_worst
+from ag.kernels.kv_append import kv_append
+from ag.kernels.kv_append.reference import reference_kv_append
+from ag.kernels.kv_compact import Worst, kv_compact
+from ag.kernels.kv_compact.reference import reference_kv_compact
+from ag.kernels.paged_attention import paged_attention
+from ag.kernels.paged_attention.reference import reference_paged_attention
+from ag.kernels.pages import Pages
+from ag.kernels.softmax import PLAIN, Softmax
 from tests.gpu.cases import DEVICE, arguments, draw, exact, near, right, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("triton_untuned")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("triton_only")]
 SMALL = {"length": 19, "group": 2, "dim": 20, "dtype": torch.float32}
 
 
@@ -46,18 +43,16 @@ def test_gated_prefill():
     near(gated_prefill(q, k, v, keep.bool(), **options), want, "out")
 
 
-def test_column_sums():
-    (q, k, _), _, options = arguments(**SMALL, padding="left", window=11)
-    options |= {"queries": options["key_valid"], "power": 2, "skip": 1, "mean": True}
-    (want,) = right(lambda *x: [reference_column_sums(*x, **options)], q, k)
-    near(column_sums(q, k, **options), want, "sums")
-
-
-def test_column_max():
-    (q, k, _), _, options = arguments(**SMALL, padding="left", window=11)
-    options |= {"queries": options["key_valid"]}
-    (want,) = right(lambda *x: [reference_column_max(*x, **options)], q, k)
-    near(column_max(q, k, **options), want, "maxima")
+def test_attention_stats():
+    (q, k, _), *_ = arguments(**SMALL)
+    ranks = torch.arange(19, device=DEVICE)
+    own, held = ranks.expand(len(q), -1), torch.rand(*k.shape[:3], device=DEVICE).argsort(-1) - 3
+    options = {"window": 11, "skip": 1, "factors": torch.rand(own.shape, device=DEVICE)}
+    options["softmax"] = Softmax(3.0, torch.linspace(-1, 1, q.shape[1], device=DEVICE))
+    for kind in KINDS:
+        function = lambda *x, kind=kind: [reference_attention_stats(kind, *x, own, held, 0.3, **options)]  # noqa: E731
+        (want,) = right(function, q, k)
+        near(attention_stats(kind, q, k, own, held, 0.3, **options), want, kind)
 
 
 def rows_in_pages():
@@ -68,26 +63,45 @@ def rows_in_pages():
     return Pages(*pages), torch.zeros(4, 3, 8, device=DEVICE)
 
 
-@pytest.mark.parametrize(("reach", "lengths"), [(None, [2, 2, 3, 0]), (Reach(2, 4), [2, 2, 4, 2])])
-def test_pool_append(reach, lengths):
-    """Two tokens for a sequence and six for the other; later ones come in place of one or two."""
-    torch.manual_seed(0)
-    (mine, noted), (theirs, wanted) = rows_in_pages(), rows_in_pages()
-    for rank in range(6):
-        ranks = torch.tensor([rank if rank < 2 else -1, rank], device=DEVICE)
-        new = New(draw(2, 2, 20), draw(2, 2, 12), ranks, torch.tensor([[True, False]] * 2, device=DEVICE))
-        gone = [[-1, -1], [-1, -1], [1, -1], [0, 1]] if rank > 2 else [[-1, -1]] * 4
-        victims = None if reach else torch.tensor(gone, dtype=torch.int32, device=DEVICE)
-        pool_append(mine, new, victims, [noted], reach)
-        reference_pool_append(theirs, new, victims, [wanted], reach)
-        for record in (noted, wanted):
-            record += (torch.arange(8, device=DEVICE) < mine.lengths[:, None])[:, None] * (rank + 1)
-    assert mine.lengths.tolist() == theirs.lengths.tolist() == lengths
-    assert torch.equal(noted, wanted)
+def same(mine, theirs):
+    """Assert that two pools hold the same in the slots of their rows; free slots hold anything."""
+    assert torch.equal(mine.lengths, theirs.lengths)
     slots = torch.arange(8, device=DEVICE)
-    at = (mine.table[:, slots // 4] * 4 + slots % 4)[slots < mine.lengths[:, None]]  # free slots hold anything
+    at = (mine.table[:, slots // 4] * 4 + slots % 4)[slots < mine.lengths[:, None]]
     for x, y in zip(mine.columns, theirs.columns, strict=True):
         assert torch.equal(x.flatten(0, 1)[at], y.flatten(0, 1)[at])
+
+
+def test_kv_append():
+    """Five tokens of each sequence, two of which are padding, and then one of the second sequence."""
+    torch.manual_seed(0)
+    (mine, _), (theirs, _) = rows_in_pages(), rows_in_pages()
+    for at in ([[0, 1, -1, 2, -1], [-1, -1, 0, 1, 2]], [[-1], [3]]):
+        ranks = torch.tensor(at, device=DEVICE)
+        given = draw(2, 2, len(at[0]), 20), draw(2, 2, len(at[0]), 12), ranks, draw(2, 2, len(at[0])) > 0
+        kv_append(mine, *given)
+        reference_kv_append(theirs, *given)
+    assert mine.lengths.tolist() == [3, 3, 4, 4]
+    same(mine, theirs)
+
+
+def test_kv_compact():
+    """First what a mask says, then the worst of what is left."""
+    found = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    score, keep = draw(2, 2, 8), torch.rand(4, 8, device=DEVICE) < 0.8
+    limits = (torch.tensor(x, device=DEVICE) for x in ([1, 0], [5, 9], [-1, -1]))
+    worst = Worst(torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=DEVICE), score, *limits, found)
+    both = []
+    for compact in (kv_compact, reference_kv_compact):
+        pages, (_, noted) = rows_of_tokens(), rows_in_pages()
+        pages.ranks.copy_(torch.arange(32, device=DEVICE).view(8, 4) % 11)
+        noted += (torch.arange(8, device=DEVICE) < pages.lengths[:, None])[:, None] * pages.lengths[:, None, None]
+        for which in (keep, worst):
+            compact(pages, which, [noted])
+        both.append((pages, noted))
+    (mine, noted), (theirs, wanted) = both
+    same(mine, theirs)
+    assert torch.equal(noted, wanted) and int(found) == 0
 
 
 def rows_of_tokens():
@@ -102,40 +116,20 @@ def rows_of_tokens():
     return pages
 
 
-def test_paged_decode():
-    pages = rows_of_tokens()
-    q = draw(2, 4, 1, 20)
-
-    def computed(q, keys, values):
-        weights = torch.empty(2, 4, 8, dtype=torch.float64, device=DEVICE)
-        return [reference_paged_decode(q, pages._replace(keys=keys, values=values), 0.3, weights), weights]
-
-    mixed, want = right(computed, q, pages.keys, pages.values)
-    near(paged_decode(q, pages, 0.3), mixed, "out")
-    out, weights = paged_decode_weights(q, pages, 0.3)
-    near(out, mixed, "out beside the weights")
-    near(weights, want, "weights")
-
-
-def test_paged_attend():
+def test_paged_attention():
     pages = rows_of_tokens()
     pages.ranks.copy_(torch.rand(8, 4, device=DEVICE).argsort(-1) * 3)
     pages.gate.copy_(torch.rand(8, 4, device=DEVICE) < 0.5)
-    q, ranks = draw(2, 4, 3, 20), torch.tensor([[-1, 5, 6], [7, 8, 9]], device=DEVICE)
-    for options in ((0.3, None, None), (0.3, 7, 3)):
+    several = torch.tensor([[-1, 5, 6], [7, 8, 9]], device=DEVICE)
+    cases = ((1, None, None, None), (1, several[:, 2:], 7, 3), (3, several, None, None), (3, several, 7, 3))
+    for count, ranks, window, recent in cases:
+        q, options = draw(2, 4, count, 20), (ranks, 0.3, window, recent, PLAIN, count == 1)
 
         def computed(q, keys, values, options=options):
-            return [reference_paged_attend(q, pages._replace(keys=keys, values=values), ranks, *options)]
+            found = reference_paged_attention(q, pages._replace(keys=keys, values=values), *options)
+            return [x for x in found if x is not None]
 
-        (want,) = right(computed, q, pages.keys, pages.values)
-        near(paged_attend(q, pages, ranks, *options), want, "out")
-
-
-def test_row_worst():
-    torch.manual_seed(0)
-    score = torch.randint(3, (2, 2, 19), device=DEVICE).float()
-    protected, valid = (torch.rand(2, 2, 19, device=DEVICE) < share for share in (0.3, 0.8))
-    for ranks in (None, torch.rand(2, 2, 19, device=DEVICE).argsort(-1).int()):
-        found, want = (find(score, protected, valid, ranks) for find in (row_worst, reference_row_worst))
-        for mine, theirs in zip(found, want, strict=True):
-            assert torch.equal(mine, theirs)
+        want = right(computed, q, pages.keys, pages.values)
+        got = [x for x in paged_attention(q, pages, *options) if x is not None]
+        for mine, theirs in zip(got, want, strict=True):
+            near(mine, theirs, str(options))

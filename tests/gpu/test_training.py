@@ -22,7 +22,7 @@ def gradients(model, gates, ids, valid, first):
 
 
 @pytest.mark.parametrize("case", ["plain", "padding", "documents"])
-def test_gradients_of_gates_are_those_of_the_formula(tiny_llama, triton_untuned, monkeypatch, case):
+def test_gradients_of_gates_are_those_of_the_formula(tiny_llama, triton_only, monkeypatch, case):
     length = here(127)
     model = tiny_llama(num_hidden_layers=2).to(DEVICE)
     gates = gates_for(model, scope="causal", recent_tokens=3)

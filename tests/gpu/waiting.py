@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ag.engine.cache import EvictionCache
+from ag.engine import EvictionCache
 from tests.gpu.cases import REHEARSAL
 
 ANSWERS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
@@ -42,9 +42,11 @@ class Waits(TorchDispatchMode):
                 self.there[x] = True
         return out
 
-    @staticmethod
-    def _waits(func: Any, args: Any, kwargs: Any) -> bool:
+    def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
         name = func.overloadpacket.__name__
+        if name == "copy_":
+            here = [x for x in args[:2] if x not in self.there]
+            return any(x.ndim for x in here) and not (args[2:] + (kwargs.get("non_blocking", False),))[0]
         if name == "repeat_interleave":
             return func._overloadname == "Tensor" and kwargs.get("output_size") is None
         if name.startswith("index") and func._overloadname in ("Tensor", "default") and isinstance(args[1], list):
@@ -60,9 +62,17 @@ class Lists(TorchFunctionMode):
         self.waits = waits
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.tolist, Tensor.cpu) and args[0] in self.waits.there:
+        kwargs, there = kwargs or {}, self.waits.there
+        if func in (Tensor.tolist, Tensor.cpu) and args[0] in there:
             raise RuntimeError(f"called a synchronizing operation: {func.__name__}")
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
+        moves = func is Tensor.to and any(isinstance(x, torch.device) for x in (*args, *kwargs.values()))
+        if moves and args[0] not in there:
+            if not kwargs.get("non_blocking"):
+                raise RuntimeError("called a synchronizing operation: to")
+            out = out.clone()
+            there[out] = True
+        return out
 
 
 @contextmanager
@@ -86,10 +96,19 @@ def no_waiting(model: nn.Module, cache: EvictionCache, *inputs: Tensor) -> Itera
         return
     tensors = [*model.parameters(), *model.buffers(), *inputs]
     tensors += [x for x in vars(cache).values() if isinstance(x, Tensor)]
-    for layer in cache.evicting_layers:
-        store = layer.store
-        assert store is not None
-        store.table.on_device = store.table.on_device.clone()  # on a CPU it is that of the host
-        tensors += [*store.rows.columns, store.table.on_device, store._lengths]
+    store, state, evictor = cache.store, cache.sequences, cache.evictor
+    for name in ("table", "lengths"):  # on a CPU what is said to lie on the card may be that of the host
+        setattr(store, name, getattr(store, name).clone())
+    store._moved()
+    state._there = {
+        name: (here, None if there is None else there.clone()) for name, (here, there) in state._there.items()
+    }
+    tensors += [*cache.pool.columns(), store.table, store.lengths, state.next_ranks, state.mask]
+    tensors += [there for _, there in state._there.values() if there is not None]
+    if evictor is not None and evictor._step is not None:
+        evictor._step = evictor._step._replace(**{name: x.clone() for name, x in evictor._step._asdict().items()})
+        tensors += [*evictor._step[1:]]
+    if evictor is not None and evictor._found is not None:
+        tensors.append(evictor._found)
     with pretended(tensors):
         yield

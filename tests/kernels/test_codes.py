@@ -4,31 +4,24 @@ import pytest
 import torch
 
 from ag.errors import UserError
-from ag.kernels import paged_attend, paged_decode, pool_append
+from ag.kernels import kv_append, paged_attention
 from ag.kernels.codes import GROUP, LARGEST, STEPS, Codes, Format
-from ag.kernels.pages import New
-from tests.kernels import test_paged_attend
+from tests.kernels import test_paged_attention
 from tests.support.compiled import needs
 from tests.support.paged import (
-    attended,
     check_threads_and_pages,
     coded,
     filled,
-    hold_rows,
     numbers_of,
     pages_of,
     places,
 )
 
-reference = pytest.param(pool_append.reference_pool_append, id="reference")
-compiled = needs(paged_decode.cpu.KERNEL)
-DECODES = [
-    pytest.param(paged_decode.reference_paged_decode, id="reference"),
-    pytest.param(paged_decode.cpu.paged_decode, id="cpp", marks=compiled),
-]
-ATTENDS = [
-    pytest.param(paged_attend.reference.reference_paged_attend, id="reference"),
-    pytest.param(paged_attend.cpu.paged_attend, id="cpp", marks=compiled),
+reference = pytest.param(kv_append.reference_kv_append, id="reference")
+compiled = needs(paged_attention.cpu.KERNEL)
+PAGED = [
+    pytest.param(paged_attention.reference_paged_attention, id="reference"),
+    pytest.param(paged_attention.cpu.paged_attention, id="cpp", marks=compiled),
 ]
 
 
@@ -89,9 +82,9 @@ def test_bytes_of_a_token():
 def test_cpp_writes_the_same_bytes(width, dtype, name):
     x = drawn(name, 6, width).to(dtype).view(1, 6, width)
     written = []
-    for append in (pool_append.cpu.pool_append, pool_append.reference_pool_append):
+    for append in (kv_append.cpu.kv_append, kv_append.reference_kv_append):
         pages = coded(pages_of([0] * 6, page=4, dim=width, dtype=dtype), "int8")
-        append(pages, New(x, -x, torch.tensor([3])), None, [], None)
+        append(pages, x[:, :, None], -x[:, :, None], torch.tensor([[3]]))
         assert pages.lengths.tolist() == [1] * 6
         at = torch.cat([places(pages, row) for row in range(6)])
         written.append([column.flatten(0, 1)[at] for column in pages.columns])
@@ -99,7 +92,7 @@ def test_cpp_writes_the_same_bytes(width, dtype, name):
         assert torch.equal(mine, wanted)
 
 
-@pytest.mark.parametrize("append", [pytest.param(pool_append.cpu.pool_append, marks=compiled, id="cpp"), reference])
+@pytest.mark.parametrize("append", [pytest.param(kv_append.cpu.kv_append, marks=compiled, id="cpp"), reference])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_group_with_a_number_that_is_not_finite_becomes_nan(value, dtype, append):
@@ -107,7 +100,7 @@ def test_a_group_with_a_number_that_is_not_finite_becomes_nan(value, dtype, appe
     x = drawn("normal", 2, 128).to(dtype).view(1, 2, 128)
     x[0, 1, 70] = value
     pages = coded(pages_of([0] * 2, page=4, dim=128, dtype=dtype), "int8")
-    append(pages, New(x, -x, torch.tensor([3])), None, [], None)
+    append(pages, x[:, :, None], -x[:, :, None], torch.tensor([[3]]))
     for column, codes in zip(pages.columns[:2], pages.format[:2], strict=True):
         first, second = (codes.decode(column.flatten(0, 1)[places(pages, row)])[0] for row in range(2))
         assert first.isfinite().all() and second[:64].isfinite().all() and second[64:].isnan().all()
@@ -116,8 +109,8 @@ def test_a_group_with_a_number_that_is_not_finite_becomes_nan(value, dtype, appe
 def test_codes_of_float64_are_those_that_pytorch_writes(fresh):
     x = drawn("normal", 6, 64).double().view(1, 6, 64)
     pages, wanted = (coded(pages_of([0] * 6, dim=64, dtype=torch.float64), "int8") for _ in range(2))
-    pool_append.pool_append(pages, New(x, -x, torch.tensor([3])))
-    pool_append.reference_pool_append(wanted, New(x, -x, torch.tensor([3])))
+    kv_append.kv_append(pages, x[:, :, None], -x[:, :, None], torch.tensor([[3]]))
+    kv_append.reference_kv_append(wanted, x[:, :, None], -x[:, :, None], torch.tensor([[3]]))
     at = torch.cat([places(pages, row) for row in range(6)])
     for mine, right in zip(pages.columns, wanted.columns, strict=True):
         assert torch.equal(mine.flatten(0, 1)[at], right.flatten(0, 1)[at])
@@ -137,43 +130,38 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("version", DECODES)
+@pytest.mark.parametrize("version", PAGED)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_decoding(case, version):
+def test_one_query(case, version):
     q, pages = filled(**{"dim": 64, **case})
-    pages = coded(pages, "int8")
-    weights = torch.full((*q.shape[:2], pages.table.shape[1] * pages.keys.shape[1]), torch.nan)
-    out = version(q, pages, 0.3, weights)
-    outs, shares = attended(q, pages, 0.3)
-    hold_rows(out, outs)
-    hold_rows(weights, shares)
-    assert out.dtype == q.dtype
+    test_paged_attention.check_held(version, q, coded(pages, "int8"))
 
 
-@pytest.mark.parametrize("version", ATTENDS)
-@pytest.mark.parametrize("case", ["empty_row", "tile_borders", "window_and_recent", "pages_of_5", "G7-D80-Dv48"])
-def test_several_queries(case, version):
-    q, pages, *rest = test_paged_attend.given(**{"dim": 64, **test_paged_attend.CASES[case]})
-    test_paged_attend.check(version, q, coded(pages, "int8"), *rest)
+ROWS = ["empty_row", "tile_borders", "window_and_recent", "pages_of_5", "G7-D80-Dv48"]
+ROWS += ["one-window_and_recent", "one-chunk_borders", "one-G7-D80-Dv48"]
+
+
+@pytest.mark.parametrize("version", PAGED)
+@pytest.mark.parametrize("case", ROWS)
+def test_queries_behind_masks(case, version):
+    q, pages, *rest = test_paged_attention.given(**{"dim": 64, **test_paged_attention.CASES[case]})
+    test_paged_attention.check(version, q, coded(pages, "int8"), *rest)
 
 
 @compiled
-def test_cpp_depends_neither_on_threads_nor_on_where_pages_lie():
-    q, pages = filled([700, 30, 300], 6, dim=64)
-    check_threads_and_pages(lambda x: paged_decode.cpu.paged_decode(q, x, 0.3), coded(pages, "int8"))
-    arguments = test_paged_attend.given([90, 200], 4, 17, dim=64)
-    check_threads_and_pages(
-        lambda x: paged_attend.cpu.paged_attend(arguments[0], x, *arguments[2:]), coded(arguments[1], "int8")
-    )
+@pytest.mark.parametrize("count", [1, 17])
+def test_cpp_depends_neither_on_threads_nor_on_where_pages_lie(count):
+    q, pages, *rest = test_paged_attention.given([90, 700], 4, count, dim=64)
+    check_threads_and_pages(lambda x: paged_attention.cpu.paged_attention(q, x, *rest)[0], coded(pages, "int8"))
 
 
 def test_the_operation_picks_a_version(fresh):
     q, pages = filled([40, 9], 2, dim=64)
     pages = coded(pages, "int8")
-    hold_rows(paged_decode.paged_decode(q, pages, 0.3), attended(q, pages, 0.3)[0])
+    test_paged_attention.check_held(paged_attention.paged_attention, q, pages)
     with pytest.raises(TypeError, match="expected torch.float32"):
         x = torch.zeros(1, 2, 64).half()
-        pool_append.pool_append(pages, New(x, x, torch.tensor([50])))
+        kv_append.kv_append(pages, x[:, :, None], x[:, :, None], torch.tensor([[50]]))
     fresh.setenv("AG_KERNELS", "chunks")
     with pytest.raises(UserError, match="AG_KERNELS=chunks"):
-        paged_decode.paged_decode(q, pages, 0.3)
+        paged_attention.paged_attention(q, pages, None, 0.3)

@@ -5,8 +5,8 @@ import torch
 
 from ag.errors import UserError
 from ag.kernels import dispatch
-from ag.kernels.column_sums import column_sums
-from ag.kernels.column_sums.reference import reference_column_sums
+from ag.kernels.attention_stats import attention_stats
+from ag.kernels.attention_stats.reference import reference_attention_stats
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
 from tests.support.bounds import bounded, hold
@@ -54,8 +54,8 @@ def test_a_forced_version_that_cannot_run_says_why(monkeypatch, installed):
     x = torch.zeros(1, 1, 4, 8)
     with pytest.raises(UserError, match=f"AG_KERNELS=triton: gated_attention .*{reason}"):
         gated_attention(x, x, x)
-    with pytest.raises(UserError, match=f"AG_KERNELS=triton: column_sums .*{reason}"):
-        column_sums(x, x, 1.0, torch.ones(1, 4, dtype=torch.bool))
+    with pytest.raises(UserError, match=f"AG_KERNELS=triton: attention_stats .*{reason}"):
+        attention_stats("sum", x, x, torch.arange(4)[None], torch.arange(4)[None, None], 1.0)
 
 
 def test_what_triton_cannot_take(monkeypatch):
@@ -73,12 +73,13 @@ def test_the_forced_reference_runs(monkeypatch):
     monkeypatch.setenv("AG_KERNELS", "reference")
     want = reference_gated_attention(q, k, v, keep, None, 8**-0.5, 2)
     assert torch.equal(gated_attention(q, k, v, keep, recent=2), want)
-    half, every = (q.bfloat16(), k.bfloat16()), torch.ones(1, 20, dtype=torch.bool)
-    forced = column_sums(*half, 0.3, every)
+    half, ranks = (q.bfloat16(), k.bfloat16()), torch.arange(20)[None]
+    forced = attention_stats("sum", *half, ranks, ranks[None], 0.3)
     monkeypatch.setenv("AG_KERNELS", "chunked")
     want = reference_gated_attention(*map(bounded, (q, k, v)), keep, None, 8**-0.5, 2)
     hold(gated_attention(q, k, v, keep, recent=2), want)
-    chunked = column_sums(*half, 0.3, every)
+    chunked = attention_stats("sum", *half, ranks, ranks[None], 0.3)
     assert forced.dtype == chunked.dtype == torch.float32
     for found in (forced, chunked):
-        hold(found, reference_column_sums(*(bounded(x, torch.bfloat16) for x in half), 0.3, every))
+        exact = (bounded(x, torch.bfloat16) for x in half)
+        hold(found, reference_attention_stats("sum", *exact, ranks, ranks[None], 0.3))

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ag.kernels.column_max.chunked import chunked_column_max
-from ag.kernels.column_sums.chunked import chunked_column_sums
+from ag.kernels.attention_stats.chunked import chunked_attention_stats
 from ag.kernels.gated_attention.chunked import chunked_gated_attention
 from ag.kernels.gated_prefill.chunked import chunked_gated_prefill
 
@@ -38,8 +37,9 @@ def test_queries_that_see_nothing_get_zeros(tensors):
 
 def test_prefill_and_sums_over_columns(tensors):
     q, k, v = tensors
-    keep, every = torch.ones(1, 2, LENGTH, dtype=torch.bool), torch.ones(1, LENGTH, dtype=torch.bool)
+    keep = torch.ones(1, 2, LENGTH, dtype=torch.bool)
     assert torch.equal(chunked_gated_prefill(q, k, v, keep, None, 0.1), v[:, :, :1].expand_as(v))
-    for function, paid in ((chunked_column_sums, LENGTH), (chunked_column_max, 1)):
-        found = function(q, k, 0.1, every)
+    ranks = torch.arange(LENGTH)[None]
+    for kind, paid in (("sum", LENGTH), ("max", 1)):
+        found = chunked_attention_stats(kind, q, k, ranks, ranks[:, None], 0.1)
         assert (found[:, :, 0] == paid).all() and (found[:, :, 1:] == 0).all()

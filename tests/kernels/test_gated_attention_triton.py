@@ -12,6 +12,7 @@ from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention import triton as kernels
 from ag.kernels.gated_attention.reference import reference_gated_attention
 from ag.kernels.gated_attention.triton import triton_gated_attention
+from ag.kernels.tiles import ROWS, tuned
 from tests.kernels.test_gated_attention import CASES, PARTS, TOGETHER, exactly, inputs, packed_and_alone, run
 from tests.support.bounds import hold
 from tests.support.hard import HARD, check_gated_attention
@@ -184,7 +185,7 @@ def test_what_is_saved_is_linear_in_length():
     assert sizes[1] <= 2.05 * sizes[0] and sizes[2] <= 2.05 * sizes[1]
 
 
-def test_the_tuner_can_call_every_configuration(monkeypatch):
+def test_the_tuner_can_call_every_shape(monkeypatch):
     called = []
 
     def bench(call, quantiles):
@@ -195,16 +196,14 @@ def test_the_tuner_can_call_every_configuration(monkeypatch):
     (q, k, v, keep), options = inputs(33, 2, 1, 16)
     given = single([q, k, v, keep])
     expected, expected_grads = run(reference_gated_attention, exactly(given, torch.float32), options, 1.0)
-    monkeypatch.setattr("ag.kernels.tuned.interpreting", lambda: False)
-    monkeypatch.setattr("ag.kernels.tuned.of_card", lambda device: 90)
-    monkeypatch.setenv("AG_TUNE", "1")
-    every = (kernels.FORWARD, kernels.QUERIES, kernels.KEYS)
-    for tuned in every:
-        monkeypatch.setitem(vars(tuned.timed), "do_bench", bench)
-        monkeypatch.setattr(tuned, "fastest", {})
-        tuned.timed.cache.clear()
+    monkeypatch.setattr("ag.kernels.tiles.interpreting", lambda: False)
+    shapes = {"FORWARD": (kernels._forward, ROWS, 2**15), "QUERIES": (kernels._backward_queries, ROWS, 2**15)}
+    for name, (kernel, some, room) in (shapes | {"KEYS": (kernels._backward_keys, kernels.OF_KEYS, 2**14)}).items():
+        timed = tuned(kernels.KEY, some, room, ROWS=16, KEYS=32)(kernel)
+        monkeypatch.setitem(vars(timed), "do_bench", bench)
+        monkeypatch.setattr(kernels, name, timed)
     out, grads = run(triton_gated_attention, given, options, 1.0)
-    assert len(called) >= sum(len(tuned.entry(given[0], 16)) for tuned in every if len(tuned.entry(given[0], 16)) > 1)
+    assert len(called) == 9
     for name, got, want in zip(PARTS, [out, *grads], [expected, *expected_grads], strict=True):
         hold(got, want, name=name)
 

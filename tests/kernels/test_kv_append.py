@@ -24,6 +24,7 @@ CASES = {
     "odd_blocks": {"page": 3, "width": 7, "dim": 5},
     "bfloat16": {"dtype": torch.bfloat16, "gate": torch.bool},
     "float64": {"dtype": torch.float64},
+    "two_types": {"values": torch.bfloat16, "tokens": 7},
     "probabilities": {"gate": torch.float32, "absent": 0.2},
     "not_asked": {"gate": torch.float32, "said": False},
     "flags_not_asked": {"gate": torch.bool, "said": False},
@@ -39,6 +40,7 @@ def check(append, case, seed=0):
     generator = torch.Generator().manual_seed(seed)
     count, spare = c["batch"] * c["heads"], -(-2 * c["tokens"] // c["page"]) + 1
     pages = pages_of([0] * count, c["page"], spare, c["dim"], c["width"], dtype, gate, seed=seed)
+    pages = pages._replace(values=pages.values.to(c.get("values", dtype)))
     rows, seen = [[] for _ in range(count)], [0] * c["batch"]
     for _ in range(2):
         there = torch.rand(c["batch"], c["tokens"], generator=generator) >= c["absent"]
@@ -49,6 +51,7 @@ def check(append, case, seed=0):
                     ranks[b, t], seen[b] = seen[b], seen[b] + 1
         shape = c["batch"], c["heads"], c["tokens"]
         k, v = (torch.randn(*shape, n, generator=generator).to(dtype) for n in (c["dim"], c["width"]))
+        v = v.to(pages.values.dtype)
         if c.get("strided"):
             k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
         said = torch.rand(shape, generator=generator) if gate and c.get("said", True) else None

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from ag.engine.rows import attention
-from ag.kernels.column_max import column_max
-from ag.kernels.column_sums import column_sums
+from ag.kernels.attention_stats import attention_stats
 from ag.kernels.gated_attention.chunked import chunked_gated_attention
 from tests.support.attention_by_hand import Scene
 from tests.support.memory import Largest
@@ -18,10 +17,11 @@ def attend(length):
     chunked_gated_attention(q, k, v, keep, None, 0.3).sum().backward()
 
 
-def columns(function, **options):
+def stats(kind):
     def run(length):
         q, k = (torch.randn(2, heads, length, 8) for heads in (2, 1))
-        function(q, k, 0.3, torch.ones(2, length, dtype=torch.bool), **options)
+        ranks = torch.arange(length).expand(2, -1)
+        attention_stats(kind, q, k, ranks, ranks[:, None], 0.3)
 
     return run
 
@@ -31,9 +31,8 @@ def observe(length):
 
 
 @pytest.mark.parametrize(
-    "run", [attend, columns(column_max), columns(column_sums, power=2, mean=True), observe],
-    ids=["gated_attention", "column_max", "column_sums", "observations"],
-)  # fmt: skip
+    "run", [attend, stats("max"), stats("squares"), observe], ids=["gated_attention", "max", "squares", "observations"]
+)
 def test_memory_is_linear_in_length(run):
     sizes = []
     for length in (512, 1024, 2048):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ag.kernels import native
-from ag.kernels.paged_decode import cpu
+from ag.kernels.paged_attention import cpu
 
 REAL = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(REAL is None, reason="there is no C++ compiler")

@@ -5,29 +5,27 @@ import math
 import pytest
 import torch
 
-from ag.kernels import paged_attend, paged_decode
-from ag.kernels.column_max.chunked import chunked_column_max
-from ag.kernels.column_max.reference import reference_column_max
-from ag.kernels.column_sums import best_version
-from ag.kernels.column_sums.chunked import chunked_column_sums
-from ag.kernels.column_sums.reference import reference_column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.chunked import chunked_gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
 from ag.kernels.gated_prefill.chunked import chunked_gated_prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
-from ag.kernels.paged_attend.cpu import KERNEL as ATTEND
-from ag.kernels.paged_decode.cpu import KERNEL as DECODE
+from ag.kernels.paged_attention import cpu as paged_cpu
+from ag.kernels.paged_attention import reference_paged_attention
 from ag.kernels.softmax import PLAIN, Softmax, weigh
 from tests.kernels import test_gated_prefill
 from tests.kernels.test_gated_attention import CAPPED, SINKS, inputs
-from tests.kernels.test_paged_attend import check, given
+from tests.kernels.test_paged_attention import check, check_held, given, weighed
 from tests.support.bounds import bounded, hold
 from tests.support.compiled import needs
-from tests.support.paged import attended, filled, hold_rows
+from tests.support.paged import filled
 
 BOTH = Softmax(cap=3.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0, 5.0, -3.0]))
 KINDS = {"cap": BOTH._replace(sinks=None), "sinks": BOTH._replace(cap=None), "both": BOTH}
+PAGED = [
+    pytest.param(reference_paged_attention, id="reference"),
+    pytest.param(paged_cpu.paged_attention, id="cpp", marks=needs(paged_cpu.KERNEL)),
+]
 kinds = pytest.mark.parametrize("softmax", KINDS.values(), ids=KINDS)
 
 
@@ -42,23 +40,16 @@ def by_hand(q, k, v, softmax, scaling):
             total = sum(math.exp(x) for x in s) + (0 if softmax.sinks is None else math.exp(float(softmax.sinks[h])))
             weights[h][i, : i + 1] = torch.tensor([math.exp(x) / total for x in s], dtype=torch.float64)
         out[h] = weights[h] @ v[h // group]
-    return out, torch.stack(weights)
+    return out
 
 
 @kinds
-def test_the_reference_and_columns_equal_attention_by_hand(softmax):
+def test_the_reference_equals_attention_by_hand(softmax):
     draw = torch.Generator().manual_seed(0)
     q, k, v = (2 * torch.randn(1, n, 23, 8, generator=draw, dtype=torch.float64) for n in (6, 2, 2))
-    want, weights = by_hand(q[0], k[0], v[0], softmax, 0.4)
+    want = by_hand(q[0], k[0], v[0], softmax, 0.4)
     out = reference_gated_attention(q, k, v, None, None, 0.4, softmax=softmax)
     torch.testing.assert_close(out[0], want, rtol=1e-12, atol=1e-12)
-    every = torch.ones(1, 23, dtype=torch.bool)
-    for sums in (reference_column_sums, chunked_column_sums):
-        found = sums(q, k, 0.4, every, power=2, softmax=softmax)
-        torch.testing.assert_close(found[0], weights.square().sum(1), rtol=1e-12, atol=1e-12)
-    for largest in (reference_column_max, chunked_column_max):
-        found = largest(q, k, 0.4, every, softmax=softmax)
-        torch.testing.assert_close(found[0], weights.amax(1), rtol=1e-12, atol=1e-12)
 
 
 @kinds
@@ -74,39 +65,35 @@ def test_prefill(monkeypatch, softmax, short, case):
 
 
 @kinds
-@pytest.mark.parametrize("version", ["reference", pytest.param("cpp", marks=needs(DECODE))])
+@pytest.mark.parametrize("attend", PAGED)
 @pytest.mark.parametrize("case", [{"lengths": [700, 0, 33, 256], "batch": 2}, {"lengths": [5, 290], "dim": 60}])
-def test_decoding(softmax, version, case):
-    attend = paged_decode.cpu.paged_decode if version == "cpp" else paged_decode.reference_paged_decode
+def test_one_new_token(softmax, attend, case):
     q, pages = filled(**{"heads": 6, "dim": 64} | case)
-    weights = torch.full((*q.shape[:2], pages.table.shape[1] * pages.keys.shape[1]), torch.nan)
-    out = attend(q, pages, 0.1, weights, softmax)
-    outs, shares = attended(q, pages, 0.1, softmax=softmax)
-    hold_rows(out, outs)
-    hold_rows(weights, shares)
-    assert torch.equal(attend(q, pages, 0.1, None, softmax), out)
-    assert (out - attend(q, pages, 0.1)).abs().max() > 0.01
+    check_held(attend, q, pages, 0.1, softmax=softmax)
+    assert (weighed(attend, q, pages, 0.1, softmax)[0] - weighed(attend, q, pages, 0.1)[0]).abs().max() > 0.01
 
 
 @kinds
-@pytest.mark.parametrize("version", ["reference", pytest.param("cpp", marks=needs(ATTEND))])
+@pytest.mark.parametrize("attend", PAGED)
+@pytest.mark.parametrize("count", [1, 30])
 @pytest.mark.parametrize("case", [{"window": 40}, {"recent": 6, "batch": 2}])
-def test_several_new_tokens(softmax, version, case):
-    attend = paged_attend.cpu.paged_attend if version == "cpp" else paged_attend.reference_paged_attend
-    check(attend, *given([200, 90], 6, 30, dim=64, **case), softmax=softmax)
+def test_new_tokens_behind_masks(softmax, attend, count, case):
+    check(attend, *given([200, 90], 6, count, dim=64, **case), softmax=softmax)
+
+
+def single(logits):
+    """Return queries that meet one key of 1 each, so that their logits are these."""
+    _, pages = filled([1] * len(logits), len(logits), dim=1)
+    pages.keys.nan_to_num_().fill_(1.0)
+    return logits[None, :, None, None], pages
 
 
 @pytest.mark.parametrize("cap", [0.5, 50.0])
 def test_cpp_caps_every_size_of_logit(cap):
     """Rows of one token: beside a sink of 0 its weight is the sigmoid of its capped logit, to a few roundings."""
     logits = torch.cat([torch.logspace(-6, 4, 400), -torch.logspace(-6, 4, 400), torch.zeros(1)])
-    q, pages = filled([1] * len(logits), len(logits), dim=1)
-    pages.keys.nan_to_num_().fill_(1.0)
-    softmax = Softmax(cap, torch.zeros(len(logits)))
-    weights = torch.empty(1, len(logits), pages.table.shape[1] * 16)
-    paged_decode.cpu.paged_decode(logits[None, :, None, None], pages, 1.0, weights, softmax)
-    want = ((bounded(logits) / cap).tanh() * cap).sigmoid()
-    hold(weights[0, :, 0], want)
+    _, weights = weighed(paged_cpu.paged_attention, *single(logits), 1.0, Softmax(cap, torch.zeros(len(logits))))
+    hold(weights[0, :, 0], ((bounded(logits) / cap).tanh() * cap).sigmoid())
 
 
 @pytest.mark.slow
@@ -134,8 +121,5 @@ def test_a_row_that_sees_nothing():
     assert not weigh(torch.full((2, 3), float("-inf")), torch.zeros(2, 1)).any()
 
 
-def test_versions_that_do_not_know_them_are_left_out():
-    q = torch.zeros(1, 2, 3, 4)
-    assert best_version(q, CAPPED) == best_version(q, SINKS) == "chunked"
-    assert (PLAIN.special, PLAIN.bent, SINKS.bent) == (None, None, None)
-    assert all(isinstance(x, str) for x in (CAPPED.special, CAPPED.bent, SINKS.special))
+def test_versions_that_do_not_know_a_cap_are_left_out():
+    assert PLAIN.bent is None and SINKS.bent is None and isinstance(CAPPED.bent, str)

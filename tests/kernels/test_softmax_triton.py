@@ -11,39 +11,31 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from ag.kernels.gated_attention.triton import triton_gated_attention
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
 from ag.kernels.gated_prefill.triton import triton_gated_prefill
-from ag.kernels.paged_attend.triton import triton_paged_attend
-from ag.kernels.paged_decode.triton import triton_paged_decode
+from ag.kernels.paged_attention.triton import triton_paged_attention
 from ag.kernels.softmax import Softmax
 from tests.kernels import test_gated_prefill
 from tests.kernels.test_gated_attention import inputs
-from tests.kernels.test_paged_attend import check, given
-from tests.kernels.test_softmax import BOTH, KINDS, kinds
+from tests.kernels.test_paged_attention import check, check_held, given, weighed
+from tests.kernels.test_softmax import BOTH, KINDS, kinds, single
 from tests.support.bounds import bounded, hold
-from tests.support.paged import attended, filled, hold_rows
+from tests.support.paged import filled
 
 
 @kinds
-def test_decoding(softmax):
-    q, pages = filled([200, 0, 33, 70], 6, 2, dim=20)
-    weights = torch.full((*q.shape[:2], pages.table.shape[1] * 16), torch.nan)
-    out = triton_paged_decode(q, pages, 0.3, weights, softmax)
-    outs, shares = attended(q, pages, 0.3, softmax=softmax)
-    hold_rows(out, outs)
-    hold_rows(weights, shares)
+def test_one_new_token(softmax):
+    check_held(triton_paged_attention, *filled([200, 0, 33, 70], 6, 2, dim=20), softmax=softmax)
 
 
 @kinds
+@pytest.mark.parametrize("count", [1, 20])
 @pytest.mark.parametrize("case", [{"window": 40}, {"recent": 6, "batch": 2}])
-def test_several_new_tokens(softmax, case):
-    check(triton_paged_attend, *given([90, 40], 6, 20, dim=16, **case), softmax=softmax)
+def test_new_tokens_behind_masks(softmax, count, case):
+    check(triton_paged_attention, *given([90, 40], 6, count, dim=16, **case), softmax=softmax)
 
 
 def test_every_size_of_logit_is_capped():
     logits = torch.cat([torch.logspace(-6, 4, 60), -torch.logspace(-6, 4, 60), torch.zeros(1)])
-    q, pages = filled([1] * len(logits), len(logits), dim=1)
-    pages.keys.nan_to_num_().fill_(1.0)
-    weights = torch.empty(1, len(logits), pages.table.shape[1] * 16)
-    triton_paged_decode(logits[None, :, None, None], pages, 1.0, weights, Softmax(2.0, torch.zeros(len(logits))))
+    _, weights = weighed(triton_paged_attention, *single(logits), 1.0, Softmax(2.0, torch.zeros(len(logits))))
     hold(weights[0, :, 0], ((bounded(logits) / 2.0).tanh() * 2.0).sigmoid())
 
 

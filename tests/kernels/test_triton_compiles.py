@@ -1,16 +1,12 @@
 """The Triton kernels compile to machine code of two cards, from the very calls that launch them; no GPU is needed.
 
-Every configuration of the table is compiled as a call under flags needs it, and the first of each entry under other
-masks: it must fit the card and spill no register. One in float32 that two cards share is compiled for one of them: its
-tiles have fewer rows than the instructions of sm_90 take, so that both get the same code. Triton keeps on disk what it
-compiled, so that it does so once.
+Of the shapes of tiles that are timed, those are compiled up to the first that fits the card; one must. Triton keeps on
+disk what it compiled, so that it does so once.
 """
 
 import os
 import re
-import subprocess
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,30 +16,21 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 triton = pytest.importorskip("triton", reason="needs Triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.autotuner import Autotuner  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from ag.kernels.column_max.triton import triton_column_max  # noqa: E402
-from ag.kernels.column_sums.triton import triton_column_sums  # noqa: E402
-from ag.kernels.configurations import CONFIGURATIONS, SHARED  # noqa: E402
+from ag.kernels.attention_stats.triton import triton_attention_stats  # noqa: E402
 from ag.kernels.gated_attention.triton import triton_gated_attention  # noqa: E402
 from ag.kernels.gated_prefill.triton import triton_gated_prefill  # noqa: E402
-from ag.kernels.paged_attend.triton import triton_paged_attend  # noqa: E402
-from ag.kernels.paged_decode import triton as paged  # noqa: E402
-from ag.kernels.pages import New, Pages, Reach  # noqa: E402
-from ag.kernels.pool_append.triton import triton_pool_append  # noqa: E402
-from ag.kernels.row_worst.reference import Going  # noqa: E402
-from ag.kernels.row_worst.triton import triton_row_going, triton_row_worst  # noqa: E402
+from ag.kernels.kv_append.triton import triton_kv_append  # noqa: E402
+from ag.kernels.kv_compact import Worst  # noqa: E402
+from ag.kernels.kv_compact.triton import triton_kv_compact  # noqa: E402
+from ag.kernels.paged_attention import triton as paged  # noqa: E402
+from ag.kernels.pages import Pages  # noqa: E402
 from ag.kernels.softmax import Softmax  # noqa: E402
-from ag.kernels.tuned import Tuned  # noqa: E402
 from tests.support.paged import coded  # noqa: E402
 
-COMPILER = "3.9"  # of the table: another Triton allots registers in another way
-WARPGROUP = 64
-SLACK = 64  # bytes of a thread that gated attention may keep on its stack under several masks
-#: Bytes that float32 above a head size of 128 spills, at most, by kernel.
-WIDE = {"_forward": 128, "_prefill": 128, "_split": 64, "_backward_queries": 256, "_backward_keys": 1280}
-WIDE |= {"_row_sums": 256, "_columns": 0, "_attend": 64}
-TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SHARED = {89: 99, 90: 227}  # KiB of shared memory that a block may take
 
 
 class Card:
@@ -62,51 +49,30 @@ class Card:
         return 0
 
 
-def spilled(kernel, folder):
-    """Return the bytes of a thread's stack, where registers go that do not fit; nothing else of a kernel lies there."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    said = subprocess.run([TOOL, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"REG:\d+ STACK:(\d+)", said)[1])
-
-
-class Compiled(dict):
-    """Maps the kernels' names to what the compiler says of each configuration, which may spill so many bytes.
-
-    Or of so many of each kernel: the first is what a call takes that is not tuned.
-    """
-
-    spill = 0
-    most: int | None = None
-
-
 @pytest.fixture
-def compiled(request, monkeypatch, tmp_path):
-    """Make launches compile instead."""
-    seen, arch = Compiled(), request.param
+def compiled(request, monkeypatch):
+    """Make launches compile instead; maps the kernels' names to what the compiler says of each shape."""
+    seen, arch = {}, request.param
 
-    def compile_only(function, *arguments, most=SLACK, **shape):
+    def compile_only(function, *arguments, **shape):
         kernel = function.run(*arguments, grid=(1,), warmup=True, **shape)
         seen.setdefault(function.__name__, []).append(kernel)
         assert kernel.asm["cubin"]
-        tiles, ptx = f"{function.__name__} {shape}", kernel.asm["ptx"]
+        ptx = kernel.asm["ptx"]
         # of a float32 product three are made, of the operands' two parts
-        assert len(re.findall(r"mma[^;]*\.tf32", ptx)) % 3 == 0 and ("cvt.rna.tf32" in ptx) == (".tf32.tf32" in ptx), (
-            tiles
-        )
-        assert kernel.metadata.shared <= SHARED[arch] * 1024, tiles
-        if triton.__version__.startswith(COMPILER):
-            assert spilled(kernel, tmp_path) <= most, tiles
+        assert len(re.findall(r"mma[^;]*\.tf32", ptx)) % 3 == 0 and ("cvt.rna.tf32" in ptx) == (".tf32.tf32" in ptx)
+        return kernel.metadata.shared <= SHARED[arch] * 1024
 
-    def compile_all(self, grid, *arguments):
-        q, name = arguments[0], self.kernel.__name__
-        most = WIDE[name] if q.dtype == torch.float32 and q.shape[-1] > 128 else seen.spill
-        for tiles in self.tiles(arguments)[: seen.most]:
-            compile_only(self.kernel, *arguments, most=most, **self.settings(tiles))
+    def compile_timed(self, *arguments, grid, warmup):
+        self.nargs = dict(zip(self.arg_names, arguments, strict=False))
+        shapes = self.prune_configs({})
+        assert any(compile_only(self.fn, *arguments, **x.all_kwargs()) for x in shapes), self.fn.__name__
 
-    monkeypatch.setattr("ag.kernels.tuned.of_card", lambda device: arch)
-    monkeypatch.setattr(Tuned, "__call__", compile_all)
-    monkeypatch.setattr(type(paged.combine), "__getitem__", lambda function, grid: partial(compile_only, function))
+    def compile_plain(function, *arguments, **shape):
+        assert compile_only(function, *arguments, **shape), function.__name__
+
+    monkeypatch.setattr(Autotuner, "run", compile_timed)
+    monkeypatch.setattr(type(paged._combine), "__getitem__", lambda function, grid: partial(compile_plain, function))
     driver.set_active(Card(arch))
     yield seen
     driver._active = None
@@ -135,14 +101,6 @@ EVERY = [
 ]
 
 
-def test_what_two_cards_share_in_float32_is_compiled_for_one():
-    """Of each kernel; WARPGROUP rows are the least that an instruction of sm_90 takes."""
-    for table in CONFIGURATIONS.values():
-        for kind, (arch, other) in {"32 bits": (89, 90), "32 bits above 128": (90, 89)}.items():
-            assert set(table[kind][other]) <= set(table[kind][arch])
-            assert all(tiles.rows < WARPGROUP for tiles in table[kind][arch])
-
-
 @pytest.mark.slow
 @cases(
     ("dim", "dtype", "given"),
@@ -161,21 +119,18 @@ def test_gated_attention_compiles(compiled, dim, dtype, given):
     window, dense = 100 if "window" in given else None, torch.tensor([3, 4]) if "dense" in given else None
     first = torch.arange(300).expand(2, -1) // 70 * 70 if "first" in given else None
     q, k, v = draw(4, dim, dtype), draw(2, dim, dtype), draw(2, dim, dtype)
-    compiled.spill, compiled.most = (0, None) if given == {"keep"} else (SLACK, 1)
     triton_gated_attention(q, k, v, keep, valid, 0.1, 4, 4, window, dense, first).sum().backward()
     assert set(compiled) == {"_forward", "_backward_queries", "_backward_keys"}
     assert all("mma" in kernel.asm["ptx"] for kernels in compiled.values() for kernel in kernels)
 
 
 @pytest.mark.slow
-@cases(("dim", "dtype", "padded"), *EVERY)
-def test_column_sums_and_maxima_compile(compiled, dim, dtype, padded):
-    q, k = draw(4, dim, dtype).detach(), draw(2, dim, dtype).detach()
-    valid = torch.ones(2, 300, dtype=torch.bool)
-    triton_column_sums(q, k, 0.1, valid, valid if padded else None, 100, 2, 4, True)
-    assert set(compiled) == {"_row_sums", "_columns"}
-    compiled.clear()
-    triton_column_max(q, k, 0.1, valid, valid, 100)
+@cases(("dim", "dtype", "masked"), *EVERY)
+def test_attention_stats_compile(compiled, dim, dtype, masked):
+    q, k, ranks = draw(4, dim, dtype).detach(), draw(2, dim, dtype).detach(), torch.arange(300).expand(2, -1)
+    given = {"window": 100, "skip": 4, "softmax": Softmax(50.0, torch.zeros(4))} if masked else {}
+    for kind in ("max", "squares") if masked else ("sum",):
+        triton_attention_stats(kind, q, k, ranks, ranks[:, None], 0.1, **given)
     assert set(compiled) == {"_row_sums", "_columns"}
 
 
@@ -196,29 +151,22 @@ def in_pages(dim, dtype):
 
 
 @pytest.mark.slow
-@cases(("dim", "dtype", "weighed"), *EVERY)
-def test_paged_decode_compiles(compiled, dim, dtype, weighed):
-    pages = in_pages(dim, dtype)
-    q, weights = torch.randn(2, 4, 1, dim).to(dtype), torch.empty(2, 4, 32) if weighed else None
-    paged.triton_paged_decode(q, pages, 0.1, weights)
-    assert set(compiled) == {"_split", "combine"}
+@cases(("dim", "dtype", "one"), *EVERY)
+def test_paged_attention_compiles(compiled, dim, dtype, one):
+    """One query that sees all and is weighed, or several behind masks."""
+    q, pages = torch.randn(2, 4, 1 if one else 50, dim).to(dtype), in_pages(dim, dtype)
+    masks = (None, 0.1) if one else (torch.arange(50).expand(2, -1), 0.1, 20, 4)
+    paged.triton_paged_attention(q, pages, *masks, weigh=one)
+    assert set(compiled) == {"_attend", "_combine"}
 
 
 @pytest.mark.slow
 @cases(("dtype",), (89, HALF), (90, HALF), (89, WHOLE))
 def test_pages_of_codes_compile(compiled, dtype):
     pages, q = coded(in_pages(128, dtype), "int8"), torch.randn(2, 4, 1, 128).to(dtype)
-    paged.triton_paged_decode(q, pages, 0.1, torch.empty(2, 4, 32))
-    triton_paged_attend(q.expand(-1, -1, 50, -1), pages, torch.arange(50).expand(2, -1), 0.1, 20, 4)
-    assert set(compiled) == {"_split", "_attend", "combine"}
-
-
-@pytest.mark.slow
-@cases(("dim", "dtype", "masked"), *EVERY)
-def test_paged_attend_compiles(compiled, dim, dtype, masked):
-    q, ranks = torch.randn(2, 4, 50, dim).to(dtype), torch.arange(50).expand(2, -1)
-    triton_paged_attend(q, in_pages(dim, dtype), ranks, 0.1, *((20, 4) if masked else (None, None)))
-    assert set(compiled) == {"_attend", "combine"}
+    paged.triton_paged_attention(q, pages, None, 0.1, weigh=True)
+    paged.triton_paged_attention(q.expand(-1, -1, 50, -1), pages, torch.arange(50).expand(2, -1), 0.1, 20, 4)
+    assert set(compiled) == {"_attend", "_combine"}
 
 
 @pytest.mark.slow
@@ -226,9 +174,9 @@ def test_paged_attend_compiles(compiled, dim, dtype, masked):
 def test_capped_logits_and_sink_logits_compile(compiled, dim, dtype):
     sinks = torch.zeros(4, dtype=dtype)
     q, pages, ranks = torch.randn(2, 4, 50, dim).to(dtype), in_pages(dim, dtype), torch.arange(50).expand(2, -1)
-    paged.triton_paged_decode(q[:, :, :1], pages, 0.1, torch.empty(2, 4, 32), Softmax(50.0, sinks))
-    triton_paged_attend(q, pages, ranks, 0.1, 20, 4, Softmax(50.0, sinks))
-    assert set(compiled) == {"_split", "_attend", "combine"}
+    paged.triton_paged_attention(q[:, :, :1], pages, ranks[:, :1], 0.1, 20, 4, Softmax(50.0, sinks), weigh=True)
+    paged.triton_paged_attention(q, pages, None, 0.1, softmax=Softmax(50.0, sinks))
+    assert set(compiled) == {"_attend", "_combine"}
     compiled.clear()
     q, k, v = (draw(heads, dim, dtype) for heads in (4, 2, 2))
     keep = torch.rand(2, 2, 300)
@@ -238,21 +186,20 @@ def test_capped_logits_and_sink_logits_compile(compiled, dim, dtype):
 
 
 @pytest.mark.slow
-@cases(("dim", "dtype", "victims", "reach"), (89, 60, HALF, 2, None), (90, 256, WHOLE, 0, Reach(4, 9)))
-def test_pool_append_compiles(compiled, dim, dtype, victims, reach):
-    x = torch.randn(2, 2, dim).to(dtype)
-    gone = torch.full((4, victims), -1, dtype=torch.int32) if victims else None
-    new = New(x, x, torch.tensor([7, -1]), torch.ones(2, 2).bool())
-    triton_pool_append(in_pages(dim, dtype), new, gone, [torch.zeros(4, 3, 32)], reach)
-    assert set(compiled) == {"_append", "_carry"}
+@cases(("dim", "dtype", "coding"), (89, 60, HALF, False), (90, 256, WHOLE, False), (90, 128, HALF, True))
+def test_kv_append_compiles(compiled, dim, dtype, coding):
+    x, pages = torch.randn(2, 2, 50, dim).to(dtype), in_pages(dim, dtype)
+    triton_kv_append(coded(pages, "int8") if coding else pages, x, x, torch.arange(50).expand(2, -1))
+    x, said = x[:, :, :1], torch.ones(2, 2, 1).bool()
+    triton_kv_append(coded(pages, "int8") if coding else pages, x, x, torch.tensor([[7], [-1]]), said)
+    assert set(compiled) == {"_append"}
 
 
 @pytest.mark.slow
-@cases(("ranks",), (89, False), (90, True))
-def test_row_worst_compiles(compiled, ranks):
-    masks = torch.rand(2, 2, 2, 3000) > 0.5
-    order = torch.arange(3000).expand(2, 2, -1) if ranks else None
-    going = Going(torch.zeros(2, 2, 1, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.uint8))
-    triton_row_worst(torch.rand(2, 2, 3000), *masks, order)
-    triton_row_going(torch.rand(2, 2, 3000), *masks, order, torch.tensor([9, 8]), going)
-    assert set(compiled) == {"_worst"}
+@cases(("dim", "dtype"), (89, 60, HALF), (90, 256, WHOLE))
+def test_kv_compact_compiles(compiled, dim, dtype):
+    every, records = torch.zeros(2).long(), [torch.zeros(4, 3, 32)]
+    worst = Worst(torch.ones(4).int(), torch.randn(2, 2, 32), every, every + 9, every - 1, torch.zeros(1).int())
+    for keep in (torch.rand(4, 32) > 0.5, worst, worst._replace(protected=torch.rand(2, 9) > 0.5)):
+        triton_kv_compact(in_pages(dim, dtype), keep, records)
+    assert set(compiled) == {"_choose", "_move", "_carry"}

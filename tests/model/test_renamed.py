@@ -9,8 +9,9 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import ag
+from ag.engine.decode import decode
 from ag.engine.prompt import read_prompt
-from ag.engine.step import NextToken, decode
+from ag.engine.step_runner import StepRunner
 from ag.evaluate.tasks.follow import feed
 from ag.model.hooks import cache_argument, decoder_of
 from tests.support.bounds import hold, of_logits
@@ -95,7 +96,7 @@ def test_what_this_library_calls_is_not_deprecated(tiny_llama):
     ag.attach(model, gates_for(model))
     with nothing_deprecated(), torch.no_grad():
         for cache, _ in read_prompt(model, ["full", ag.policy("kvzip", 0.5), ag.policy("gates")], IDS):
-            NextToken(model, cache)(IDS[:, :1])
+            StepRunner(model, cache)(IDS[:, :1])
             feed(model, cache, IDS[:, 1:4])
             assert cache.seen_tokens == 24
 

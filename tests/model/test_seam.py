@@ -10,7 +10,7 @@ from transformers import AttentionInterface, DynamicCache, Phi3Config, Phi3ForCa
 from transformers.models.doge import DogeConfig, DogeForCausalLM
 
 import ag
-from ag.engine.step import decode
+from ag.engine.decode import decode
 from ag.errors import UserError
 from ag.model.hooks import HARMLESS, UnsupportedModelError, cache_argument
 from ag.model.products import here

@@ -63,12 +63,12 @@ def test_what_takes_lengths_for_positions_is_refused(model):
     one, other = (ag.EvictionCache(model, "full", pool=pool) for _ in range(2))
     for cache in (one, other):
         model(IDS, position_ids=positions()[0], past_key_values=cache)
-    with refuses(UserError, "join", "positions"):
-        one.join(other)
+    with refuses(UserError, "add", "positions"):
+        one.add(other)
     with refuses(UserError, "crop([1, 0])", "positions"):
         one.crop([1, 0])
-    with refuses(UserError, "NextToken", "positions"):
-        ag.NextToken(model, one)(IDS[:, :1])
+    with refuses(UserError, "StepRunner", "positions"):
+        ag.StepRunner(model, one)(IDS[:, :1])
     assert one.valid.shape == other.valid.shape == (2, 20)
     one.crop(-3)
     assert one.seen_tokens == 17

@@ -18,6 +18,7 @@ from ag.engine.scorers.base import grouped
 from ag.engine.wrappers import WRAPPERS
 from ag.evaluate.tasks import TASKS, make
 from ag.gates.gate import KINDS
+from ag.kernels.pages import read
 from ag.training.objectives import OBJECTIVES, objective
 from tests.support import ROOT
 from tests.support.bounds import bounded, hold, of_nats
@@ -59,13 +60,13 @@ def test_every_page_is_run():
 
 
 def held(model, policy, length=40):
-    """A cache that evicted from a random prompt, and the keys and values of one that did not."""
+    """A cache that evicted from a random prompt, and by layer keys and values ``[Hkv, N, D]`` of one that did not."""
     ids = torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(0))
     full, cache = ag.EvictionCache(model, "full"), ag.EvictionCache(model, policy)
     with torch.no_grad():
         model(ids, past_key_values=full)
         model(ids, past_key_values=cache)
-    return cache, [layer.store.padded() for layer in full.evicting_layers]
+    return cache, [read(full.store.pages(layer), full.store.ledger(layer)[0][0]) for layer in range(3)]
 
 
 def test_scorer_page(example, tiny_llama):
@@ -75,7 +76,7 @@ def test_scorer_page(example, tiny_llama):
     assert repr(policy) == "ag.policy('value_norm', budget=10, power=2.0)"
     cache, stored = held(model, policy)
     for head in range(2):
-        best = stored[0].values[head].norm(dim=-1).topk(10).indices.sort().values
+        best = stored[0][1][head].norm(dim=-1).topk(10).indices.sort().values
         assert cache.kept_positions(0)[0][head].tolist() == best.tolist()
     under_wrapper, _ = held(model, ag.policy("value_norm+caote@heads", budget=10))
     assert sum(len(head) for head in under_wrapper.kept_positions(0)[0]) == 20
@@ -103,7 +104,7 @@ def test_wrapper_page(example, tiny_llama):
     example("wrapper")
     cache, stored = held(tiny_llama(), ag.policy("knorm+unusual", budget=10, power=2.0))
     for head in range(2):
-        k, v = stored[0].keys[head].double(), stored[0].values[head].double()
+        k, v = (x[head].double() for x in stored[0])
         score = -k.norm(dim=-1) * (v - v.mean(0)).norm(dim=-1) ** 2
         assert cache.kept_positions(0)[0][head].tolist() == score.topk(10).indices.sort().values.tolist()
 

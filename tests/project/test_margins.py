@@ -49,7 +49,7 @@ def test_report_names_the_smallest_margin(capsys):
 
 
 #: What is compiled for the processor, every kernel on the hardest inputs, and the engine's sums.
-FEW = [f"kernels/test_{name}.py" for name in ("row_statistics", "paged_decode", "paged_attend", "gemv", "hard_inputs")]
+FEW = [f"kernels/test_{name}.py" for name in ("attention_stats", "paged_attention", "gemv", "hard_inputs")]
 FEW.append("engine/test_precision.py")
 
 

@@ -153,7 +153,7 @@ def test_links_hold_on_the_site():
     [
         ("index.md", "[a](docs/engine.md#x)", "", "[a](engine.md#x)"),
         ("index.md", "![a](docs/figures/stream.png)", "", "![a](figures/stream.png)"),
-        ("extending/kernel.md", "[a](../../kernels/column_max/README.md)", "", "[a](../kernels/column_max.md)"),
+        ("extending/kernel.md", "[a](../../kernels/kv_append/README.md)", "", "[a](../kernels/kv_append.md)"),
         ("exported_format.md", "[a](../SECURITY.md)", "", "[a](security.md)"),
         ("engine.md", "[a](../ag/engine/layer.py)", "", "a"),
         ("engine.md", "[a](../ag/engine/layer.py)", "https://h/r", "[a](https://h/r/blob/HEAD/ag/engine/layer.py)"),

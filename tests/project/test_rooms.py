@@ -33,7 +33,7 @@ LOADED = """
 import importlib, os, pkgutil, sys
 import torch, transformers, lightning.pytorch, peft, datasets  # once for all rooms
 
-skipped = ("triton", "tiles", "tuned", "__main__", "lm_eval")  # need what may not be there, or are commands
+skipped = ("triton", "tiles", "__main__", "lm_eval")  # need what may not be there, or are commands
 
 
 def load(name):

@@ -21,7 +21,7 @@ def faults(sources: dict[str, str]) -> list[str]:
     """Name the tests of some sources that return early, or that check nothing.
 
     A check is an assertion, a call of one of CHECKS, a subprocess with ``check=True``, or a call of a function that
-    checks: the one of that name in the same file, else any other.
+    checks: that of the test module that is named, else the one of that name in the same file, else any other.
     """
     trees = {file: ast.parse(text) for file, text in sources.items()}
     functions = {
@@ -35,6 +35,9 @@ def faults(sources: dict[str, str]) -> list[str]:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if name in CHECKS or any(x.arg == "check" and getattr(x.value, "value", 0) is True for x in node.keywords):
             return True
+        module = getattr(getattr(node.func, "value", None), "id", "")
+        if module.startswith("test_"):
+            return any(other == name and place.endswith(f"{module}.py") for place, other in checking)
         return (file, name) in checking if (file, name) in functions else name in {other for _, other in checking}
 
     before = -1
@@ -57,5 +60,7 @@ def test_what_is_found():
     helper = (
         "def helper(x):\n    assert x\n\n\ndef test_raises():\n    with pytest.raises(ValueError):\n        int('x')\n"
     )
+    same = "def test_idle():\n    test_a.test_idle()\n\n\ndef test_raises():\n    test_c.test_raises()\n"
+    assert faults({"test_c.py": helper, "d.py": same}) == ["d.py: test_idle checks nothing"]
     found = faults({"a.py": idle, "b.py": returns, "c.py": helper})
     assert found == ["b.py: test_returns returns", "a.py: test_idle checks nothing", "a.py: test_inner checks nothing"]

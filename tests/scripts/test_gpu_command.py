@@ -24,7 +24,6 @@ TWINS = {
     "decode_even_batch_8": "decode_even",
     "decode_batches_32k": "decode_batches_8k",
     "mistral_cpt": "redpajama_cpt",
-    "kernels_tuned": "kernels",  # in the interpreter nothing is timed
 }
 SMALLEST = ROOT / "tests" / "gpu" / "test_smallest.py"
 TESTS = {"engine", "smallest"}  # files that `check` starts; all files are run by test_the_tests_of_a_card

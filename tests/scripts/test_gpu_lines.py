@@ -180,7 +180,7 @@ def test_small_cases_and_the_sanitizer_come_first():
     assert [line.name for line in first] == ["smallest", *(f"sanitizer_{kernel}" for kernel in table.KERNELS)]
     for line in first[1:]:
         assert line.prefix[0] == "compute-sanitizer" and line.environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    assert [line.name for line in rest][:4] == ["gated_attention", "paged_decode", "engine", "gated_prefill"]
+    assert [line.name for line in rest][:4] == ["gated_attention", "paged_attention", "engine", "gated_prefill"]
     files = {file.stem.removeprefix("test_") for file in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert {line.name for line in rest} == files - {"smallest"}
     assert sum(line.seconds for line in [*first, *rest[:4]]) <= 540 - run.RESERVE  # one call
@@ -189,7 +189,7 @@ def test_small_cases_and_the_sanitizer_come_first():
         assert kernel in tests and all(name.startswith(kernel) for name in tests if kernel in name)
     needs = {line.name: line.modules for part in PARTS for line in table.lines(part)}
     assert needs["decode_uneven"] == needs["redpajama_cpt"] == needs["evaluate"] == ("omegaconf",)
-    assert needs["kernels"] == needs["smallest"] == needs["sanitizer_pool_append"] == needs["engine"] == ()
+    assert needs["kernels"] == needs["smallest"] == needs["sanitizer_kv_append"] == needs["engine"] == ()
 
 
 def test_goals_read_the_right_numbers():
@@ -219,8 +219,8 @@ def test_goals_read_the_right_numbers():
         (8, "gates+lora", {"time over lora": 1.2, "peak over held": 25}),
     )
     timed = rows(
-        (1, "paged_decode", {"of bound": 0.7}),
-        (8, "paged_decode", {"of bound": 0.5}),
+        (1, "paged_attention", {"of bound": 0.7}),
+        (8, "paged_attention", {"of bound": 0.5}),
         (1, "gated_attention forward", {"of bound": 0.45}),
         (1, "gated_attention forward + backward", {"of bound": 0.2}),
         (1, "gated_prefill", {"of bound": 0.41, "ms": 4.0, "flash ms": 9.0, "cudnn ms": "no such kernel"}),
@@ -287,7 +287,7 @@ def test_kernels_count_pairs_and_bytes_and_say_why_a_rival_has_no_time(monkeypat
     monkeypatch.setattr(kernels, "scaled_dot_product_attention", refused)
     rows = {row["kernel"]: row for row in kernels.measure(config)["rows"]}
     assert set(rows) == set(table.REACHED) and {row["timed by"] for row in rows.values()} == {"launches"}
-    assert rows["gated_prefill"]["flash ms"] == rows["paged_decode"]["flash ms"] == "No available kernel."
+    assert rows["gated_prefill"]["flash ms"] == rows["paged_attention"]["flash ms"] == "No available kernel."
 
 
 def test_words_are_read_and_refused(capsys):

@@ -7,7 +7,7 @@ import random
 import pytest
 
 import ag
-from ag.serve import Batcher, Request
+from ag.serve import Request, Scheduler
 from tests.support.gates_for import gates_for
 
 #: Policies whose bound is met exactly by an answer that is long enough, by name.
@@ -44,28 +44,28 @@ def model_of(name, tiny_llama, tiny_mistral):
     return model
 
 
-def peaks(batcher, requests, monkeypatch):
-    """The most pages taken while prompts are read, and after they were."""
-    pool, found = batcher.pool, [0, 0]
-    take = type(pool).take
+def peaks(scheduler, requests, monkeypatch):
+    """The most blocks taken while prompts are read, and after they were."""
+    pool, found = scheduler.pool, [0, 0]
+    allocate = type(pool).allocate
 
     def look():
-        behind = batcher._reading is None and not batcher._waiting
-        found[behind] = max(found[behind], pool.size - pool.free)
+        behind = scheduler._reading is None and not scheduler._waiting
+        found[behind] = max(found[behind], pool.capacity - pool.free)
 
     def counted(self, count):
-        pages = take(self, count)
+        blocks = allocate(self, count)
         look()
-        return pages
+        return blocks
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(pool), "take", counted)
+        patch.setattr(type(pool), "allocate", counted)
         for request in requests:
-            batcher.submit(request)
-        while batcher.busy:
-            batcher.step()
+            scheduler.submit(request)
+        while scheduler.busy:
+            scheduler.step()
             look()
-    assert pool.free == pool.size and batcher.counts.ended == {"length": len(requests)}
+    assert pool.free == pool.capacity and scheduler.counts.ended == {"length": len(requests)}
     return found
 
 
@@ -84,49 +84,50 @@ def test_no_answer_takes_more_than_it_is_admitted_with(tiny_llama, tiny_mistral,
     ]
     needs = []
     for request in requests:
-        batcher = Batcher(model, tiny_tokenizer, policy, ag.Pool(model, 2**22), prefill_tokens=draw.randrange(7, 50))
-        need = batcher._admission.need(request)
-        reading, writing = peaks(batcher, [request], monkeypatch)
+        part = draw.randrange(7, 50)
+        scheduler = Scheduler(model, tiny_tokenizer, policy, ag.Pool(model, 2**22), prefill_tokens=part)
+        need = scheduler._admission.need(request)
+        reading, writing = peaks(scheduler, [request], monkeypatch)
         assert reading <= max(need.reading, need.writing) and writing <= need.writing
         needs.append((need, reading, writing))
-    batcher = Batcher(model, tiny_tokenizer, policy, ag.Pool(model, 2**22), prefill_tokens=29)
-    together = max(peaks(batcher, requests, monkeypatch))
+    scheduler = Scheduler(model, tiny_tokenizer, policy, ag.Pool(model, 2**22), prefill_tokens=29)
+    together = max(peaks(scheduler, requests, monkeypatch))
     assert together <= sum(need.writing for need, _, _ in needs) + max(need.reading for need, _, _ in needs)
     if name in EXACT or name == "window":
         need, _, writing = needs[0]
         assert writing == need.writing
 
 
-@pytest.mark.parametrize("pages", [40, 60])
-def test_flags_are_admitted_with_what_they_kept_before(tiny_llama, tiny_tokenizer, pages):
+@pytest.mark.parametrize("blocks", [40, 60])
+def test_flags_are_admitted_with_what_they_kept_before(tiny_llama, tiny_tokenizer, blocks):
     model = model_of("gates", tiny_llama, None)
-    page = ag.Pool(model, 2**14).page_nbytes()
-    batcher = Batcher(model, tiny_tokenizer, "flags", ag.Pool(model, pages * page))
+    size = ag.Pool(model, 2**14).block_nbytes()
+    scheduler = Scheduler(model, tiny_tokenizer, "flags", ag.Pool(model, blocks * size))
     request = Request(tokens=[7 + i % 90 for i in range(90)], max_tokens=2)
-    whole = batcher._admission.need(request)
+    whole = scheduler._admission.need(request)
     assert whole.writing == 3 * 2 * 6
-    batcher.submit(request)
-    batcher.step()
-    share = batcher._admission._kept / 90
+    scheduler.submit(request)
+    scheduler.step()
+    share = scheduler._admission._kept / 90
     assert 0.1 < share < 0.7
     rows, tokens = 6, int(1.25 * 90 * share) + 1
-    assert batcher._admission.need(request).writing == rows * (tokens + 15) // 16 < whole.writing
+    assert scheduler._admission.need(request).writing == rows * (tokens + 15) // 16 < whole.writing
 
 
 @pytest.mark.slow
 def test_where_four_whole_requests_fit_three_times_as_many_do_at_a_quarter(tiny_llama, tiny_tokenizer):
     """A prompt holds all of itself only while it is read, and one is read at a time."""
     model, draw = model_of("h2o", tiny_llama, None), random.Random(0)
-    pool = ag.Pool(model, 4 * 6 * 22 * ag.Pool(model, 2**14).page_nbytes())
+    pool = ag.Pool(model, 4 * 6 * 22 * ag.Pool(model, 2**14).block_nbytes())
     found = {}
     for name, policy in {"full": ag.policy("full"), "h2o": ag.policy("h2o", 0.25, "every")}.items():
-        batcher, most = Batcher(model, tiny_tokenizer, policy, pool), 0
+        scheduler, most = Scheduler(model, tiny_tokenizer, policy, pool), 0
         for _ in range(14):
-            batcher.submit(Request(tokens=[draw.randrange(6, 128) for _ in range(320)], max_tokens=32))
-        while batcher.busy:
-            batcher.step()
-            most = max(most, len(batcher.snapshot().running))
-        assert batcher.counts.put_back == 0
+            scheduler.submit(Request(tokens=[draw.randrange(6, 128) for _ in range(320)], max_tokens=32))
+        while scheduler.busy:
+            scheduler.step()
+            most = max(most, len(scheduler.snapshot().running))
+        assert scheduler.counts.preempted == 0
         found[name] = most
-    # pages of a row: 22 of 88 whole; at a quarter 6, while 20 are free for the prompt of the last one
+    # blocks of a row: 22 of 88 whole; at a quarter 6, while 20 are free for the prompt of the last one
     assert found == {"full": 4, "h2o": 12}

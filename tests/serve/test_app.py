@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason="needs the server's libraries: pip install
 
 import ag  # noqa: E402
 from ag.errors import UserError  # noqa: E402
-from ag.serve import Batcher, app, endpoints, worker  # noqa: E402
+from ag.serve import Scheduler, app, endpoints, worker  # noqa: E402
 from ag.serve.protocol import NEUTRAL, ChatAsked, CompletionAsked  # noqa: E402
 from ag.serve.start import listen  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer  # noqa: E402
@@ -23,15 +23,15 @@ ASKED = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
 
 
 @pytest.fixture
-def batcher(tiny_llama):
+def scheduler(tiny_llama):
     model = tiny_llama(vocab_size=VOCABULARY)
-    return Batcher(model, byte_tokenizer(), "full", ag.Pool(model, 2**22))
+    return Scheduler(model, byte_tokenizer(), "full", ag.Pool(model, 2**22))
 
 
 @asynccontextmanager
-async def client_of(batcher, api_key=None, **limits):
+async def client_of(scheduler, api_key=None, **limits):
     """A client, and the service that it asks."""
-    service = app.Service(batcher, "tiny", app.Limits(**limits), api_key)
+    service = app.Service(scheduler, "tiny", app.Limits(**limits), api_key)
     made = service.app()
     async with made.router.lifespan_context(made):
         transport = httpx.ASGITransport(made)
@@ -39,7 +39,7 @@ async def client_of(batcher, api_key=None, **limits):
             yield client, service
 
 
-def test_a_batcher_that_fails_is_told_to_all(batcher, monkeypatch, caplog):
+def test_a_scheduler_that_fails_is_told_to_all(scheduler, monkeypatch, caplog):
     """Running answers end by an error, streams too; later requests are refused, and the server is not healthy."""
 
     def broken():
@@ -47,8 +47,8 @@ def test_a_batcher_that_fails_is_told_to_all(batcher, monkeypatch, caplog):
         raise RuntimeError("text of a prompt")
 
     async def work():
-        async with client_of(batcher) as (client, _):
-            monkeypatch.setattr(batcher, "step", broken)
+        async with client_of(scheduler) as (client, _):
+            monkeypatch.setattr(scheduler, "step", broken)
             asked = [client.post("/v1/completions", json=ASKED | {"stream": stream}) for stream in (False, True)]
             whole, stream = await asyncio.gather(*asked)
             return whole, stream, await client.post("/v1/completions", json=ASKED), await client.get("/health")
@@ -61,18 +61,18 @@ def test_a_batcher_that_fails_is_told_to_all(batcher, monkeypatch, caplog):
     assert "RuntimeError at test_app.py:" in caplog.text and "text of a prompt" not in caplog.text
 
 
-def test_an_error_of_one_request_is_its_own(batcher, monkeypatch, caplog):
+def test_an_error_of_one_request_is_its_own(scheduler, monkeypatch, caplog):
     """Of the model, told without its text; the next request is answered."""
-    right = batcher.model.forward
+    right = scheduler.model.forward
 
     def wrong(*args, **told):
         raise KeyError("text of a prompt")
 
     async def work():
-        async with client_of(batcher) as (client, _):
-            monkeypatch.setattr(batcher.model, "forward", wrong)
+        async with client_of(scheduler) as (client, _):
+            monkeypatch.setattr(scheduler.model, "forward", wrong)
             failed = await client.post("/v1/completions", json=ASKED)
-            monkeypatch.setattr(batcher.model, "forward", right)
+            monkeypatch.setattr(scheduler.model, "forward", right)
             return failed, await client.post("/v1/completions", json=ASKED)
 
     failed, answered = asyncio.run(work())
@@ -84,16 +84,16 @@ def test_an_error_of_one_request_is_its_own(batcher, monkeypatch, caplog):
 def test_times_that_are_over(tiny_llama):
     """A request that waited too long is refused, an answer that took too long is cut."""
     model, now = tiny_llama(vocab_size=VOCABULARY, max_position_embeddings=2**14), [0.0]
-    batcher = Batcher(model, byte_tokenizer(), "full", ag.Pool(model, 2**24), batch=1, clock=lambda: now[0])
+    scheduler = Scheduler(model, byte_tokenizer(), "full", ag.Pool(model, 2**24), batch=1, clock=lambda: now[0])
     asked = ASKED | {"max_tokens": 10_000, "logit_bias": {"2": -100}}
 
     async def work():
-        async with client_of(batcher, answer_tokens=10_000, wait_seconds=5, answer_seconds=50) as (client, _):
+        async with client_of(scheduler, answer_tokens=10_000, wait_seconds=5, answer_seconds=50) as (client, _):
             first = asyncio.create_task(client.post("/v1/completions", json=asked))
-            while not batcher.snapshot().running:
+            while not scheduler.snapshot().running:
                 await asyncio.sleep(0.01)
             second = asyncio.create_task(client.post("/v1/completions", json=asked))
-            while not batcher.snapshot().waiting:
+            while not scheduler.snapshot().waiting:
                 await asyncio.sleep(0.01)
             now[0] = 6.0
             waited = await second
@@ -107,14 +107,14 @@ def test_times_that_are_over(tiny_llama):
     assert cut["choices"][0]["finish_reason"] == "length" and 0 < cut["usage"]["completion_tokens"] < 10_000
 
 
-def test_a_stream_that_waits_is_told_so(batcher, monkeypatch):
+def test_a_stream_that_waits_is_told_so(scheduler, monkeypatch):
     """By comments, which clients skip; an answer in one piece waits without them."""
     monkeypatch.setattr(worker, "SILENCE_SECONDS", 0.02)
-    step = batcher.step
-    monkeypatch.setattr(batcher, "step", lambda: (time.sleep(0.1), step()))
+    step = scheduler.step
+    monkeypatch.setattr(scheduler, "step", lambda: (time.sleep(0.1), step()))
 
     async def work():
-        async with client_of(batcher) as (client, _):
+        async with client_of(scheduler) as (client, _):
             asked = [client.post("/v1/completions", json=ASKED | {"stream": stream}) for stream in (False, True)]
             return await asyncio.gather(*asked)
 
@@ -134,7 +134,7 @@ def test_a_port_that_is_taken():
         listen("192.0.2.1", 0)
 
 
-def test_a_body_that_does_not_come(batcher, monkeypatch):
+def test_a_body_that_does_not_come(scheduler, monkeypatch):
     monkeypatch.setattr(endpoints, "BODY_SECONDS", 0.05)
 
     async def slow():
@@ -142,7 +142,7 @@ def test_a_body_that_does_not_come(batcher, monkeypatch):
         await asyncio.sleep(5)
 
     async def work():
-        async with client_of(batcher) as (client, _):
+        async with client_of(scheduler) as (client, _):
             return await client.post("/v1/completions", content=slow(), headers={"Content-Type": "application/json"})
 
     assert asyncio.run(work()).status_code == 408
@@ -151,14 +151,14 @@ def test_a_body_that_does_not_come(batcher, monkeypatch):
 def test_requests_that_come_slowly_are_as_many_as_may_be(tiny_llama):
     """Then others are told so, as by a full queue; whoever only looks is answered."""
     model, released = tiny_llama(vocab_size=VOCABULARY), asyncio.Event()
-    batcher = Batcher(model, byte_tokenizer(), "full", ag.Pool(model, 2**22), queue=2, batch=1)
+    scheduler = Scheduler(model, byte_tokenizer(), "full", ag.Pool(model, 2**22), queue=2, batch=1)
 
     async def slow():
         yield json.dumps(ASKED).encode()
         await released.wait()
 
     async def work():
-        async with client_of(batcher) as (client, service):
+        async with client_of(scheduler) as (client, service):
             headers = {"Content-Type": "application/json"}
             asked = [
                 asyncio.create_task(client.post("/v1/completions", content=slow(), headers=headers)) for _ in range(6)
@@ -187,9 +187,9 @@ def test_requests_that_come_slowly_are_as_many_as_may_be(tiny_llama):
         ],
     ],
 )
-def test_the_scheme_of_a_key_has_no_case(batcher, given, status):
+def test_the_scheme_of_a_key_has_no_case(scheduler, given, status):
     async def work():
-        async with client_of(batcher, api_key="a key") as (client, _):
+        async with client_of(scheduler, api_key="a key") as (client, _):
             return await client.get("/v1/models", headers={"Authorization": given})
 
     assert asyncio.run(work()).status_code == status
@@ -200,8 +200,8 @@ def test_the_scheme_of_a_key_has_no_case(batcher, given, status):
 def test_the_longest_answer_is_the_one_that_is_named(tiny_llama, name, length):
     """Whatever is asked, a refusal names the most that is taken, and its parameter, or a prompt that is too long."""
     model = tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=1, max_position_embeddings=40)
-    batcher = Batcher(model, byte_tokenizer(), "full", ag.Pool(model, 2**20))
-    batcher.tokenizer.chat_template = "{{ messages[0].content }}"
+    scheduler = Scheduler(model, byte_tokenizer(), "full", ag.Pool(model, 2**20))
+    scheduler.tokenizer.chat_template = "{{ messages[0].content }}"
     words, most = "x" * length, min(30, 40 - length)
     text = {"messages": [{"role": "user", "content": words}]} if "chat" in name else {"prompt": words}
     kind, name = "chat/completions" if "chat" in name else "completions", name.rpartition(" ")[2]
@@ -209,7 +209,7 @@ def test_the_longest_answer_is_the_one_that_is_named(tiny_llama, name, length):
     async def work():
         lengths = (10**9, 31, max(most + 1, 1), max(most, 1))
         told = {"model": "tiny", "logit_bias": {"2": -100}} | text  # no end before the last token
-        async with client_of(batcher, answer_tokens=30) as (client, _):
+        async with client_of(scheduler, answer_tokens=30) as (client, _):
             return [await client.post(f"/v1/{kind}", json=told | {name: much}) for much in lengths]
 
     *refused, last = asyncio.run(work())
@@ -223,9 +223,9 @@ def test_the_longest_answer_is_the_one_that_is_named(tiny_llama, name, length):
         assert error["code"] == "context_length_exceeded" or most > 0
 
 
-def test_several_prompts_are_refused_by_their_number(batcher):
+def test_several_prompts_are_refused_by_their_number(scheduler):
     async def work():
-        async with client_of(batcher) as (client, _):
+        async with client_of(scheduler) as (client, _):
             several = ["a", "b"], [[3, 4], [5]]
             told = [await client.post("/v1/completions", json=ASKED | {"prompt": prompt}) for prompt in several]
             one = [await client.post("/v1/completions", json=ASKED | {"prompt": x}) for x in ([3, 4], [[3, 4]])]
@@ -238,28 +238,28 @@ def test_several_prompts_are_refused_by_their_number(batcher):
     assert [answer.json()["choices"] for answer in one] == [one[0].json()["choices"]] * 2
 
 
-def test_an_answer_that_a_stop_text_ended_counts_so(batcher):
+def test_an_answer_that_a_stop_text_ended_counts_so(scheduler):
     """Not as one whose client left; the text of a chat has a refusal, which is none."""
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 90}
     bias = {"logit_bias": {"70": 100}, "stop": [byte_tokenizer().decode([70]) * 3]}
 
     async def work():
-        async with client_of(batcher) as (client, _):
+        async with client_of(scheduler) as (client, _):
             answer = await client.post("/v1/chat/completions", json=asked | bias)
-            while batcher.busy or not batcher.counts.ended:
+            while scheduler.busy or not scheduler.counts.ended:
                 await asyncio.sleep(0.01)
             return answer.json()
 
     [choice] = asyncio.run(work())["choices"]
     assert choice["message"] == {"role": "assistant", "content": "", "refusal": None}
-    assert choice["finish_reason"] == "stop" and batcher.counts.ended == {"stop": 1}
+    assert choice["finish_reason"] == "stop" and scheduler.counts.ended == {"stop": 1}
 
 
-def test_a_model_without_a_template_takes_texts_alone(batcher):
-    batcher.tokenizer.chat_template = None
+def test_a_model_without_a_template_takes_texts_alone(scheduler):
+    scheduler.tokenizer.chat_template = None
 
     async def work():
-        async with client_of(batcher) as (client, _):
+        async with client_of(scheduler) as (client, _):
             asked = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
             return await client.post("/v1/chat/completions", json=asked)
 
@@ -267,15 +267,15 @@ def test_a_model_without_a_template_takes_texts_alone(batcher):
     assert told.status_code == 400 and "/v1/completions" in told.json()["error"]["message"]
 
 
-def test_what_is_never_evicted(batcher, monkeypatch):
+def test_what_is_never_evicted(scheduler, monkeypatch):
     """Spans of a text, the parts of a chat that the client names, and else those of the server."""
-    asked, submit = [], batcher.submit
-    monkeypatch.setattr(batcher, "submit", lambda request, hear: asked.append(request) or submit(request, hear))
+    asked, submit = [], scheduler.submit
+    monkeypatch.setattr(scheduler, "submit", lambda request, hear: asked.append(request) or submit(request, hear))
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     chat = {"model": "tiny", "messages": messages, "max_tokens": 2}
 
     async def work():
-        async with client_of(batcher, protect=("system",)) as (client, _):
+        async with client_of(scheduler, protect=("system",)) as (client, _):
             texts = [{"protect": [[0, 2], [4, 5]]}, {"protect": [[0, 9]]}, {"protect": [[1]]}]
             told = [await client.post("/v1/completions", json=ASKED | more) for more in texts]
             chats = [{}, {"protect": ["template"]}, {"protect": []}, {"protect": ["user"]}]

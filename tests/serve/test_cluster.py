@@ -177,13 +177,13 @@ def test_the_file_for_serve_deploy():
         cluster.app({**application.args, "shear": 0.3})
 
 
-def test_a_replica_whose_batcher_has_failed_is_not_healthy(tiny, tmp_path):
+def test_a_replica_whose_scheduler_has_failed_is_not_healthy(tiny, tmp_path):
     config = resolve(ServeConfig, {"model": str(saved(tiny, tmp_path)), "cluster": "local"})
 
     async def work():
         replica = cluster.Replica(config, {})
         replica.check_health()
-        replica._service.worker.batcher.step = None  # so that the thread ends by an error
+        replica._service.worker.scheduler.step = None  # so that the thread ends by an error
         body = json.dumps({"model": config.name, "prompt": "x"}).encode()
         taken, begun, *_ = [message async for message in replica.ask("/v1/completions", body)]
         assert (taken, begun["status"]) == (None, 503)

@@ -12,10 +12,11 @@ import httpx
 import pytest
 import torch
 
+import ag
+
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
 pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 
-import ag  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer, saved, server  # noqa: E402
 
 TOKENIZER = byte_tokenizer()
@@ -74,7 +75,7 @@ def idle(address):
     while True:
         now = metrics(address)
         states = [now[f'ag_answers{{state="{state}"}}'] for state in ("waiting", "reading", "running")]
-        if sum(states) == 0 and now['ag_pages{state="taken"}'] == now["ag_beginning_pages"]:
+        if sum(states) == 0 and now['ag_blocks{state="taken"}'] == now["ag_prefix_blocks"]:
             return now
         assert time.monotonic() < end
         time.sleep(0.02)

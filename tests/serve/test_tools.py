@@ -10,7 +10,7 @@ pytest.importorskip("openai", reason="needs the server's libraries: pip install 
 pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 
 import ag  # noqa: E402
-from ag.serve import Batcher, app  # noqa: E402
+from ag.serve import Scheduler, app  # noqa: E402
 from ag.serve.detokenizer import Detokenizer  # noqa: E402
 from tests.support.gates_for import gates_for  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer  # noqa: E402
@@ -26,26 +26,27 @@ POLICIES = {
 
 @pytest.fixture
 def asked(tiny_llama):
-    """`asked(bodies, policy, template)`: the answers one after the other, the requests, and the batcher."""
+    """`asked(bodies, policy, template)`: the answers one after the other, the requests, and the scheduler."""
 
     def ask(bodies, policy="full", template=TEMPLATE, **options):
         model = tiny_llama(vocab_size=VOCABULARY, eos_token_id=2, pad_token_id=0)
         if policy == "flags":
             ag.attach(model, gates_for(model, covers="all", scope="causal", recent_tokens=4))
-        batcher, requests = Batcher(model, byte_tokenizer(), ag.policy(policy, **options), ag.Pool(model, 2**22)), []
-        batcher.tokenizer.chat_template = template
-        submit = batcher.submit
-        batcher.submit = lambda request, hear: requests.append(request) or submit(request, hear)
+        pool, requests = ag.Pool(model, 2**22), []
+        scheduler = Scheduler(model, byte_tokenizer(), ag.policy(policy, **options), pool)
+        scheduler.tokenizer.chat_template = template
+        submit = scheduler.submit
+        scheduler.submit = lambda request, hear: requests.append(request) or submit(request, hear)
 
         async def work():
-            made = app.Service(batcher, "tiny", app.Limits()).app()
+            made = app.Service(scheduler, "tiny", app.Limits()).app()
             async with made.router.lifespan_context(made):
                 transport = httpx.ASGITransport(made)
                 async with httpx.AsyncClient(transport=transport, base_url="http://ag") as client:
                     told = {"model": "tiny", "temperature": 0, "max_tokens": 8}
                     return [await client.post("/v1/chat/completions", json=told | body) for body in bodies]
 
-        return asyncio.run(work()), requests, batcher
+        return asyncio.run(work()), requests, scheduler
 
     return ask
 
@@ -164,14 +165,16 @@ def test_turns_whose_thoughts_are_dropped_share_what_is_the_same(asked, name):
     ends = [2, 4, 6]
     bodies = [{"messages": chat[:end], "tools": TOOLS} for end in ends]
     bodies.append({"messages": [*chat, {"role": "user", "content": "Is it windy?"}], "tools": TOOLS})
-    answers, requests, batcher = asked(bodies * 2, policy, **options)
+    answers, requests, scheduler = asked(bodies * 2, policy, **options)
     texts = [said(request) for request in requests]
     assert "<think>I have to look." in texts[1] and "<think>I have to look." not in texts[2]
     for answer, request in zip(answers, requests, strict=True):
         reader = Detokenizer(byte_tokenizer())  # which gives out whole characters
-        expected = "".join(reader.add(token) for token in alone(batcher.model, batcher.policy, request)) + reader.rest()
+        expected = (
+            "".join(reader.add(token) for token in alone(scheduler.model, scheduler.policy, request)) + reader.rest()
+        )
         assert answer.json()["choices"][0]["message"]["content"] == expected
         assert answer.json()["usage"]["prompt_tokens"] == len(request.tokens)
     shared = len("tool: rain\nsystem: ") + len(system["content"])
-    assert shared > 64 and batcher.counts.reused >= 6 * (shared // 16 * 16)
-    assert batcher.counts.prompts + batcher.counts.reused == sum(len(request.tokens) for request in requests)
+    assert shared > 64 and scheduler.counts.reused >= 6 * (shared // 16 * 16)
+    assert scheduler.counts.prompts + scheduler.counts.reused == sum(len(request.tokens) for request in requests)

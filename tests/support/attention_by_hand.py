@@ -9,7 +9,8 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Keys, Observation, Queries
+from ag.engine.observe import Observation
+from ag.engine.shown import Keys, Queries
 from ag.kernels.softmax import PLAIN, Softmax
 from tests.support.bounds import ROUNDINGS, conditioned, hold
 

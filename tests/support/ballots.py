@@ -62,9 +62,16 @@ class Scripted(Decision):
                 for g, tokens in enumerate(held[index]):
                     flags = keep[0, g].tolist()
                     assert not any(flags[len(tokens) :])
-                    held[index][g] = [t for t, flag in zip(tokens, flags, strict=False) if flag]
+                    held[index][g] = closed_up(tokens, flags)
             watch(held)
-        return held
+        return [[sorted(tokens) for tokens in heads] for heads in held]
+
+
+def closed_up(tokens: list[int], keep: Sequence[bool]) -> list[int]:
+    """The tokens of slots after compaction: holes are filled by the last ones that stay, the last of these last."""
+    count = sum(keep)
+    movers = iter([t for t, stays in zip(tokens[count:], keep[count:], strict=False) if stays])
+    return [t if stays else next(movers) for t, stays in zip(tokens[:count], keep, strict=False)]
 
 
 def best(ballot: Ballot, g: int, count: int) -> list[int]:

@@ -47,6 +47,6 @@ def step(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def columns(cache: Any) -> list[list[list[list[int]]]]:
-    """The columns that are held, by layer, sequence and head."""
-    layers = range(len(cache.evicting_layers))
+    """The tokens that are held, by layer, sequence and head."""
+    layers = range(len(cache.layers))
     return [[[head.tolist() for head in heads] for heads in cache.kept_positions(i)] for i in layers]

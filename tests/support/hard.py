@@ -60,11 +60,11 @@ def check_gated_attention(
         hold(got, want, name=part)
 
 
-def check_columns(
-    columns: Callable[..., Tensor], reference: Callable[..., Tensor], name: str, length: int, **options: int
+def check_stats(
+    stats: Callable[..., Tensor], reference: Callable[..., Tensor], kind: str, name: str, length: int
 ) -> None:
-    """Hold column sums or maxima to float64."""
+    """Hold what queries pay each key to float64."""
     q, k, *_ = hard(name, length)
-    queries = torch.ones(1, length, dtype=torch.bool)
-    want = reference(bounded(q), bounded(k), SCALING, queries, **options)
-    hold(columns(q, k, SCALING, queries, **options), want)
+    ranks = torch.arange(length)[None]
+    want = reference(kind, bounded(q), bounded(k), ranks, ranks[None], SCALING)
+    hold(stats(kind, q, k, ranks, ranks[None], SCALING), want)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import ag
+from ag.engine.kv_store import KVStore
+from ag.engine.layer import Layer
 from ag.engine.policy import Policy
-from ag.engine.store import PagedStore
 from ag.model.hooks import AttentionCall
 from tests.support.bounds import hold, of_pass
 from tests.support.dense import masked
@@ -24,10 +25,19 @@ from tests.support.dense import masked
 
 @dataclass
 class Arrival:
-    """Tokens that came to a layer: their ranks by sequence; what each head held with them, ranks too."""
+    """Tokens that came to a layer: their ranks by sequence, and what each head held with them and lets queries see."""
 
     new: list[list[int]]
-    held: list[list[list[int]]]
+    held: list[list[list[int]]]  # ranks by sequence and head
+    open: list[list[set[int]]]  # of these, those that queries see whatever their distance, by sequence and head
+    near: int | None  # newest tokens, its own included, that a query sees of the others; None: all
+
+    def seen(self, row: int, head: int, query: int) -> list[int]:
+        """Ranks that a query sees of what its head held."""
+        open_, near = self.open[row][head], self.near
+        return [
+            t for t in {*self.held[row][head], query} if t <= query and (near is None or query - t < near or t in open_)
+        ]
 
 
 @dataclass
@@ -46,38 +56,50 @@ class Run:
         for arrival in self.arrivals[layer]:
             for query in arrival.new[row]:
                 for head in range(heads):
-                    seen[head, query, [t for t in {*arrival.held[row][head], query} if t <= query]] = True
+                    seen[head, query, arrival.seen(row, head, query)] = True
         return seen
 
 
-def contents(store: Any) -> list[list[list[int]]]:
-    """Ranks that a store holds, by sequence and head."""
-    rows = [ranks.tolist() for ranks in store.kept()]
-    return [rows[i : i + store.kv_heads] for i in range(0, len(rows), store.kv_heads)]
+def contents(cache: Any, layer: int) -> list[list[list[int]]]:
+    """Ranks that a layer holds for later queries, by sequence and head."""
+    return [[head.tolist() for head in heads] for heads in cache.kept_positions(layer)]
+
+
+def everything(cache: Any) -> list[list[list[list[int]]]]:
+    """Ranks that a cache holds for later queries, by layer, sequence and head."""
+    return [contents(cache, layer) for layer in range(len(cache.layers))]
 
 
 @contextmanager
 def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
-    """Record every arrival of tokens at the stores of a cache."""
+    """Record every arrival of the text's tokens at the layers of a cache; a repetition of a prompt is none."""
     arrivals: list[list[Arrival]] = [[] for _ in cache.layers]
-    append = PagedStore.append
+    attend = Layer._attend
 
-    def recording(
-        store: PagedStore, k: Tensor, v: Tensor, ranks: Tensor, keep: Tensor | None, *others: Any, **more: Any
-    ) -> None:
-        append(store, k, v, ranks, keep, *others, **more)
-        if cache.reread is not None and cache.reread.active:  # kvzip's, of which nothing stays
-            return
-        layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
-        real = torch.ones_like(ranks, dtype=torch.bool) if keep is None else keep[:, 0]
-        new = [r[flags].tolist() for r, flags in zip(ranks, real, strict=True)]
-        arrivals[layer].append(Arrival(new, contents(store)))
+    def recording(layer: Layer, call: Any, batch: Any, store: KVStore, *others: Any) -> Any:
+        here = batch is cache.batch  # and no repetition of kvzip's, of which nothing stays
+        if here and any(layer is part for part in cache.layers):
+            new = [[rank for rank in ranks if rank >= 0] for ranks in batch.ranks.tolist()]
+            arrivals[layer.index].append(arrived(layer, new, batch, store))
+        return attend(layer, call, batch, store, *others)
 
-    PagedStore.append = recording  # type: ignore[method-assign, assignment]
+    Layer._attend = recording  # type: ignore[method-assign, assignment]
     try:
         yield arrivals
     finally:
-        PagedStore.append = append  # type: ignore[method-assign]
+        Layer._attend = attend  # type: ignore[method-assign]
+
+
+def arrived(layer: Layer, new: list[list[int]], batch: Any, store: KVStore) -> Arrival:
+    """What a layer holds as its queries attend."""
+    index, ranks = store.ledger(layer.index)
+    held = [[sorted(t for t in head.tolist() if t >= 0) for head in heads] for heads in ranks]
+    dense = batch.is_prefill and layer.gates is not None and layer.gates.config.prefill == "dense"
+    if layer.flagged is None or dense:
+        return Arrival(new, held, [[set() for _ in heads] for heads in held], None)
+    flags = store.pool.gate(torch.bool).flatten()[index] & (ranks >= 0)
+    open_ = [[{*ranks[b, h][flags[b, h]].tolist()} for h in range(len(held[b]))] for b in range(len(held))]
+    return Arrival(new, held, open_, layer.flagged)
 
 
 def run(
@@ -118,7 +140,7 @@ def feed(
             mask, done = torch.cat([mask, flags], 1), [d + n for d, n in zip(done, lengths, strict=True)]
             positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -longest:]
             outs.append(model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
-            result.held.append([contents(layer.store) for layer in cache.evicting_layers])
+            result.held.append(everything(cache))
     result.logits = [row[flags] for row, flags in zip(torch.cat(outs, 1), mask.bool(), strict=True)]
     return result
 
@@ -157,8 +179,8 @@ def observed_calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[Atte
     attend: Callable[[ag.EvictionCache, AttentionCall], Tensor] = ag.EvictionCache.attend
 
     def recorded(self: ag.EvictionCache, call: AttentionCall) -> Tensor:
-        assert self.text.now is not None
-        calls[call.layer].append((call, self.text.now.real))
+        assert self.batch is not None
+        calls[call.layer].append((call, self.batch.ranks >= 0))
         return attend(self, call)
 
     monkeypatch.setattr(ag.EvictionCache, "attend", recorded)

@@ -1,4 +1,4 @@
-"""Requests to a batcher, and what each would be answered alone."""
+"""Requests to a scheduler, and what each would be answered alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 import ag
-from ag.serve import Batcher, Request, Stream
+from ag.serve import Request, Scheduler, Stream
 
 
 def text(draw: random.Random, length: int) -> list[int]:
@@ -28,10 +28,10 @@ def alone(model: PreTrainedModel, policy: Any, request: Request) -> list[int]:
     return answer
 
 
-def finish(batcher: Batcher, steps: int = 9000) -> None:
+def finish(scheduler: Scheduler, steps: int = 9000) -> None:
     """Step until nothing is left to do."""
-    while batcher.busy:
-        batcher.step()
+    while scheduler.busy:
+        scheduler.step()
         steps -= 1
         assert steps
 

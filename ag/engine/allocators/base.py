@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ag.engine.observe import Observation
-from ag.engine.select import best, closing_order, select, select_over_heads, standings
-from ag.kernels.row_worst import NOT_FINITE, OVER, row_going, row_worst
-from ag.kernels.row_worst.reference import Going, Worst
+from ag.engine.select import best, filling_order, select, select_over_heads, standings
 from ag.stateful import Attributes
 
 BY_TOKEN = ("score", "protected", "second", "standing")  # what a ballot has of each token
@@ -37,7 +34,6 @@ class Ballot:
         first_share: share of a head's tokens that ``score`` decides over, where there are two.
         everyone: whether the host knows that all sequences are due.
         ranks: ``[B, Hkv, N]`` long, in whose order tokens with equal scores are kept; None: they lie in that order.
-        closing: returns which slots ``[B, Hkv, N']`` the slots of a row are filled from once a mask alone is held.
     """
 
     score: Tensor
@@ -51,12 +47,6 @@ class Ballot:
     first_share: float = 1.0
     everyone: bool = False
     ranks: Tensor | None = None
-    closing: Callable[[Tensor], Tensor] = closing_order
-
-    @cached_property
-    def worst(self) -> Worst:
-        """The token that would go first from each head, and how many there are."""
-        return row_worst(self.score, self.protected, self.valid, self.ranks)
 
     @cached_property
     def order(self) -> Tensor | None:
@@ -64,14 +54,29 @@ class Ballot:
         return None if self.ranks is None else self.ranks.argsort(-1)
 
     @cached_property
+    def competing(self) -> Tensor:
+        """``[B, Hkv, N]`` bool, tokens whose scores decide."""
+        return self.valid & ~self.protected
+
+    @cached_property
+    def finite(self) -> Tensor:
+        """``[B]`` bool, sequences whose scores that decide are finite numbers."""
+        return (torch.isfinite(self.score) | ~self.competing).flatten(1).all(1)
+
+    @cached_property
+    def held(self) -> Tensor:
+        """Tokens of each row, ``[B, Hkv]`` long."""
+        return self.valid.sum(-1)
+
+    @cached_property
     def fixed(self) -> Tensor:
         """Protected tokens of a KV head, ``[B]`` long, the most over heads."""
-        return self.worst.fixed.amax(1)
+        return (self.held - self.competing.sum(-1)).amax(1)
 
     @cached_property
     def rivals(self) -> Tensor:
         """Tokens of a KV head that compete, ``[B]`` long, the most over heads."""
-        return (self.worst.held - self.worst.fixed).amax(1)
+        return self.competing.sum(-1).amax(1)
 
     @cached_property
     def over(self) -> Tensor:
@@ -81,12 +86,12 @@ class Ballot:
     @property
     def tight(self) -> Tensor:
         """``[B]`` bool, those of them of which something has to go now."""
-        return self.due & self.over & (self.worst.held.amax(1) > self.capacity)
+        return self.due & self.over & (self.held.amax(1) > self.capacity)
 
     @cached_property
     def standing(self) -> Tensor:
         """Where each rival stands in its head, 0 for the best."""
-        return standings(self.score, self.valid & ~self.protected, self.order)
+        return standings(self.score, self.competing, self.order)
 
     def exempting(self, keep: Tensor) -> Tensor:
         """Return a mask ``[B, Hkv, N]`` that keeps all of the sequences that are not due."""
@@ -108,26 +113,19 @@ class Ballot:
         keep = select_over_heads(self.score, self.protected, self.valid, self.capacity, floor, total, self.order)
         return self.as_many(self.exempting(keep))
 
-    def going(self, keep: Tensor, most: int) -> Tensor:
-        """Return the slots ``[B, Hkv, most]`` int32 of what ``keep`` leaves out, which is no more; -1 for none."""
-        slots = torch.arange(keep.shape[-1], dtype=torch.int32, device=keep.device)
-        gone = torch.where(self.valid & ~keep, slots, -1)
-        return F.pad(gone, (0, max(0, most - keep.shape[-1])), value=-1).topk(most, -1, sorted=False).values
-
     def as_many(self, keep: Tensor) -> Tensor:
         """Return as many tokens of each head as ``keep`` ``[B, Hkv, N]`` has, which one score chose, by both scores."""
         return keep if self.second is None else self.keep_heads(keep.sum(-1))
 
     def after(self, keep: Tensor) -> Ballot:
-        """Return this ballot restricted to ``keep``, closed up as the store closes a prompt up."""
-        order = self.closing(keep)
+        """Return this ballot restricted to ``keep``, its tokens where compaction puts them."""
+        order = filling_order(keep)
         parts = {name: x.gather(-1, order) for name, x in vars(self).items() if name in BY_TOKEN and x is not None}
         standing = parts.pop("standing", None)
         ranks = self.ranks
-        if ranks is None and self.closing is not closing_order:  # so far they lay in order
+        if ranks is None:  # so far they lay in order
             ranks = torch.arange(keep.shape[-1], device=keep.device).expand_as(keep)
-        ranks = None if ranks is None else ranks.gather(-1, order)
-        left = replace(self, **parts, valid=keep.gather(-1, order), ranks=ranks)
+        left = replace(self, **parts, valid=keep.gather(-1, order), ranks=ranks.gather(-1, order))
         if standing is not None:
             left.standing = standing  # no worse one moves up
         return left
@@ -231,27 +229,6 @@ class Allocator(ABC):
     def keep_later(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> Tensor:
         """Return the mask ``[B, Hkv, N]`` of what stays of a layer while decoding."""
         return ballot.keep(budgets.settled[layer])
-
-    def step(self, layer: int, ballot: Ballot, budgets: LayerBudgets, going: Going) -> None:
-        """Write down what goes of a layer where one token came to each head since the last decision.
-
-        The same operations at each step, for which the host does not wait.
-
-        Args:
-            layer: index of the layer.
-            ballot: what it brings; all sequences are due.
-            budgets: what the layers got.
-            going: gets the slots ``[B, Hkv, V]``, V being 1, or Hkv where heads compete; and what was found.
-        """
-        if not self.compares_heads and ballot.second is None:
-            budget = budgets.settled[layer]
-            row_going(ballot.score, ballot.protected, ballot.valid, ballot.ranks, budget, going)
-            return
-        worst, fixed = ballot.worst, ballot.fixed
-        found = ~worst.finite * NOT_FINITE + (fixed > ballot.capacity)[:, None] * OVER
-        going.found.bitwise_or_(found.to(torch.uint8))
-        ballot.capacity = ballot.capacity.maximum(fixed)
-        going.slots.copy_(ballot.going(self.keep_later(layer, ballot, budgets), going.slots.shape[-1]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,7 @@ class Global(Allocator):
 
 
 def _order(votes: list[Ballot], device: torch.device) -> Tensor | None:
-    """Return the slots ``[B, 1, N]`` of all layers in the order of layers, heads and ranks; None: as they lie."""
+    """Return the slots ``[B, 1, N]`` of all layers in the order of layers, heads and ranks; None means as they lie."""
     if all(vote.ranks is None for vote in votes):
         return None
     parts, first = [], 0

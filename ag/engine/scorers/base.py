@@ -35,7 +35,7 @@ class Needs:
 
     Attributes:
         lookback: earlier queries that a decision needs beside the new ones.
-        observers: width of the observation window, in which an allocator may measure too; None: there is none.
+        observers: width of the observation window, in which an allocator may measure too; None means no window.
         every_query: whether it has to see every query, also when nothing is evicted.
         rows: whether it reads attention weights, which a single query's attention then keeps.
         precise: whether its score is made of differences, which the rounding of float32 logits shows in.
@@ -110,7 +110,7 @@ class Scorer(ABC):
 
     @property
     def rereader(self) -> Rereader | None:
-        """The scorer that asks for a prompt to be reread, after which it is evicted once; None: it is read once."""
+        """The scorer that lets the model repeat a prompt, which is evicted once after it; None means that none does."""
         return None
 
     def note(self, seen: Observation, records: Records) -> None:
@@ -137,7 +137,7 @@ class Scorer(ABC):
     def second(self, seen: Observation, score: Tensor) -> tuple[Tensor, float] | None:
         """Return another score ``[B, Hkv, N]``, and the share of a head's tokens that ``score`` decides over.
 
-        The other one decides over the rest. How many tokens a head gets is decided by ``score``. None: it is alone.
+        The other one decides over the rest. How many tokens a head gets is decided by ``score``. None means no other.
         """
         return None
 
@@ -218,7 +218,7 @@ def pooled(values: Tensor, inside: Tensor, kernel: int, kind: str, order: Tensor
 
     Both kinds have stride 1 and padding ``kernel // 2``; ``avg`` divides by ``kernel`` at the edges too, as torch
     does by default and the papers' codes therefore do. Neighbours are those of the ``order`` of slots ``[B, Hkv, N]``;
-    None: as they lie.
+    None means as they lie.
     """
     if order is not None:
         order = order.repeat_interleave(values.shape[1] // order.shape[1], 1)
@@ -231,7 +231,7 @@ def pooled(values: Tensor, inside: Tensor, kernel: int, kind: str, order: Tensor
 
 
 class Rereader(Scorer):
-    """A scorer that measures what the model looks at when it repeats the prompt; see :mod:`ag.engine.reread`.
+    """A scorer that measures what the model looks at when it repeats the prompt; see :mod:`ag.engine.reconstruction`.
 
     Attributes:
         sinks: first tokens, which are in every softmax and are not repeated.

@@ -28,10 +28,10 @@ class Gates(Scorer):
     al. 2025, ngocbh/trimkv).
 
     Attributes:
-        sinks: first tokens that stay; None: as many as every query saw in training, ``gate.sink_tokens``.
-        recent: newest tokens that stay; None: ``recent_share`` of the budget says how many, and at most what the sinks
-            leave of it.
-        recent_share: of the budget; None: ``trained_recent``, but at most a quarter of it.
+        sinks: first tokens that stay; None means as many as every query saw in training, ``gate.sink_tokens``.
+        recent: newest tokens that stay; None means that ``recent_share`` of the budget says how many, and at most what
+            the sinks leave of it.
+        recent_share: of the budget; None means ``trained_recent``, but at most a quarter of it.
         trained_recent: as many tokens of the prompt as the first query behind it saw in training, which is
             ``gate.recent_tokens`` less its own; taken from the gates. The flags keep these too.
         trained_sinks: ``gate.sink_tokens``, taken from the gates.

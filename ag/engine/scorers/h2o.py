@@ -24,7 +24,7 @@ class H2O(RowScorer):
 
     Attributes:
         recent: newest tokens that stay: a number, or a share of the budget.
-        window: count only this many of the prompt's last queries; None: all.
+        window: count only this many of the prompt's last queries; None means that all count.
         normalize: ``count`` divides by the number of counting queries that saw the key; as published it is not.
     """
 

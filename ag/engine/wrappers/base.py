@@ -61,7 +61,7 @@ class Wrapper(Scorer):
 
     @property
     def rereader(self) -> Rereader | None:
-        """The inner scorer, where it rereads."""
+        """The inner scorer, where it lets the model repeat the prompt."""
         return self.inner.rereader
 
     def with_tokenizer(self, tokenizer: Any) -> Self:

@@ -91,7 +91,7 @@ def one_by_one(
         valid: ``[B, Hkv, N]`` bool, the tokens held at first.
         protected: ``[B, Hkv, N]`` bool, those that stay.
         capacity: ``[B]`` long.
-        places: ``[B, Hkv, N]`` long, slots in the order in which those with equal scores go; None: as they lie.
+        places: ``[B, Hkv, N]`` long, slots in the order in which those with equal scores go; None means as they lie.
     """
     held, order = valid.clone(), torch.zeros_like(valid, dtype=torch.long)
     surplus = (valid.sum(-1) - capacity[:, None]).clamp_min(0)

@@ -13,26 +13,61 @@ from ag.engine.observe import Observation
 from ag.engine.records import Records
 from ag.engine.rows import FUSED, AttentionRows, Statistic
 from ag.engine.scorers.base import Needs, RowScorer, grouped
+from ag.engine.values import Values
 from ag.engine.wrappers.base import Wrapper
 from ag.errors import UserError, require
 
 
 def value_error(rows: AttentionRows) -> Tensor:
     """``A^2 ||v_p||^2``, the squared change of the output when the value becomes 0."""
-    return rows.statistic("value")
+    return rows.pairs(lambda a, s, values: a.square() * _norms(a, values))
 
 
 def key_error(rows: AttentionRows) -> Tensor:
     """``A^2 s^2 ||v_p - o_i||^2``, when the logit becomes 0 (first order)."""
-    return rows.statistic("key")
+    return rows.pairs(lambda a, s, values: differences(a, values)[0].mul_((a * s).square_()))
 
 
 def joint_error(rows: AttentionRows) -> Tensor:
     """``A^2 ||(1 + s) v_p - s o_i||^2``, when both do (first order; the cross term has the factor +2)."""
-    return rows.statistic("joint")
+
+    def error(a: Tensor, s: Tensor, values: Values) -> Tensor:
+        apart, along = differences(a, values)
+        moved = apart.mul_(s).add_(along, alpha=2.0).mul_(s).add_(_norms(a, values))  # ||v + s (v - o)||^2
+        return moved.clamp_min_(0.0).mul_(a).mul_(a)
+
+    return rows.pairs(error)
 
 
-FUSED.update({value_error: "value", key_error: "key", joint_error: "joint"})
+def _norms(a: Tensor, values: Values) -> Tensor:
+    """Return ``||v||^2`` as weights ``[B, H, w, N]`` meet it."""
+    return values.norms.repeat_interleave(a.shape[1] // values.norms.shape[1], 1)[:, :, None]
+
+
+def differences(a: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+    """Return ``||v_p - o_i||^2`` and ``<v_p, v_p - o_i>``, ``[B, H, w, N]`` each, where ``o_i = sum_p a_ip v_p``.
+
+    Both are expanded, so that each pair costs one product of vectors. Where attention is sharp, the output is close to
+    the value of the key with the largest weight, and the expansion would cancel. The difference of these two is
+    therefore summed over the other keys: ``v_p - o_i = sum_(q != p) a_iq (v_p - v_q)``.
+    """
+    shape, v = a.shape, values.centred
+    a = a.reshape(len(v), v.shape[1], -1, shape[-1])  # [B, Hkv, G w, N]
+    top, index = a.max(-1, keepdim=True)
+    others = a.scatter(-1, index, 0.0)
+    mix = others @ v
+    nearest = v.gather(2, index.expand(*index.shape[:3], v.shape[-1]))
+    difference = others.sum(-1, keepdim=True) * nearest - mix
+    o = top * nearest + mix
+    dots = o @ v.mT
+    apart = (values.spread[:, :, None] - 2 * dots).add_(o.square().sum(-1, keepdim=True)).clamp_min_(0.0)
+    along = values.along[:, :, None] - dots.add_(o @ values.centre.mT)
+    apart.scatter_(-1, index, difference.square().sum(-1, keepdim=True))
+    along.scatter_(-1, index, (difference * (nearest + values.centre)).sum(-1, keepdim=True))
+    return apart.view(shape), along.view(shape)
+
+
+FUSED[value_error] = "squares"
 
 
 @dataclass(frozen=True)

@@ -277,7 +277,7 @@ class PromptTask(Task):
                 last = asked(cache, last)
                 twin = None if full is None else copy.deepcopy(cache)
                 score, tags = self.answer(model, tokenizer, cache, last, sample)
-                seconds = time.perf_counter() - start + sum(layer.scoring_seconds for layer in cache.evicting_layers)
+                seconds = time.perf_counter() - start + cache.scoring_seconds
                 over = bool(cache.over_budget.any())
                 if full is not None and twin is not None:
                     tags = {**tags, **distance(full.divergence(Likely.of(model, twin, last, given)))}

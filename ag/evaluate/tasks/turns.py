@@ -168,7 +168,7 @@ class Turns(Haystack):
                 held, over = (cache.kept_share(), cache.nbytes), bool(cache.over_budget.any())
                 start = time.perf_counter()
                 likely = self._likely(model, cache, sample)
-                seconds = time.perf_counter() - start + sum(layer.scoring_seconds for layer in cache.evicting_layers)
+                seconds = time.perf_counter() - start + cache.scoring_seconds
                 score, tags = _graded(sample, likely)
                 tags |= distance(full.divergence(likely))
                 yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags, over)

@@ -118,8 +118,6 @@ class Worked(Task):
 
 def held(cache: EvictionCache, place: int) -> tuple[int, float, int]:
     """Return of one sequence of a cache the tokens seen, the share of their entries that is held, and its bytes."""
-    stores = [layer.store for layer in cache.evicting_layers if layer.store is not None]
-    own = [int(store.lengths.view(-1, store.kv_heads)[place].sum()) for store in stores]
-    sizes = [store.nbytes * mine / max(int(store.lengths.sum()), 1) for store, mine in zip(stores, own, strict=True)]
-    seen = int(cache.valid[place].sum())
-    return seen, sum(own) / (seen * sum(store.kv_heads for store in stores)), round(sum(sizes))
+    seen, tokens = int(cache.valid[place].sum()), cache.held_tokens()  # by sequence and layer
+    share = float(tokens[place].sum() / tokens.sum()) if bool(tokens.any()) else 0.0
+    return seen, float(tokens[place].mean()) / seen, round(cache.nbytes * share)

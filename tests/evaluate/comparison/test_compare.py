@@ -131,10 +131,11 @@ def test_other_settings_are_other_cells(config):
 @pytest.mark.slow
 def test_codes_are_lines_of_their_own(config, quiet):
     """Beside the others, whose cells stay what they were."""
-    asked = config(policies=["full", "tova"], budgets=[0.5], kv_dtypes=["float", "int8"])
+    longer = {"ppl": {"prompt": 66, "continuation": 8}}  # of which half is fewer blocks, also with a spare one
+    asked = config(policies=["full", "tova"], budgets=[0.5], kv_dtypes=["float", "int8"], task_options=longer)
     cells = {cell.label: cell for cell in list_cells(asked)}
     assert [*cells] == ["full", "full int8", "tova", "tova int8"]
-    assert {cells["full"].key, cells["tova"].key} <= {cell.key for cell in list_cells(config())}
+    assert {cells["full"].key, cells["tova"].key} <= {cell.key for cell in list_cells(config(task_options=longer))}
     comparison = compare(asked, quiet)
     found = {result.summary.label: result for result in comparison.results}
     assert found["tova int8"].summary.policy == "ag.policy('tova', budget=0.5, kv_dtype='int8')"

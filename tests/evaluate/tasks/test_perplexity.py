@@ -12,6 +12,7 @@ from ag.errors import UserError
 from ag.evaluate.tasks import make
 from ag.evaluate.tasks.perplexity import first_tokens
 from ag.gates.gating import Gating
+from tests.support.blocks import slots
 from tests.support.bounds import hold, of_nats
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
@@ -114,7 +115,7 @@ def test_a_stream_keeps_its_size(tiny_llama, tiny_tokenizer, write, step_by_step
     [(_, outcome)] = task.run(model, tiny_tokenizer, [policy], task.load(tiny_tokenizer, 1, 512).samples)
     assert outcome.tags["held@end"] == pytest.approx(20 / 114)
     assert outcome.kept == pytest.approx(np.mean([20 / len(seen) for seen in passes(50, 114, policy.steps)]))
-    assert outcome.kv_bytes <= SLOT * 3 * 2 * (20 + 16)
+    assert outcome.kv_bytes <= (SLOT + 4) * 3 * 2 * slots(50, 20)
     if policy.steps == 1:
         ids = tiny_tokenizer(TEXTS[0])["input_ids"]
         nats = step_by_step(model, ag.EvictionCache(model, policy), ids[:50], ids[50:114])

@@ -1,0 +1,88 @@
+"""What a policy needs of a model and its gates before a cache can be made, and what two caches need to be one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ag.engine.policy import Policy
+from ag.errors import UserError
+from ag.gates.attach import alike, attached_gates, check_geometry, move_to_layers
+from ag.gates.gate import AttentionGates
+from ag.model.hooks import device_of
+from ag.model.projection import output_projection
+from ag.model.support import check_ranks, check_rotations
+
+if TYPE_CHECKING:
+    from ag.engine.forward import Forward
+
+
+def attached(model: nn.Module, wanting: Policy) -> AttentionGates:
+    """Return the gates attached to a model, for a policy that names none."""
+    gates = attached_gates(model)
+    if gates is None:
+        spec = wanting.spec
+        raise UserError(
+            f"Policy '{spec}': no gates are attached; call ag.attach(model, gates) or name {spec.scorer}:PATH."
+        )
+    return gates
+
+
+def fitted(model: nn.Module, gates: AttentionGates, wanting: Policy) -> Policy:
+    """Put gates beside the layers of a model, and return the policy as they were trained."""
+    check_geometry(model, gates)
+    if gates.adapter is not None:
+        gates.adapter.check(model, times=1)
+    move_to_layers(model, gates)
+    if gates.config.scope == "prompt" and wanting.block is not None:
+        raise UserError(
+            f"{wanting!r}: gates of gate.scope=prompt read a prompt in one forward pass; use the schedule prefill, or "
+            "gates of gate.scope=causal."
+        )
+    return wanting.trained_with(gates)
+
+
+def check_needs(wanting: Policy, decoder: Any) -> None:
+    """Refuse a model on several devices, and one that does not show what the scorer of a policy asks for."""
+    devices = sorted({str(device_of(layer)) for layer in decoder.layers})
+    if len(devices) > 1:
+        raise UserError(
+            f"EvictionCache: layers of the model lie on {', '.join(devices)}: expected one device, as one pool holds "
+            "the keys and values of all layers; load the model onto one."
+        )
+    if wanting.scorer is None:
+        return
+    if wanting.rereads:
+        check_ranks(decoder, repr(wanting))
+    if wanting.scorer.needs.rotations:
+        check_rotations(decoder, repr(wanting), "Use another policy.")
+    for layer in decoder.layers if wanting.scorer.needs.output_projection else ():
+        output_projection(layer.self_attn)
+
+
+def check_add(cache: Forward, other: Forward) -> None:
+    """Refuse a cache whose sequences cannot be appended."""
+    same = (
+        ("model", cache.decoder is other.decoder),
+        ("policy", cache.policy == other.policy),
+        ("gates", alike(cache.gates, other.gates)),
+        ("pool", cache.pool is other.pool),
+    )
+    for what, fits in same:
+        if not fits:
+            raise UserError(
+                f"add: the caches ({cache.policy!r} and {other.policy!r}) do not have the same {what}: expected two of "
+                "one model, policy and gates, made with the same pool=ag.Pool(model, nbytes)."
+            )
+    if other is cache or not len(other.sequences):
+        raise UserError("add: expected another cache that has read its prompt; read it first.")
+    for each in (cache, other):
+        check_ranks(each.decoder, "add")
+        each.check_whole()
+        each.sequences.check_by_rank("add")
+        if len(each.sequences) and not each.sequences.ready:
+            raise UserError(
+                f"add: {each.sequences.num_tokens.tolist()} of {each.sequences.prompt_len.tolist()} tokens of prompts "
+                "were read so far: expected all; add the cache after them."
+            )

@@ -1,0 +1,81 @@
+"""The decoding loop of ``model.generate`` by recorded steps."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from ag.engine.cache import EvictionCache
+from ag.engine.step_runner import StepRunner
+from ag.errors import UserError
+from ag.model.hooks import interceptor_in
+
+
+@torch.no_grad()
+def decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: BaseStreamer | None = None,
+    **prepared: Any,
+) -> Tensor:
+    """Generate greedily or by chance, by a :class:`StepRunner`: for ``model.generate(custom_generate=decode, ...)``.
+
+    Args:
+        model: that generates.
+        input_ids: ``[B, T]``, the text so far.
+        logits_processor: what transformers changes scores by, such as a temperature.
+        stopping_criteria: say which sequences have ended.
+        generation_config: as transformers completed it.
+        streamer: is shown each new token.
+        prepared: what transformers prepared for the model: the cache, of whose text what it has seen is not read again,
+            and an ``attention_mask`` ``[B, T]`` where something is masked.
+
+    Returns:
+        The text ``[B, T + n]``; behind the end of a sequence padding.
+    """
+    cache = interceptor_in(prepared)
+    if not isinstance(cache, EvictionCache):
+        raise UserError("custom_generate=decode: no ag.EvictionCache came with it; give past_key_values=cache.")
+    mode = generation_config.get_generation_mode(prepared.get("assistant_model")).value
+    refused = {
+        f"{mode} (such as num_beams={generation_config.num_beams})": mode not in ("greedy_search", "sample"),
+        "return_dict_in_generate=True": generation_config.return_dict_in_generate,
+        "inputs_embeds": prepared.get("inputs_embeds") is not None,
+    }
+    for what, given in refused.items():
+        if given:
+            raise UserError(f"custom_generate=decode does no {what}: leave custom_generate out.")
+    mask, step, new = prepared.get("attention_mask"), StepRunner(model, cache), slice(cache.get_seq_length(), None)
+    logits = model(
+        input_ids=input_ids[:, new],
+        attention_mask=mask,
+        position_ids=None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)[:, new],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits[:, -1]
+    padding: Tensor | None = generation_config._pad_token_tensor
+    going = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    while True:
+        scores: Any = logits_processor(cast("Any", input_ids), logits.float())
+        by_chance = generation_config.do_sample
+        tokens = torch.multinomial(scores.softmax(-1), 1)[:, 0] if by_chance else scores.argmax(-1)
+        if padding is not None:
+            tokens = tokens.where(going, padding.to(tokens.device))
+        input_ids = torch.cat([input_ids, tokens[:, None]], 1)
+        if streamer is not None:
+            streamer.put(tokens.cpu())
+        going = going & ~stopping_criteria(cast("Any", input_ids), scores)
+        if not bool(going.any()):
+            break
+        logits = step(tokens[:, None])
+    if streamer is not None:
+        streamer.end()
+    return input_ids

@@ -1,0 +1,123 @@
+"""Read-only queries about the contents of a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ag.engine.block_pool import BlockPool
+from ag.engine.evictor import Evictor
+from ag.engine.kv_store import KVStore
+from ag.engine.layer import Layer
+from ag.engine.policy import Policy
+from ag.engine.report import Report
+from ag.engine.sequences import SequenceState
+
+
+class Held:
+    """The side of :class:`ag.engine.cache.EvictionCache` that is read.
+
+    A token counts as held if some later query may see it; the tokens of the last pass may be taken back. The memory of
+    what left a sliding window, or is neither flagged by a gate nor recent, is freed a few tokens later.
+    """
+
+    policy: Policy
+    decoder: Any
+    pool: BlockPool
+    store: KVStore
+    sequences: SequenceState
+    layers: list[Layer]
+    evictor: Evictor | None
+
+    @property
+    def valid(self) -> Tensor:
+        """``[B, seen]`` bool, False on padding."""
+        return self.sequences.mask
+
+    @property
+    def seen_tokens(self) -> int:
+        """Columns of the input that went by, padding and evicted tokens included."""
+        return self.sequences.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks that are taken, and of what gates look back at."""
+        blocks = self.store.num_blocks() * self.pool.block_nbytes(self.store.gate_type)
+        return blocks + sum(part.gate_memory.nbytes for part in self.layers)
+
+    @property
+    def over_budget(self) -> Tensor:
+        """``[B]`` bool on the CPU: sequences that hold more than the budget, because more is protected than it allows.
+
+        False where nothing had to go so far.
+        """
+        known = None if self.evictor is None else self.evictor.decision.budgets.over_budget
+        return torch.zeros(len(self.sequences), dtype=torch.bool) if known is None else known
+
+    @property
+    def scoring_seconds(self) -> float:
+        """Seconds spent on scores and decisions; on a card the host waits for the last of them."""
+        return sum(layer.watch.seconds for layer in self.layers)
+
+    def kept_positions(self, layer: int) -> list[list[Tensor]]:
+        """Return which of its tokens each sequence holds in each KV head of a layer, counted from 0, ascending.
+
+        Padding is not counted: the first generated token of a prompt of 10 tokens is token 10.
+        """
+        ranks = self._ranks(layer)
+        return [[row[row >= 0].sort().values for row in sequence] for sequence in ranks]
+
+    def held_tokens(self) -> Tensor:
+        """Return the tokens per KV head that each layer holds of each sequence, ``[B, L]`` float32 on the CPU."""
+        counts = [(self._ranks(layer) >= 0).sum(-1).float().mean(1).cpu() for layer in range(len(self.layers))]
+        return torch.stack(counts, 1)
+
+    def kept_share(self, *, prompt: bool = False) -> float:
+        """Return the share of the (token, KV head) pairs seen so far that is still held, over all layers.
+
+        Tokens of all sequences count, without padding: those of the prompt, and those that followed it (generated ones
+        and later turns).
+
+        Args:
+            prompt: count those of the prompt alone.
+        """
+        lengths = self.sequences.prompt_len if prompt else self.sequences.num_tokens
+        lengths = lengths.minimum(self.sequences.num_tokens)
+        held = 0
+        for layer in range(len(self.layers)):
+            ranks = self._ranks(layer)
+            held += int(((ranks >= 0) & (ranks < lengths.to(ranks.device)[:, None, None])).sum())
+        seen = int(lengths.sum()) * self.store.kv_heads * len(self.layers)
+        return held / seen if seen else 1.0
+
+    def report(self) -> Report:
+        """Return what each layer and head holds, what it costs, and the time that scoring took."""
+        layers = range(len(self.layers))
+        return Report(
+            policy=repr(self.policy),
+            tokens=int(self.sequences.num_tokens.sum()),
+            over_budget=int(self.over_budget.sum()),
+            kept=[(self._ranks(layer) >= 0).sum((0, 2)).tolist() for layer in layers],
+            nbytes=self.layer_nbytes(),
+            seconds=[part.watch.seconds for part in self.layers],
+            plain_nbytes=sum(self._plain_nbytes(part) for part in self.layers),
+        )
+
+    def layer_nbytes(self) -> list[int]:
+        """Return the bytes of each layer's blocks and of what its gate looks back at; shared blocks count for each."""
+        size = self.pool.block_nbytes(self.store.gate_type)
+        blocks = self.store.owned.flatten(1).sum(1).tolist()
+        return [n * size + part.gate_memory.nbytes for n, part in zip(blocks, self.layers, strict=True)]
+
+    def _plain_nbytes(self, part: Layer) -> int:
+        """Return the bytes of transformers' own cache for the same columns: in a window, all but the next token's."""
+        columns = self.seen_tokens if part.window is None else min(self.seen_tokens, part.window - 1)
+        return len(self.sequences) * self.store.kv_heads * columns * self.pool.token_nbytes
+
+    def _ranks(self, layer: int) -> Tensor:
+        """Return the ranks of a layer's tokens ``[B, Hkv, N]``, -1 on free slots and where a token no longer counts."""
+        index, ranks = self.store.ledger(layer)
+        seen = self.layers[layer].visible(self.store, index, ranks, self.sequences.settled)
+        return ranks.masked_fill(~seen, -1)

@@ -1,0 +1,332 @@
+"""What all layers of a cache hold: a block table and a length for each row, a row being (layer, sequence, KV head)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ag.engine.block_pool import BLOCK, BlockPool, blocks_for
+from ag.engine.positions import Original
+from ag.engine.records import Records, fit, joined
+from ag.kernels.kv_append import kv_append
+from ag.kernels.kv_compact import Worst, kv_compact
+from ag.kernels.pages import Pages
+
+HOST = "held", "owned", "shared"  # what the host counts of each row, [L, B, Hkv] long
+
+
+class KVStore:
+    """Rows of tokens in the blocks of a pool, of all layers at once.
+
+    Slots of a row have no order: the rank that is stored with each token says which one it is. ``held`` counts the
+    tokens of each row on the host, and ``lengths`` on the device.
+
+    Args:
+        pool: where blocks come from.
+        layers: number of layers, L.
+        kv_heads: KV heads of each, Hkv.
+        gate: type of the gate output that is stored with each token; None stores none.
+        rotation: what keys are rotated by; None means that they stay as they come.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        layers: int,
+        kv_heads: int,
+        gate: torch.dtype | None = None,
+        rotation: Original | None = None,
+    ) -> None:
+        self.rotation = rotation or Original()
+        self.pool, self.layers, self.kv_heads, self.gate_type = pool, layers, kv_heads, gate
+        #: What a scorer noted of each layer's tokens, float32 ``[B, C.., S]`` by slot, 0 on free slots.
+        self.records: list[Records] = [{} for _ in range(layers)]
+        self._begin(0)
+
+    def _begin(self, batch: int) -> None:
+        shape = self.layers, batch, self.kv_heads
+        self.table = torch.zeros(*shape, 0, dtype=torch.int32, device=self.pool.device)  # [L, B, Hkv, W]
+        self.lengths = torch.zeros(shape, dtype=torch.int32, device=self.pool.device)  # [L, B, Hkv]
+        self.held = torch.zeros(shape, dtype=torch.long)  # [L, B, Hkv]
+        self.owned = torch.zeros(shape, dtype=torch.long)  # blocks of each row
+        self.shared = torch.zeros(shape, dtype=torch.long)  # first blocks of each row that others may refer to
+        self._pages: dict[int, Pages] = {}
+        self._version = self.pool.version
+        #: Another object whenever tables, lengths or records lie in other memory than before.
+        self.memory = object()
+        self._holder = [self.table, self.owned, self._pages]
+        self.pool.serve(self, self._holder)
+
+    def start(self, batch: int) -> None:
+        """Begin with so many empty sequences."""
+        self.select(torch.zeros(0, dtype=torch.long))
+        for name in (*HOST, "table", "lengths"):
+            x = getattr(self, name)
+            setattr(self, name, x.new_zeros(self.layers, batch, *x.shape[2:]))
+        self.records = [{} for _ in range(self.layers)]
+        self._moved()
+
+    def fork(self) -> KVStore:
+        """Return a store of the same tokens, which shares all blocks until one of the two writes."""
+        new = KVStore(self.pool, self.layers, self.kv_heads, self.gate_type, self.rotation)
+        self.shared = self.owned.clone()
+        for name in (*HOST, "table", "lengths"):
+            setattr(new, name, getattr(self, name).clone())
+        new.records = [{name: x.clone() for name, x in records.items()} for records in self.records]
+        self.pool.share(self.blocks())
+        new._moved()
+        return new
+
+    def _moved(self) -> None:
+        """Take note that tables lie in other memory."""
+        self._pages.clear()
+        self.memory = object()
+        self._holder[:] = self.table, self.owned, self._pages
+
+    # ---- what is held
+
+    @property
+    def slots(self) -> int:
+        """Slots that the table has room for, free ones included."""
+        return self.table.shape[-1] * BLOCK
+
+    def pages(self, layer: int) -> Pages:
+        """Return a layer's rows as kernels take them."""
+        if self._version != self.pool.version:
+            self._pages.clear()
+            self._version = self.pool.version
+        if layer not in self._pages:
+            pool, gate = self.pool, None if self.gate_type is None else self.pool.gate(self.gate_type)
+            table, lengths = self.table[layer].flatten(0, 1), self.lengths[layer].flatten()
+            self._pages[layer] = Pages(pool.keys, pool.values, pool.ranks, gate, table, lengths, pool.format)
+        return self._pages[layer]
+
+    def blocks(self) -> Tensor:
+        """Return the blocks that rows refer to, ``[n]`` long on the CPU; a shared one as often as rows share it."""
+        return self.table.cpu()[self._places(0, self.owned)].long()
+
+    def num_blocks(self) -> int:
+        """Return the number of different blocks that rows refer to."""
+        return len(self.blocks().unique())
+
+    def index(self, layer: int, slots: int) -> Tensor:
+        """Return where in the pool the first so many slots of a layer lie, ``[B, Hkv, N]`` long."""
+        at = torch.arange(slots, device=self.table.device)
+        return self.table[layer].long()[..., at // BLOCK] * BLOCK + at % BLOCK
+
+    def ledger(self, layer: int, slots: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return where each slot of a layer lies in the pool, and its token's rank, ``[B, Hkv, N]`` long each.
+
+        Args:
+            layer: index of the layer.
+            slots: N; None means that of the longest row.
+
+        Returns:
+            Places in the pool's columns, and ranks, which are -1 on free slots.
+        """
+        slots = max([0, *self.held[layer].flatten().tolist()]) if slots is None else slots
+        index = self.index(layer, slots)
+        free = torch.arange(slots, device=index.device) >= self.lengths[layer][..., None]
+        return index, self.pool.ranks.flatten()[index].long().masked_fill(free, -1)
+
+    # ---- tokens come
+
+    def make_room(self, layers: slice, tokens: Tensor, ahead: int = 0) -> None:
+        """Give the rows of some layers blocks for more tokens, and copies of their own of blocks that these go into.
+
+        Args:
+            layers: which.
+            tokens: ``[B]`` long on the CPU, tokens that come to each row of a sequence.
+            ahead: tokens for which rows that need a block get room beyond that, where the pool can grow.
+
+        Raises:
+            PoolFullError: when the pool is too small; nothing changes then.
+        """
+        ahead = 0 if self.pool.fixed else ahead
+        wide = tokens[:, None].expand(-1, self.kv_heads)
+        owned, held = self.owned[layers], self.held[layers]
+        need = (blocks_for(held + wide) - owned).clamp_min(0)
+        if bool(need.any()):
+            self.allocate(layers, (blocks_for(held + wide + ahead) - owned).clamp_min(0).where(need > 0, 0))
+        self._unshare(layers, held // BLOCK, self.shared[layers].where(wide > 0, 0))
+
+    def allocate(self, layers: slice, need: Tensor) -> None:
+        """Give rows so many more blocks ``[L', B, Hkv]``."""
+        owned = self.owned[layers]
+        fresh = self.pool.allocate(int(need.sum()))
+        self._widen(int((owned + need).max()))
+        _put(self.table[layers], self._places(owned, owned + need).nonzero(as_tuple=True), fresh)
+        owned += need
+
+    def demand(self, tokens: Tensor, evicts: bool = False) -> int:
+        """Return the most blocks that a pass takes of so many tokens ``[B]`` of each sequence, before anything goes.
+
+        Args:
+            tokens: new ones.
+            evicts: whether something may go after it, for which shared blocks are copied.
+        """
+        wide = tokens[:, None].expand(-1, self.kv_heads)
+        fresh = (blocks_for(self.held + wide) - self.owned).clamp_min(0)
+        _, copied = self._copied(slice(None), 0 if evicts else self.held // BLOCK, self.shared.where(wide > 0, 0))
+        return int(fresh.sum()) + len(copied)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
+        """Store new tokens; see :func:`ag.kernels.kv_append.kv_append`. ``held`` is counted by the caller."""
+        kv_append(self.pages(layer), k, v, ranks, gate)
+
+    def _widen(self, blocks: int) -> None:
+        """Give the table room for so many blocks a row, and records as many slots."""
+        width = self.table.shape[-1]
+        if blocks <= width:
+            return
+        self.table = F.pad(self.table, (0, max(blocks - width, width // 8, 8)))
+        self._moved()
+        for records in self.records:
+            fit(records, self.slots)
+
+    def _places(self, first: Tensor | int, end: Tensor) -> Tensor:
+        """Return which places of the table lie in ``[first, end)`` of each row, bool on the CPU."""
+        places = torch.arange(self.table.shape[-1])
+        return (places < end[..., None]) & (places >= torch.as_tensor(first)[..., None])
+
+    def _unshare(self, layers: slice, first: Tensor | int, end: Tensor) -> None:
+        """Give rows copies of their own of the shared blocks in ``[first, end)``, before they are written."""
+        table, shared = self.table[layers], self.shared[layers]
+        first, end = torch.as_tensor(first).minimum(shared), end.minimum(shared)
+        if not bool((first < end).any()):
+            return
+        at, copied = self._copied(layers, first, end)
+        if len(copied):
+            fresh = self.pool.allocate(len(copied))
+            self.pool.copy(copied, fresh)
+            self.pool.release(copied)
+            _put(table, at, fresh)
+        self.shared[layers] = first.where(end == shared, shared)
+
+    def _copied(self, layers: slice, first: Tensor | int, end: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return where blocks in ``[first, end)`` lie in the layers' table that others refer to, and these blocks."""
+        if not bool((end > 0).any()):
+            return (), torch.zeros(0, dtype=torch.long)
+        at = self._places(first, end).nonzero(as_tuple=True)
+        blocks = self.table[layers].cpu()[at].long()
+        order = blocks.argsort(stable=True)  # of rows that share a block with no row elsewhere, the last one keeps it
+        nth = torch.arange(len(order)) - torch.searchsorted(blocks[order], blocks[order])
+        copied = order[nth + 1 < self.pool.references(blocks[order])]
+        return tuple(x[copied] for x in at), blocks[copied]
+
+    def own(self, layer: int, sequences: Tensor) -> None:
+        """Give the rows of some sequences ``[B]`` bool of a layer copies of their own of all blocks they share."""
+        self._unshare(slice(layer, layer + 1), 0, self.shared[layer].where(sequences[:, None], 0)[None])
+
+    def put_records(self, layer: int, noted: Records) -> None:
+        """Take over what a scorer noted of a layer's first slots, ``[B, C.., N]`` by name."""
+        records = self.records[layer]
+        for name, x in noted.items():
+            if name not in records or records[name].shape[:-1] != x.shape[:-1]:
+                records[name] = F.pad(x, (0, self.slots - x.shape[-1])).contiguous()
+            elif records[name].data_ptr() != x.data_ptr():
+                records[name][..., : x.shape[-1]] = x
+
+    # ---- tokens go
+
+    def compact(self, layer: int, keep: Tensor | Worst, kept: Tensor, spare: int = BLOCK) -> None:
+        """Drop tokens of a layer; see :func:`ag.kernels.kv_compact.kv_compact`.
+
+        Args:
+            layer: index of the layer.
+            keep: ``[B, Hkv, N]`` bool by slot, or the worst tokens.
+            kept: ``[B, Hkv]`` long on the CPU, tokens that are left of each row.
+            spare: tokens for which free blocks stay with a row.
+        """
+        one, order = slice(layer, layer + 1), self.rotation.order(self, layer)
+        self.make_own(one, kept[None])
+        self.drop(layer, keep)
+        self.set_held(one, kept[None], spare)
+        self.rotation.close_up(self, layer, order)
+
+    def make_own(self, layers: slice, kept: Tensor) -> None:
+        """Give rows of which ``kept`` ``[L', B, Hkv]`` tokens are to stay copies of their own of blocks that change."""
+        self._unshare(layers, 0, blocks_for(kept).where(kept < self.held[layers], 0))
+
+    def drop(self, layer: int, keep: Tensor | Worst) -> None:
+        """Do the device's part of :meth:`compact`."""
+        noted = _rows(self.records[layer], self)
+        kv_compact(self.pages(layer), keep if isinstance(keep, Worst) else keep.flatten(0, 1), noted)
+
+    def set_held(self, layers: slice, kept: Tensor, spare: int = BLOCK) -> None:
+        """Take note of the lengths ``[L', B, Hkv]`` after tokens went, and free the blocks behind them."""
+        self.held[layers] = kept
+        spare = min(spare, 1) if self.pool.fixed else spare  # the next token's block stays, which would be taken again
+        wanted, owned = blocks_for(kept + spare), self.owned[layers]
+        if bool((wanted < owned).any()):
+            self.pool.release(self.table[layers].cpu()[self._places(wanted, owned)].long())
+            self.owned[layers] = owned.minimum(wanted)
+        self.shared[layers] = self.shared[layers].minimum(self.owned[layers])
+
+    def truncate(self, tokens: Tensor, layers: slice = slice(None), spare: int = BLOCK) -> None:
+        """Drop the newest tokens of each sequence, which lie last in their rows.
+
+        Args:
+            tokens: ``[B]`` long on the CPU, how many.
+            layers: of which layers.
+            spare: tokens for which free blocks stay with a row.
+        """
+        kept = (self.held[layers] - tokens[:, None]).clamp_min(0)
+        self.lengths[layers].copy_(kept)
+        for lengths, records in zip(self.lengths[layers], self.records[layers], strict=True):
+            free = torch.arange(self.slots, device=lengths.device) >= lengths[..., None]
+            for x in records.values():
+                rows = x.view(*free.shape[:2], -1, x.shape[-1])
+                rows.masked_fill_(free[:, :, None, : x.shape[-1]], 0.0)
+        self.set_held(layers, kept, spare)
+
+    # ---- sequences
+
+    def select(self, indices: Tensor) -> None:
+        """Make the sequences those at ``indices`` ``[n]``; repeated ones share their blocks."""
+        before = self.blocks()
+        for name in (*HOST, "table", "lengths"):
+            x = getattr(self, name)
+            setattr(self, name, x.index_select(1, indices.to(x.device)))
+        self.records = [
+            {name: x.index_select(0, indices.to(x.device)) for name, x in records.items()} for records in self.records
+        ]
+        self._moved()
+        self.pool.share(self.blocks())
+        self.pool.release(before)
+        if len(indices.unique()) < len(indices):
+            self.shared = self.owned.clone()
+
+    def add(self, other: KVStore) -> None:
+        """Append the sequences of another store of the same pool, which is empty then; no key is copied."""
+        width = max(self.table.shape[-1], other.table.shape[-1])
+        batches = self.held.shape[1], other.held.shape[1]
+        for store in (self, other):
+            store.table = F.pad(store.table, (0, width - store.table.shape[-1]))
+        self.records = [
+            joined(mine, theirs, *batches) for mine, theirs in zip(self.records, other.records, strict=True)
+        ]
+        for records in self.records:
+            fit(records, width * BLOCK)
+        for name in (*HOST, "table", "lengths"):
+            x, y = getattr(self, name), getattr(other, name)
+            setattr(self, name, torch.cat([x, y], 1))
+            setattr(other, name, y[:, :0])
+        other.records = [{} for _ in range(self.layers)]
+        self._moved()
+        other._moved()
+
+
+def _put(table: Tensor, places: tuple[Tensor, ...], blocks: Tensor) -> None:
+    """Write blocks into places of a table, both from the host, which does not wait for the device."""
+    there = tuple(x.to(table.device, non_blocking=True) for x in places)
+    table[there] = blocks.int().to(table.device, non_blocking=True)
+
+
+def _rows(records: Records, store: KVStore) -> list[Tensor]:
+    """Return records as ``[R, C, S]``, contiguous; they replace those in the dictionary where they were not."""
+    rows = store.held.shape[1] * store.kv_heads
+    for name, x in records.items():
+        records[name] = x.contiguous()
+    return [x.view(rows, -1, x.shape[-1]) for x in records.values()]

@@ -1,0 +1,52 @@
+"""What an attention mask may say of tokens that a cache has read, or was told of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ag.engine.token_ids import AGAIN
+from ag.errors import UserError
+
+
+def check_given(given: int, columns: int, seen: int) -> None:
+    """Refuse so many tokens, and a mask of so many columns, that do not go on from the columns that were seen."""
+    if given not in (columns, columns - seen):
+        raise UserError(
+            f"model.generate was given {given} tokens and an attention_mask of {columns} columns, and this cache "
+            f"has seen {seen}: expected a mask of {given} columns for the whole text, or of {seen + given} where "
+            "these are the new tokens alone."
+        )
+    if seen and columns <= seen:
+        raise UserError(f"model.generate was given {columns} tokens, and this cache has seen {seen}: {AGAIN}.")
+
+
+def check_past(mask: Tensor, read: Tensor) -> None:
+    """Refuse a mask ``[B, T]`` that differs from the one ``[B, seen]`` that came with the columns read so far."""
+    seen = read.shape[1]
+    if not seen:
+        return
+    if len(mask) != len(read):
+        raise UserError(
+            f"attention_mask {tuple(mask.shape)}: this cache holds {len(read)} sequences; for another text call "
+            "cache.reset() first."
+        )
+    changed = mask[:, :seen].bool() != read.to(mask.device)
+    if bool(changed.any()):
+        row, column = changed.nonzero()[0].tolist()
+        was, now = ("a token", "padding") if read[row, column] else ("padding", "a token")
+        raise UserError(
+            f"attention_mask: column {column} of sequence {row} came as {was}, and is {now} now: expected the mask to "
+            "go on from cache.valid. cache.crop([n, ...]) takes the newest n tokens of each sequence back, such as the "
+            "padding behind a shorter answer; for another text call cache.reset() first."
+        )
+
+
+def check_announced(prompt: Tensor, new: Tensor, seen: int) -> None:
+    """Refuse new columns ``[B, w]``, behind ``seen`` ones, with other padding than the announced prompt ``[B, T]``."""
+    told = prompt[:, seen : seen + new.shape[1]]
+    if not torch.equal(told, new[:, : told.shape[1]]):
+        raise UserError(
+            f"attention_mask: columns {seen} to {seen + told.shape[1] - 1} of the prompt have other padding than was "
+            "announced; give model.generate the attention_mask, or cache.expect the one that comes."
+        )

@@ -1,0 +1,256 @@
+"""Scores by reconstruction (KVzip): the model repeats a prompt under the whole cache, which evicts once after that."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ag.engine.scorers.base import Rereader
+from ag.engine.stopwatch import Stopwatch
+from ag.errors import UserError
+from ag.kernels.attention_stats import attention_stats
+from ag.kernels.pages import read
+from ag.model.hooks import AttentionCall, Interceptor
+from ag.model.projection import output_weight, projected_norms
+
+if TYPE_CHECKING:
+    from ag.engine.block_pool import BlockPool
+    from ag.engine.evictor import Evictor
+    from ag.engine.forward_batch import ForwardBatch
+    from ag.engine.kv_store import KVStore
+    from ag.engine.layer import Layer
+    from ag.engine.policy import Policy
+    from ag.engine.positions import Original
+    from ag.engine.sequences import SequenceState
+
+
+class PromptCache(Protocol):
+    """What is used here of an :class:`ag.EvictionCache`; see :class:`ag.engine.forward.Forward`."""
+
+    decoder: Any
+    policy: Policy
+    pool: BlockPool
+    store: KVStore
+    sequences: SequenceState
+    layers: list[Layer]
+    sharing: list[int]
+    evictor: Evictor | None
+    rotation: Original
+    batch: ForwardBatch | None
+
+
+class Measured(NamedTuple):
+    """What a repetition says of a prompt."""
+
+    scores: dict[int, Tensor]  # by layer, [B, Hkv, N] float32, a column for each token
+    seconds: float  # of the model and of measuring
+
+
+class ReconstructionPass:
+    """What a cache does at the end of a prompt for a scorer that measures its repetition.
+
+    While the prompt is read, its token ids are kept. Behind its last token the model repeats it chunk by chunk, each
+    token is scored by the largest attention that the repetition pays it, and the layers evict once. The keys and values
+    of a repetition are in the cache while their layer attends, and no longer.
+
+    Args:
+        scorer: which tokens of a prompt are repeated, behind which instructions.
+    """
+
+    def __init__(self, scorer: Rereader) -> None:
+        self.scorer = scorer
+        #: What was measured, by scorer; caches that read a prompt together share it.
+        self.known: dict[Rereader, Measured] = {}
+        self._ids = torch.zeros(0, 0, dtype=torch.long)  # [B, columns], the prompt so far; empty when it was repeated
+        self._next = torch.zeros(0, dtype=torch.long)  # [B], the position behind the newest token; empty likewise
+        self._calls: dict[int, AttentionCall] = {}  # of each layer's attention, without its tokens
+
+    # ---- while the prompt is read
+
+    def note(self, tokens: Tensor, before: int) -> None:
+        """Take note of the ids ``[B, T]`` of a forward pass, behind ``before`` columns of the prompt.
+
+        Raises:
+            UserError: when they are embeddings.
+        """
+        if tokens.ndim != 2:
+            raise UserError("kvzip repeats the prompt by its token ids: give input_ids, not inputs_embeds.")
+        if not before:
+            self._ids = tokens[:, :0]
+            self._next = tokens.new_zeros(len(tokens))
+        self._ids = torch.cat([self._ids[:, :before], tokens], 1)
+
+    def follow(self, ranks: Tensor, positions: Tensor | None) -> None:
+        """Take note of the positions ``[B or 1, w]`` that the model rotates the tokens of a pass by.
+
+        ``ranks`` ``[B, w]`` are those of the tokens, -1 where there is none.
+        """
+        assert positions is not None
+        newest = torch.where(ranks >= 0, positions.to(ranks.device), -1).amax(1)
+        self._next = torch.where(newest >= 0, newest + 1, self._next.to(ranks.device))
+
+    def look(self, call: AttentionCall) -> None:
+        """Take note of how a layer attends."""
+        self._calls[call.layer] = replace(call, **{x: getattr(call, x)[:, :, :0] for x in "qkv"}, memo={})
+
+    def fork(self) -> ReconstructionPass:
+        """Return a copy for another continuation of the prompt."""
+        new = copy.copy(self)
+        new.known, new._calls = {}, {**self._calls}
+        return new
+
+    def select(self, indices: Tensor) -> None:
+        """Make the sequences those at ``indices``."""
+        self._ids, self._next = (x[indices.to(x.device)] if len(x) else x for x in (self._ids, self._next))
+
+    # ---- at its end
+
+    def due(self, state: SequenceState) -> bool:
+        """Tell whether the forward pass that ends has read the end of the prompt."""
+        return len(self._ids) > 0 and state.ready
+
+    @torch.no_grad()
+    def run(self, cache: PromptCache) -> None:
+        """Let the model repeat the prompt that a cache holds, whole and nothing else, and evict.
+
+        Raises:
+            UserError: where something follows the prompt already, or the model would not see it while it repeats it.
+            PoolFullError: when the pool has no room for a repetition.
+        """
+        measured = self.known.get(self.scorer)
+        if measured is None:
+            measured = self.known[self.scorer] = self.measure(cache)
+        self.known = {}
+        self._evict(cache, measured)
+        self._ids, self._next, self._calls = self._ids[:0], self._next[:0], {}
+
+    @torch.no_grad()
+    def measure(self, cache: PromptCache) -> Measured:
+        """Return what the repetition of the prompt pays each token at most; the cache is as it was."""
+        state, watch = cache.sequences, Stopwatch()
+        if bool((state.num_tokens > state.prompt_len).any()):
+            raise UserError(
+                f"{cache.policy!r} repeats a prompt before anything follows it, and {state.num_tokens.tolist()} tokens "
+                f"came with prompts of {state.prompt_len.tolist()}; generate without an assistant model and prompt "
+                "lookup."
+            )
+        prompts = [ids[there].tolist() for ids, there in zip(self._ids.cpu(), state.mask.cpu(), strict=True)]
+        chunks = [self.scorer.inputs(ids) for ids in prompts]
+        self._check_reach(cache, [max((len(ids) for _, ids in row), default=0) for row in chunks])
+        shape = len(prompts), cache.store.kv_heads, max(map(len, prompts))
+        scores = {layer: torch.zeros(shape, device=cache.pool.device) for layer in cache.sharing}
+        with watch.running(cache.pool.device):
+            for parts in zip_longest(*chunks, fillvalue=(range(0), [])):
+                repetition = Repetition(cache, self.scorer, [places for places, _ in parts], scores)
+                repetition.read([ids for _, ids in parts], self._next)
+        return Measured(scores, watch.seconds)
+
+    def _check_reach(self, cache: PromptCache, repeated: list[int]) -> None:
+        """Refuse prompts that their repetitions of so many tokens, by sequence, see in part or at other places."""
+        windows = [cache.layers[layer].window for layer in cache.sharing]
+        reach = min((size for size in windows if size is not None), default=None)
+        why = f"the model attends within a window of {reach} tokens, which hides"
+        if cache.policy.positions == "interpolated":
+            reach = cache.decoder.config.max_position_embeddings
+            why = f"positions=interpolated squeezes what is beyond the model's context of {reach} tokens, as would be"
+        for prompt, more in zip(cache.sequences.prompt_len.tolist(), repeated, strict=True):
+            if reach is not None and more and prompt + more > reach:
+                raise UserError(
+                    f"kvzip: {why} a prompt of {prompt} tokens for its repetition of up to {more}; use a shorter "
+                    "chunk, a shorter prompt or another policy."
+                )
+
+    def _evict(self, cache: PromptCache, measured: Measured) -> None:
+        """Decide and evict, layer by layer."""
+        assert cache.batch is not None and cache.evictor is not None
+        everyone = torch.ones(len(cache.sequences), dtype=torch.bool)
+        batch = replace(cache.batch, fresh=False, evict=everyone)
+        for layer, scores in measured.scores.items():
+            part, call = cache.layers[layer], self._calls[layer]
+            part.watch = Stopwatch(part.watch.seconds + measured.seconds / len(measured.scores))
+            part.evict_later(call, batch, cache.store, cache.evictor, {"repeated": scores})
+        for layer in measured.scores:
+            cache.store.records[layer] = {}
+        cache.sequences.note_eviction(everyone)
+
+
+class Repetition(Interceptor):
+    """A forward pass in which the model repeats a chunk of each prompt, and what it measures.
+
+    Args:
+        cache: what holds the prompts, whole.
+        scorer: what is measured.
+        places: by sequence, which of its tokens are repeated.
+        scores: what tokens were paid so far, which becomes more.
+    """
+
+    def __init__(self, cache: PromptCache, scorer: Rereader, places: list[range], scores: dict[int, Tensor]) -> None:
+        self.cache, self.scorer, self.scores = cache, scorer, scores
+        rows = [torch.tensor([*range(min(scorer.sinks, chunk.start)), *chunk], dtype=torch.long) for chunk in places]
+        device = cache.pool.device
+        self._paid = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)  # ranks, [B, P]: sinks and chunk
+        self._norms: Tensor | None = None  # of what the layer at hand reads, [B, T]
+
+    def read(self, rows: list[list[int]], following: Tensor) -> None:
+        """Let the model read a row of tokens behind each prompt, at positions that go on from ``following`` ``[B]``."""
+        cache, state, device = self.cache, self.cache.sequences, self.cache.pool.device
+        ids = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
+        counts, columns = torch.tensor([len(row) for row in rows]), torch.arange(ids.shape[1])
+        there = columns < counts[:, None]
+        assert cache.batch is not None
+        self.batch = replace(
+            cache.batch,
+            ranks=(state.num_tokens[:, None] + columns).where(there, -1).to(device),
+            columns=None,
+            counts=counts,
+            num_tokens=state.num_tokens + counts,
+            is_prefill=False,
+            ends_prompt=False,
+            fresh=False,
+            memo={},
+        )
+        places = (following.to(device)[:, None] + columns.to(device)).where(there.to(device), 0)
+        cache.decoder(input_ids=ids.to(device), position_ids=places, gating=self, use_cache=False)
+
+    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        """Go on behind the prompt, by what the cache's keys are rotated by."""
+        places = self.cache.rotation.positions(self.batch, self.cache.store)
+        return given if places is None else places
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Look at the hidden states ``[B, T, d]`` that enter the attention of a layer."""
+        if self.scorer.normalize:
+            self._norms = torch.linalg.vector_norm(hidden.float(), dim=-1)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend to the prompt and the repetition so far, measure, and forget the repetition."""
+        cache, layer = self.cache, call.layer
+        out, _, call = cache.layers[layer].read(call, self.batch, cache.store)
+        if layer in self.scores:
+            self._measure(call)
+        cache.store.truncate(self.batch.counts, slice(layer, layer + 1), spare=0)
+        return out
+
+    def _measure(self, call: AttentionCall) -> None:
+        """Measure what the queries of a repetition pay the chunk that they repeat."""
+        store, heads, paid, own = self.cache.store, call.k.shape[1], self._paid, self.batch.ranks
+        ranks, there = torch.cat([paid, own], 1), torch.cat([paid, own], 1) >= 0
+        slots = ranks.clamp_min(0)[:, None].expand(-1, heads, -1)  # nothing went yet: the slot of a token is its rank
+        index = store.index(call.layer, int(store.held[call.layer].max())).gather(2, slots)
+        k, v = read(store.pages(call.layer), index)
+        factors = None if self._norms is None else 1 / self._norms.clamp_min(1e-12)
+        order = torch.arange(ranks.shape[1], device=ranks.device).where(there, -1)
+        given = call.q.to(k.dtype), k, order[:, paid.shape[1] :], order[:, None], call.scaling
+        largest = attention_stats("max", *given, factors=factors, softmax=call.softmax)[:, :, : paid.shape[1]]
+        if self.scorer.normalize:
+            values = v[:, :, : paid.shape[1]].float()
+            largest = largest * projected_norms(values, output_weight(call.module, call.q.shape[1]), 2)
+        best = largest.unflatten(1, (heads, -1)).amax(2).float()
+        best = best.masked_fill((paid < self.scorer.sinks)[:, None], 0.0)
+        self.scores[call.layer].scatter_reduce_(2, slots[:, :, : paid.shape[1]], best, "amax")

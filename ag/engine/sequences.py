@@ -1,0 +1,350 @@
+"""Lengths of the sequences of a batch, and the passes that their next tokens make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ag.engine.forward_batch import ForwardBatch
+from ag.engine.masks import check_announced, check_given, check_past
+from ag.engine.policy import Policy
+from ag.engine.protection import marked, of_each
+from ag.engine.token_ids import TokenIds
+from ag.errors import UserError
+
+
+class SequenceState:
+    """Per sequence, on the host: tokens seen, prompt length, the length at the last eviction, tokens held.
+
+    The attention mask of a forward pass becomes ranks here and nowhere else. ``num_held`` is what the schedule counts:
+    tokens per KV head, on average.
+
+    Args:
+        policy: of the cache.
+    """
+
+    VECTORS = "num_tokens", "prompt_len", "evicted_at", "settled", "num_held"
+
+    num_tokens: Tensor
+    prompt_len: Tensor
+    #: Tokens of each sequence at its last eviction; shorter it cannot become again.
+    evicted_at: Tensor
+    #: Tokens of each sequence that can no longer be taken back: those of the prompt, and of all passes but the last.
+    settled: Tensor
+    num_held: Tensor
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for name in self.VECTORS:
+            setattr(self, name, torch.zeros(0, dtype=torch.long))
+        self.mask = torch.zeros(0, 0, dtype=torch.bool)  # [B, columns seen], which of them were tokens
+        self.next_ranks = torch.zeros(0, 1, dtype=torch.long)  # [B, 1] on the device, counted on in place by steps
+        self.own_positions = False  # whether columns no longer tell positions: sequences were added or cropped apart
+        self.by_column = False  # whether the newest tokens had their columns for positions, padding counted
+        self.ids = TokenIds()
+        #: Which tokens the caller protects, ``[B, L]`` bool on the host, by rank; None means none.
+        self.protected: Tensor | None = None
+        self._expected: Tensor | None = None  # [B, T] bool, the announced text, until a pass begins with it
+        self._prompt: Tensor | None = None  # [B, T] bool, the prompt that is being read, or was
+        self._there: dict[str, tuple[Tensor | None, Tensor | None]] = {}  # see _on_device
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self.num_tokens)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the input that went by."""
+        return self.mask.shape[1]
+
+    @property
+    def announced(self) -> int:
+        """Columns of the text that was announced; 0 without one."""
+        return 0 if self._expected is None else self._expected.shape[1]
+
+    @property
+    def ready(self) -> bool:
+        """Whether every prompt is read."""
+        return self.columns > 0 and bool((self.num_tokens >= self.prompt_len).all())
+
+    def capacity(self) -> Tensor:
+        """Return the tokens per KV head ``[B]`` that the budget allows, on average over layers."""
+        return self.policy.capacity(self.prompt_len)
+
+    def expect(self, mask: Tensor, tokens: Tensor | None) -> None:
+        """Take note of the text ``[B, T]`` bool to come; see :meth:`ag.engine.forward.Forward.expect`."""
+        seen, columns = self.columns, mask.shape[1]
+        given = columns if tokens is None else tokens.shape[1]
+        check_given(given, columns, seen)
+        check_past(mask, self.mask)
+        self.ids.announce(tokens if given == columns else None, seen)
+        self._expected = mask
+
+    def saw(self, tokens: Tensor | None) -> None:
+        """Take note of the text ``[B, T]`` after generation; None means that it is not known."""
+        self._expected = None
+        self.ids.end(tokens, len(self))
+
+    def protect(self, spans: Sequence[Any]) -> None:
+        """Let tokens stay whatever the policy says; see :meth:`ag.engine.cache.EvictionCache.protect`."""
+        each = spans if any(isinstance(x, list) for x in spans) else [spans]
+        marks = pad_sequence([marked(x) for x in each], batch_first=True)
+        self.protected = None
+        if bool(marks.any()):
+            self.protected = of_each(marks, len(self)) if self.columns else marks
+
+    # ---- a forward pass
+
+    def extend(self, mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+        """Add the columns of a forward pass, and return which of them are tokens, ``[B, length]`` bool.
+
+        Args:
+            mask: ``[B, seen + length]``, nonzero on tokens; None means that all columns are.
+            batch: number of sequences.
+            length: columns of the pass.
+            device: of the model's input.
+
+        Raises:
+            UserError: when the mask does not fit what was seen.
+        """
+        seen = self.columns
+        if seen and batch != len(self):
+            raise UserError(
+                f"This cache holds {len(self)} sequences, not {batch}; for another text call cache.reset() first."
+            )
+        new = torch.ones(batch, length, dtype=torch.bool, device=device)
+        if mask is not None:
+            if mask.ndim != 2 or mask.shape != (batch, seen + length):
+                raise UserError(
+                    f"attention_mask {tuple(mask.shape)}: expected {(batch, seen + length)}, one entry for each token "
+                    "seen and coming; for another text call cache.reset() first."
+                )
+            check_past(mask, self.mask)
+            new = mask[:, seen:].bool()
+        if not self.ready:
+            self._read(new)
+        self._expected = None
+        self.ids.begin()
+        self.mask = new if not seen else torch.cat([self.mask.to(new.device), new], 1)
+        return new
+
+    def _read(self, new: Tensor) -> None:
+        """Find the lengths of prompts of which columns ``[B, T]`` come: those announced, or else these columns."""
+        seen, announced = self.columns, self._expected
+        if announced is None or announced.shape[1] <= seen:
+            announced = self._prompt if seen else new
+        assert announced is not None
+        prompt = announced.to(new.device)
+        if len(prompt) != len(new) and len(new) % len(prompt) == 0:  # beams: each prompt comes several times
+            prompt = prompt.repeat_interleave(len(new) // len(prompt), 0)
+        check_announced(prompt, new, seen)
+        if not seen:
+            marks = None if self.protected is None else of_each(self.protected, len(new))
+            for name in self.VECTORS:
+                setattr(self, name, torch.zeros(len(new), dtype=torch.long))
+            self.protected, self.next_ranks = marks, torch.full((len(new), 1), -1, device=new.device)
+        self.prompt_len, self._prompt = prompt.sum(1).cpu(), prompt
+
+    def take_back(self, new: Tensor) -> None:
+        """Undo :meth:`extend` for columns ``[B, T]`` of which no pass was made."""
+        self.mask = self.mask[:, : self.columns - new.shape[1]]
+
+    def step(self) -> ForwardBatch:
+        """Count one token of each sequence; its ranks stand in the same memory at each step."""
+        self.next_ranks += 1
+        return self._made(self.next_ranks, None, torch.ones_like(self.num_tokens), is_prefill=False, step=True)
+
+    def batches(self, new: Tensor) -> Iterator[ForwardBatch]:
+        """Cut the new tokens of a forward pass into chunks of the prompt and what follows it.
+
+        Args:
+            new: ``[B, T]`` bool, which columns are tokens.
+        """
+        lengths, before = new.sum(1).cpu(), self.num_tokens
+        width, device = new.shape[1], new.device
+        order = None if bool((lengths == width).all()) else (~new).int().argsort(dim=1, stable=True)
+        for first, end, is_prefill in self._parts(before, before + lengths):
+            counts = end - first
+            places = torch.arange(max(int(counts.max()), 1))
+            there = (places < counts[:, None]).to(device)
+            ranks = (first[:, None] + places).to(device).where(there, -1)
+            columns = ((first - before)[:, None] + places).clamp_max(width - 1).to(device)
+            if order is not None:
+                columns = order.gather(1, columns)
+            same = order is None and bool((counts == width).all())
+            batch = self._made(ranks, None if same else columns.where(there, -1), counts, is_prefill=is_prefill)
+            self.next_ranks = self.num_tokens[:, None].to(device) - 1
+            yield batch
+
+    def _parts(self, before: Tensor, end: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Yield from which ranks to which ``[B]`` each part goes, and whether it belongs to the prompt."""
+        prompt, size = self.prompt_len, self.policy.block
+        in_prompt = end.minimum(prompt).maximum(before)
+        if bool((in_prompt > before).any()):
+            chunk = int(in_prompt.max()) if size is None else size
+            for number in range(int(before.min()) // chunk, -(-int(in_prompt.max()) // chunk)):
+                first, last = before.maximum(torch.tensor(number * chunk)), in_prompt.clamp_max((number + 1) * chunk)
+                if bool((last > first).any()):
+                    yield first, last.maximum(first), True
+        if bool((end > in_prompt).any()) or not bool((end > before).any()):
+            yield in_prompt, end, False
+
+    def _made(
+        self, ranks: Tensor, columns: Tensor | None, counts: Tensor, *, is_prefill: bool, step: bool = False
+    ) -> ForwardBatch:
+        fresh, before = not bool(self.num_tokens.any()), self.num_tokens
+        self.num_tokens = before + counts
+        self.settled = self.num_tokens if is_prefill else before
+        evict = self._should_evict(counts, is_prefill)
+        self.num_held = self.num_held + counts
+        if evict is not None:
+            self.note_eviction(evict)
+        return ForwardBatch(
+            ranks=ranks,
+            columns=columns,
+            counts=counts,
+            num_tokens=self.num_tokens,
+            settled=self.settled,
+            prompt_len=self.prompt_len,
+            protected=self.protected,
+            is_prefill=is_prefill,
+            ends_prompt=is_prefill and bool((self.num_tokens >= self.prompt_len).all()),
+            fresh=fresh,
+            prompt_there=cast("Tensor", self._on_device("prompt_len", ranks.device)),
+            protected_there=self._on_device("protected", ranks.device),
+            evict=evict,
+            step=step,
+        )
+
+    def _on_device(self, name: str, device: torch.device) -> Tensor | None:
+        """Return what the host has under a name on the device, in the same memory until that is another tensor."""
+        here: Tensor | None = getattr(self, name)
+        known, there = self._there.get(name, (None, None))
+        if known is not here:
+            there = None if here is None else here.to(device)
+            self._there[name] = here, there
+        return there
+
+    def note_eviction(self, evict: Tensor) -> None:
+        """Take note that these sequences ``[B]`` bool are evicted from, down to their budgets."""
+        self.num_held = self.num_held.where(~evict, self.num_held.minimum(self.capacity()))
+        self.evicted_at = self.evicted_at.where(~evict, self.num_tokens)
+
+    def may_evict(self, counts: Tensor) -> bool:
+        """Tell whether something may go after so many more tokens ``[B]`` of each sequence."""
+        return not self.ready or self._should_evict(counts, is_prefill=False) is not None
+
+    def _should_evict(self, counts: Tensor, is_prefill: bool) -> Tensor | None:
+        """Return the sequences to evict from after so many new tokens of each, ``[B]`` bool; None means none.
+
+        The schedule is one rule: at the end of a prompt, or of a chunk of it, a sequence is evicted down to its budget.
+        Behind the prompt that happens whenever it holds its budget and an interval more.
+        """
+        policy = self.policy
+        if policy.budget is None or policy.rereads or not (is_prefill or policy.steps):
+            return None
+        held = self.num_held + counts
+        if is_prefill:
+            ends = self.num_tokens == self.prompt_len
+            if policy.block is not None:
+                ends |= self.num_tokens % policy.block == 0
+            evict = (counts > 0) & ends
+        else:
+            evict = (counts > 0) & (held >= self.capacity() + (policy.steps or 0))
+        return evict if bool(evict.any()) else None
+
+    # ---- going back, other sequences
+
+    def crop(self, remove: int | Sequence[int]) -> Tensor:
+        """Forget the newest tokens, and return how many of each sequence, ``[B]`` long on the CPU.
+
+        Args:
+            remove: columns of all sequences; or of each sequence how many of its tokens.
+
+        Raises:
+            UserError: when a sequence would be shorter than at its last eviction, or loses a part of a prompt that is
+                still to be evicted from; nothing changes then.
+        """
+        own = self.mask.sum(1).cpu()
+        if isinstance(remove, int):
+            kept = self.mask[:, : max(self.columns - remove, 0)]
+        else:
+            if len(remove) != len(own) or not all(0 <= n <= had for n, had in zip(remove, own.tolist(), strict=True)):
+                raise UserError(
+                    f"crop({[*remove]}): expected for each of {len(own)} sequences a number of its own tokens, which "
+                    f"has {own.tolist()}."
+                )
+            stay = (own - torch.tensor([*remove])).to(self.mask.device)
+            kept = self.mask & (self.mask.cumsum(1) <= stay[:, None])
+            some = kept.any(0).nonzero()
+            kept = kept[:, : int(some[-1]) + 1 if len(some) else 0]
+        left = kept.sum(1).cpu()
+        scorer, tokens = self.policy.scorer, self.num_tokens - left
+        part = (self.num_tokens < self.prompt_len) & (tokens > 0)
+        if scorer is not None and bool(part.any()):
+            row = int(part.long().argmax())
+            raise UserError(
+                f"crop: {int(own[row])} of the {int(self.prompt_len[row])} tokens of sequence {row}'s prompt were read "
+                f"so far, and {self.policy!r} evicts behind all of them: expected tokens after the prompt; call "
+                "cache.reset(), and read another prompt."
+            )
+        gone = left < self.evicted_at
+        if bool(gone.any()):
+            row = int(gone.long().argmax())
+            raise UserError(
+                f"crop: sequence {row} would have {int(left[row])} tokens, and some of its first "
+                f"{int(self.evicted_at[row])} were evicted, which cannot come back: crop at most "
+                f"{int(own[row] - self.evicted_at[row])}, or call cache.reset()."
+            )
+        noted = scorer is not None and (scorer.needs.every_query or scorer.needs.lookback)
+        if self.policy.steps is not None and noted and bool(tokens.any()):
+            raise UserError(
+                f"crop: {self.policy!r} has recorded the queries of the tokens that would go; use the schedule "
+                "prefill, or make a new cache."
+            )
+        if not isinstance(remove, int):
+            self.check_by_rank(f"crop({[*remove]})")
+            self.own_positions, self.by_column, self.ids = True, False, TokenIds()
+        self.mask, self.num_tokens, self.num_held = kept, left, self.num_held - tokens
+        self.prompt_len, self.settled = self.prompt_len.minimum(left), self.settled.minimum(left)
+        self.next_ranks = left[:, None].to(self.next_ranks.device) - 1
+        return tokens
+
+    def check_by_rank(self, what: str) -> None:
+        """Refuse what goes on at each sequence's length, where the positions so far count padding."""
+        if self.by_column and not bool(self.mask.all()):
+            raise UserError(
+                f"{what}: the text was read under padding and without position_ids, so that its positions count the "
+                "padding: give position_ids=(attention_mask.cumsum(1) - 1).clamp_min(0) from the prompt on, as "
+                "model.generate does."
+            )
+
+    def select(self, indices: Tensor) -> None:
+        """Make the sequences those at ``indices``."""
+        self.ids.select(indices, len(self))
+        for name in (*self.VECTORS, "mask", "next_ranks", "protected", "_prompt"):
+            x = getattr(self, name)
+            setattr(self, name, None if x is None else x[indices.to(x.device)])
+
+    def add(self, other: SequenceState) -> None:
+        """Append the sequences of another state, whose columns end where these end."""
+        columns = max(self.columns, other.columns)
+        masks = [torch.nn.functional.pad(x.mask.to(self.mask.device), (columns - x.columns, 0)) for x in (self, other)]
+        if self.protected is not None or other.protected is not None:
+            none = torch.zeros(0, dtype=torch.bool)
+            rows = [[none] * len(x) if x.protected is None else [*x.protected] for x in (self, other)]
+            self.protected = pad_sequence([*rows[0], *rows[1]], batch_first=True)
+        for name in (*self.VECTORS, "next_ranks"):
+            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+        mask = torch.cat(masks)
+        self.mask = mask[:, int(mask.any(0).long().argmax()) :]  # without columns of texts that left
+        self.own_positions, self.by_column, self.ids = True, False, TokenIds()
+        self._expected = self._prompt = None

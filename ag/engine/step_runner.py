@@ -1,0 +1,128 @@
+"""One token of each sequence: recorded as a CUDA graph where that can be, and run as it is elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor, nn
+
+from ag.engine.cache import EvictionCache
+from ag.engine.observe import COLUMNS
+from ag.errors import UserError
+from ag.model.support import check_ranks
+
+#: Runs a function, or records it: returns what it computed, and what computes that again in the same memory.
+Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
+log = logging.getLogger(__name__)
+
+
+def cuda_graph(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """Record a function as a CUDA graph, and run that once."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    return out, graph.replay
+
+
+class StepRunner:
+    """The forward pass of one token of each sequence behind a prompt.
+
+    The host counts and takes blocks before a step. What then runs on the device is the same operations on the same
+    memory, of two kinds: a step that evicts, and one that does not. On a card the first step of a kind runs as it is,
+    the second one is recorded as a CUDA graph, and those that follow are replayed. All is recorded anew where memory
+    moved: rows outgrew the block table (it gets room for 128 tokens or an eighth more), sequences came or went, tokens
+    were cropped, other calls of the model read some. Steps of policies that cannot be recorded run as they are, as do
+    evictions for which the device is asked how many tokens stayed (heads, global), and nothing is recorded elsewhere.
+
+    Args:
+        model: that the cache was made for, in evaluation mode.
+        cache: which has read a prompt.
+        record: records a step; None means as a CUDA graph where the model is on a card, and not at all elsewhere.
+    """
+
+    def __init__(self, model: nn.Module, cache: EvictionCache, record: Record | None = None) -> None:
+        self.model, self.cache = model, cache
+        on_card = all(x.device.type == "cuda" for x in model.parameters())
+        self._record = cuda_graph if record is None and on_card else record
+        self._tokens = torch.empty(0)  # [B, 1], the tokens of a step that is recorded
+        self._memory: tuple[object, ...] = ()  # that recorded steps work on
+        self._recorded: dict[Hashable, tuple[Tensor, Callable[[], None]] | None] = {}  # by kind; None: ran once
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Read the next tokens.
+
+        Args:
+            tokens: ids ``[B, 1]``, one of each sequence.
+
+        Returns:
+            The logits ``[B, V]`` of those that may follow; a later call may write over them.
+
+        Raises:
+            UserError: before a prompt was read, for several tokens of a sequence, or where positions are not ranks.
+        """
+        cache = self.cache
+        if tokens.ndim != 2 or tokens.shape[1] != 1 or not cache.sequences.ready:
+            raise UserError(
+                f"StepRunner: tokens {list(tokens.shape)} after {cache.sequences.columns} columns: expected [B, 1] "
+                "behind a prompt; read that by model(ids, past_key_values=cache)."
+            )
+        check_ranks(cache.decoder, "StepRunner")
+        cache.sequences.check_by_rank("StepRunner")
+        cache.begin(cache.decoder, None, len(tokens), 1)
+        cache.prepared = True  # what follows is the device's part
+        try:
+            logits = self._step(tokens)
+        finally:
+            cache.prepared = False
+        cache.finish()
+        return logits
+
+    def _step(self, tokens: Tensor) -> Tensor:
+        kind = None if torch.is_grad_enabled() else self._kind()
+        if self._record is None or kind is None:
+            return self._run(tokens)
+        cache = self.cache
+        memory = cache.store.memory, cache.sequences.next_ranks, cache.sequences.protected
+        if [*map(id, memory)] != [*map(id, self._memory)]:
+            self._recorded.clear()
+            self._memory, self._tokens = memory, tokens.clone()
+        self._tokens.copy_(tokens)
+        if kind not in self._recorded:  # what is made once, such as records, is made before
+            self._recorded[kind] = None
+            return self._run(self._tokens)
+        found = self._recorded[kind]
+        if found is None:
+            log.info("a step of kind %s is recorded", kind)
+            found = self._recorded[kind] = self._record(lambda: self._run(self._tokens))
+        else:
+            found[1]()
+            for part in cache.layers:
+                part.gate_memory.stepped()
+        return found[0]
+
+    def _kind(self) -> Hashable | None:
+        """Return what tells the step at hand from others in the same memory; None means that it cannot be recorded."""
+        cache, batch, policy, evictor = self.cache, self.cache.batch, self.cache.policy, self.cache.evictor
+        assert batch is not None
+        evicts = batch.evict is not None
+        acts = policy.steps is not None
+        if evictor is not None and acts and not (evictor.scorer.needs.steady and (evictor.counted or not evicts)):
+            return None
+        gates = tuple(part.gate_memory.step_key() for part in cache.layers)
+        if None in gates or policy.positions != "original":
+            return None
+        return evicts, cache.pool.version, -(-batch.longest // COLUMNS) if acts else 0, gates
+
+    def _run(self, tokens: Tensor) -> Tensor:
+        out = self.model(
+            input_ids=tokens,
+            position_ids=self.cache.sequences.next_ranks,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = out.logits[:, -1]
+        return logits

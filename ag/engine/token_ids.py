@@ -1,0 +1,62 @@
+"""The ids of the text that a cache has read, as far as ``model.generate`` says them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ag.errors import UserError
+
+AGAIN = "to continue, give the whole text so far and what follows; for another text call cache.reset() first"
+
+
+class TokenIds:
+    """Remembers token ids, so that a text that begins otherwise than the one that was read is refused.
+
+    ``ids`` is ``[B, T]``; None means that they are not known.
+    """
+
+    def __init__(self) -> None:
+        self.ids: Tensor | None = None
+        self._announced: Tensor | None = None
+
+    def announce(self, tokens: Tensor | None, seen: int) -> None:
+        """Take note of the whole text ``[B, T]`` to come, of which ``seen`` columns were read; None means not known.
+
+        Raises:
+            UserError: when it does not begin as the text that was read.
+        """
+        if tokens is not None and seen and self.ids is not None and len(self.ids) == len(tokens):
+            before = self.ids[:, :seen].to(tokens.device)
+            differs = (before != tokens[:, : before.shape[1]]).any(0)
+            if bool(differs.any()):
+                raise UserError(
+                    "The tokens that model.generate was given differ from those that this cache has seen, from column "
+                    f"{int(differs.long().argmax())} on: {AGAIN}."
+                )
+        self._announced = tokens
+
+    def begin(self) -> None:
+        """Go over to the text that was announced, as its first forward pass begins."""
+        if self._announced is not None:
+            self.ids, self._announced = self._announced, None
+
+    def end(self, tokens: Tensor | None, batch: int) -> None:
+        """Take note of the text ``[B, T]`` after generation, and forget what was announced."""
+        self._announced = None
+        if tokens is not None and self.ids is not None and len(self.ids) == len(tokens) == batch:  # no beams
+            self.ids = tokens
+
+    def common(self, tokens: Tensor, seen: int) -> int:
+        """Return with how many columns, less than all, ``tokens`` ``[B, T]`` begins like the text that was read."""
+        if self.ids is None or len(self.ids) != len(tokens):
+            return 0
+        most = min(seen, self.ids.shape[1], tokens.shape[1] - 1)
+        if most < 1:
+            return 0
+        differs = (self.ids[:, :most].to(tokens.device) != tokens[:, :most]).any(0)
+        return int(differs.long().argmax()) if bool(differs.any()) else most
+
+    def select(self, indices: Tensor, batch: int) -> None:
+        """Make the sequences those at ``indices`` of ``batch``; beams are more than the text has rows."""
+        if self.ids is not None:
+            self.ids = self.ids[indices.to(self.ids.device)] if len(self.ids) == batch else None

@@ -1,0 +1,470 @@
+"""Iteration-level batching: requests join and leave one batch between two tokens, out of one pool of blocks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ag.engine.block_pool import Pool, PoolFullError
+from ag.engine.cache import EvictionCache
+from ag.engine.policy import Policy, policy
+from ag.engine.step_runner import StepRunner
+from ag.errors import UserError
+from ag.serve.admission import Admission, Need
+from ag.serve.answer import Answer, Prompt
+from ag.serve.prefix_cache import PrefixCache
+from ag.serve.request import Event, Reason, Request, Stream
+from ag.serve.sampler import Sampler
+from ag.serve.snapshot import Counts, Running, Snapshot
+
+
+class Busy(UserError):
+    """The queue of requests is full; try again later."""
+
+
+class Scheduler:
+    """Answers requests with one model, under one policy, out of one pool.
+
+    Requests are admitted in the order in which they come, each as soon as the blocks that it may take are free. Prompts
+    are read in parts beside the tokens of others; a prefix that several have in common is read once, and cached for as
+    long as nobody needs its blocks. Where the pool runs out nevertheless the newest request is preempted: it gives its
+    blocks back and is read again later, with its tokens so far.
+
+    Args:
+        model: causal language model in evaluation mode.
+        tokenizer: its tokenizer.
+        spec: the policy, or its text; see :func:`ag.policy`.
+        pool: holds the keys and values of all requests.
+        budget: for a text: tokens per KV head, or a share of each prompt.
+        prefill_tokens: most tokens of prompts that are read between two tokens of the batch.
+        batch: most answers at once.
+        queue: most requests that wait.
+        prompt_lookup: draft tokens in a step, all answers together: what followed the last tokens of an answer where
+            they stood before. There are none under a policy that cannot take tokens back.
+        clock: seconds, for the limits of requests.
+
+    Raises:
+        UserError: when the pool was made for another model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        spec: Policy | str,
+        pool: Pool,
+        budget: int | float | None = None,
+        *,
+        prefill_tokens: int = 512,
+        batch: int = 64,
+        queue: int = 256,
+        prompt_lookup: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        made = spec if isinstance(spec, Policy) else policy(spec, budget)
+        self.model, self.tokenizer, self.pool = model, tokenizer, pool
+        self.policy = made.with_tokenizer(tokenizer)
+        self.prefill_tokens, self.batch, self.queue = prefill_tokens, batch, queue
+        self.counts = Counts()
+        self._clock, self._numbers = clock, count()
+        self._cache = EvictionCache(model, self.policy, pool=pool)  # of the batch
+        self._next = StepRunner(model, self._cache)
+        self._drafts = prompt_lookup if self._cache.is_croppable else 0
+        self._running: list[Answer] = []  # the sequences of the batch
+        self._reading: Prompt | None = None
+        self._waiting: deque[list[Answer]] = deque()  # the answers to each request
+        self._crowded = False  # whether the pool ran out since an answer ended
+        self._lock = threading.Condition()
+        self._stopping = False
+        self._at_once = _reads_at_once(self._cache)
+        #: None means that what is read of a prompt depends on what follows.
+        self._prefixes = None if self._at_once or self.policy.block is not None else PrefixCache(pool)
+        self._admission = Admission(self._cache, model.config, sys.maxsize if self._at_once else prefill_tokens)
+        ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+        self._ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+        self._show()
+
+    # ---- for other threads
+
+    def submit(self, request: Request, hear: Callable[[int, Event], None] | None = None) -> list[Stream]:
+        """Queue a request; returns the streams of its ``n`` answers.
+
+        Args:
+            request: what is asked.
+            hear: takes the number of an answer and each event of its stream; see :class:`Stream`.
+
+        Raises:
+            Busy: when the queue is full.
+            UserError: for a prompt and answer that no empty pool or no context could hold.
+        """
+        need = self._admission.need(request)
+        self._check(request, need)
+        text, now = torch.tensor(request.tokens, dtype=torch.long), self._clock()
+        answers = [
+            Answer(
+                number=next(self._numbers),
+                request=request,
+                stream=Stream(hear and partial(hear, number)),
+                sampler=Sampler(request, self.tokenizer, self._ends, number),
+                text=text,
+                since=now,
+                need=need,
+            )
+            for number in range(request.n)
+        ]
+        with self._lock:
+            if len(self._waiting) >= self.queue:
+                raise Busy(f"{len(self._waiting)} requests are waiting, as many as may: try again later.")
+            self._waiting.append(answers)
+            if self._prefixes is not None:
+                self._prefixes.remember(answers[0].key())
+            self._lock.notify()
+        return [answer.stream for answer in answers]
+
+    def run(self) -> None:
+        """Answer requests until :meth:`stop` is called, and those that were queued before."""
+        while True:
+            with self._lock:
+                while not (busy := self.busy) and not self._stopping:
+                    self._lock.wait()
+            if not busy:
+                return
+            self.step()
+
+    def stop(self) -> None:
+        """Let :meth:`run` return when everything is answered."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify()
+
+    @property
+    def busy(self) -> bool:
+        """Whether some request has no answer yet."""
+        return bool(self._running or self._reading or self._waiting)
+
+    def snapshot(self) -> Snapshot:
+        """Return what is going on, as it was after the last step; who waits is known to the moment."""
+        with self._lock:
+            waiting = sum(map(len, self._waiting))
+        now, (answers, held, shown) = self._clock(), self._shown
+        running = tuple(
+            Running(number, prompt, written, now - since, tuple(layers))
+            for (number, prompt, written, since), layers in zip(answers, held.tolist(), strict=True)
+        )
+        return replace(shown, waiting=waiting, running=running)
+
+    # ---- a step
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Read parts of prompts, and write one token of each answer of the batch."""
+        self._end_unwanted()
+        tokens = self.prefill_tokens
+        while tokens > 0 and (self._reading is not None or self._admit()):
+            assert self._reading is not None
+            tokens -= self._read_part(self._reading, tokens)
+        if self._running:
+            self._write()
+        self._show()
+
+    def _show(self) -> None:
+        """Leave for other threads what :meth:`snapshot` returns; they read it as one object."""
+        answers = [(x.number, len(x.request.tokens), x.written, x.since) for x in self._running]
+        self._shown = (
+            answers,
+            self._cache.store.held.float().mean(2).T,
+            Snapshot(
+                waiting=0,
+                reading=0 if self._reading is None else len(self._reading.answers),
+                running=(),
+                blocks=self.pool.capacity,
+                free=self.pool.free,
+                block_nbytes=self.pool.block_nbytes(),
+                prefixes=0 if self._prefixes is None else len(self._prefixes),
+                prefix_blocks=0 if self._prefixes is None else self._prefixes.num_blocks,
+                counts=replace(self.counts, ended=self.counts.ended.copy()),
+            ),
+        )
+
+    # ---- answers come
+
+    def _check(self, request: Request, need: Need) -> None:
+        """Refuse a request that no context or no empty pool could hold."""
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        wanted = len(request.tokens) + request.max_tokens
+        if context is not None and wanted > context:
+            raise UserError(
+                f"{len(request.tokens)} tokens and an answer of {request.max_tokens} are {wanted}: expected at most "
+                f"{context}, the context of the model; shorten one of them."
+            )
+        blocks, size = max(need.reading, need.writing * request.n), self.pool.block_nbytes()
+        if blocks > self.pool.capacity:
+            raise UserError(
+                f"{len(request.tokens)} tokens and {request.n} answers of {request.max_tokens} may take "
+                f"{blocks * size} bytes, and the pool has {self.pool.capacity * size}: expected no more than that; "
+                "shorten one of them, keep less, or make a larger pool."
+            )
+
+    def _admit(self) -> bool:
+        """Begin with the next request, if the blocks that it may take are free beside those that others may take."""
+        with self._lock:
+            if not self._waiting:
+                return False
+            answers = self._waiting[0]
+            need = self._admission.need(answers[0].request)  # of flags more is known than when it was asked
+            wanted = max(need.reading, need.writing * len(answers))
+            fits = sum(answer.need.writing for answer in self._running) + wanted <= self.pool.capacity
+            if self._running and (self._crowded or not fits or len(self._running) + len(answers) > self.batch):
+                return False
+            self._waiting.popleft()
+        for answer in answers:
+            answer.need = need
+        self._reading = self._prompt(answers)
+        return True
+
+    def _prompt(self, answers: list[Answer]) -> Prompt:
+        """Return a prompt of which nothing is read yet but a cached prefix, if there is one."""
+        first, cache, shared, mark = answers[0], None, 0, 0
+        if self._prefixes is not None:
+            key = first.key()[: len(first.prompt)]
+            with self._lock:
+                found = self._prefixes.find(key)
+                mark = 0 if self._crowded else self._prefixes.common(key)
+            if found is not None:
+                cache, shared = deepcopy(found.cache), len(found.key)
+        if cache is None:
+            cache = EvictionCache(self.model, self.policy, pool=self.pool)
+        cache.expect(torch.ones(1, len(first.prompt), dtype=torch.bool), first.prompt[None])
+        cache.protect(first.request.protect)
+        return Prompt(answers, cache, read=shared, shared=shared, mark=mark if mark > shared else 0)
+
+    def _read_part(self, prompt: Prompt, tokens: int) -> int:
+        """Read a part of a prompt; at its end its answers join the batch. Returns how many tokens were read."""
+        text, until = prompt.answers[0].prompt, prompt.mark or None
+        part = text[prompt.read : until][: None if self._at_once else tokens]
+        try:
+            logits = self._fed(prompt.cache, part)
+            prompt.read += len(part)
+            if prompt.read == prompt.mark:
+                self._cache_prefix(prompt)
+            if prompt.read < len(text):
+                return len(part)
+            self.counts.prompts += len(text) - prompt.shared
+            self.counts.reused += prompt.shared
+            self._admission.learn(prompt.cache, len(text))
+            for answer in list(prompt.answers):
+                fork = prompt.cache if answer is prompt.answers[-1] else deepcopy(prompt.cache)
+                self._begin(prompt, answer, fork, logits)
+        except PoolFullError as error:
+            self._put_off(prompt, error)
+            return tokens
+        except Exception as error:  # concerns this prompt alone
+            self._fail(prompt.answers, prompt.cache, error)
+        self._reading = None
+        return len(part)
+
+    def _fed(self, cache: EvictionCache, tokens: Tensor) -> Tensor:
+        """Read tokens ``[T]`` behind those of a cache; returns the logits ``[V]`` of the next one, on the CPU."""
+        ids = tokens[None].to(self.model.device)
+        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits: Tensor = out.logits[0, -1]
+        return logits.float().cpu()
+
+    def _cache_prefix(self, prompt: Prompt) -> None:
+        """Cache what was read of a prompt so far, where there is room for its rest and its answers too."""
+        read, prompt.mark, first = prompt.mark, 0, prompt.answers[0]
+        rest = first.need.reading * (len(first.prompt) - read) // len(first.prompt)
+        if self._prefixes is not None and self.pool.free >= rest + first.need.writing * len(prompt.answers):
+            self._prefixes.add(first.key()[:read], deepcopy(prompt.cache))
+
+    def _begin(self, prompt: Prompt, answer: Answer, cache: EvictionCache, logits: Tensor) -> None:
+        """Let an answer join the batch behind its prompt; a preempted one has its tokens, and chooses none."""
+        answer.read = len(answer.request.tokens)
+        if answer.written or self._add(answer, logits):
+            self._cache.add(cache)
+            self._running.append(answer)
+        else:
+            cache.reset()
+        prompt.answers.remove(answer)
+
+    # ---- answers are written
+
+    def _write(self) -> None:
+        """Write a token of each answer, and more where drafts are right.
+
+        One that was preempted reads its own tokens again before it goes on.
+        """
+        drafts = self._drafts // len(self._running)
+        coming = [answer.coming(drafts) for answer in self._running]
+        try:
+            logits = self._step(coming)
+        except PoolFullError as error:
+            self._preempt(error)
+            return
+        except Exception as error:
+            self._fail(self._running, self._cache, error)
+            return
+        self.counts.steps += 1
+        over, wrong = [], []
+        for place, (answer, tokens, after) in enumerate(zip(self._running, coming, logits, strict=True)):
+            end = answer.read + len(tokens)
+            drafted = end - min(end, len(answer.text))
+            if not self._take(answer, tokens, after):
+                over.append(place)
+            wrong.append(end - answer.read)
+            self.counts.drafted += drafted
+            self.counts.accepted += drafted - wrong[-1]
+        self._cache.crop(wrong)
+        self._remove(over)
+
+    def _step(self, coming: list[Tensor]) -> list[Tensor]:
+        """Read tokens ``[T_i]`` of each answer; returns the logits ``[T_i, V]`` behind each of them, on the CPU."""
+        width = max(map(len, coming))
+        ids = torch.stack([F.pad(tokens, (width - len(tokens), 0)) for tokens in coming]).to(self.model.device)
+        if width == 1:
+            return [*self._next(ids).float().cpu()[:, None]]
+        real = torch.stack([torch.arange(width) >= width - len(tokens) for tokens in coming])
+        seen = self._cache.valid
+        mask = torch.cat([seen, real.to(seen.device)], 1)
+        out = self.model(input_ids=ids, attention_mask=mask, past_key_values=self._cache, use_cache=True)
+        return [x[width - len(tokens) :] for x, tokens in zip(out.logits.float().cpu(), coming, strict=True)]
+
+    def _take(self, answer: Answer, read: Tensor, logits: Tensor) -> bool:
+        """Go on with an answer, of which tokens ``[T]`` were read; returns whether more is to come.
+
+        Those that it has already are skipped; drafts count as read for as long as they are what is chosen.
+
+        Args:
+            answer: where ``read`` of it becomes what counts.
+            read: tokens of the text, then drafts.
+            logits: ``[T, V]`` behind each of them.
+        """
+        for token, after in zip(read, logits, strict=True):
+            if answer.text[answer.read] != token:
+                return True
+            answer.read += 1
+            if answer.read == len(answer.text) and not self._add(answer, after):
+                return False
+        return True
+
+    def _add(self, answer: Answer, logits: Tensor) -> bool:
+        """Choose the next token of an answer; returns whether it goes on."""
+        try:
+            token = answer.sampler(answer.text, logits)
+        except Exception as error:  # such as probabilities that are none, at a temperature near 0
+            self._finish(answer, None, error)
+            return False
+        answer.text = torch.cat([answer.text, torch.tensor([token.id])])
+        answer.stream.put(token)
+        self.counts.tokens += 1
+        if answer.written == 1:
+            self.counts.started += 1
+            self.counts.first_seconds += self._clock() - answer.since
+        reason: Reason | None = answer.sampler.ended(answer.text, answer.written)
+        if reason is not None:
+            self._finish(answer, reason)
+            if self._prefixes is not None:
+                with self._lock:
+                    self._prefixes.remember(answer.key())
+        return reason is None
+
+    # ---- the pool is full
+
+    def _preempt(self, error: PoolFullError) -> None:
+        """Free the blocks of the newest request and queue it first: it is read again, with its tokens so far.
+
+        A step that was broken off leaves nothing of the batch: all its answers are read again, one after the other.
+        """
+        oldest_first = sorted(range(len(self._running)), key=lambda place: self._running[place].since)
+        newest, reading = self._running[oldest_first[-1]], self._reading
+        if reading is not None and reading.answers[0].since >= newest.since:
+            self._put_off(reading, error)
+            if not self._cache.broken:
+                return
+        places = oldest_first if self._cache.broken else oldest_first[-1:]
+        preempted = [self._running[place] for place in places]
+        alone = len(self._running) == 1 and reading is None
+        self._remove(places)
+        if alone:
+            self._finish(newest, None, error)
+            return
+        self.counts.preempted += len(preempted)
+        for answer in reversed(preempted):
+            self._queue_first([answer])
+
+    def _put_off(self, prompt: Prompt, error: PoolFullError) -> None:
+        """Give the blocks of a prompt back until others have answered; where there are none it cannot be answered."""
+        self._reading = None
+        if not self._running:
+            self._fail(prompt.answers, prompt.cache, error)
+            return
+        prompt.cache.reset()
+        self._queue_first(prompt.answers)
+
+    def _queue_first(self, answers: list[Answer]) -> None:
+        """Let answers wait before all others, until some answer has ended."""
+        self._crowded = True
+        with self._lock:
+            self._waiting.appendleft(answers)
+
+    # ---- answers end
+
+    def _end_unwanted(self) -> None:
+        """End the answers that were cancelled, and those whose time is over."""
+        with self._lock:
+            for answers in self._waiting:
+                answers[:] = [answer for answer in answers if not self._unwanted(answer, waiting=answer.written == 0)]
+            self._waiting = deque(answers for answers in self._waiting if answers)
+        if self._reading is not None:
+            self._reading.answers = [x for x in self._reading.answers if not self._unwanted(x)]
+            if not self._reading.answers:
+                self._reading.cache.reset()
+                self._reading = None
+        self._remove([place for place, answer in enumerate(self._running) if self._unwanted(answer)])
+
+    def _unwanted(self, answer: Answer, waiting: bool = False) -> bool:
+        limits = [answer.request.answer_seconds, answer.request.wait_seconds if waiting else None]
+        late = any(limit is not None and self._clock() - answer.since > limit for limit in limits)
+        reason = answer.stream.cancelled or ("timeout" if late else None)
+        if reason is not None:
+            self._finish(answer, reason)
+        return reason is not None
+
+    def _finish(self, answer: Answer, reason: Reason | None, error: Exception | None = None) -> None:
+        self.counts.ended[reason or "error"] += 1
+        answer.stream.end(reason, error)
+
+    def _remove(self, places: list[int]) -> None:
+        """Take sequences out of the batch."""
+        if places:
+            self._cache.remove(places)
+            self._running = [answer for place, answer in enumerate(self._running) if place not in places]
+            self._crowded = False
+
+    def _fail(self, answers: list[Answer], cache: EvictionCache, error: Exception) -> None:
+        """End answers that the model or the policy failed at; what waits goes on."""
+        cache.reset()
+        for answer in answers:
+            self._finish(answer, None, error)
+        answers.clear()
+
+
+def _reads_at_once(cache: EvictionCache) -> bool:
+    """Tell whether a prompt that is read in parts would be evicted differently, or not be read at all."""
+    if cache.gates is None:
+        return False
+    moves = cache.policy.positions == "slot" and cache.prompt_sees == "sparse"
+    return cache.gates.config.scope == "prompt" or moves

@@ -1,0 +1,59 @@
+"""What queries pay each key: a sum, a maximum or a sum of squares of attention weights."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ag.kernels.attention_stats import cpu
+from ag.kernels.attention_stats.chunked import chunked_attention_stats
+from ag.kernels.attention_stats.reference import Kind as Kind
+from ag.kernels.attention_stats.reference import reference_attention_stats
+from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.softmax import PLAIN, Softmax
+
+
+def attention_stats(
+    kind: Kind,
+    q: Tensor,
+    k: Tensor,
+    query_ranks: Tensor,
+    key_ranks: Tensor,
+    scaling: float,
+    window: int | None = None,
+    skip: int = 0,
+    factors: Tensor | None = None,
+    softmax: Softmax = PLAIN,
+) -> Tensor:
+    """Return what queries j pay each key t, of ``a_jt = f_j A_jt`` with ``A = softmax(scaling q k^T)``, causal by rank.
+
+    Args:
+        kind: ``sum``: the sum over j of a_jt; ``max``: the largest of them; ``squares``: the sum of their squares.
+        q: queries ``[B, H, M, D]``; query head h reads KV head h // (H / Hkv).
+        k: keys ``[B, Hkv, N, D]``, in any order; anything where there is no token.
+        query_ranks: ``[B, M]`` long, the place of each query in its sequence; one below 0 does not count.
+        key_ranks: ``[B, Hkv or 1, N]`` long, likewise; below 0 there is no token.
+        scaling: factor of the logits.
+        window: distance from which on no query sees a key; None means that there is no sliding window.
+        skip: pairs less than this apart do not count; weights are normalised over them all the same.
+        factors: f ``[B, M]``, 0 or more; None means 1.
+        softmax: caps and sink logits of the model.
+
+    Returns:
+        ``[B, H, N]`` float32 (float64 for float64 arguments), 0 for keys that no query counts for.
+
+    Raises:
+        UserError: ``AG_KERNELS`` asks for a version that cannot run (see ag.kernels.dispatch).
+    """
+    version = pick(
+        "attention_stats",
+        {
+            "triton": no_triton(q) if q.dtype == k.dtype else "queries and keys differ in type",
+            "cpp": cpu.unavailable(q, k),
+            "chunked": None,
+            "reference": None,
+        },
+    )
+    compute = {"cpp": cpu.attention_stats, "chunked": chunked_attention_stats}.get(version, reference_attention_stats)
+    if version == "triton":
+        from ag.kernels.attention_stats.triton import triton_attention_stats as compute
+    return compute(kind, q, k, query_ranks, key_ranks, scaling, window, skip, factors, softmax)

@@ -1,0 +1,221 @@
+// What the queries of a head pay each key: a sum, a maximum or a sum of squares of attention weights.
+//
+// A block of queries goes through the keys once, tile by tile: the exponentials of a tile stay in memory near the core,
+// relative to the largest logit so far, while their sums run along. When a row's sum is known each key gets what the
+// exponentials of its tile have become. A head's blocks are cut into parts of their own results, which are added in
+// order: the number of threads changes nothing.
+// Plain C at the border, so that it compiles in a second or two, without the headers of PyTorch.
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "logits.h"
+#include "softmax.h"
+
+namespace {
+
+constexpr int64_t TILE = 64;   // keys between two looks at the maxima
+constexpr int64_t PARTS = 8;   // of a head, which threads share
+constexpr float NONE = -std::numeric_limits<float>::infinity(), LEAST = -std::numeric_limits<float>::max();
+constexpr int32_t NEWEST = std::numeric_limits<int32_t>::max();
+
+enum Kind { SUM, MAX, SQUARES };
+
+struct Call {
+  int64_t heads, kv_heads, count, length, dim, window, skip;  // count: queries of a head; window 0: none
+  const float *cap, *sinks;                                         // [1]; [heads]; null: none
+};
+
+// Ranks of the tokens of a tile: the smallest, the largest, and whether some slot has none.
+struct Span {
+  int32_t low = NEWEST, high = -1;
+  bool holes = false;
+};
+
+// What a thread needs for a block.
+struct Room {
+  std::vector<float> q, e, most;
+  Room(const Call& call)
+      : q(call.dim * QUERIES), e(call.length * QUERIES), most((call.length + TILE - 1) / TILE * QUERIES) {}
+};
+
+// A block of queries: each sees ranks above `low`, up to `at`, and counts for ranks up to `last`. The arrays have a
+// number for each, `lanes` in use.
+struct Block {
+  int64_t lanes;
+  int32_t at[QUERIES], low[QUERIES], last[QUERIES];
+  float most[QUERIES], sum[QUERIES];
+  int32_t newest = -1, oldest = NEWEST;     // that some query sees
+  int32_t all_to = NEWEST, all_from = -1;   // what lies between all see
+  int32_t all_count_to = NEWEST;            // up to here all count
+
+  bool meets(const Span& span) const { return span.low <= newest && span.high > oldest; }
+  bool all_see(const Span& span) const { return !span.holes && span.high <= all_to && span.low > all_from; }
+};
+
+// Exponentials of a tile [count][QUERIES] in place of its logits, relative to what is the largest then; sums grow.
+void gather(Block& block, float* s, int64_t count) {
+  for (int64_t lane = 0; lane < block.lanes; lane += LANES) {
+    const Lanes before = load(block.most + lane);
+    Lanes most = before, sum = {};
+    for (int64_t t = 0; t < count; ++t) {
+      const Lanes x = load(s + t * QUERIES + lane);
+      most = x > most ? x : most;
+    }
+    store(block.most + lane, most);
+    for (int64_t t = 0; t < count; ++t) {
+      float* e = s + t * QUERIES + lane;
+#pragma omp simd
+      for (int i = 0; i < LANES; ++i) e[i] = exp_negative(e[i] - block.most[lane + i]);
+      sum += load(e);
+    }
+    for (int i = 0; i < LANES; ++i)
+      block.sum[lane + i] = block.sum[lane + i] * exp_negative(before[i] - most[i]) + sum[i];
+  }
+}
+
+// What the queries of a block pay a key, whose exponentials are e and whose weights are `shares` of them.
+template <int KIND>
+float paid(const Block& block, const float* e, const float* shares, int32_t rank, bool all_count) {
+  Lanes found = {};
+  for (int64_t lane = 0; lane < block.lanes; lane += LANES) {
+    Lanes a = load(e + lane) * load(shares + lane);
+    if (!all_count) {
+      float counted[LANES];
+#pragma omp simd
+      for (int i = 0; i < LANES; ++i) counted[i] = rank <= block.last[lane + i] ? a[i] : 0.0f;
+      a = load(counted);
+    }
+    if constexpr (KIND == MAX) found = a > found ? a : found;
+    else found += KIND == SUM ? a : a * a;
+  }
+  if constexpr (KIND != MAX) return total(found);
+  float most = 0;
+  for (int i = 0; i < LANES; ++i) most = found[i] > most ? found[i] : most;
+  return most;
+}
+
+// Take what the queries at the places `taken` of a head pay into `out` [length].
+template <int KIND>
+void take(const Call& call, const float* q, const float* k, const int32_t* at, const int32_t* ranks,
+          const std::vector<Span>& spans, const float* factors, const float* sink, const int64_t* taken,
+          int64_t queries, Room& room, float* out) {
+  Block block;
+  block.lanes = (queries + LANES - 1) / LANES * LANES;
+  std::fill(room.q.begin(), room.q.end(), 0.0f);
+  for (int64_t i = 0; i < block.lanes; ++i) {
+    const int64_t j = taken[std::min(i, queries - 1)];  // lanes without a query repeat the last one, and pay nothing
+    block.at[i] = at[j];
+    block.low[i] = static_cast<int32_t>(call.window ? std::max<int64_t>(at[j] - call.window, -1) : -1);
+    block.last[i] = static_cast<int32_t>(at[j] - call.skip);
+    block.most[i] = sink ? *sink : LEAST;
+    block.sum[i] = sink ? 1 : 0;
+    block.newest = std::max(block.newest, block.at[i]);
+    block.oldest = std::min(block.oldest, block.low[i]);
+    block.all_to = std::min(block.all_to, block.at[i]);
+    block.all_from = std::max(block.all_from, block.low[i]);
+    block.all_count_to = std::min(block.all_count_to, block.last[i]);
+    for (int64_t d = 0; d < call.dim; ++d) room.q[d * QUERIES + i] = q[j * call.dim + d];
+  }
+  const int64_t tiles = static_cast<int64_t>(spans.size());
+  for (int64_t n = 0; n < tiles; ++n) {
+    if (!block.meets(spans[n])) continue;
+    const int64_t start = n * TILE, count = std::min(TILE, call.length - start);
+    float* s = room.e.data() + start * QUERIES;
+    dots(block.lanes, room.q.data(), k + start * call.dim, count, call.dim, s);
+    for (int64_t t = 0; t < count && call.cap; ++t) bend(s + t * QUERIES, block.lanes, *call.cap);
+    for (int64_t t = 0; t < count && !block.all_see(spans[n]); ++t) {
+      const int32_t rank = ranks[start + t];
+      float* of_key = s + t * QUERIES;
+#pragma omp simd
+      for (int64_t i = 0; i < block.lanes; ++i)
+        of_key[i] = (rank <= block.at[i]) & (rank > block.low[i]) ? of_key[i] : NONE;
+    }
+    gather(block, s, count);
+    std::copy_n(block.most, block.lanes, room.most.data() + n * QUERIES);
+  }
+  float scale[QUERIES] = {};  // of exponentials relative to the largest of all
+  for (int64_t i = 0; i < queries; ++i)
+    scale[i] = block.sum[i] == 0 ? 0 : (factors ? factors[taken[i]] : 1.0f) / block.sum[i];
+  for (int64_t n = 0; n < tiles; ++n) {
+    if (!block.meets(spans[n])) continue;
+    float shares[QUERIES];
+    for (int64_t i = 0; i < block.lanes; ++i)
+      shares[i] = scale[i] * exp_negative(room.most[n * QUERIES + i] - block.most[i]);
+    const bool all_count = spans[n].high <= block.all_count_to;
+    for (int64_t t = n * TILE; t < std::min(n * TILE + TILE, call.length); ++t) {
+      if (ranks[t] < 0) continue;
+      const float found = paid<KIND>(block, room.e.data() + t * QUERIES, shares, ranks[t], all_count);
+      if constexpr (KIND == MAX) out[t] = std::max(out[t], found);
+      else out[t] += found;
+    }
+  }
+}
+
+std::vector<Span> spans_of(const int32_t* ranks, int64_t length) {
+  std::vector<Span> spans((length + TILE - 1) / TILE);
+  for (int64_t t = 0; t < length; ++t) {
+    Span& span = spans[t / TILE];
+    if (ranks[t] < 0) span.holes = true;
+    else span.low = std::min(span.low, ranks[t]), span.high = std::max(span.high, ranks[t]);
+  }
+  return spans;
+}
+
+template <int KIND>
+void stats(const Call& call, const float* q, const float* k, const int32_t* at, const int32_t* ranks,
+           int64_t rank_heads, const float* factors, int64_t batch, int64_t threads, float* out) {
+  const int64_t rows = call.heads * call.length;
+  std::vector<float> parts(PARTS * rows);
+  for (int64_t b = 0; b < batch; ++b) {
+    std::vector<int64_t> taken;
+    for (int64_t j = 0; j < call.count; ++j)
+      if (at[b * call.count + j] >= 0) taken.push_back(j);
+    std::vector<std::vector<Span>> spans;
+    for (int64_t h = 0; h < rank_heads; ++h)
+      spans.push_back(spans_of(ranks + (b * rank_heads + h) * call.length, call.length));
+    const int64_t many = static_cast<int64_t>(taken.size()), blocks = (many + QUERIES - 1) / QUERIES;
+    const int64_t some = (blocks + PARTS - 1) / PARTS;  // blocks of a part
+    const int64_t used = some ? (blocks + some - 1) / some : 0;
+    std::fill_n(parts.begin(), used * rows, 0.0f);
+#pragma omp parallel num_threads(threads) if (threads > 1 && call.heads * used > 1)
+    {
+      Room room(call);
+#pragma omp for schedule(dynamic)
+      for (int64_t item = 0; item < call.heads * used; ++item) {
+        const int64_t h = item / used, part = item % used, kv = h / (call.heads / call.kv_heads);
+        const int64_t of_ranks = rank_heads == 1 ? 0 : kv;
+        for (int64_t n = part * some; n < std::min(part * some + some, blocks); ++n)
+          take<KIND>(call, q + (b * call.heads + h) * call.count * call.dim,
+                     k + (b * call.kv_heads + kv) * call.length * call.dim, at + b * call.count,
+                     ranks + (b * rank_heads + of_ranks) * call.length, spans[of_ranks],
+                     factors ? factors + b * call.count : nullptr, call.sinks ? call.sinks + h : nullptr,
+                     taken.data() + n * QUERIES, std::min(QUERIES, many - n * QUERIES), room,
+                     parts.data() + part * rows + h * call.length);
+      }
+    }
+    float* of_sequence = out + b * rows;
+    std::fill_n(of_sequence, rows, 0.0f);
+    for (int64_t part = 0; part < used; ++part)
+      for (int64_t i = 0; i < rows; ++i) {
+        const float found = parts[part * rows + i];
+        of_sequence[i] = KIND == MAX ? std::max(of_sequence[i], found) : of_sequence[i] + found;
+      }
+  }
+}
+
+}  // namespace
+
+// q [batch, heads, count, dim] float32, scaled already; k [batch, kv_heads, length, dim] float32; at [batch, count] and
+// ranks [batch, rank_heads, length], below 0 for none; factors [batch, count] float32, or null; window 0 for none;
+// cap [1] and sinks [heads], or null; out [batch, heads, length] float32. All contiguous.
+extern "C" void attention_stats(int64_t kind, const float* q, const float* k, const int32_t* at, const int32_t* ranks,
+                                int64_t rank_heads, const float* factors, int64_t batch, int64_t heads,
+                                int64_t kv_heads, int64_t count, int64_t length, int64_t dim, int64_t window,
+                                int64_t skip, int64_t threads, const float* cap, const float* sinks, float* out) {
+  const Call call = {heads, kv_heads, count, length, dim, window, skip, cap, sinks};
+  const auto run = kind == SUM ? stats<SUM> : kind == MAX ? stats<MAX> : stats<SQUARES>;
+  run(call, q, k, at, ranks, rank_heads, factors, batch, threads, out);
+}

@@ -1,0 +1,64 @@
+"""New tokens into blocks in Triton: a program for some tokens of a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ag.kernels.dispatch import interpreting
+from ag.kernels.pages import Pages, coded
+from ag.kernels.tiles import copy_tokens, places
+
+
+@triton.jit(do_not_specialize=["T", "blocks"])
+def _append(keys, values, held, gate, table, lengths, after, k, v, ranks, said, k_strides, v_strides, stride, T, blocks,
+            H, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr,
+            TOKENS: tl.constexpr):  # fmt: skip
+    """Store a block of the T tokens of a row, behind what it holds and what comes before them."""
+    row, block = tl.cast(tl.program_id(0) // blocks, tl.int64), tl.program_id(0) % blocks
+    b, h = row // H, row % H
+    ranks += b * T
+    table += row * stride
+    length = tl.load(lengths + row)
+    for n in range(0, block * TOKENS, TOKENS):
+        length += tl.sum((tl.load(ranks + n + tl.arange(0, TOKENS)) >= 0).to(tl.int32), 0)
+    tokens = block * TOKENS + tl.arange(0, TOKENS)
+    rank = tl.load(ranks + tokens, mask=tokens < T, other=-1)
+    there = rank >= 0
+    number = there.to(tl.int32)
+    slots = tl.where(there, length + tl.cumsum(number, 0) - 1, 0)
+    at = places(table, slots, there, PAGE)
+    tokens = tokens.to(tl.int64)
+    copy_tokens(keys, k + b * k_strides[0] + h * k_strides[1], k_strides[2], tokens, at, there, D, DP)
+    copy_tokens(values, v + b * v_strides[0] + h * v_strides[1], v_strides[2], tokens, at, there, E, EP)
+    tl.store(held + at, rank.to(tl.int32), mask=there)
+    if gate is not None:
+        open = tl.full([TOKENS], 1, gate.dtype.element_ty)
+        if said is not None:
+            open = tl.load(said + row * T + tokens, mask=there, other=0)
+        tl.store(gate + at, open, mask=there)
+    if block == blocks - 1:
+        tl.store(after + row, length + tl.sum(number, 0))
+
+
+@torch.compiler.disable
+def triton_kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
+    """Do what :func:`ag.kernels.kv_append.kv_append` does on the card, which is never waited for."""
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in coded(pages, k, v))
+    (_, heads, count, dim), width, rows = k.shape, v.shape[3], len(pages.table)
+    column, lengths = pages.gate, pages.lengths
+    said = None if gate is None or column is None else gate.to(column.dtype).contiguous()
+    column, said = (x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x for x in (column, said))
+    tokens = 16 if interpreting() else min(64, triton.next_power_of_2(count))
+    blocks = triton.cdiv(count, tokens)
+    after = lengths if blocks == 1 else torch.empty_like(lengths)  # other programs of a row read its length
+    with torch.cuda.device_of(k):
+        _append[(rows * blocks,)](
+            *(pages.keys, pages.values, pages.ranks, column, pages.table, lengths, after, k, v, ranks.contiguous()),
+            *(said, k.stride()[:3], v.stride()[:3], pages.table.stride(0), count, blocks, heads),
+            *(dim, triton.next_power_of_2(dim), width, triton.next_power_of_2(width), pages.keys.shape[1], tokens),
+        )
+    if after is not lengths:
+        lengths.copy_(after)

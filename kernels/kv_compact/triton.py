@@ -1,0 +1,185 @@
+"""Rows in blocks closed up in Triton: a program a row says what fills which hole, others move it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ag.kernels.dispatch import interpreting
+from ag.kernels.kv_compact.reference import Worst
+from ag.kernels.pages import Pages
+from ag.kernels.tiles import copy_tokens, places
+
+FEW = 8  # tokens up to which a row looks for the worst one by one
+BEST = 1 << 62  # what ranks behind every token that may go
+FIRST = 62  # bit of the numbers that tokens go by, from which on a bound is searched
+
+
+@triton.jit
+def _order(slots, count, ranks, table, score, sinks, recent_from, expired_to, stays, most, PAGE: tl.constexpr,
+           LAST: tl.constexpr):  # fmt: skip
+    """Return numbers by which tokens go, the smallest first, LAST where they may not; and how many scores are wrong.
+
+    A number is made of a score, whose bits are turned so that they are in its order, and of how old the token is.
+    """
+    there = slots < count
+    rank = tl.load(ranks + places(table, slots, there, PAGE), mask=there, other=0).to(tl.int64)
+    expired = there & (rank <= expired_to)
+    guarded = (rank < sinks) | (rank >= recent_from)
+    if stays is not None:
+        guarded = guarded | (tl.load(stays + rank, mask=there & (rank < most), other=0) != 0)
+    rivals = there & (expired | ~guarded)
+    s = tl.load(score + slots, mask=rivals & ~expired, other=float("-inf"))
+    wrong = tl.sum((rivals & ~expired & ~(tl.abs(s) < float("inf"))).to(tl.int32), 0)
+    bits = tl.where(s == 0, 0.0, s).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    number = bits.to(tl.int64) * 2147483648 + (2147483647 - rank)
+    return tl.where(rivals, number, LAST), wrong
+
+
+@triton.jit(do_not_specialize=["most", "N", "width"])
+def _choose(ranks, table, lengths, before, moves, source, target, mask, score, stays_of_row, sinks, recent_from,
+            expired_to, found, stays, score_sequence, score_head, stride, most, N, width, H, PAGE: tl.constexpr,
+            TILE: tl.constexpr, FEW: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
+    """Say which tokens of a row go, and which of the last ones fill their places, in ``source`` and ``target``."""
+    row = tl.cast(tl.program_id(0), tl.int64)
+    table += row * stride
+    source += row * N
+    target += row * N
+    count = tl.load(lengths + row)
+    kept, limit = count * 0, tl.cast(count, tl.int64) * 0 - LAST
+    if mask is not None:
+        mask += row * width
+        for n in range(0, count, TILE):
+            slots = n + tl.arange(0, TILE)
+            kept += tl.sum((tl.load(mask + slots, mask=slots < count, other=0) != 0).to(tl.int32), 0)
+    else:
+        b, h = row // H, row % H
+        score += b * score_sequence + h * score_head
+        sinks, recent_from = tl.load(sinks + b), tl.load(recent_from + b)
+        expired_to = tl.load(expired_to + b)
+        if stays is not None:
+            stays += b * most
+        surplus = count - tl.load(stays_of_row + row)
+        rivals, wrong = count * 0, count * 0
+        if surplus > 0:
+            for n in range(0, count, TILE):
+                number, some = _order(n + tl.arange(0, TILE), count, ranks, table, score, sinks, recent_from,
+                                      expired_to, stays, most, PAGE, LAST)  # fmt: skip
+                rivals += tl.sum((number < LAST).to(tl.int32), 0)
+                wrong += some
+        if wrong > 0:
+            tl.store(found, 1)
+        going = tl.maximum(tl.minimum(surplus, rivals), 0)
+        kept = count - going
+        # the number of the last token that goes: the smallest one again and again, or else bit by bit
+        turns = tl.where(going <= FEW, going, FIRST + 1)
+        for turn in range(0, turns):
+            middle = limit + (tl.cast(1, tl.int64) << tl.maximum(FIRST - turn, 0))
+            least, below = limit * 0 + LAST, count * 0
+            for n in range(0, count, TILE):
+                number, some = _order(n + tl.arange(0, TILE), count, ranks, table, score, sinks, recent_from,
+                                      expired_to, stays, most, PAGE, LAST)  # fmt: skip
+                least = tl.minimum(least, tl.min(tl.where(number > limit, number, LAST), 0))
+                below += tl.sum((number < middle).to(tl.int32), 0)
+            limit = tl.where(going <= FEW, least, tl.where(below < going, middle, limit))
+    holes, movers = count * 0, count * 0
+    for n in range(0, count, TILE):
+        slots = n + tl.arange(0, TILE)
+        there = slots < count
+        if mask is not None:
+            goes = tl.load(mask + slots, mask=there, other=0) == 0
+        else:
+            number, some = _order(slots, count, ranks, table, score, sinks, recent_from, expired_to, stays, most, PAGE,
+                                  LAST)  # fmt: skip
+            goes = number <= limit
+        hole, mover = there & goes & (slots < kept), there & (~goes) & (slots >= kept)
+        tl.store(target + holes + tl.cumsum(hole.to(tl.int32), 0) - 1, slots, mask=hole)
+        tl.store(source + movers + tl.cumsum(mover.to(tl.int32), 0) - 1, slots, mask=mover)
+        holes += tl.sum(hole.to(tl.int32), 0)
+        movers += tl.sum(mover.to(tl.int32), 0)
+    tl.store(before + row, count)
+    tl.store(moves + row, holes)
+    tl.store(lengths + row, kept)
+
+
+@triton.jit(do_not_specialize=["blocks", "N"])
+def _move(keys, values, ranks, gate, table, moves, source, target, stride, blocks, N, D: tl.constexpr, DP: tl.constexpr,
+          E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """Move some of the tokens of a row that fill holes; no place is read that another program writes."""
+    row, first = tl.cast(tl.program_id(0) // blocks, tl.int64), tl.program_id(0) % blocks * TOKENS
+    count = tl.load(moves + row)
+    if first >= count:
+        return
+    number = first + tl.arange(0, TOKENS)
+    mask = number < count
+    table += row * stride
+    here = places(table, tl.load(source + row * N + number, mask=mask, other=0), mask, PAGE)
+    there = places(table, tl.load(target + row * N + number, mask=mask, other=0), mask, PAGE)
+    copy_tokens(keys, keys, D, here, there, mask, D, DP)
+    copy_tokens(values, values, E, here, there, mask, E, EP)
+    tl.store(ranks + there, tl.load(ranks + here, mask=mask, other=0), mask=mask)
+    if gate is not None:
+        tl.store(gate + there, tl.load(gate + here, mask=mask, other=0), mask=mask)
+
+
+@triton.jit(do_not_specialize=["N", "S"])
+def _carry(record, lengths, before, moves, source, target, N, S, C, TILE: tl.constexpr):
+    """Let a number of each token of a row go where the token went; those of free slots are 0."""
+    row = tl.cast(tl.program_id(0) // C, tl.int64)
+    record += tl.cast(tl.program_id(0), tl.int64) * S
+    count = tl.load(moves + row)
+    for n in range(0, count, TILE):
+        number = n + tl.arange(0, TILE)
+        mask = number < count
+        x = tl.load(record + tl.load(source + row * N + number, mask=mask, other=0), mask=mask, other=0.0)
+        tl.store(record + tl.load(target + row * N + number, mask=mask, other=0), x, mask=mask)
+    tl.debug_barrier()  # what is cleared has been read
+    end = tl.load(before + row)
+    for n in range(tl.load(lengths + row), end, TILE):
+        slots = n + tl.arange(0, TILE)
+        tl.store(record + slots, tl.zeros([TILE], tl.float32), mask=slots < end)
+
+
+@torch.compiler.disable
+def triton_kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = ()) -> None:
+    """Do what :func:`ag.kernels.kv_compact.kv_compact` does on the card, which is never waited for."""
+    keys, values, ranks, gate, table, lengths, *_ = pages
+    (rows, most), (_, page, dim), width = table.shape, keys.shape, values.shape[2]
+    slots = most * page
+    before, moves = torch.empty_like(lengths), torch.empty_like(lengths)
+    source, target = torch.empty(2, rows, slots, dtype=torch.int32, device=keys.device)
+    mask: Tensor | None = None
+    chosen: tuple[Tensor | int | None, ...] = (None, None, None, None, None, None, None, 0, 0)
+    last, heads, columns = 0, 1, 0
+    if isinstance(keep, Worst):
+        score = keep.score if keep.score.stride(2) == 1 else keep.score.contiguous()
+        of_head = 0 if score.shape[1] == 1 else score.stride(1)
+        guarded = None if keep.protected is None else keep.protected.contiguous().view(torch.uint8)
+        chosen = (score, keep.stays, keep.sinks, keep.recent_from, keep.expired_to, keep.found, guarded)
+        chosen += (score.stride(0), of_head)
+        last, heads = 0 if guarded is None else guarded.shape[1], rows // len(keep.sinks)
+    else:
+        mask = keep.contiguous().view(torch.uint8)
+        columns = mask.shape[1]
+    tile = 16 if interpreting() else min(2048, triton.next_power_of_2(max(slots, 1)))
+    tokens = 16 if interpreting() else 32
+    blocks = triton.cdiv(slots, tokens)
+    flags = gate.view(torch.uint8) if gate is not None and gate.dtype == torch.bool else gate
+    with torch.cuda.device_of(keys):
+        _choose[(rows,)](
+            *(ranks, table, lengths, before, moves, source, target, mask, *chosen, table.stride(0), last, slots),
+            *(columns, heads, page, tile, FEW, FIRST, BEST),
+        )
+        if blocks:
+            _move[(rows * blocks,)](
+                *(keys, values, ranks, flags, table, moves, source, target, table.stride(0), blocks, slots),
+                *(dim, triton.next_power_of_2(dim), width, triton.next_power_of_2(width), page, tokens),
+            )
+        for record in records:
+            count, wide = record.shape[1:]
+            _carry[(rows * count,)](record, lengths, before, moves, source, target, slots, wide, count, tile)

@@ -1,0 +1,63 @@
+"""Attention from new tokens to rows of keys and values that lie in pages."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.paged_attention import cpu
+from ag.kernels.paged_attention.reference import reference_paged_attention
+from ag.kernels.pages import Pages
+from ag.kernels.softmax import PLAIN, Softmax
+
+
+def paged_attention(
+    q: Tensor,
+    pages: Pages,
+    ranks: Tensor | None,
+    scaling: float,
+    window: int | None = None,
+    recent: int | None = None,
+    softmax: Softmax = PLAIN,
+    weigh: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend from each query to the tokens of its row that are not newer, where they lie.
+
+    The host knows no length: how work is cut follows from the width of the table.
+
+    Args:
+        q: ``[B, H, T, D]``; query head h reads KV head h // (H / Hkv).
+        pages: the rows, among them the tokens of the queries; with ``recent`` their gate column is bool: open or
+            closed.
+        ranks: ``[B, T]`` long, of the queries; one below 0 sees nothing. None means that each query sees all that its
+            row holds, as the newest token does; then ``window`` and ``recent`` are None too.
+        scaling: factor of the logits.
+        window: distance from which on no query sees a token; None means that there is no sliding window.
+        recent: newest tokens that a query sees whatever their gates, its own included; None means that gates do not
+            matter.
+        softmax: caps and sink logits of the model.
+        weigh: hand out the weights of a single query (T is 1) too; no key is read again for them.
+
+    Returns:
+        ``[B, H, T, Dv]``, softmax and sums in float32 (float64 for float64 arguments), 0 where a query sees nothing;
+        and the weights ``[B, H, S]`` float32 by slot of the row, S what the table has room for, 0 where the query sees
+        nothing, or None where nobody asked for them.
+
+    Raises:
+        UserError: when AG_KERNELS names a version that cannot run here.
+        ValueError: when weights of several queries are asked for.
+    """
+    if weigh and q.shape[2] != 1:
+        raise ValueError(f"weights of {q.shape[2]} queries: expected one query where they are asked for")
+    version = pick(
+        "paged_attention",
+        {
+            "triton": pages.mixed(q) or no_triton(q, widest=pages.channels[1]),
+            "cpp": cpu.unavailable(pages),
+            "reference": None,
+        },
+    )
+    attend = {"cpp": cpu.paged_attention}.get(version, reference_paged_attention)
+    if version == "triton":
+        from ag.kernels.paged_attention.triton import triton_paged_attention as attend
+    return attend(q, pages, ranks, scaling, window, recent, softmax, weigh)

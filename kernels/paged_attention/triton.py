@@ -1,0 +1,185 @@
+"""Attention to rows in pages in Triton: rows are split into chunks, so that few queries fill a card too."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ag.kernels.dispatch import interpreting
+from ag.kernels.pages import Pages
+from ag.kernels.softmax import PLAIN, Softmax
+from ag.kernels.tiles import (
+    FLOAT32,
+    LOG2E,
+    bend,
+    cap2,
+    load_rows,
+    load_tokens,
+    logits2,
+    mix,
+    padded,
+    places,
+    shape,
+    size_class,
+    tuned,
+)
+
+CHUNKS = 1024  # about how many chunks all rows are cut into that fill the table: a few for each processor of a card
+PIECE = 1024  # weights that a program normalises
+
+
+@triton.jit(do_not_specialize=["stride", "chunk", "chunks", "blocks", "size", "window", "recent", "T", "GT", "N"])
+def _attend(q, keys, values, gate, table, lengths, at, partial, lse, weights, scale, stride, chunk, chunks, blocks,
+            size, window, recent, T, GT, N, heads, QUERIES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+            E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr, CODED: tl.constexpr, held, cap,
+            ROWS: tl.constexpr):  # fmt: skip
+    """Attend from a block of the GT queries of a row to one chunk of it; nothing is left of chunks behind its end.
+
+    Where somebody wants the ``weights`` ``[R, GT, N]``, their places get the logits, which the other kernel normalises.
+    """
+    item = tl.program_id(0)
+    piece, block = item % chunks, item // chunks % blocks
+    row = tl.cast(item // chunks // blocks, tl.int64)
+    first, count = piece * chunk, tl.load(lengths + row)
+    if first >= count:
+        return
+    stop = tl.minimum(first + chunk, count)
+    table += row * stride
+    start = block * QUERIES
+    queries = load_rows(q + row * GT * D, D, start, GT, QUERIES, D, DP)
+    number = start + tl.arange(0, QUERIES)
+    total, largest = tl.zeros([QUERIES], tl.float32), tl.full([QUERIES], float("-inf"), tl.float32)
+    mixed = tl.zeros([QUERIES, EP], tl.float32)
+    if at is not None:
+        own = tl.load(at + row // heads * T + number % T, mask=number < GT, other=-1)[:, None]
+    for n in range(first, stop, ROWS):
+        slots = n + tl.arange(0, ROWS)
+        there = slots < stop
+        where = places(table, slots, there, PAGE)
+        k = load_tokens(keys, where, there, q.dtype.element_ty, D, DP, CODED)
+        s = tl.dot(queries, tl.trans(k), input_precision=FLOAT32) * scale
+        s = bend(s, cap)
+        seen = there[None, :]
+        if at is not None:
+            rank = tl.load(held + where, mask=there, other=0)[None, :]
+            seen = seen & (rank <= own)
+            if window is not None:
+                seen = seen & (rank > own - window)
+            if gate is not None:
+                opened = tl.load(gate + where, mask=there, other=0)[None, :] != 0
+                seen = seen & (opened | (rank > own - recent))
+        s = tl.where(seen, s, float("-inf"))
+        if weights is not None:
+            mask = (number < GT)[:, None] & there[None, :]
+            tl.store(weights + (row * GT + number)[:, None] * N + slots[None, :], s, mask=mask)
+        v = load_tokens(values, where, there, q.dtype.element_ty, E, EP, CODED)
+        total, largest, mixed = mix(s, v, total, largest, mixed)
+    empty = total == 0.0
+    mixed = mixed / tl.where(empty, 1.0, total)[:, None]
+    dims, left = tl.arange(0, EP), (row * chunks + piece) * GT + number
+    mask = (number < GT)[:, None] & (dims < E)[None, :]
+    tl.store(partial + left[:, None] * E + dims[None, :], mixed, mask=mask)
+    sums = tl.where(empty, float("-inf"), largest + tl.log2(tl.where(empty, 1.0, total)))
+    tl.store(lse + left, sums, mask=number < GT)
+
+
+@triton.jit(do_not_specialize=["chunk", "chunks", "N", "pieces", "T", "H"])
+def _combine(partial, lse, lengths, out, weights, sinks, chunk, chunks, N, pieces, G, T, H, E: tl.constexpr,
+             EP: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """Mix the chunks of one query, of T of a head and of H heads; a row without tokens gives 0.
+
+    Of the ``weights`` of a query each of its programs normalises a piece of SLOTS; the first one makes the output.
+    """
+    query, piece = tl.cast(tl.program_id(0) // pieces, tl.int64), tl.program_id(0) % pieces
+    row, head = query // G, query % G
+    dims, width = tl.arange(0, EP), tl.where(piece == 0, E, 0)
+    count = tl.load(lengths + row)
+    first = row * chunks
+    stop = first + tl.cdiv(count, chunk)
+    total, largest, mixed = 0.0, float("-inf"), tl.zeros([EP], tl.float32)
+    if sinks is not None:
+        total, largest = 1.0, tl.load(sinks + query // T % H)
+    for n in range(first, stop, CHUNKS):
+        items = n + tl.arange(0, CHUNKS)
+        sums = tl.load(lse + items * G + head, mask=items < stop, other=float("-inf"))
+        larger = tl.maximum(largest, tl.max(sums, 0))
+        finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query may see nothing of a chunk
+        weight = tl.exp2(sums - finite)
+        shrink = tl.exp2(largest - finite)
+        mask = (items < stop)[:, None] & (dims < width)[None, :]
+        tile = tl.load(partial + (items * G + head)[:, None] * E + dims[None, :], mask=mask, other=0.0)
+        mixed = mixed * shrink + tl.sum(tile * weight[:, None], 0)
+        total, largest = total * shrink + tl.sum(weight, 0), larger
+    empty = total == 0.0
+    total, largest = tl.where(empty, 1.0, total), tl.where(empty, 0.0, largest)
+    tl.store(out + query * E + dims, (mixed / total).to(out.dtype.element_ty), mask=dims < width)
+    if weights is not None:
+        slots = piece * SLOTS + tl.arange(0, SLOTS)
+        weights += query * N
+        logits = tl.load(weights + slots, mask=slots < count, other=float("-inf"))
+        tl.store(weights + slots, tl.exp2(logits - largest) / total, mask=slots < N)
+
+
+TOKENS = [shape(8, 2, ROWS=64), shape(4, 2, ROWS=64), shape(4, 2, ROWS=32), shape(8, 1, ROWS=32)]
+TOKENS += [shape(8, 3, ROWS=16), shape(8, 1, ROWS=16)]
+ATTEND = tuned(["QUERIES", "D", "E", "CODED", "size"], TOKENS, 2**14, ROWS=16)(_attend)
+
+
+@torch.compiler.disable
+def triton_paged_attention(
+    q: Tensor,
+    pages: Pages,
+    ranks: Tensor | None,
+    scaling: float,
+    window: int | None = None,
+    recent: int | None = None,
+    softmax: Softmax = PLAIN,
+    weigh: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Do what :func:`ag.kernels.paged_attention.paged_attention` does on the card, which is never waited for.
+
+    How many tokens the rows hold is known to the card alone: there is a program for each chunk that the table has room
+    for, and those behind a row's end return at once.
+    """
+    (batch, heads, count, dim), (rows, most) = q.shape, pages.table.shape
+    page, width = pages.keys.shape[1], pages.channels[1]
+    slots, queries = most * page, batch * heads // rows * count
+    large = (q.element_size() > 2) + (max(dim, width) > 128)  # so that a block's output fits in registers
+    block = min(padded(queries), 16 if interpreting() else 64 >> large)
+    blocks = triton.cdiv(queries, block)
+    chunk = 32 if interpreting() else max(256, triton.next_power_of_2(rows * blocks * slots // CHUNKS + 1))
+    chunks = triton.cdiv(slots, chunk)
+    gates = None if pages.gate is None or recent is None else pages.gate.view(torch.uint8)
+    partial = torch.empty(rows * chunks, queries, width, dtype=torch.float32, device=q.device)
+    lse = torch.empty(rows * chunks, queries, dtype=torch.float32, device=q.device)
+    out = torch.empty(batch, heads, count, width, dtype=q.dtype, device=q.device)
+    weights = torch.empty(batch, heads, slots, dtype=torch.float32, device=q.device) if weigh else None
+    lengths, longest = pages.lengths.contiguous(), slots if weigh else 0
+    piece = 16 if interpreting() else PIECE
+    pieces = max(1, triton.cdiv(longest, piece))
+    with torch.cuda.device_of(q):
+        if chunks:
+            ATTEND[(rows * blocks * chunks,)](
+                *(q.contiguous(), pages.keys.contiguous(), pages.values.contiguous(), gates, pages.table, lengths),
+                *(None if ranks is None else ranks.int().contiguous(), partial, lse, weights, scaling * LOG2E),
+                *(pages.table.stride(0), chunk, chunks, blocks, size_class(slots), window, recent, count, queries),
+                *(
+                    longest,
+                    rows // batch,
+                    block,
+                    dim,
+                    padded(dim),
+                    width,
+                    padded(width),
+                    page,
+                    pages.format is not None,
+                ),
+                *(pages.ranks, cap2(softmax.cap)),
+            )
+        _combine[(rows * queries * pieces,)](
+            *(partial, lse, lengths, out, weights, logits2(softmax.sinks), chunk, max(chunks, 1), longest, pieces),
+            *(queries, count, heads, width, padded(width), 32, piece),
+        )
+    return out, weights

@@ -1,0 +1,156 @@
+"""Sums of OBCache's errors over rows, against the formulas in float64, pair by pair where that is needed."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from ag.engine.rows import AttentionRows, attention
+from ag.engine.values import Values
+from ag.engine.wrappers.obcache import joint_error, key_error, value_error
+from tests.support.bounds import bounded, hold
+from tests.support.pairs import covering
+
+KINDS = {"attention": attention, "value": value_error, "key": key_error, "joint": joint_error}
+CASES = {
+    "one": {"rows": 1, "keys": 5, "hidden": 0.0},
+    "w1-N513-G3": {"rows": 1, "keys": 513, "heads": 6, "kv_heads": 2},
+    "w7-N33": {"rows": 7, "keys": 33},
+    "w17-N257-G4-B2": {"batch": 2, "rows": 17, "keys": 257, "heads": 4, "kv_heads": 1},
+    "w65-N1000-G2": {"rows": 65, "keys": 1000, "heads": 2},
+    "w17-N4099-G1": {"rows": 17, "keys": 4099, "heads": 1, "kv_heads": 1},
+}
+
+
+def summed(kind, logits, counted, values):
+    """Sum a statistic over the rows that count."""
+    return AttentionRows(logits, lambda: values, counted).total(KINDS[kind])
+
+
+def tile(batch=1, heads=2, kv_heads=1, rows=5, keys=9, dim=8, hidden=0.3):
+    """Return logits, what counts and values in float64, exact in float32."""
+    make = torch.Generator().manual_seed(rows * keys + heads)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=make).double()
+
+    logits = draw(batch, heads, rows, keys) * 3
+    logits[torch.rand(logits.shape, generator=make) < hidden] = -torch.inf
+    logits[:, :, rows // 2, : keys // 2] = -torch.inf
+    counted = torch.rand(batch, rows, generator=make) > 0.2
+    counted[:, -1] = True
+    if rows > 3:
+        logits[:, :, 1] = -torch.inf  # a row that sees nothing
+        counted[:, 1] = True
+        logits[:, :, 2, keys // 3] = 500.0  # one that sees little else
+    return logits, counted, draw(batch, kv_heads, keys, dim)
+
+
+def arguments(made, dtype=torch.float32):
+    """Return logits, what counts and values as the operation takes them."""
+    logits, counted, v = made
+    return logits.to(dtype), counted, Values.of(v.to(dtype))
+
+
+def by_definition(kind, made, dtype=torch.float32, places=slice(None)):
+    """``||A (by_value v - by_key (v - o))||^2`` of every pair of some keys, from the vectors, in float64.
+
+    ``v_p - o = sum_q a_q (v_p - v_q)``: float64 would lose it too where the largest weight is 1 up to 1e-16.
+    """
+    logits, counted, v = made
+    hidden, logits, v = logits == -torch.inf, bounded(logits, dtype), bounded(v, dtype)
+    e = torch.where(hidden, 0.0, (logits - logits.amax(-1, keepdim=True).clamp_min(-1e9)).exp())
+    a = e / e.sum(-1, keepdim=True).clamp_min(1e-300)
+    a, s = (
+        x.reshape(len(v), v.shape[1], -1, v.shape[2]) for x in (a, torch.where(hidden, 0.0, logits))
+    )  # [.., G w, N]
+    values = []
+    for p in torch.arange(v.shape[2])[places].split(8):
+        if kind == "attention":
+            values.append(a[..., p])
+            continue
+        change = v[:, :, None, p]  # [B, Hkv, G w, p, D]
+        if kind != "value":
+            by_key = s[..., p, None] * (a[:, :, None] @ (v[:, :, p, None] - v[:, :, None])).transpose(2, 3)
+            change = by_key if kind == "key" else change + by_key
+        values.append(a[..., p].square() * change.square().sum(-1))
+    values = torch.cat(values, -1).reshape(*hidden.shape[:3], -1)
+    return (values * counted[:, None, :, None]).sum(2)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sum_equals_the_definition(kind, case):
+    made = tile(**CASES[case])
+    places = slice(None, None, 1 if made[0].shape[-1] < 600 else 13)  # of many keys some
+    wanted = by_definition(kind, made, places=places)
+    assert bool((wanted > 0).any())
+    found = summed(kind, *arguments(made))
+    assert found.dtype == torch.float32
+    hold(found[..., places], wanted)
+    exact = summed(kind, *arguments(made, torch.float64))
+    hold(exact[..., places], wanted.at(torch.float64))
+
+
+def hard(name, offset, dim, dtype):
+    """Rows on which an expanded square, or a difference of sums, loses what it is about."""
+    make = torch.Generator().manual_seed(dim)
+    keys, logits = 300, torch.randn(1, 4, 6, 300, generator=make)
+    index = torch.arange(keys)
+    logits = {
+        "flat": logits * 0.1,
+        "mixed": logits * torch.tensor([0.1, 1.0, 3.0, 8.0])[:, None, None],
+        "sharp": logits * 10,
+        "one key has it all": torch.where(index == 17, 30.0, logits),
+        "two keys have it all": torch.where(index % 150 == 17, 30.0, logits),
+        "equal keys": torch.zeros_like(logits),
+        "logits of 80": logits.sign() * 80,
+    }[name]
+    v = torch.randn(1, 2, keys, dim, generator=make) + offset
+    return logits.to(dtype).double(), torch.ones(1, 6).bool(), v.to(dtype).double()
+
+
+SOME = slice(2, None, 3)  # of the keys, those that have it all among them
+HARD = ["flat", "mixed", "sharp", "one key has it all", "two keys have it all", "equal keys", "logits of 80"]
+
+
+# what cancels depends on the formula, the logits and the place of the values together; the rest takes turns
+@pytest.mark.parametrize(
+    ("kind", "rows", "size"),
+    covering(
+        kind=list(KINDS),
+        rows=list(product(HARD, (0.0, 100.0))),
+        size=[(64, torch.float32), (128, torch.bfloat16), (256, torch.float32)],
+    ),
+    ids=str,
+)
+def test_nothing_cancels(kind, rows, size):
+    made = hard(*rows, *size)
+    hold(summed(kind, *arguments(made))[..., SOME], by_definition(kind, made, places=SOME))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_nobody_sees_gets_nothing(kind):
+    logits, counted, values = arguments(tile(rows=20, keys=40))
+    logits[..., 7] = -torch.inf
+    assert not summed(kind, logits, counted, values)[..., 7].any()
+    assert not summed(kind, torch.full_like(logits, -torch.inf), counted, values).any()
+    assert not summed(kind, logits, torch.zeros_like(counted), values).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["one", "row"])
+def test_a_logit_that_is_not_a_number_shows(kind, where):
+    logits, counted, values = arguments(tile(rows=20, keys=40, hidden=0.0))
+    logits[0, 0, -1, 5 if where == "one" else slice(None)] = float("nan")
+    found = summed(kind, logits, counted, values)
+    assert bool(found[0, 0].isnan().all())
+    assert bool(found[0, 1].isfinite().all())
+
+
+def test_the_only_value_that_a_row_sees_is_its_output():
+    """Its key error is exactly 0, whatever rounds."""
+    logits = torch.full((1, 1, 1, 3), -torch.inf)
+    logits[..., 1] = 7.0
+    values = Values.of(torch.randn(1, 1, 3, 5, generator=torch.Generator().manual_seed(0)) + 0.1)
+    assert summed("key", logits, torch.ones(1, 1).bool(), values).tolist() == [[[0.0, 0.0, 0.0]]]

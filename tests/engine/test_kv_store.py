@@ -1,0 +1,199 @@
+"""Random operations on stores that share a pool, against lists of tokens; the references of blocks are counted."""
+
+import copy
+import gc
+import itertools
+import random
+
+import pytest
+import torch
+
+from ag.engine.block_pool import BLOCK, BlockPool, PoolFullError
+from ag.engine.kv_store import KVStore
+from ag.kernels.kv_compact import Worst
+
+LAYERS, HEADS, DIM = 3, 2, 4
+
+
+class Lists:
+    """What a store holds: ``rows[layer][sequence][head]`` is a list of (rank, number, noted)."""
+
+    def __init__(self, store):
+        self.store, self.rows, self.seen, self.mark = store, [], [], []
+
+    def each(self):
+        return itertools.product(range(LAYERS), range(len(self.seen)), range(HEADS))
+
+    def select(self, chosen):
+        self.rows = [[copy.deepcopy(layer[b]) for b in chosen] for layer in self.rows]
+        self.seen, self.mark = ([x[b] for b in chosen] for x in (self.seen, self.mark))
+
+
+class Machine:
+    def __init__(self, seed, kind):
+        self.draw, key = random.Random(seed), torch.empty(0, DIM)
+        self.pool = BlockPool(key, key, nbytes=400 * 1024 if kind == "fixed" else None)
+        assert self.pool._reserved == (kind == "reserving")
+        self.numbers = itertools.count(1)
+        self.everyone = [self.made() for _ in range(3)]
+
+    def made(self):
+        return Lists(KVStore(self.pool, LAYERS, HEADS, torch.float32))
+
+    def feed(self, one, most):
+        """Append up to ``most`` tokens to each sequence."""
+        store, draw = one.store, self.draw
+        if not one.seen:
+            batch = draw.randint(1, 3)
+            store.start(batch)
+            one.seen, one.mark = [0] * batch, [0] * batch
+            one.rows = [[[[] for _ in range(HEADS)] for _ in range(batch)] for _ in range(LAYERS)]
+        counts = torch.tensor([draw.randint(0, most) for _ in one.seen])
+        width = max(int(counts.max()), 1)
+        ranks = torch.full((len(counts), width), -1)
+        for b, count in enumerate(counts.tolist()):
+            columns = sorted(draw.sample(range(width), count))
+            ranks[b, columns] = torch.arange(one.seen[b], one.seen[b] + count)
+        try:
+            store.make_room(slice(None), counts, ahead=draw.choice([0, BLOCK]))
+        except PoolFullError:
+            assert self.pool.fixed
+            return
+        for layer in range(LAYERS):
+            shape = len(counts), HEADS, width
+            number = torch.tensor([next(self.numbers) for _ in range(len(counts) * HEADS * width)]).float().view(shape)
+            k = number[..., None].expand(*shape, DIM).contiguous()
+            store.append(layer, k, -k, ranks, number)
+            store.held[layer] += counts[:, None]
+            for b, h, t in itertools.product(*map(range, shape)):
+                if ranks[b, t] >= 0:
+                    one.rows[layer][b][h].append((int(ranks[b, t]), float(number[b, h, t]), 0.0))
+        one.seen = [n + int(count) for n, count in zip(one.seen, counts, strict=True)]
+        self.note(one)
+
+    def note(self, one):
+        """Write a number of each token into a record of one layer."""
+        layer, store = self.draw.randrange(LAYERS), one.store
+        if not store.slots:
+            return
+        record = store.records[layer].setdefault("sums", torch.zeros(len(one.seen), 2 * HEADS, store.slots))
+        _, ranks = store.ledger(layer)
+        for b, h in itertools.product(range(len(one.seen)), range(HEADS)):
+            by_rank = {}
+            for slot, rank in enumerate(ranks[b, h].tolist()):
+                if rank >= 0:
+                    by_rank[rank] = noted = float(next(self.numbers))
+                    record[b, 2 * h : 2 * h + 2, slot] = noted
+            one.rows[layer][b][h] = [(r, n, by_rank[r]) for r, n, _ in one.rows[layer][b][h]]
+
+    def compact(self, one):
+        """Drop random tokens of one layer, or those of the lowest ranks."""
+        layer, store = self.draw.randrange(LAYERS), one.store
+        _, ranks = store.ledger(layer)
+        try:
+            if self.draw.random() < 0.5:
+                keep = torch.rand(ranks.shape, generator=torch.Generator().manual_seed(next(self.numbers))) < 0.7
+                kept = (keep & (ranks >= 0)).sum(-1)
+                stays = [
+                    {int(n) for n in ranks[b, h][keep[b, h]]} for b, h in itertools.product(*map(range, kept.shape))
+                ]
+                store.compact(layer, keep, kept)
+            else:
+                kept = store.held[layer].clamp_max(self.draw.randint(0, 30))
+                stays = [
+                    set(sorted(x.tolist())[len(x) - n :])
+                    for x, n in zip(ranks.flatten(0, 1), kept.flatten(), strict=True)
+                ]
+                none, found = torch.zeros(len(ranks)).long(), torch.zeros(1).int()
+                far = torch.full_like(none, 10**6)
+                store.compact(layer, Worst(kept.flatten().int(), ranks.float(), none, far, none - 1, found), kept)
+        except PoolFullError:
+            assert self.pool.fixed
+            return
+        for (b, h), stay in zip(itertools.product(range(len(one.seen)), range(HEADS)), stays, strict=True):
+            one.rows[layer][b][h] = [token for token in one.rows[layer][b][h] if token[0] in stay]
+        one.mark = list(one.seen)
+
+    def truncate(self, one):
+        drop = [self.draw.randint(0, n - mark) for n, mark in zip(one.seen, one.mark, strict=True)]
+        one.store.truncate(torch.tensor(drop))
+        one.seen = [n - x for n, x in zip(one.seen, drop, strict=True)]
+        for layer, b, h in one.each():
+            one.rows[layer][b][h] = [token for token in one.rows[layer][b][h] if token[0] < one.seen[b]]
+
+    def step(self):
+        draw, one = self.draw, self.draw.choice(self.everyone)
+        count = len(one.seen)
+        what = draw.choice(["feed", "feed", "one", "one", "compact", "truncate", "select", "add", "fork", "trim"])
+        if what == "feed" and count < 9:
+            self.feed(one, 40)
+        elif what == "one" and count:
+            for _ in range(draw.randint(1, 20)):
+                self.feed(one, 1)
+        elif what == "compact" and count:
+            self.compact(one)
+        elif what == "truncate" and count:
+            self.truncate(one)
+        elif what == "select" and count:
+            chosen = [draw.randrange(count) for _ in range(draw.randint(0, min(count + 2, 8)))]
+            one.store.select(torch.tensor(chosen, dtype=torch.long))
+            one.select(chosen)
+        elif what == "add":
+            other = draw.choice([x for x in self.everyone if x is not one])
+            if count and other.seen and count + len(other.seen) < 12:
+                one.store.add(other.store)
+                one.rows = [x + y for x, y in zip(one.rows, other.rows, strict=True)]
+                one.seen, one.mark = one.seen + other.seen, one.mark + other.mark
+                self.everyone[self.everyone.index(other)] = Lists(other.store)
+        elif what == "fork":
+            at = draw.randrange(len(self.everyone))
+            new = Lists(one.store.fork())
+            new.rows, new.seen, new.mark = copy.deepcopy(one.rows), list(one.seen), list(one.mark)
+            self.everyone[at] = new
+        elif what == "trim":
+            self.pool.trim()
+            if self.pool.num_used and not (self.pool.fixed or self.pool._reserved):
+                assert self.pool.free < self.pool.capacity / 20
+
+    def check(self):
+        assert {len(column) for column in self.pool.columns()} == {self.pool.capacity}
+        references = torch.zeros(self.pool.num_used + 10_000, dtype=torch.long)
+        for one in self.everyone:
+            store = one.store
+            blocks = store.blocks()
+            references.index_add_(0, blocks, torch.ones_like(blocks))
+            assert torch.equal(store.held, store.lengths.long())
+            for layer in range(LAYERS if one.seen else 0):
+                index, ranks = store.ledger(layer)
+                keys, values, gates = (
+                    x.flatten(0, 1)[index] for x in (self.pool.keys, self.pool.values, self.pool.gate(torch.float32))
+                )
+                record = store.records[layer].get("sums", torch.zeros(len(one.seen), 2 * HEADS, max(store.slots, 1)))
+                for b, h in itertools.product(range(len(one.seen)), range(HEADS)):
+                    there = ranks[b, h] >= 0
+                    noted = record[b, 2 * h : 2 * h + 2, : len(there)][:, there]
+                    columns = ranks[b, h][there], keys[b, h][there][:, 3], noted[0]
+                    got = sorted(zip(*(x.tolist() for x in columns), strict=True))
+                    assert got == sorted(one.rows[layer][b][h])
+                    assert torch.equal(noted[0], noted[1])
+                    assert torch.equal(keys[b, h][there], -values[b, h][there])
+                    assert torch.equal(keys[b, h][there][:, 0], gates[b, h][there])
+                    assert not bool(record[b, 2 * h : 2 * h + 2, len(got) :].any())
+                    assert int(store.owned[layer, b, h]) * BLOCK >= len(got)
+        known = self.pool.references(torch.arange(0, len(self.pool._references))).long()
+        assert torch.equal(references[: len(known)], known) and not bool(references[len(known) :].any())
+        assert self.pool.num_used == int((references > 0).sum())
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", ["reserving", "copying", "fixed"])
+def test_random_operations_equal_lists(seed, kind, monkeypatch):
+    monkeypatch.setattr("ag.engine.block_pool.RESERVES", kind == "reserving")
+    machine = Machine(seed, kind)
+    for _ in range(60):
+        machine.step()
+        gc.collect()
+        machine.check()
+    machine.everyone.clear()
+    gc.collect()
+    assert machine.pool.num_used == 0

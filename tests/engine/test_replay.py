@@ -1,0 +1,162 @@
+"""A step that is recorded once and done again in the same memory is the step of the model, bit by bit."""
+
+import copy
+
+import pytest
+import torch
+
+import ag
+from ag.engine.cache import EvictionCache
+from ag.engine.step_runner import StepRunner
+from tests.support.gates_for import gates_for
+from tests.support.tape import Recorder
+from tests.support.tiny import padded, pair
+
+STEPS = 150
+#: By name: what EvictionCache takes, the model, what gates are attached, and the most recordings in 150 steps. The
+#: tables move once where all is kept; an interval has two kinds of steps.
+CASES = {
+    "full": (("full",), {}, "llama", None, 2),
+    "full, int8": (("full",), {"kv_dtype": "int8"}, "llama", None, 2),
+    "full, windowed": (("full",), {}, "mistral", None, 1),
+    "snapkv": (("snapkv", 20), {"window": 4}, "llama", None, 2),
+    "h2o prefill": (("h2o", 20), {}, "llama", None, 2),
+    "h2o": (("h2o", 20, "every"), {}, "llama", None, 1),
+    "h2o, int8": (("h2o", 20, "every"), {"kv_dtype": "int8"}, "llama", None, 1),
+    "h2o, windowed": (("h2o", 9, "every"), {}, "mistral", None, 1),
+    "h2o, interval": (("h2o", 20, "steps:16"), {}, "llama", None, 4),
+    "tova": (("tova", 20, "every"), {}, "llama", None, 1),
+    "tova@pyramid": (("tova@pyramid", 0.5, "every"), {}, "llama", None, 1),
+    "streaming_llm": (("streaming_llm", 20, "every"), {}, "llama", None, 1),
+    "streaming_llm, windowed": (("streaming_llm", 9, "every"), {}, "mistral", None, 1),
+    "keydiff": (("keydiff", 20, "every"), {}, "llama", None, 1),
+    "random": (("random", 20, "every"), {}, "llama", None, 1),
+    "flags of the prompt": (("flags",), {}, "llama", {"covers": "prompt"}, 2),
+    "flags of all": (("flags",), {}, "llama", {"covers": "all", "kind": "mlp", "scope": "causal"}, 2),
+    "flags that look back": (("flags",), {}, "llama", {"covers": "all", "window": 8, "scope": "causal"}, 2),
+    "ranked": (
+        ("gates@uniform", 20, "every"), {}, "llama", {"covers": "all", "kind": "mlp", "scope": "causal"}, 1
+    ),
+    "heads, interval": (("h2o@heads", 20, "steps:16"), {}, "llama", None, 2),
+    "global, interval": (("h2o@global", 20, "steps:16"), {}, "llama", None, 2),
+}  # fmt: skip
+#: Of these other steps run as they are: how many of 150 are done again at least.
+ASKING = {"heads, interval": 120, "global, interval": 120}
+#: Policies of which no step can be recorded: queries that are looked back at move on, and a wrapper may do anything.
+UNSTEADY = {
+    "snapkv": (("snapkv", 20, "every"), {"window": 4}),
+    "wrapped": (("h2o+vatp", 20, "every"), {"sinks": 2}),
+    "heads": (("h2o@heads", 20, "every"), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {kind: pair(kind)[0] for kind in ("llama", "mistral")}
+
+
+@pytest.fixture(autouse=True)
+def plain_models(models):
+    yield
+    for model in models.values():
+        ag.detach(model)
+
+
+def read(model, given, options, lengths, gates=None):
+    """A cache that has read prompts of these lengths, padded on the left, and a copy."""
+    if gates is not None:
+        ag.attach(model, gates_for(model, recent_tokens=4, sink_tokens=1, **gates))
+    cache = EvictionCache(model, *given, **options)
+    ids, mask = padded(lengths, max(lengths))
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    return cache, copy.deepcopy(cache)
+
+
+def plain_step(model, cache, tokens):
+    return model(tokens, position_ids=cache.sequences.num_tokens[:, None], past_key_values=cache).logits[:, -1]
+
+
+def tokens(batch, number):
+    return torch.randint(3, 128, (batch, 1), generator=torch.Generator().manual_seed(100 + number))
+
+
+def check_same(mine, plain):
+    """Two caches hold the same."""
+    for name in ("num_tokens", "num_held", "evicted_at"):
+        assert torch.equal(getattr(mine.sequences, name), getattr(plain.sequences, name))
+    assert torch.equal(mine.store.held, plain.store.held) and torch.equal(mine.store.lengths, plain.store.lengths)
+    assert torch.equal(mine.store.lengths.long(), mine.store.held)
+    for layer in range(3):
+        for x, y in zip(mine.kept_positions(layer), plain.kept_positions(layer), strict=True):
+            assert [z.tolist() for z in x] == [z.tolist() for z in y]
+        for name, x in mine.store.records[layer].items():
+            assert torch.equal(x, plain.store.records[layer][name])
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "flags of all"])
+@torch.no_grad()
+def test_a_few_steps(models, name):
+    test_recorded_steps_are_those_of_the_model(models, name, [30, 24], steps=25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [[70], [70, 33, 52]], ids=["one", "padded"])
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_recorded_steps_are_those_of_the_model(models, name, lengths, steps=STEPS):
+    given, options, kind, gates, most = CASES[name]
+    model, record = models[kind], Recorder()
+    cache, plain = read(model, given, options, lengths, gates)
+    step = StepRunner(model, cache, record)
+    for number in range(steps):
+        new = tokens(len(lengths), number)
+        assert torch.equal(step(new), plain_step(model, plain, new)), number
+    check_same(cache, plain)
+    assert 1 <= len(record.tapes) <= (most if len(lengths) == 1 else 2 * most)
+    # the first of each kind runs as it is
+    assert record.replays >= ASKING.get(name, steps - 2 * len(record.tapes) - 16 * (gates is not None))
+
+
+@pytest.mark.parametrize("name", UNSTEADY)
+@torch.no_grad()
+def test_what_cannot_be_recorded_runs_as_it_is(models, name):
+    model, record = models["llama"], Recorder()
+    cache, plain = read(model, *UNSTEADY[name], [40])
+    step = StepRunner(model, cache, record)
+    for number in range(8):
+        assert torch.equal(step(tokens(1, number)), plain_step(model, plain, tokens(1, number)))
+    check_same(cache, plain)
+    assert not record.tapes
+
+
+@pytest.mark.parametrize("name", ["h2o", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full", "ranked"))])
+@torch.no_grad()
+def test_what_happens_to_the_cache_in_between(models, name):
+    """Other calls of the model, copies, sequences that come and go: steps are recorded anew."""
+    given, options, kind, gates, _ = CASES[name]
+    model, record = models[kind], Recorder()
+    cache, plain = read(model, given, options, [40, 31], gates)
+    step = StepRunner(model, cache, record)
+    between = [
+        lambda one: model(tokens(2, 99), position_ids=one.sequences.num_tokens[:, None], past_key_values=one),
+        copy.deepcopy,  # whose blocks are shared from now on
+        lambda one: model(
+            tokens(2, 98).expand(-1, 3),
+            position_ids=one.sequences.num_tokens[:, None] + torch.arange(3),
+            past_key_values=one,
+        ),
+        lambda one: one.batch_select_indices(torch.tensor([1, 0, 1])),
+        lambda one: one.protect([(2, 4)]),
+        lambda one: one.remove([0]),
+    ]
+    kept = []
+    for number, happens in enumerate(between):
+        for part in range(5):
+            new = tokens(len(cache.sequences), 10 * number + part)
+            assert torch.equal(step(new), plain_step(model, plain, new)), (number, part)
+        check_same(cache, plain)
+        kept.append([happens(each) for each in (cache, plain)])
+    assert len(record.tapes) >= 4 and record.replays >= 2 * len(between)
+    check_same(*kept[1])
+    assert kept[1][0].sequences.columns == 40 + 2 * 5 + 1

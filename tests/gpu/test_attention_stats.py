@@ -1,0 +1,59 @@
+"""Statistics of attention on a card, against the whole attention matrix in float64."""
+
+import pytest
+import torch
+
+from ag.kernels.attention_stats import attention_stats
+from ag.kernels.attention_stats.reference import KINDS, reference_attention_stats
+from tests.gpu.cases import DEVICE, covering, draw, here, name, near, right
+
+pytestmark = pytest.mark.gpu
+CASES = ("plain", "window", "padding", "any-order")
+
+
+def given(length, group, dim, dtype, case):
+    """Queries and keys of two sequences with their ranks, and the other options of a case."""
+    q, k = draw(2, 2 * group, length, dim, dtype=dtype), draw(2, 2, length, dim, dtype=dtype)
+    ranks = torch.arange(length, device=DEVICE)
+    own = ranks.where(torch.rand(length, 2, device=DEVICE).T > 0.3, -1)  # not contiguous
+    held = ranks.expand(2, 1, -1)
+    if case == "padding":
+        held = held.where(held >= length // 3, -1)
+    if case == "any-order":
+        held = torch.rand(2, 2, length, device=DEVICE).argsort(-1)
+        held = held.where(torch.rand(held.shape, device=DEVICE) < 0.7, -1)
+    return q, k, own, held, 0.1, *((100, 3) if case == "window" else ())
+
+
+def by_head(kind, q, k, own, held, *others, **options):
+    """The reference in float64, one query head at a time, which leaves n^2 matrices room."""
+    group = q.shape[1] // k.shape[1]
+
+    def computed(q, k):
+        heads = []
+        for h in range(q.shape[1]):
+            of = slice(h // group, h // group + 1)
+            ranks = held[:, of] if held.shape[1] > 1 else held
+            heads.append(reference_attention_stats(kind, q[:, h : h + 1], k[:, of], own, ranks, *others, **options))
+        return [torch.cat(heads, 1)]
+
+    return right(computed, q, k)[0]
+
+
+@pytest.mark.parametrize(("dim", "dtype", "sizes", "case", "kind"), covering(CASES, KINDS), ids=name)
+def test_statistics(triton_only, dim, dtype, sizes, case, kind):
+    for length, group in sizes:
+        arguments = given(here(length), group, dim, dtype, case)
+        options = {"factors": torch.rand(arguments[2].shape, device=DEVICE)} if kind == "max" else {}
+        got = attention_stats(kind, *arguments, **options)
+        near(got, by_head(kind, *arguments, **options), case, dtype)
+        assert torch.equal(got, attention_stats(kind, *arguments, **options))
+
+
+def test_only_some_queries_count(triton_only):
+    """The last 32, as a window of observers; and none at all, which pays nothing."""
+    length = here(4097)
+    q, k, own, *rest = given(length, 4, 128, torch.bfloat16, "plain")
+    last = own.where(own >= length - min(32, length // 2), -1)
+    near(attention_stats("sum", q, k, last, *rest), by_head("sum", q, k, last, *rest), "last", q.dtype)
+    assert not attention_stats("sum", q, k, own * 0 - 1, *rest).any()

@@ -1,0 +1,140 @@
+"""A prefix that prompts have in common is read once, and every answer is that of its request alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import ag
+from ag.serve import Request, Scheduler
+from ag.serve.prefix_cache import PrefixCache
+from tests.support.gates_for import gates_for
+from tests.support.served import alone, finish, read, text
+
+CAUSAL = {"covers": "all", "scope": "causal", "recent_tokens": 4}
+#: By name: the policy, the gates attached, and whether a prefix can be cached.
+POLICIES = {
+    "full": (ag.policy("full"), None, True),
+    "full, windowed": (ag.policy("full"), None, True),
+    "full, some windows": (ag.policy("full"), None, True),
+    "streaming_llm": (ag.policy("streaming_llm", 30, "every"), None, True),
+    "h2o": (ag.policy("h2o", 0.3), None, True),
+    "h2o, every": (ag.policy("h2o", 30, "every"), None, True),
+    "h2o, steps": (ag.policy("h2o", 0.3, "steps:5"), None, True),
+    "h2o of a window": (ag.policy("h2o", 30, window=40, normalize="count"), None, True),
+    "h2o+vatp": (ag.policy("h2o+vatp", 30, sinks=2), None, True),
+    "scissorhands": (ag.policy("scissorhands", 40, window=50), None, True),
+    "tova": (ag.policy("tova@heads", 24, "every"), None, True),
+    "snapkv": (ag.policy("snapkv@pyramid", 24, window=8), None, True),
+    "snapkv+caote": (ag.policy("snapkv+caote", 24, window=8), None, True),
+    "cake": (ag.policy("cake", 24, window=8), None, True),
+    "keydiff": (ag.policy("keydiff", 24, "every"), None, True),
+    "expected_attention": (ag.policy("expected_attention", 24), None, True),
+    "kvzip": (ag.policy("kvzip", 0.3, chunk=50), None, True),
+    "slots": (ag.policy("streaming_llm", 30, "every", positions="slot"), None, True),
+    "gates": (ag.policy("gates", 0.3, "every"), CAUSAL, True),
+    "flags": (ag.policy("flags"), CAUSAL, True),
+    "flags, dense": (ag.policy("flags"), CAUSAL | {"covers": "prompt", "prefill": "dense"}, True),
+    "flags that look back": (ag.policy("flags"), CAUSAL | {"window": 8}, True),
+    "flags of the prompt": (ag.policy("flags"), {"covers": "prompt", "scope": "prompt"}, False),
+    "flags, slots": (ag.policy("flags", positions="slot"), CAUSAL, False),
+    "blocks": (ag.policy("h2o", 30, "blocks:16"), None, False),
+}
+
+
+def model_of(name, gates, tiny_llama, tiny_mistral, tiny_gemma3):
+    kinds = {"full, windowed": tiny_mistral, "full, some windows": tiny_gemma3}
+    layers = {} if name == "full, some windows" else {"num_hidden_layers": 2}
+    model = kinds.get(name, tiny_llama)(**layers, eos_token_id=5, pad_token_id=0)
+    if gates is not None:
+        ag.attach(model, gates_for(model, **gates))
+    return model
+
+
+QUICK = "full", "h2o, every", "snapkv", "flags"
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in POLICIES])
+def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_mistral, tiny_gemma3, tiny_tokenizer, name):
+    """Prompts with one, two or no common prefix, in parts of any length, and one that goes on from an answer."""
+    policy, gates, held = POLICIES[name]
+    model, draw = model_of(name, gates, tiny_llama, tiny_mistral, tiny_gemma3), random.Random(name)
+    system, chat = text(draw, 83), text(draw, 40)
+    prompts = [system + text(draw, draw.randrange(1, 30)) for _ in range(4)]
+    prompts += [system + chat + text(draw, draw.randrange(1, 20)) for _ in range(3)]
+    prompts += [text(draw, 60), system[:70], prompts[0], prompts[0]]
+    pool = ag.Pool(model, 2**22)
+    scheduler = Scheduler(model, tiny_tokenizer, policy, pool, prefill_tokens=45)
+    requests = [Request(tokens=tokens, max_tokens=draw.randrange(2, 12)) for tokens in prompts]
+    streams = [stream for request in requests for stream in scheduler.submit(request)]
+    finish(scheduler)
+    answers = [read(stream) for stream in streams]
+    further = prompts[5] + answers[5] + text(draw, 9)
+    for number in range(2):  # the second one goes on from the first one's end
+        requests.append(Request(tokens=further + text(draw, 7 * number), max_tokens=5))
+        streams += scheduler.submit(requests[-1])
+        finish(scheduler)
+        answers.append(read(streams[-1]))
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer == alone(model, scheduler.policy, request)
+    seen = scheduler.snapshot()
+    assert seen.counts.prompts + seen.counts.reused == sum(len(request.tokens) for request in requests)
+    # the system prompt in nine others, the chat in two, the whole in one, and the answer that a text went on from
+    assert seen.counts.reused >= 9 * 64 + 2 * 32 if held else seen.counts.reused == 0
+    assert seen.prefixes >= 3 if held else seen.prefixes == 0
+    assert pool.capacity - pool.free == seen.prefix_blocks and bool(seen.prefix_blocks) == held
+    assert pool.has(pool.capacity)
+
+
+@pytest.mark.slow
+def test_prefixes_give_way(tiny_llama, tiny_tokenizer):
+    """Where others need their blocks those go that were not used for longest; nobody waits for that."""
+    model, draw = model_of("full", None, tiny_llama, None, None), random.Random(1)
+    pool = ag.Pool(model, 4 * 24 * ag.Pool(model, 2**14).block_nbytes())
+    scheduler = Scheduler(model, tiny_tokenizer, "full", pool)
+    systems = [text(draw, 80) for _ in range(6)]
+    requests, streams = [], []
+    for number in range(50):
+        tokens = systems[draw.randrange(6)] + text(draw, draw.randrange(1, 60))
+        requests.append(Request(tokens=tokens, max_tokens=draw.randrange(1, 40)))
+        streams += scheduler.submit(requests[-1])
+        for _ in range(draw.randrange(12)):
+            scheduler.step()
+        assert number < 30 or scheduler.snapshot().counts.reused
+    finish(scheduler)
+    assert scheduler.counts.preempted == 0 and scheduler.counts.ended.total() == 50
+    for request, stream in zip(requests, streams, strict=True):
+        assert read(stream) == alone(model, "full", request)
+
+
+@pytest.mark.parametrize("name", ["h2o, every", "flags"])
+def test_what_is_protected_is_a_part_of_a_prefix(tiny_llama, tiny_tokenizer, name):
+    policy, gates, _ = POLICIES[name]
+    model, draw = model_of(name, gates, tiny_llama, None, None), random.Random(name)
+    system = text(draw, 90)
+    scheduler = Scheduler(model, tiny_tokenizer, policy, ag.Pool(model, 2**22))
+    requests = [
+        Request(tokens=system + text(draw, 20), max_tokens=6, protect=protect)
+        for protect in ((), ((0, 20),), ((0, 20), (95, 110)), ((0, 21),), (), ((100, 102),), ((0, 20),))
+    ]
+    streams = [stream for request in requests for stream in scheduler.submit(request)]
+    finish(scheduler)
+    answers = [read(stream) for stream in streams]
+    assert answers == [alone(model, policy, request) for request in requests]
+    # of three with the first 20 protected the first one reads, of three without the same
+    assert scheduler.counts.reused == 4 * 80 and scheduler.snapshot().prefixes == 2
+
+
+def test_what_texts_have_in_common(tiny_llama):
+    found = PrefixCache(ag.Pool(tiny_llama(), 2**14))
+    first, second = torch.arange(200), torch.cat([torch.arange(100), torch.zeros(50, dtype=torch.long)])
+    for each in (first, second):
+        found.remember(each)
+    assert found.common(first) == found.common(second) == 96
+    found.remember(torch.arange(130))
+    assert found.common(first) == 128 and found.common(torch.arange(130)) == 128  # less than all
+    assert found.common(second[:70]) == 64
+    assert found.common(torch.arange(60)) == 0  # not worth it
+    assert found.find(first) is None and not found.drop()

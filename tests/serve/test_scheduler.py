@@ -1,0 +1,352 @@
+"""Many requests in one batch: each answer is that of the request alone, and the pool is as it was in the end."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ag
+from ag.engine.block_pool import PoolFullError
+from ag.errors import UserError
+from ag.serve import Request, Scheduler
+from ag.serve.admission import Need
+from ag.serve.sampler import _processors
+from ag.serve.scheduler import Busy
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
+from tests.support.served import alone, finish, read, text
+
+POLICIES = {
+    "full": ag.policy("full"),
+    "h2o": ag.policy("h2o", 0.25),
+    "every": ag.policy("h2o", 12, "every"),
+    "snapkv": ag.policy("snapkv", 16, window=8),
+    "streaming_llm": ag.policy("streaming_llm", 20, "steps:3"),
+    "flags": ag.policy("flags"),
+}
+
+
+def model_for(tiny_llama, name):
+    model = tiny_llama(num_hidden_layers=2, eos_token_id=5, pad_token_id=0)
+    if name == "flags":
+        ag.attach(model, gates_for(model, recent_tokens=4, covers="all", scope="causal"))
+    return model
+
+
+def pool_of(model, blocks):
+    return ag.Pool(model, blocks * ag.Pool(model, 2**14).block_nbytes())
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("every", 20), ("flags", 20)]
+    + [pytest.param(name, 60 if name == "every" else 40, marks=pytest.mark.slow) for name in POLICIES],
+)
+def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, name, count):
+    """Requests come at random, in a pool that is too small for all of them: some wait, some share, some leave."""
+    model, policy, draw = model_for(tiny_llama, name), POLICIES[name], random.Random(0)
+    pool = pool_of(model, 106)
+    scheduler = Scheduler(model, tiny_tokenizer, policy, pool, prefill_tokens=24)
+    systems = [text(draw, 66) for _ in range(2)]
+    requests, streams = [], []
+    for number in range(count):
+        tokens = draw.choice([*systems, []]) + text(draw, draw.randrange(1, 40))
+        requests.append(Request(tokens=tokens, max_tokens=draw.randrange(1, 24)))
+        streams += scheduler.submit(requests[-1])
+        if number % 10 == 9:
+            streams[-draw.randrange(1, 4)].cancel()
+        for _ in range(draw.randrange(5)):
+            scheduler.step()
+    finish(scheduler)
+    for request, stream in zip(requests, streams, strict=True):
+        found, wanted = read(stream), alone(model, policy, request)
+        assert found == wanted[: len(found)]
+        assert stream.reason == "cancelled" or (len(found) == len(wanted) and stream.reason in ("stop", "length"))
+    counts = scheduler.counts
+    assert counts.reused and counts.ended.total() == count and 0 < counts.ended["cancelled"] <= count // 10
+    assert pool.free < pool.capacity and pool.has(pool.capacity)  # prefixes give way
+
+
+def test_requests_share_a_pool_of_codes(tiny_llama, tiny_tokenizer):
+    """Prompts that are read whole, one after the other, are answered as by a cache of their own."""
+    model, policy, draw = model_for(tiny_llama, "every"), POLICIES["every"], random.Random(1)
+    pool = ag.Pool(model, 2**18, "int8")
+    scheduler = Scheduler(model, tiny_tokenizer, policy, pool, prefill_tokens=64, batch=8)
+    requests = [Request(tokens=text(draw, draw.randrange(20, 60)), max_tokens=12) for _ in range(12)]
+    for request in requests[:3]:  # read whole, and answered one by one
+        [stream] = scheduler.submit(request)
+        finish(scheduler)
+        assert read(stream) == alone(model, policy.held_as("int8"), request)
+    streams = [stream for request in requests[3:] for stream in scheduler.submit(request)]
+    finish(scheduler)
+    assert all(1 <= len(read(stream)) <= 12 and stream.reason in ("stop", "length") for stream in streams)
+    assert pool.has(pool.capacity)
+
+
+@pytest.mark.parametrize("name", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("h2o", "flags"))])
+def test_a_preempted_answer_loses_no_token(tiny_llama, tiny_tokenizer, monkeypatch, name):
+    """Requests that say they take nothing are all admitted, so that the pool runs out among them."""
+    model, policy, draw = model_for(tiny_llama, name), POLICIES[name], random.Random(1)
+    pool = pool_of(model, 86 if name == "full" else 40)
+    scheduler = Scheduler(model, tiny_tokenizer, policy, pool)
+    monkeypatch.setattr(scheduler._admission, "need", lambda request: Need(0, 0))
+    requests = [Request(tokens=text(draw, 40), max_tokens=60) for _ in range(8)]
+    streams = [stream for request in requests for stream in scheduler.submit(request)]
+    finish(scheduler)
+    assert scheduler.counts.preempted
+    for request, stream in zip(requests, streams, strict=True):
+        assert read(stream) == alone(model, policy, request)
+    assert pool.free == pool.capacity
+
+
+def test_a_step_without_room_for_copies_loses_no_token(tiny_llama, tiny_tokenizer, monkeypatch):
+    """Answers share their prompt until one evicts: what they copy then is more than the pool has."""
+    model, policy, draw = model_for(tiny_llama, "every"), ag.policy("h2o", 48, "every"), random.Random(9)
+    pool, broken = pool_of(model, 44), []
+    scheduler = Scheduler(model, tiny_tokenizer, policy, pool)
+    monkeypatch.setattr(scheduler._admission, "need", lambda request: Need(0, 0))
+    preempt = scheduler._preempt
+    monkeypatch.setattr(scheduler, "_preempt", lambda error: (broken.append(scheduler._cache.broken), preempt(error)))
+    request = Request(tokens=text(draw, 40), max_tokens=40, n=4)
+    streams = scheduler.submit(request)
+    finish(scheduler)
+    assert broken and not any(broken) and scheduler.counts.preempted  # it was refused before it began
+    assert [read(stream) for stream in streams] == [alone(model, policy, request)] * 4
+    assert pool.free == pool.capacity
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "flags", *(pytest.param(x, marks=pytest.mark.slow) for x in ("h2o", "snapkv"))]
+)
+def test_drafts_change_no_answer(tiny_llama, tiny_tokenizer, name):
+    """Texts that repeat themselves, greedy and drawn; some answers are preempted."""
+    model, policy, draw = model_for(tiny_llama, name), POLICIES[name], random.Random(7)
+    found = []
+    requests = [
+        Request(
+            tokens=text(draw, 9) * 3 + text(draw, n), max_tokens=40, temperature=0.5 * (n % 2), seed=n, stop=("zz",)
+        )
+        for n in range(8)
+    ]
+    for drafts in (0, 9):
+        pool = pool_of(model, 106)
+        scheduler = Scheduler(model, tiny_tokenizer, policy, pool, prefill_tokens=24, prompt_lookup=drafts)
+        streams = []
+        for number, request in enumerate(requests):
+            streams += scheduler.submit(request)
+            for _ in range(5):
+                scheduler.step()
+            if number == 4:
+                scheduler._preempt(PoolFullError("full"))
+        finish(scheduler)
+        found.append([read(stream) for stream in streams])
+        assert scheduler.counts.preempted and pool.free == pool.capacity
+        assert bool(drafts) == bool(scheduler.counts.accepted) == (scheduler.counts.accepted < scheduler.counts.drafted)
+    assert found[0] == found[1]
+    greedy = [(request, answer) for request, answer in zip(requests, found[1], strict=True) if not request.temperature]
+    assert all(answer == alone(model, policy, request) for request, answer in greedy)
+
+
+def test_no_drafts_where_nothing_is_taken_back(tiny_llama, tiny_tokenizer):
+    model = model_for(tiny_llama, "every")
+    scheduler = Scheduler(model, tiny_tokenizer, POLICIES["every"], ag.Pool(model, 2**20), prompt_lookup=9)
+    scheduler.submit(Request(tokens=[7, 8, 9] * 9, max_tokens=20))
+    finish(scheduler)
+    assert scheduler.counts.drafted == 0
+
+
+def test_several_answers_share_a_prompt(tiny_llama, tiny_tokenizer):
+    """With a seed an answer is the same, whoever is in the batch; n answers of one request differ."""
+    model, draw = model_for(tiny_llama, "full"), random.Random(2)
+    pool = ag.Pool(model, 2**22)
+    drawn = Request(
+        tokens=text(draw, 70), max_tokens=12, temperature=1.5, top_p=0.95, top_k=90, min_p=1e-4, seed=3, n=3, logprobs=2
+    )
+    found = []
+    for others in (0, 4):
+        scheduler = Scheduler(model, tiny_tokenizer, "full", pool)
+        for _ in range(others):
+            scheduler.submit(Request(tokens=text(draw, 30), max_tokens=20))
+        streams = scheduler.submit(drawn)
+        for _ in range(2):
+            scheduler.step()
+        if not others:  # the prompt lies there once, and half a block of each answer
+            assert pool.capacity - pool.free <= 3 * 2 * (70 // 16 + 3 * 2)
+        finish(scheduler)
+        found.append([list(stream) for stream in streams])
+    assert [[token.id for token in answer] for answer in found[0]] == [
+        [token.id for token in answer] for answer in found[1]
+    ]
+    assert len({tuple(token.id for token in answer) for answer in found[0]}) == 3
+    for answer in found[0]:
+        for token in answer:
+            (_, first), (_, second) = token.best
+            assert first >= second and token.logprob <= first <= 0
+
+
+def test_what_ends_an_answer(tiny_llama, tiny_tokenizer):
+    model, draw, now = model_for(tiny_llama, "full"), random.Random(3), [0.0]
+    pool = ag.Pool(model, 2**22)
+    scheduler = Scheduler(model, tiny_tokenizer, "full", pool, batch=3, clock=lambda: now[0])
+    whole = Request(tokens=text(draw, 20), max_tokens=24)
+    answer = alone(model, "full", whole)
+    said = tiny_tokenizer.decode(answer[3:5])
+    place = next(i for i in range(1, 25) if said in tiny_tokenizer.decode(answer[:i]))
+    (stops,) = scheduler.submit(Request(tokens=whole.tokens, max_tokens=24, stop=(said,)))
+    (leaves,) = scheduler.submit(whole)
+    (late,) = scheduler.submit(Request(tokens=whole.tokens, max_tokens=24, answer_seconds=5))
+    (waits,) = scheduler.submit(Request(tokens=whole.tokens, wait_seconds=3))
+    (forced,) = scheduler.submit(Request(tokens=whole.tokens, max_tokens=2, logit_bias={7: 1e4}))
+    scheduler.step()
+    scheduler.step()
+    leaves.cancel()
+    now[0] = 4.0
+    taken = pool.capacity - pool.free
+    scheduler.step()
+    assert leaves.reason == "cancelled" and waits.reason == "timeout" and pool.capacity - pool.free < 1.1 * taken
+    now[0] = 6.0
+    finish(scheduler)
+    assert (read(stops), stops.reason) == (answer[:place], "stop")
+    begun = read(late)
+    assert late.reason == "timeout" and 0 < len(begun) < 24 and begun == answer[: len(begun)]
+    assert (read(forced), forced.reason) == ([7, 7], "length")
+    assert pool.free == pool.capacity
+
+
+def test_an_error_concerns_its_own_request(tiny_llama, tiny_tokenizer, monkeypatch):
+    model, draw = model_for(tiny_llama, "full"), random.Random(4)
+    pool = ag.Pool(model, 2**22)
+    scheduler = Scheduler(model, tiny_tokenizer, "full", pool)
+    (first,) = scheduler.submit(Request(tokens=text(draw, 20), max_tokens=6))
+    scheduler.step()
+    (broken,) = scheduler.submit(Request(tokens=[200, 5], max_tokens=6))  # not in the vocabulary
+    undrawn = scheduler.submit(Request(tokens=[7, 8], temperature=1.0, n=2))
+    for answer in scheduler._waiting[-1]:
+        monkeypatch.setattr(answer.sampler, "_draw", "no generator")
+    (late,) = scheduler.submit(Request(tokens=[7, 8], max_tokens=6, temperature=1.0))
+    scheduler.step()
+    monkeypatch.setattr(scheduler._running[-1].sampler, "_draw", "no generator")
+    finish(scheduler)
+    for stream in [*undrawn, late]:
+        with pytest.raises(TypeError):
+            read(stream)
+    assert len(read(first)) == 6
+    with pytest.raises(IndexError):
+        read(broken)
+    assert pool.free == pool.capacity
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-42, 1e-38, 1e-20])
+def test_the_lower_a_temperature_the_more_greedy(tiny_llama, tiny_tokenizer, temperature):
+    """However low it is there are probabilities; drawn answers are the greedy one long before it is 0."""
+    model, draw = model_for(tiny_llama, "full"), random.Random(8)
+    request = Request(tokens=text(draw, 20), max_tokens=6, temperature=temperature, repetition_penalty=0.01)
+    scheduler = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**20))
+    streams = [stream for other in (request, replace(request, temperature=0.0)) for stream in scheduler.submit(other)]
+    finish(scheduler)
+    drawn, greedy = map(read, streams)
+    assert drawn == greedy
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.7])
+def test_probabilities_are_those_of_the_logits_over_the_temperature(temperature):
+    logits = 9 * torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    logits[0, 3] = -torch.inf
+    [found] = _processors(Request(tokens=[7], temperature=temperature))(torch.tensor([[7]]), logits).softmax(-1)
+    expected = (logits[0].double() / temperature).softmax(-1)
+    # a probability moves by what its logit does, which is rounded once: half an eps of up to twice the largest one
+    eps, largest = torch.finfo(torch.float32).eps, float(logits[logits.isfinite()].abs().max())
+    assert float((found - expected).abs().max()) <= 4 * eps * largest / temperature
+
+
+def test_threads(tiny_llama, tiny_tokenizer):
+    """Requests from many threads, while another one runs the batch."""
+    model, draw = model_for(tiny_llama, "h2o"), random.Random(5)
+    pool = ag.Pool(model, 2**21)
+    scheduler = Scheduler(model, tiny_tokenizer, "h2o", pool, 0.5)
+    worker = threading.Thread(target=scheduler.run)
+    worker.start()
+    requests = [Request(tokens=text(draw, 30 + i), max_tokens=5) for i in range(12)]
+    found = {}
+
+    def ask(number):
+        (stream,) = scheduler.submit(requests[number])
+        found[number] = read(stream)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    scheduler.stop()
+    worker.join(60)
+    assert not worker.is_alive()
+    assert found == {number: alone(model, ag.policy("h2o", 0.5), request) for number, request in enumerate(requests)}
+
+
+def test_events_are_heard_as_they_come(tiny_llama, tiny_tokenizer):
+    model, draw, heard = model_for(tiny_llama, "full"), random.Random(6), []
+    scheduler = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**20))
+    request = Request(tokens=text(draw, 20), max_tokens=3, temperature=2.0, seed=1, n=2)
+    streams = scheduler.submit(request, lambda number, event: heard.append((number, event)))
+    finish(scheduler)
+    for number, stream in enumerate(scheduler.submit(request)):
+        finish(scheduler)
+        assert [event for place, event in heard if place == number] == [*stream, None]
+    assert [stream.reason for stream in streams] == ["length"] * 2
+
+
+def test_what_is_refused(tiny_llama, tiny_tokenizer):
+    model = model_for(tiny_llama, "full")
+    pool = ag.Pool(model, 2**18)
+    scheduler = Scheduler(model, tiny_tokenizer, "full", pool, queue=2)
+    with refuses(UserError, "max_tokens=0", "1 or more"):
+        Request(tokens=[7], max_tokens=0)
+    for penalty in (0.0, 1e-300, 101.0):
+        with refuses(UserError, f"repetition_penalty={penalty}", "0.01 to 100"):
+            Request(tokens=[7], repetition_penalty=penalty)
+    with refuses(UserError, "protect=((1, 3),)", "(0, 40)", "2 tokens"):
+        Request(tokens=[7, 8], protect=((1, 3),))
+    with refuses(UserError, "tokens", "empty"):
+        Request(tokens=[])
+    with refuses(UserError, "500", "512", "context"):
+        scheduler.submit(Request(tokens=[7] * 500, max_tokens=20))
+    with refuses(UserError, "400", str(pool.capacity * pool.block_nbytes())):
+        scheduler.submit(Request(tokens=[7] * 400, max_tokens=20, n=9))
+    for _ in range(2):
+        scheduler.submit(Request(tokens=[7], max_tokens=1))
+    with refuses(Busy, "2 requests"):
+        scheduler.submit(Request(tokens=[7], max_tokens=1))
+    finish(scheduler)
+    assert pool.free == pool.capacity
+
+
+def test_what_a_scheduler_shows(tiny_llama, tiny_tokenizer):
+    """To other threads, between steps."""
+    model, draw, now = model_for(tiny_llama, "h2o"), random.Random(6), [10.0]
+    pool = ag.Pool(model, 2**22)
+    scheduler = Scheduler(
+        model, tiny_tokenizer, ag.policy("h2o", 24, "every"), pool, prefill_tokens=50, batch=2, clock=lambda: now[0]
+    )
+    before = scheduler.snapshot()
+    assert (before.waiting, before.reading, before.running, before.free) == (0, 0, (), pool.capacity)
+    for tokens in (40, 70, 30):
+        scheduler.submit(Request(tokens=text(draw, tokens), max_tokens=9))
+    assert scheduler.snapshot().waiting == 3 and scheduler.snapshot().blocks == pool.capacity
+    now[0] = 13.0
+    scheduler.step()
+    seen = scheduler.snapshot()
+    assert (seen.waiting, seen.reading, len(seen.running)) == (1, 1, 1)
+    (first,) = seen.running
+    assert (first.number, first.prompt, first.written, first.seconds) == (0, 40, 2, 3.0)
+    assert first.held == (24.0,) * 2
+    assert (seen.counts.prompts, seen.counts.tokens, seen.counts.started, seen.counts.first_seconds) == (40, 2, 1, 3.0)
+    assert seen.free == pool.free and seen.block_nbytes * seen.blocks == pool.nbytes
+    finish(scheduler)
+    last = scheduler.snapshot()
+    assert (last.running, last.free, last.counts.ended) == ((), pool.capacity, {"length": 3})
+    assert seen.counts.tokens == 2 and last.counts.tokens == 27
