@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -26,7 +25,7 @@ from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
 from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.paged_attention import paged_attention
-from ag.kernels.pages import decoded
+from ag.kernels.pages import read
 from ag.model.hooks import AttentionCall, rotate
 from ag.model.projection import output_weight
 
@@ -169,10 +168,7 @@ class Layer:
         """Show the scorer the pass, and evict where it is time."""
         needs = evictor.scorer.needs
         there = batch.ranks >= 0
-        queries = Queries(
-            q=call.q, ranks=batch.ranks, valid=there, new=call.q.shape[2], padded=not batch.step and batch.padded,
-            weights=weights,
-        )  # fmt: skip
+        queries = Queries(q=call.q, ranks=batch.ranks, valid=there, new=call.q.shape[2], weights=weights)
         last = self.policy.lookback if batch.is_prefill else needs.lookback
         if last:
             turns, at = store.rotation, (batch, store, self.index)
@@ -224,7 +220,7 @@ class Layer:
         else:
             index, ranks = store.ledger(self.index, store.slots if batch.step else None)
             gate = None if store.gate_type is None else self._gates_of(store, index)
-            stored = partial(_gathered, store, self.index, index)
+            stored = lambda: read(store.pages(self.index), index)  # noqa: E731
             if call.window is not None and not (batch.is_prefill and self.policy.block is None):
                 ranks = ranks.masked_fill(ranks <= (self._first(batch, lengths) - call.window)[:, None, None], -1)
         valid = ranks >= 0
@@ -234,7 +230,6 @@ class Layer:
                 ranks=ranks,
                 valid=valid,
                 full=not batch.step and call.window is None and bool((store.held[self.index] == ranks.shape[-1]).all()),
-                whole=batch.fresh,
                 ordered=batch.fresh,
                 alike=batch.fresh,
             ),
@@ -328,13 +323,6 @@ class Layer:
         """Make the sequences those at ``indices``."""
         self.lookback.select(indices)
         self.gate_memory.select(indices)
-
-
-def _gathered(store: KVStore, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values ``[B, Hkv, N, D]`` at places of the pool."""
-    pages = store.pages(layer)
-    keys, values = (x.flatten(0, 1)[index] for x in (pages.keys, pages.values))
-    return decoded(pages, keys, values)
 
 
 def _protected(batch: ForwardBatch, ranks: Tensor) -> Tensor:

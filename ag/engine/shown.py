@@ -23,7 +23,6 @@ class Keys:
         ranks: ``[B, Hkv, N]`` int32 or long, the place of each among its sequence's own tokens.
         valid: ``[B, Hkv, N]`` bool, False on free slots, which come last.
         full: whether the host knows that no slot is free.
-        whole: whether the host knows that each row holds all tokens of its sequence.
         ordered: whether the host knows that the ranks of each row ascend.
         alike: whether the host knows that all heads of a sequence hold the same tokens in the same slots.
     """
@@ -32,7 +31,6 @@ class Keys:
     ranks: Tensor
     valid: Tensor
     full: bool = False
-    whole: bool = False
     ordered: bool = True
     alike: bool = False
 
@@ -85,7 +83,6 @@ class Queries:
         ranks: ``[B, T]`` long, the place of each among its sequence's own tokens.
         valid: ``[B, T]`` bool, False on padding.
         new: how many of them, at the end, were not shown before; None: all.
-        padded: whether some of the new ones may be padding, as far as the host knows.
         weights: attention weights ``[B, H, N]`` of the new one, 0 where it is padding; None: there are more,
             or they are not known.
     """
@@ -94,5 +91,4 @@ class Queries:
     ranks: Tensor
     valid: Tensor
     new: int | None = None
-    padded: bool = True
     weights: Tensor | None = None

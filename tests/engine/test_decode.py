@@ -32,7 +32,7 @@ def test_uneven_heads_are_not_gathered(tiny_llama, monkeypatch):
             model(ids, past_key_values=cache)
             assert any(len(set(held.flatten().tolist())) > 1 for held in cache.store.held)
             with monkeypatch.context() as patch:
-                patch.setattr(layer, "_gathered", lambda *_: pytest.fail("the layer was gathered"))
+                patch.setattr(layer, "read", lambda *_: pytest.fail("the layer was gathered"))
                 for _ in range(NEW):
                     model(ids[:, :1], past_key_values=cache)
         assert cache.seen_tokens == PROMPT + NEW

@@ -121,10 +121,9 @@ class Scene:
     def observed(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, gate: Tensor | None = None) -> Observation:
         """The scene with other operands."""
         scaling, query_ranks, ranks, query_valid, valid = self._parts[3:]
-        whole = all(len(held) == n for row, n in zip(self.held, self.lengths, strict=True) for held in row)
         return Observation(
-            keys=Keys(stored=lambda: (k, v), ranks=ranks, valid=valid, full=bool(valid.all()), whole=whole),
-            queries=Queries(q=q, ranks=query_ranks, valid=query_valid, padded=not bool(query_valid.all())),
+            keys=Keys(stored=lambda: (k, v), ranks=ranks, valid=valid, full=bool(valid.all())),
+            queries=Queries(q=q, ranks=query_ranks, valid=query_valid),
             scaling=scaling,
             softmax=self.softmax,
             layer=self._layer,
