@@ -1,43 +1,13 @@
-"""What the parts of a cache have in common: they follow its text and its sequences, and can be saved."""
+"""State that is some attributes of an object, and is saved and taken over with them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, Self
-
-from torch import Tensor
-
-
-class Stateful(Protocol):
-    """A part of a cache, which loops over them."""
-
-    def reset(self) -> None:
-        """Forget everything."""
-
-    def crop(self, counts: Tensor) -> None:
-        """Forget the newest tokens; ``counts`` ``[B]`` own tokens of each sequence stay."""
-
-    def select(self, indices: Tensor) -> None:
-        """Make the sequences those at ``indices``, some of them several times."""
-
-    def join(self, other: Self) -> None:
-        """Append the sequences of another one of its kind."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what later passes depend on: numbers, tensors, and tuples and dicts of these."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state over.
-
-        Raises:
-            KeyError: when something is missing, or not known.
-            TypeError: for something of another type.
-            ValueError: for values that no such part has.
-        """
+from typing import Any, ClassVar
 
 
 class Attributes:
-    """A part whose state is some of its attributes."""
+    """An object whose state is some of its attributes."""
 
     #: Their types by name.
     STATE: ClassVar[Mapping[str, Any]]
@@ -47,7 +17,12 @@ class Attributes:
         return {name: getattr(self, name) for name in self.STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take exactly these attributes over, each of its type."""
+        """Take exactly these attributes over, each of its type.
+
+        Raises:
+            KeyError: when something is missing, or not known.
+            TypeError: for something of another type.
+        """
         if state.keys() != self.STATE.keys():
             raise KeyError(*(state.keys() ^ self.STATE.keys()))
         for name, kind in self.STATE.items():

@@ -110,7 +110,6 @@ class BlockPool:
         if kind not in self._gates:
             self._shapes[str(kind)] = (), kind
             self._gates[kind] = self._column(str(kind), self.capacity)
-            self.version += 1
         return self._gates[kind]
 
     def columns(self) -> list[Tensor]:
@@ -180,7 +179,13 @@ class BlockPool:
             raise self.full("tokens of a layer need", asked)
         self.capacity = max(blocks, self.capacity * 5 // 4)
         self._lay_out(self.capacity)
+        self._moved()
+
+    def _moved(self) -> None:
+        """Let stores forget what refers to columns, which lie in other memory now."""
         self.version += 1
+        for _, _, pages in self._holders.values():
+            pages.clear()
 
     def full(self, what: str, blocks: int) -> PoolFullError:
         """Return the error that says what needs so many blocks."""
@@ -264,10 +269,10 @@ class BlockPool:
         with torch.inference_mode(False):  # the next text may be read outside of it
             self.keys, self.values, self.ranks = self.keys[here], self.values[here], self.ranks[here]
             self._gates = {kind: x[here] for kind, x in self._gates.items()}
-        for table, _, pages in self._holders.values():
+        for table, _, _ in self._holders.values():
             table.copy_(there[table.long()])
-            pages.clear()
-        self._references, self.capacity, self.version = self._references[used], len(used), self.version + 1
+        self._references, self.capacity = self._references[used], len(used)
+        self._moved()
 
 
 class Pool(BlockPool):

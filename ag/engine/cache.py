@@ -109,7 +109,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
             Layer(self.policy, self.decoder, index, gates if index in mine else None)
             for index in range(self.num_layers)
         ]
-        self.batch, self._new, self._broken, self._length, self.kind = None, None, False, 0, Kind()
+        self.batch, self._new, self.broken, self._length, self.kind = None, None, False, 0, Kind()
 
     def __repr__(self) -> str:
         """Return one line: the policy and what is held."""
@@ -207,7 +207,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
             behind it cannot come back (:meth:`crop`); then the cache is as after :meth:`reset`, and reads the text
             anew.
         """
-        common = 0 if self._broken else self.sequences.ids.common(input_ids, self.seen_tokens)
+        common = 0 if self.broken else self.sequences.ids.common(input_ids, self.seen_tokens)
         if common:
             try:
                 self.crop(common - self.seen_tokens)
@@ -266,7 +266,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         if self.reconstruction is not None:
             self.reconstruction.select(places)
         if self.evictor is not None:
-            self.evictor.decision.select(places)
+            self.evictor.decision.budgets.select(places)
 
     def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
         """Repeat each sequence, so many times or each as often as a tensor ``[B]`` says."""
@@ -324,7 +324,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
             mine.lookback.join(theirs.lookback)
             mine.gate_memory.join(theirs.gate_memory)
         if self.evictor is not None and other.evictor is not None:
-            self.evictor.decision.join(other.evictor.decision)
+            self.evictor.decision.budgets.join(other.evictor.decision.budgets)
         other.reset()
 
     # ---- what transformers asks

@@ -38,7 +38,7 @@ def state_of(cache: Forward) -> dict[str, Any]:
         "held": cache.store.held,
         "owned": cache.store.owned,
         "layers": {str(part.index): _state_of_layer(cache, part) for part in cache.layers},
-        "budgets": None if cache.evictor is None else cache.evictor.decision.state_dict(),
+        "budgets": None if cache.evictor is None else cache.evictor.decision.budgets.state_dict(),
     }
 
 
@@ -81,7 +81,7 @@ def restore(cache: Forward, state: Mapping[str, Any]) -> None:
         part.open_to = int(held[part.index].max())
     _require("budgets", (state["budgets"] is None) == (cache.evictor is None))
     if cache.evictor is not None:
-        cache.evictor.decision.load_state_dict(_moved(state["budgets"], cache))
+        cache.evictor.decision.budgets.load_state_dict(_moved(state["budgets"], cache))
         over = cache.evictor.decision.budgets.over_budget
         _require("over_budget", over is None or over.shape == (len(cache.sequences),))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -48,22 +47,6 @@ class Decision:
         if seen.decoding:
             return {seen.layer: allocator.keep_later(seen.layer, ballot, self.budgets)}
         return {**allocator.keep(seen.layer, ballot, self.budgets)}
-
-    def select(self, indices: Tensor) -> None:
-        """Make the sequences those at ``indices``."""
-        self.budgets.select(indices)
-
-    def join(self, other: Decision) -> None:
-        """Append what the sequences of another batch got."""
-        self.budgets.join(other.budgets)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what each layer got."""
-        return self.budgets.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what each layer got."""
-        self.budgets.load_state_dict(state)
 
     # ---- how it decides
 
@@ -133,27 +116,22 @@ class Decision:
         tight = ballot.tight
         if not bool(tight.any()):
             return
-        row = int(tight.long().argmax())
-        self._note_over(
-            tight.cpu(), f"{int(ballot.fixed[row])} tokens per KV head (sinks, recent, window, protect), more"
-        )
+        self.note_over(tight.cpu(), ballot.fixed.cpu())
         ballot.capacity = ballot.fixed.where(tight, ballot.capacity)
 
     def note_over(self, over: Tensor, fixed: Tensor) -> None:
-        """Take note of sequences ``[B]`` that protect ``fixed`` ``[B]`` tokens per KV head, more than the budget."""
-        if self.budgets.over_budget is None:
-            self.budgets.over_budget = torch.zeros(len(over), dtype=torch.bool)
-        much = f"{int(fixed[int(over.long().argmax())])} tokens per KV head (sinks, recent, window, protect), more"
-        self._note_over(over, much)
+        """Take note of sequences ``[B]`` that protect ``fixed`` ``[B]`` tokens per KV head, more than the budget.
 
-    def _note_over(self, over: Tensor, much: str) -> None:
-        """Take note of sequences ``[B]`` that protect more than the budget, and warn of the first ones."""
+        The first ones are warned of.
+        """
         known = self.budgets.over_budget
-        assert known is not None
+        if known is None:
+            known = torch.zeros(len(over), dtype=torch.bool)
         if not known.any():
             warnings.warn(  # the same text for every prompt, so that Python shows it once
-                f"{self.policy!r} protects {much} than its budget allows here, and keeps them all; give a larger "
-                "budget or protect less.",
+                f"{self.policy!r} protects {int(fixed[int(over.long().argmax())])} tokens per KV head (sinks, recent, "
+                "window, protect), more than its budget allows here, and keeps them all; give a larger budget or "
+                "protect less.",
                 BudgetWarning,
                 stacklevel=2,
             )

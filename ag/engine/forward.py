@@ -46,8 +46,9 @@ class Forward(Interceptor):
 
     batch: ForwardBatch | None = None  # the pass at hand
     _new: Tensor | None = None  # [B, T] bool, which columns of the forward pass at hand are tokens
-    _broken = False  # whether a forward pass began and did not end
     _length = 0  # columns of the forward pass at hand
+    #: Whether a forward pass began and did not end: but for that pass itself, nothing but :meth:`reset` helps then.
+    broken = False
     #: The types in which the text at hand is read.
     kind: Kind
     #: Whether :class:`ag.engine.step_runner.StepRunner` does the host's part of the pass at hand.
@@ -151,16 +152,11 @@ class Forward(Interceptor):
             self.store.start(batch)
         elif self.pool.fixed:
             self._check_room(new)
-        self._broken, self._length = True, length  # broken until finish
+        self.broken, self._length = True, length  # broken until finish
         if length == 1 and not fresh and state.ready and (attention_mask is None or bool(new.all())):
             self._begin_step()
         else:
             self._new = new
-
-    @property
-    def broken(self) -> bool:
-        """Whether a forward pass began and did not end: nothing but :meth:`reset` helps then."""
-        return self._broken
 
     def check_whole(self) -> None:
         """Refuse a cache whose last forward pass did not end, as after Ctrl-C or an error within it.
@@ -168,7 +164,7 @@ class Forward(Interceptor):
         Raises:
             UserError: until :meth:`reset`.
         """
-        if self._broken:
+        if self.broken:
             raise UserError(
                 f"{type(self).__name__}: a forward pass was broken off by an error or Ctrl-C, or runs in another "
                 "thread: some layers have its tokens, and others have not; call cache.reset() and read the text again."
@@ -255,7 +251,7 @@ class Forward(Interceptor):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hand keys and values on: they are stored when the attention function has them."""
-        if not self._broken:
+        if not self.broken:
             raise UserError(
                 "This cache was made for another model, or ag.detach(model) was called since; make one with "
                 "EvictionCache(model, ...), or attach the gates again."
@@ -322,7 +318,7 @@ class Forward(Interceptor):
                     self.reset()
                 raise
         self._end_pass()
-        self._broken = False
+        self.broken = False
 
     def _end_pass(self) -> None:
         batch, evictor = self.batch, self.evictor

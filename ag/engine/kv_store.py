@@ -52,7 +52,6 @@ class KVStore:
         self.owned = torch.zeros(shape, dtype=torch.long)  # blocks of each row
         self.shared = torch.zeros(shape, dtype=torch.long)  # first blocks of each row that others may refer to
         self._pages: dict[int, Pages] = {}
-        self._version = self.pool.version
         #: Another object whenever tables, lengths or records lie in other memory than before.
         self.memory = object()
         self._holder = [self.table, self.owned, self._pages]
@@ -93,9 +92,6 @@ class KVStore:
 
     def pages(self, layer: int) -> Pages:
         """Return a layer's rows as kernels take them."""
-        if self._version != self.pool.version:
-            self._pages.clear()
-            self._version = self.pool.version
         if layer not in self._pages:
             pool, gate = self.pool, None if self.gate_type is None else self.pool.gate(self.gate_type)
             table, lengths = self.table[layer].flatten(0, 1), self.lengths[layer].flatten()

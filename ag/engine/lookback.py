@@ -49,9 +49,6 @@ class Lookback(Attributes):
         index = newest[:, None, :, None].expand(-1, queries.q.shape[1], -1, queries.q.shape[-1])
         self.queries = queries.q.gather(2, index), queries.ranks.gather(1, newest), queries.valid.gather(1, newest)
 
-    def crop(self, counts: Tensor) -> None:
-        """Do nothing: who looks back after the prompt takes nothing back."""
-
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
         self.sums = {name: x[indices.to(x.device)] for name, x in self.sums.items()}

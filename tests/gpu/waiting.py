@@ -15,8 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ag.engine import EvictionCache
 from tests.gpu.cases import REHEARSAL
-
-ANSWERS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
+from tests.support.tape import WAITS
 
 
 class Waits(TorchDispatchMode):
@@ -51,7 +50,7 @@ class Waits(TorchDispatchMode):
             return func._overloadname == "Tensor" and kwargs.get("output_size") is None
         if name.startswith("index") and func._overloadname in ("Tensor", "default") and isinstance(args[1], list):
             return any(x is not None and x.dtype == torch.bool for x in args[1])  # how many are chosen is not known
-        return name in ANSWERS
+        return name in WAITS
 
 
 class Lists(TorchFunctionMode):

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from ag.kernels.native import Kernel
 
 #: Operations for which the host waits until a device has come so far.
-WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "unique_dim", "_unique2", "unique_consecutive"}
+WAITS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select"}
+WAITS |= {"_unique2", "unique_dim", "unique_consecutive"}
 
 
 @contextmanager

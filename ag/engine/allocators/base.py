@@ -163,10 +163,6 @@ class LayerBudgets(Attributes):
         budget = budget.where(~fitted, ballot.capacity if mean is None else mean)
         self.settled[layer] = budget.where(ballot.due, self.settled.get(layer, budget))
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self.open, self.votes, self.settled, self.over_budget = {}, {}, {}, None
-
     def join(self, other: LayerBudgets) -> None:
         """Append what the sequences of another batch got."""
         if self.over_budget is not None and other.over_budget is not None:
@@ -179,7 +175,11 @@ class LayerBudgets(Attributes):
         self.over_budget = None if self.over_budget is None else self.over_budget[indices.cpu()]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state over; see :class:`ag.stateful.Stateful`."""
+        """Take a state over.
+
+        Raises:
+            ValueError: for values that no budgets have.
+        """
         layers = self.layers
         super().load_state_dict(state)
         self.layers = list(self.layers)
