@@ -47,7 +47,7 @@ class Forward(Interceptor):
     batch: ForwardBatch | None = None  # the pass at hand
     _new: Tensor | None = None  # [B, T] bool, which columns of the forward pass at hand are tokens
     _length = 0  # columns of the forward pass at hand
-    #: Whether a forward pass began and did not end: but for that pass itself, nothing but :meth:`reset` helps then.
+    #: Whether a forward pass began and has not ended; after an error within it only :meth:`reset` helps.
     broken = False
     #: The types in which the text at hand is read.
     kind: Kind

@@ -254,9 +254,10 @@ class Layer:
         )
 
     def _first(self, batch: ForwardBatch, lengths: Tensor) -> Tensor:
-        """Return the first rank ``[B]`` since the last eviction could be, before which what it sees may be gone.
+        """Return the rank ``[B]`` of the first token that came since tokens could last be evicted.
 
-        What queries that are looked back at see must not depend on how long that is still held.
+        Queries that are looked back at do not see what had left the sliding window by then: whether it is still held
+        depends on when memory was freed.
         """
         if batch.is_prefill:
             assert self.policy.block is not None
@@ -278,9 +279,16 @@ class Layer:
             self._remove(batch, store, batch.settled)
 
     def _remove(self, batch: ForwardBatch, store: KVStore, query: Tensor, coming: Tensor | int = 0) -> None:
-        """Remove what queries of ranks ``[B]`` long, and later ones, do not see; ``coming`` ones are counted ahead."""
-        dense = self._dense(batch) and not batch.ends_prompt  # the rest of the prompt sees all of it
-        if batch.is_prefill and not batch.ends_prompt:  # as do queries that are looked back at
+        """Remove the tokens that no query of a rank from ``query`` on sees.
+
+        Args:
+            batch: the pass.
+            store: rows of all layers.
+            query: ``[B]`` long on the host, the lowest rank of a query.
+            coming: ``[B, 1]`` long, tokens that ``store.held`` counts already, though they are not stored yet.
+        """
+        dense = self._dense(batch) and not batch.ends_prompt  # the rest of the prompt sees all tokens
+        if batch.is_prefill and not batch.ends_prompt:  # scorers look back at queries that see further
             query = (query - self.policy.lookback).clamp_min(0)
         if self.window is None and (self.flagged is None or dense):
             return

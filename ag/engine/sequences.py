@@ -225,7 +225,7 @@ class SequenceState:
         )
 
     def _on_device(self, name: str, device: torch.device) -> Tensor | None:
-        """Return what the host has under a name on the device, in the same memory until that is another tensor."""
+        """Return an attribute on the device: the same copy as long as the attribute is the same tensor."""
         here: Tensor | None = getattr(self, name)
         known, there = self._there.get(name, (None, None))
         if known is not here:
