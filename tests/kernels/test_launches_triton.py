@@ -157,7 +157,8 @@ def test_each_class_of_lengths_is_timed_once_under_each_set_of_masks(timed, monk
     assert asked == [3, 3, 3, 6, 6, 9, 9]
     triton_gated_attention(q, k, v, keep, valid, 0.25)
     assert len(timed) == 12
-    assert attention.FORWARD.best_config.kwargs == {"ROWS": 128}  # the first was the fastest
+    best = attention.FORWARD.best_config  # of the three largest shapes for float32; the first was the fastest
+    assert (best.kwargs, best.num_warps) == ({"ROWS": 32}, 4)
 
 
 def test_the_interpreter_times_nothing():

@@ -238,4 +238,4 @@ def test_a_large_model_without_its_weights(tmp_path):
 def test_the_page_shows_what_the_planner_says():
     from benchmarks import plan_tables
 
-    assert plan_tables.table("llama-2-7b") in plan_tables.BLOCK.read_text()
+    assert plan_tables.table("llama-2-7b") in plan_tables.PAGE.read_text()
