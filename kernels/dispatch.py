@@ -7,9 +7,10 @@ import importlib.util
 import itertools
 import logging
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 from ag.errors import UserError
 
@@ -18,22 +19,31 @@ VERSIONS = ("triton", "cpp", "chunked", "reference")
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which must be set before Triton is imported
 log = logging.getLogger(__name__)
+Chosen = TypeVar("Chosen")
+_remembered: list[Any] = []
 
 
-def pick(operation: str, versions: dict[str, str | None]) -> str:
+def remembered(choose: Callable[..., Chosen]) -> Callable[..., Chosen]:
+    """Let a function choose a version once for each set of facts; a step has little time for each layer."""
+    cached = functools.cache(choose)
+    _remembered.append(cached)
+    return cast("Callable[..., Chosen]", cached)
+
+
+def pick(operation: str, versions: dict[str, str | None], forced: str | None) -> str:
     """Return the name of the version to run, and log the choice once.
 
     Args:
         operation: name of the operation.
         versions: the versions it has, best first, each with the reason why it cannot run here, or None when it can.
+        forced: what the environment variable ``AG_KERNELS`` says; empty or None means that the fastest version runs.
 
     Returns:
-        The version that ``AG_KERNELS`` names where the operation has it, else the first that can run.
+        The version that ``forced`` names where the operation has it, else the first that can run.
 
     Raises:
-        UserError: ``AG_KERNELS`` names no version, or one that cannot run here.
+        UserError: ``forced`` names no version, or one that cannot run here.
     """
-    forced = os.environ.get(VARIABLE)
     if forced and forced not in VERSIONS:
         raise UserError(f"{VARIABLE}={forced}: expected {', '.join(VERSIONS)}, or nothing for the fastest.")
     if forced in versions:
@@ -48,27 +58,24 @@ def pick(operation: str, versions: dict[str, str | None]) -> str:
     return chosen
 
 
-def no_triton(*tensors: Tensor, dtype: torch.dtype | None = None, widest: int = 0, largest: int = 256) -> str | None:
-    """Return why Triton cannot run an operation on these tensors ``[..., D]``, or None.
+def no_triton(device: str, dtype: torch.dtype, size: int, largest: int = 256) -> str | None:
+    """Return why Triton cannot run an operation, or None.
 
     Args:
-        tensors: arguments of one type on one device.
-        dtype: of the numbers that codes stand for, where the tensors hold such.
-        widest: a D that none of them has.
-        largest: the largest D that the kernel takes.
+        device: type of the device of its tensors.
+        dtype: of the numbers that it multiplies or copies.
+        size: the largest head size among its tensors.
+        largest: the largest head size that the kernel takes.
     """
-    x = tensors[0]
     if not INSTALLED:
         return "Triton is not installed (pip install triton)"
-    if not x.is_cuda and not INTERPRETED:
-        return f"the tensors are on {x.device.type}"
-    dtype = x.dtype if dtype is None else dtype
+    if device != "cuda" and not INTERPRETED:
+        return f"the tensors are on {device}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{dtype} is not float32, bfloat16 or float16"
     if INTERPRETED and dtype == torch.bfloat16:
         return "Triton's interpreter has no bfloat16 products"
-    widest = max(widest, *(tensor.shape[-1] for tensor in tensors))
-    return f"the head size {widest} is above {largest}" if widest > largest else None
+    return f"the head size {size} is above {largest}" if size > largest else None
 
 
 def interpreting() -> bool:

@@ -44,7 +44,7 @@ class Kernel:
         """Call the function; of a tensor or array it gets the address, null for None.
 
         Raises:
-            RuntimeError: it could not be compiled (see :meth:`failure`).
+            RuntimeError: it could not be compiled (see :meth:`unavailable`).
         """
         function = _function(self)
         if isinstance(function, str):
@@ -53,24 +53,10 @@ class Kernel:
             function.argtypes = [ctypes.c_int64 if isinstance(x, int) else ctypes.c_void_p for x in arguments]
         function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
 
-    def failure(self) -> str | None:
-        """Compile the function where this machine has not done so before; return why that failed, or None."""
-        function = _function(self)
-        return function if isinstance(function, str) else None
-
-    def unavailable(self, *tensors: Tensor, in_place: bool = False) -> str | None:
-        """Return why the function cannot work on tensors, or None.
-
-        Args:
-            tensors: what it reads.
-            in_place: whether it also writes into them, for which they must be contiguous.
-        """
-        if tensors[0].device.type != "cpu":
-            return f"the tensors are on {tensors[0].device.type}"
-        if in_place:
-            for x in tensors:  # a step has little time for each layer
-                if not x.is_contiguous():
-                    return "a buffer is not contiguous"
+    def unavailable(self, device: str) -> str | None:
+        """Compile the function where this machine has not done so; return why it cannot run on a device, or None."""
+        if device != "cpu":
+            return f"the tensors are on {device}"
         function = _function(self)
         return function if isinstance(function, str) else None
 

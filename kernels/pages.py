@@ -15,6 +15,17 @@ from ag.kernels.native import TYPES
 WIDEST = 1024  # numbers or bytes of a token's key or value that a Triton program copies
 
 
+class Facts(NamedTuple):
+    """What the choice of an operation's version follows from, of the rows that it reads or writes."""
+
+    device: str  # type of the device
+    dtypes: tuple[torch.dtype, torch.dtype]  # of the numbers of keys and of values
+    channels: tuple[int, int]  # numbers of a key and of a value
+    stored: int  # numbers, or bytes of codes, of a token's key or value, whichever has more
+    coded: bool  # whether keys and values are codes
+    gaps: str | None  # why C++ cannot walk the columns, or None
+
+
 class _Pages(NamedTuple):
     """The columns of a pool of P pages, and R = B Hkv rows that lie in it.
 
@@ -64,14 +75,18 @@ class Pages(_Pages):
         numbers += len(self.table), self.table.stride(0), self.keys.shape[1]
         return (ctypes.c_int64 * len(numbers))(*numbers)
 
-    def mixed(self, q: Tensor) -> str | None:
-        """Return why a kernel for one type cannot take queries ``[..., D]`` to these rows, or None."""
-        coded = self.format
-        if self.dtypes != (q.dtype, q.dtype):
-            return "queries, keys and values differ in type"
-        if coded is not None and any(codes.width % 2 for codes in coded[:2]):
-            return "codes of a token take an odd number of bytes"
-        return None
+    @cached_property
+    def facts(self) -> Facts:
+        """What versions of an operation are chosen by."""
+        whole = all(x.is_contiguous() for x in (*self.columns, self.table, self.lengths))
+        return Facts(
+            device=self.keys.device.type,
+            dtypes=self.dtypes,
+            channels=self.channels,
+            stored=max(self.keys.shape[2], self.values.shape[2]),
+            coded=self.format is not None,
+            gaps=None if whole else "a column is not contiguous",
+        )
 
 
 def gathered(table: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from ag.kernels.gemv import best_version, cpu
+from ag.kernels.gemv import gemv
 
 
 class _Here(threading.local):
@@ -84,7 +84,7 @@ class ThreadedLayers:
                 _install(module)
                 self.known[module] = None
         here.norms = bool(running)
-        here.products = here.norms and tokens.device.type == "cpu" and len(tokens) == 1 and best_version() == "cpp"
+        here.products = here.norms and tokens.device.type == "cpu" and len(tokens) == 1
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if not torch.compiler.is_compiling():
@@ -105,15 +105,8 @@ def _install(module: nn.Module) -> None:
 
 def _product(layer: nn.Linear, x: Tensor) -> Tensor:
     weight = layer.weight
-    if (
-        not torch.compiler.is_compiling()
-        and here.products
-        and x.numel() == weight.shape[1]
-        and not torch.is_grad_enabled()
-        and cpu.unavailable(x, weight) is None
-    ):
-        return cpu.gemv(x, weight, layer.bias)
-    return F.linear(x, weight, layer.bias)
+    one = not torch.compiler.is_compiling() and here.products and x.numel() == weight.shape[1]
+    return (gemv if one and not torch.is_grad_enabled() else F.linear)(x, weight, layer.bias)
 
 
 @functools.cache

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from ag.kernels.attention_stats import cpu
 from ag.kernels.attention_stats.chunked import chunked_attention_stats
 from ag.kernels.attention_stats.reference import Kind as Kind
 from ag.kernels.attention_stats.reference import reference_attention_stats
-from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.dispatch import VARIABLE, no_triton, pick, remembered
 from ag.kernels.softmax import PLAIN, Softmax
 
 
@@ -44,16 +48,26 @@ def attention_stats(
     Raises:
         UserError: ``AG_KERNELS`` asks for a version that cannot run (see ag.kernels.dispatch).
     """
+    compute = _version(q.device.type, q.dtype, k.dtype, q.shape[-1], os.environ.get(VARIABLE))
+    return compute(kind, q, k, query_ranks, key_ranks, scaling, window, skip, factors, softmax)
+
+
+@remembered
+def _version(
+    device: str, queries: torch.dtype, keys: torch.dtype, size: int, forced: str | None
+) -> Callable[..., Tensor]:
+    wide = f"{torch.float64} is more than float32" if torch.float64 in (queries, keys) else None
     version = pick(
         "attention_stats",
         {
-            "triton": no_triton(q) if q.dtype == k.dtype else "queries and keys differ in type",
-            "cpp": cpu.unavailable(q, k),
+            "triton": no_triton(device, queries, size) if queries == keys else "queries and keys differ in type",
+            "cpp": wide or cpu.KERNEL.unavailable(device),
             "chunked": None,
             "reference": None,
         },
+        forced,
     )
-    compute = {"cpp": cpu.attention_stats, "chunked": chunked_attention_stats}.get(version, reference_attention_stats)
+    chosen = {"cpp": cpu.attention_stats, "chunked": chunked_attention_stats}.get(version, reference_attention_stats)
     if version == "triton":
-        from ag.kernels.attention_stats.triton import triton_attention_stats as compute
-    return compute(kind, q, k, query_ranks, key_ranks, scaling, window, skip, factors, softmax)
+        from ag.kernels.attention_stats.triton import triton_attention_stats as chosen
+    return chosen

@@ -37,11 +37,3 @@ def attention_stats(
         *(None if softmax.sinks is None else softmax.sinks.float().contiguous(), out),
     )
     return out
-
-
-def unavailable(*tensors: Tensor) -> str | None:
-    """Return why the C++ version cannot run on such queries and keys, or None."""
-    for x in tensors:
-        if x.dtype == torch.float64:
-            return f"{x.dtype} is more than float32"
-    return KERNEL.unavailable(*tensors)

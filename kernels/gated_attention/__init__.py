@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
-from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.dispatch import VARIABLE, no_triton, pick
 from ag.kernels.gated_attention.arguments import autocast, check
 from ag.kernels.gated_attention.chunked import chunked_gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
@@ -66,7 +68,9 @@ def gated_attention(
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     device = q.device.type
     q, k, v = autocast(q, k, v)
-    version = pick("gated_attention", {"triton": softmax.bent or no_triton(q, v), "chunked": None, "reference": None})
+    no_card = softmax.bent or no_triton(device, q.dtype, max(q.shape[-1], v.shape[-1]))
+    versions = {"triton": no_card, "chunked": None, "reference": None}
+    version = pick("gated_attention", versions, os.environ.get(VARIABLE))
     attend = chunked_gated_attention if version == "chunked" else reference_gated_attention
     if version == "triton":
         from ag.kernels.gated_attention.triton import triton_gated_attention as attend

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
-from ag.kernels.dispatch import pick
+from ag.kernels.dispatch import VARIABLE, pick, remembered
 from ag.kernels.gemv import cpu
 from ag.kernels.gemv.reference import reference_gemv
 
@@ -20,10 +24,16 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    here = best_version() == "cpp" and cpu.unavailable(x, weight) is None
-    return (cpu.gemv if here else reference_gemv)(x, weight, bias)
+    facts = weight.device.type, x.dtype, weight.dtype, weight.is_contiguous()
+    return _version(*facts, os.environ.get(VARIABLE))(x, weight, bias)
 
 
-def best_version() -> str:
-    """Return the version that :func:`gemv` runs on the CPU, where the tensors allow it: ``cpp`` or ``reference``."""
-    return pick("gemv", {"cpp": cpu.KERNEL.failure(), "reference": None})
+@remembered
+def _version(
+    device: str, states: torch.dtype, dtype: torch.dtype, contiguous: bool, forced: str | None
+) -> Callable[..., Tensor]:
+    reason = None if contiguous else "the weight is not contiguous"
+    if dtype not in (torch.float32, torch.bfloat16) or states != dtype:
+        reason = f"states of {states} and a weight of {dtype} are not both float32 or bfloat16"
+    versions = {"cpp": reason or cpu.KERNEL.unavailable(device), "reference": None}
+    return cpu.gemv if pick("gemv", versions, forced) == "cpp" else reference_gemv

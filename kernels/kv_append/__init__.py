@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
 from torch import Tensor
 
-from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.dispatch import VARIABLE, no_triton, pick, remembered
 from ag.kernels.kv_append import cpu
 from ag.kernels.kv_append.chunked import chunked_kv_append
 from ag.kernels.kv_append.reference import reference_kv_append
-from ag.kernels.pages import WIDEST, Pages
+from ag.kernels.native import TYPES
+from ag.kernels.pages import WIDEST, Facts, Pages
 
 
 def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
@@ -29,16 +33,24 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
         raise TypeError(
             f"new keys and values of {k.dtype} and {v.dtype}: expected {pages.dtypes[0]} and {pages.dtypes[1]} as held"
         )
+    _version(pages.facts, os.environ.get(VARIABLE))(pages, k, v, ranks, gate)
+
+
+@remembered
+def _version(facts: Facts, forced: str | None) -> Callable[..., None]:
+    wide = facts.coded and facts.dtypes[0] not in TYPES
+    reason = f"codes are not made of {facts.dtypes[0]}" if wide else facts.gaps
     version = pick(
         "kv_append",
         {
-            "triton": no_triton(pages.keys, pages.values, dtype=k.dtype, largest=WIDEST),
-            "cpp": cpu.unavailable(pages, k),
+            "triton": no_triton(facts.device, facts.dtypes[0], facts.stored, WIDEST),
+            "cpp": reason or cpu.KERNEL.unavailable(facts.device),
             "chunked": None,
             "reference": None,
         },
+        forced,
     )
-    append = {"cpp": cpu.kv_append, "chunked": chunked_kv_append}.get(version, reference_kv_append)
+    chosen = {"cpp": cpu.kv_append, "chunked": chunked_kv_append}.get(version, reference_kv_append)
     if version == "triton":
-        from ag.kernels.kv_append.triton import triton_kv_append as append
-    append(pages, k, v, ranks, gate)
+        from ag.kernels.kv_append.triton import triton_kv_append as chosen
+    return chosen

@@ -25,10 +25,3 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
         *(said, ranks.contiguous(), k.shape[1], k.shape[2], torch.get_num_threads()),
         *(0 if column is None else int(column.dtype == torch.float32),),
     )
-
-
-def unavailable(pages: Pages, *others: Tensor) -> str | None:
-    """Return why the C++ version cannot write into such rows, or None."""
-    if pages.dtypes[0] not in native.TYPES and pages.format is not None:
-        return f"codes are not made of {pages.dtypes[0]}"
-    return KERNEL.unavailable(*pages.columns, pages.table, pages.lengths, in_place=True)

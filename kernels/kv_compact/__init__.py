@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.dispatch import VARIABLE, no_triton, pick, remembered
 from ag.kernels.kv_compact import cpu
 from ag.kernels.kv_compact.chunked import chunked_kv_compact
 from ag.kernels.kv_compact.reference import Worst as Worst
 from ag.kernels.kv_compact.reference import reference_kv_compact
-from ag.kernels.pages import WIDEST, Pages
+from ag.kernels.pages import WIDEST, Facts, Pages
 
 
 def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = ()) -> None:
@@ -30,16 +31,23 @@ def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = (
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
+    gaps = None if all(x.is_contiguous() for x in records) else "records are not contiguous"
+    _version(pages.facts, gaps, os.environ.get(VARIABLE))(pages, keep, records)
+
+
+@remembered
+def _version(facts: Facts, gaps: str | None, forced: str | None) -> Callable[..., None]:
     version = pick(
         "kv_compact",
         {
-            "triton": no_triton(pages.keys, pages.values, dtype=pages.dtypes[0], largest=WIDEST),
-            "cpp": cpu.unavailable(pages, *records),
+            "triton": no_triton(facts.device, facts.dtypes[0], facts.stored, WIDEST),
+            "cpp": facts.gaps or gaps or cpu.KERNEL.unavailable(facts.device),
             "chunked": None,
             "reference": None,
         },
+        forced,
     )
-    compact = {"cpp": cpu.kv_compact, "chunked": chunked_kv_compact}.get(version, reference_kv_compact)
+    chosen = {"cpp": cpu.kv_compact, "chunked": chunked_kv_compact}.get(version, reference_kv_compact)
     if version == "triton":
-        from ag.kernels.kv_compact.triton import triton_kv_compact as compact
-    compact(pages, keep, records)
+        from ag.kernels.kv_compact.triton import triton_kv_compact as chosen
+    return chosen

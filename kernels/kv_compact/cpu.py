@@ -36,8 +36,3 @@ def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = (
         (ctypes.c_int64 * (2 * len(records)))(*(n for x in records for n in x.shape[1:])),
         *chosen,
     )
-
-
-def unavailable(pages: Pages, *records: Tensor) -> str | None:
-    """Return why the C++ version cannot change such rows, or None."""
-    return KERNEL.unavailable(*pages.columns, pages.table, pages.lengths, *records, in_place=True)

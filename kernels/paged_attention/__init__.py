@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
-from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.dispatch import VARIABLE, no_triton, pick, remembered
+from ag.kernels.native import TYPES
 from ag.kernels.paged_attention import cpu
 from ag.kernels.paged_attention.reference import reference_paged_attention
-from ag.kernels.pages import Pages
+from ag.kernels.pages import Facts, Pages
 from ag.kernels.softmax import PLAIN, Softmax
 
 
@@ -49,15 +54,29 @@ def paged_attention(
     """
     if weigh and q.shape[2] != 1:
         raise ValueError(f"weights of {q.shape[2]} queries: expected one query where they are asked for")
+    attend = _version(pages.facts, q.dtype, os.environ.get(VARIABLE))
+    return attend(q, pages, ranks, scaling, window, recent, softmax, weigh)
+
+
+@remembered
+def _version(facts: Facts, dtype: torch.dtype, forced: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    keys, values = facts.dtypes
+    mixed = "queries, keys and values differ in type" if (keys, values) != (dtype, dtype) else None
+    if facts.coded and any(channels % 2 for channels in facts.channels):
+        mixed = mixed or "codes of a token take an odd number of bytes"
+    wide = None
+    if keys not in TYPES or values != keys:
+        wide = f"keys of {keys} and values of {values} are not both float32, bfloat16 or float16"
     version = pick(
         "paged_attention",
         {
-            "triton": pages.mixed(q) or no_triton(q, widest=pages.channels[1]),
-            "cpp": cpu.unavailable(pages),
+            "triton": mixed or no_triton(facts.device, dtype, max(facts.channels)),
+            "cpp": wide or facts.gaps or cpu.KERNEL.unavailable(facts.device),
             "reference": None,
         },
+        forced,
     )
-    attend = {"cpp": cpu.paged_attention}.get(version, reference_paged_attention)
+    chosen = {"cpp": cpu.paged_attention}.get(version, reference_paged_attention)
     if version == "triton":
-        from ag.kernels.paged_attention.triton import triton_paged_attention as attend
-    return attend(q, pages, ranks, scaling, window, recent, softmax, weigh)
+        from ag.kernels.paged_attention.triton import triton_paged_attention as chosen
+    return chosen

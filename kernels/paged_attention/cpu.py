@@ -29,20 +29,10 @@ def paged_attention(
     group, slots = batch * heads // rows, most * pages.keys.shape[1]
     out = torch.empty(batch, heads, count, pages.channels[1])
     weights = torch.empty(batch, heads, slots) if weigh else None
-    if not pages.lengths.is_contiguous():
-        pages = pages._replace(lengths=pages.lengths.contiguous())
     KERNEL(
         *(pages.native, q.float().contiguous() * scaling, None if recent is None else pages.gate),
         *(None if ranks is None else ranks.contiguous(), rows // batch, group, count, window or 0, recent or 0, slots),
         *(torch.get_num_threads(), None if softmax.cap is None else torch.tensor([softmax.cap])),
-        *(softmax.by_row(rows, group), out, weights),
+        *(None if softmax.sinks is None else softmax.by_row(rows, group), out, weights),
     )
     return out.to(q.dtype), weights
-
-
-def unavailable(pages: Pages) -> str | None:
-    """Return why the C++ version cannot run on such rows, or None."""
-    keys, values = pages.dtypes
-    if keys not in native.TYPES or values != keys:
-        return f"keys of {keys} and values of {values} are not both float32, bfloat16 or float16"
-    return KERNEL.unavailable(*pages.columns, in_place=True)

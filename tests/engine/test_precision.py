@@ -84,8 +84,8 @@ def wanted(wrapper, base, q, k, v):
     ids=str,
 )
 def test_scores_agree_with_float64(version, base, wrapper, made, monkeypatch):
-    if version == "cpp" and cpu.KERNEL.failure():
-        pytest.skip(f"C++: {cpu.KERNEL.failure()}")
+    if version == "cpp" and cpu.KERNEL.unavailable("cpu"):
+        pytest.skip(f"C++: {cpu.KERNEL.unavailable('cpu')}")
     monkeypatch.setenv("AG_KERNELS", version)
     name, (offset, dim, dtype) = made
     options = {"kernel": 1} if base == "snapkv" else {}

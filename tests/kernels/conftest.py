@@ -2,15 +2,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from ag.kernels import dispatch, native
+from tests.support.compiled import forget
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Nothing compiled or logged so far, and no version forced."""
-    native._function.cache_clear()
-    dispatch._tell.cache_clear()
+    forget()
     monkeypatch.delenv("AG_KERNELS", raising=False)
     yield monkeypatch
-    native._function.cache_clear()
-    dispatch._tell.cache_clear()
+    forget()

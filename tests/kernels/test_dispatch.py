@@ -13,31 +13,27 @@ from tests.support.bounds import bounded, hold
 
 
 @pytest.fixture(autouse=True)
-def unset(monkeypatch):
-    monkeypatch.delenv("AG_KERNELS", raising=False)
-    monkeypatch.setattr(dispatch, "INTERPRETED", False)
-    dispatch._tell.cache_clear()
+def unset(fresh):
+    fresh.setattr(dispatch, "INTERPRETED", False)
 
 
 def test_the_first_that_can_run_is_chosen_and_told_once(caplog):
     caplog.set_level(logging.INFO)
     for _ in range(3):
-        assert dispatch.pick("sums", {"triton": "no card", "chunked": None, "reference": None}) == "chunked"
-    assert dispatch.pick("sums", {"triton": None, "chunked": None}) == "triton"
+        assert dispatch.pick("sums", {"triton": "no card", "chunked": None, "reference": None}, None) == "chunked"
+    assert dispatch.pick("sums", {"triton": None, "chunked": None}, "") == "triton"
     assert [record.getMessage() for record in caplog.records] == ["sums: chunked (triton: no card)", "sums: triton"]
 
 
 @pytest.mark.parametrize("name", ["chunked", "reference"])
-def test_a_version_can_be_forced(monkeypatch, caplog, name):
+def test_a_version_can_be_forced(caplog, name):
     caplog.set_level(logging.INFO)
-    monkeypatch.setenv("AG_KERNELS", name)
-    assert dispatch.pick("sums", {"triton": None, "chunked": None, "reference": None}) == name
+    assert dispatch.pick("sums", {"triton": None, "chunked": None, "reference": None}, name) == name
     assert caplog.messages == [f"sums: {name} (AG_KERNELS asks for it)"]
 
 
-def test_an_operation_without_the_forced_version_keeps_its_own(monkeypatch):
-    monkeypatch.setenv("AG_KERNELS", "chunked")
-    assert dispatch.pick("decode", {"triton": None, "reference": None}) == "triton"
+def test_an_operation_without_the_forced_version_keeps_its_own():
+    assert dispatch.pick("decode", {"triton": None, "reference": None}, "chunked") == "triton"
 
 
 def test_an_unknown_version_is_named(monkeypatch):
@@ -61,10 +57,10 @@ def test_a_forced_version_that_cannot_run_says_why(monkeypatch, installed):
 def test_what_triton_cannot_take(monkeypatch):
     monkeypatch.setattr(dispatch, "INSTALLED", True)
     monkeypatch.setattr(dispatch, "INTERPRETED", True)
-    assert dispatch.no_triton(torch.zeros(2, 256)) is None
-    assert dispatch.no_triton(torch.zeros(2, 8), torch.zeros(2, 257)) == "the head size 257 is above 256"
-    assert "interpreter" in dispatch.no_triton(torch.zeros(2, 8).bfloat16())
-    assert "float64" in dispatch.no_triton(torch.zeros(2, 8).double())
+    assert dispatch.no_triton("cpu", torch.float32, 256) is None
+    assert dispatch.no_triton("cpu", torch.float32, 257) == "the head size 257 is above 256"
+    assert "interpreter" in dispatch.no_triton("cpu", torch.bfloat16, 8)
+    assert "float64" in dispatch.no_triton("cpu", torch.float64, 8)
 
 
 def test_the_forced_reference_runs(monkeypatch):

@@ -16,7 +16,7 @@ needs_compiler = pytest.mark.skipif(REAL is None, reason="there is no C++ compil
 @needs_compiler
 def test_loading_leaves_subnormal_numbers_alone():
     """Libraries linked with -ffast-math flush them to zero in the whole process."""
-    assert cpu.KERNEL.failure() is None
+    assert cpu.KERNEL.unavailable("cpu") is None
     assert float(torch.tensor(1e-40) * 0.5) > 0
 
 
@@ -26,7 +26,7 @@ def test_a_compiler_that_fails_is_named_with_its_message(fresh, tmp_path):
     compiler.chmod(0o755)
     fresh.setenv("CXX", str(compiler))
     fresh.setenv("AG_HOME", str(tmp_path / "home"))
-    assert cpu.KERNEL.failure() == f"{compiler} could not compile it: unknown option -fopenmp"
+    assert cpu.KERNEL.unavailable("cpu") == f"{compiler} could not compile it: unknown option -fopenmp"
     assert not list((tmp_path / "home").rglob("*.so"))
 
 

@@ -14,7 +14,7 @@ import ag
 from ag.kernels.gemv import cpu
 from ag.model import products
 from tests.support.bounds import hold, of_logits
-from tests.support.compiled import needs
+from tests.support.compiled import forget, needs
 from tests.support.gates_for import gates_for
 
 pytestmark = needs(cpu.KERNEL)
@@ -26,7 +26,9 @@ def calls(monkeypatch):
     """The weights that the kernel multiplied."""
     made, kernel = [], cpu.gemv
     monkeypatch.setattr(cpu, "gemv", lambda x, weight, bias: made.append(weight) or kernel(x, weight, bias))
-    return made
+    forget()
+    yield made
+    forget()
 
 
 def linear(model):
