@@ -112,11 +112,11 @@ class Arena:
             shape = (batch, heads, tokens, size["head_dim"])
             return torch.randn(shape, generator=make, device=self.device, dtype=dtype)
 
-        parts: Iterable[Tensor | None] = [None]
+        parts: Iterable[tuple[Tensor | None, Tensor | None]] = [(None, None)]
         if isinstance(cache, EvictionCache):
-            cache.begin(decoder, None, batch, length)
-            parts = cache.blocks() or parts
-        for columns in parts:
+            cache.begin(decoder, None, torch.zeros(batch, length, dtype=torch.long, device=self.device))
+            parts = cache.passes(None)
+        for columns, _ in parts:
             tokens = length if columns is None else columns.shape[1]
             for index, layer in enumerate(decoder.layers):
                 k, v = (draw(size["num_kv_heads"], tokens) for _ in "kv")
@@ -126,8 +126,6 @@ class Arena:
                     blind = scorer is None or isinstance(scorer, Random)
                     q = k[:, :1].expand(-1, size["num_heads"], -1, -1) if blind else draw(size["num_heads"], tokens)
                     cache.attend(_Unattended(layer.self_attn, index, q, k, v, size["head_dim"] ** -0.5, None))
-        if isinstance(cache, EvictionCache):
-            cache.finish()
 
     def decode(self, cache: Cache, token: Tensor, contestant: Contestant = FULL) -> Iterator[Tensor]:
         """Generate greedily, one token ``[B, 1]`` after the other."""

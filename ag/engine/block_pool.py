@@ -32,11 +32,6 @@ class PoolFullError(UserError):
     blocks: int = 0
 
 
-def blocks_for(tokens: Tensor) -> Tensor:
-    """Return the blocks that rows of so many tokens need."""
-    return (tokens + BLOCK - 1) // BLOCK
-
-
 class BlockPool:
     """Columns ``[P, 16, ...]`` of keys, values, ranks and gate outputs, with a reference count for each block.
 

@@ -18,7 +18,6 @@ from ag.engine.checks import attached, check_add, check_needs, fitted
 from ag.engine.evictor import Evictor
 from ag.engine.forward import Forward
 from ag.engine.held import Held
-from ag.engine.kind import Kind
 from ag.engine.kv_store import KVStore
 from ag.engine.layer import Layer
 from ag.engine.policy import Option, Policy, policy
@@ -79,16 +78,18 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
             self.policy = fitted(model, self.gates, self.policy)
         instrument(model)
         check_needs(self.policy, self.decoder)
-        self.rotation = ROTATIONS[self.policy.positions](self.decoder)
+        turned = ROTATIONS.get(self.policy.positions)
+        self.rotation = None if turned is None else turned(self.decoder)
         config = self.decoder.config
         geometry, device = fingerprint(config), device_of(self.decoder.layers[0])
         if pool is None:
-            kind_held = self.rotation.dtype(self.decoder.dtype)
+            kind_held = self.decoder.dtype if self.rotation is None else self.rotation.dtype(self.decoder.dtype)
             key, value = (torch.empty(0, n, dtype=kind_held, device=device) for n in entry_sizes(config))
             self.pool = BlockPool(key, value, self.policy.kv_dtype)
         else:
             self.pool = pool
-        self.rotation.check(self.pool)
+        if self.rotation is not None:
+            self.rotation.check(self.pool)
         self.kv_heads, self.num_layers = geometry["num_kv_heads"], len(self.decoder.layers)
         windowed = geometry["windowed_layers"]
         self.sharing = [index for index in range(self.num_layers) if index not in windowed]
@@ -109,7 +110,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
             Layer(self.policy, self.decoder, index, gates if index in mine else None)
             for index in range(self.num_layers)
         ]
-        self.batch, self._new, self.broken, self._length, self.kind = None, None, False, 0, Kind()
+        self.batch, self._new, self.broken, self._length, self.kind = None, None, False, 0, None
 
     def __repr__(self) -> str:
         """Return one line: the policy and what is held."""
@@ -121,7 +122,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         new = object.__new__(type(self))  # copy.copy would ask __reduce__
         vars(new).update(vars(self), batch=None)
         new.store, new.sequences = self.store.fork(), copy.deepcopy(self.sequences, {id(self.policy): self.policy})
-        new.layers, new.kind = [layer.fork() for layer in self.layers], copy.copy(self.kind)
+        new.layers = [layer.fork() for layer in self.layers]
         if self.evictor is not None:
             new.evictor = self.evictor.fork()
         if self.reconstruction is not None:
@@ -189,7 +190,8 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         self.check_whole()
         self.look()
         tokens = self.sequences.crop(remove)
-        self.rotation.crop(self.store, self.sequences.num_tokens + tokens, self.sequences.num_tokens)
+        if self.rotation is not None:
+            self.rotation.crop(self.store, self.sequences.num_tokens + tokens, self.sequences.num_tokens)
         self.store.truncate(tokens)
         for layer in self.layers:
             layer.gate_memory.crop(self.sequences.num_tokens)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ag.engine.block_pool import BLOCK, blocks_for
+from ag.engine.block_pool import BLOCK
 from ag.engine.forward import Forward
 from ag.engine.kv_store import KVStore
 from ag.engine.layer import EXPIRED, Layer
@@ -63,7 +63,7 @@ def restore(cache: Forward, state: Mapping[str, Any]) -> None:
         "held", held.dtype == torch.long and held.shape == (len(layers), len(cache.sequences), cache.store.kv_heads)
     )
     _require("held", bool((held >= 0).all()) and bool((held <= cache.sequences.num_tokens[:, None]).all()))
-    needed = blocks_for(held)
+    needed = -(-held // BLOCK)
     _require("owned", owned.dtype == torch.long and owned.shape == held.shape)
     _require("owned", bool((owned >= needed).all()) and bool((owned <= needed + EXPIRED // BLOCK + 2).all()))
     cache.store.start(len(cache.sequences))

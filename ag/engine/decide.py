@@ -56,15 +56,16 @@ class Decision:
         if self.budgets.over_budget is None:
             self.budgets.over_budget = torch.zeros(len(seen.q), dtype=torch.bool)
         capacity = self._capacity(seen.prompt_lengths)
-        seen = seen.deciding(due, capacity)
+        seen.due, seen.capacity = due, capacity
         if records is not None:
             scorer.note(seen, records)
         wish = None if seen.decoding else allocator.wish(seen)
         score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid
         if seen.sliding_window is not None:  # what other sequences hold for queries that are looked back at later
-            valid = valid | (seen.held & ~due[:, None, None])
-        self.check_shape("score", score, seen)
-        self.check_shape("protected", protected, seen)
+            valid = valid | (seen.keys.valid & ~due[:, None, None])
+        for what, found in (("score", score), ("protected", protected)):
+            if getattr(found, "shape", None) != seen.keys.ranks.shape:
+                self.refuse_shape(what, found, seen)
         protected = protected if seen.stays is None else protected | seen.stays
         second, first_share = scorer.second(seen, score) or (None, 1.0)
         return Ballot(
@@ -80,15 +81,13 @@ class Decision:
             ranks=None if seen.keys.ordered else seen.keys.ranks,
         )
 
-    def check_shape(self, what: str, found: object, seen: Observation) -> None:
-        """Refuse what a method of the scorer gave for a layer, where it has not one entry for each slot."""
-        wanted = seen.key_ranks.shape
-        if getattr(found, "shape", None) != wanted:
-            gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise UserError(
-                f"{type(self.policy.scorer).__name__}.{what} of {self.policy!r} gave {gave} in layer {seen.layer}: "
-                f"expected a tensor [B, Hkv, N], here {list(wanted)}."
-            )
+    def refuse_shape(self, what: str, found: object, seen: Observation) -> NoReturn:
+        """Raise for what a method of the scorer gave for a layer: it has not one entry for each slot."""
+        gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise UserError(
+            f"{type(self.policy.scorer).__name__}.{what} of {self.policy!r} gave {gave} in layer {seen.layer}: "
+            f"expected a tensor [B, Hkv, N], here {list(seen.keys.ranks.shape)}."
+        )
 
     def _let_through(self, ballot: Ballot, layer: int) -> None:
         """Refuse scores that are not finite, and let what is protected exceed the budget."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.allocators.uniform import Uniform
+from ag.engine.block_pool import BLOCK
 from ag.engine.decide import Decision
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.observe import Observation
@@ -31,6 +32,10 @@ class Limits(NamedTuple):
     stays: Tensor  # [n, B Hkv] int32, the same for the kernel
     numbers: Tensor  # [n, 4, B] long: capacity, sinks, the first recent rank, the last expired one
     due: Tensor  # [B] bool, sequences of which something may go
+
+    def on(self, device: torch.device) -> Limits:
+        """Return the same with the parts for kernels on a device."""
+        return Limits(self.kept, *(x.to(device) for x in self[1:]))
 
 
 class Evictor:
@@ -56,9 +61,10 @@ class Evictor:
         #: Whether the host counted what the step at hand keeps, so that it is the same operations at each step.
         self.counted = False
         self._step: Limits | None = None  # of such a step, on the device in the same memory at each
+        self._kept = torch.zeros(0)  # [L, B, Hkv] long on the host, tokens of all layers after such a step
         self._settled: tuple[Any, dict[int, Tensor]] = None, {}  # the layers' budgets, and the same on the host
         self._found: Tensor | None = None  # [n] int32 on the device, layers in which a score was not finite
-        self._looked = 0  # steps since the host looked there
+        self._steps = 0  # that evicted since the host looked there
 
     def fork(self) -> Evictor:
         """Return a copy for another continuation of the same text."""
@@ -77,17 +83,18 @@ class Evictor:
             store: rows of all layers, whose ``held`` counts the new tokens.
             window: sliding window of the layers that share the budget; None means that they have none.
         """
-        self.counted = batch.evict is not None and self._counts_later and not store.rotation.turns
+        self.counted = batch.evict is not None and self._counts_later and store.rotation is None
         if not self.counted:
             return
         limits, old = self._limits(batch, store, self.layers, window), self._step
-        store.make_own(slice(None), self._of_all_layers(limits, store))
+        self._kept = store.held.clone()
+        self._kept[self.layers] = limits.kept
+        store.unshare(slice(None), 0, (-(-self._kept // BLOCK)).where(self._kept < store.held, 0))
         if old is None or old.kept.shape != limits.kept.shape:
-            self._step = _on(store.table.device, limits)
+            self._step = limits.on(store.table.device)
         else:
             for there, here in zip(old[1:], limits[1:], strict=True):
                 there.copy_(here, non_blocking=True)  # the host does not wait, as its memory is not pinned
-            self._step = old._replace(kept=limits.kept)
 
     def evict(self, seen: Observation, batch: ForwardBatch, store: KVStore, records: Records) -> None:
         """Let the scorer note the pass, and drop what exceeds the budget, from earlier layers too where these compete.
@@ -99,23 +106,44 @@ class Evictor:
             records: what the scorer noted of the slots that it is shown; it may note more there.
         """
         assert batch.evict is not None
-        layer, place = seen.layer, self.layers.index(seen.layer)
-        if batch.step and self.counted:
-            assert self._step is not None
-            store.drop(layer, self._worst(seen, batch, store, records, self._step, place))
-        elif self._counts_prompt if batch.is_prefill else self._counts_later:
-            limits = self._limits(batch, store, [layer], seen.sliding_window)
-            worst = self._worst(seen, batch, store, records, _on(seen.q.device, limits), 0)
-            if bool((limits.kept[0] < store.held[layer]).any()):
-                store.compact(layer, worst, limits.kept[0])
-        else:
-            due = None if bool(batch.evict.all()) else batch.evict.to(seen.q.device)
+        layer, place, counted = seen.layer, self.layers.index(seen.layer), batch.step and self.counted
+        if not counted and not (self._counts_prompt if batch.is_prefill else self._counts_later):
+            due = None if bool(batch.evict.all()) else batch.evict.to(seen.keys.ranks.device)
             masks = self.decision.decide(seen, due, records)
             store.put_records(layer, records)
             for index, keep in masks.items():
                 kept = keep.sum(-1).cpu()
                 if bool((kept < store.held[index]).any()):
                     store.compact(index, keep, kept)
+            return
+        if self._found is None:
+            self._found = torch.zeros(len(self.layers), dtype=torch.int32, device=seen.keys.ranks.device)
+        found = self._found[place : place + 1]
+        if counted:
+            limits = self._step
+            assert limits is not None
+        else:
+            limits, place = self._limits(batch, store, [layer], seen.sliding_window).on(seen.keys.ranks.device), 0
+        seen.capacity, sinks, recent_from, expired_to = limits.numbers[place].unbind()
+        seen.due = limits.due
+        self.scorer.note(seen, records)
+        store.put_records(layer, records)
+        score = self.scorer.score(seen)
+        if getattr(score, "shape", None) != seen.keys.ranks.shape:
+            self.decision.refuse_shape("score", score, seen)
+        worst = Worst(
+            stays=limits.stays[place],
+            score=score.float(),
+            sinks=sinks,
+            recent_from=recent_from,
+            expired_to=expired_to,
+            found=found,
+            protected=batch.prompts.protected_there,
+        )
+        if counted:
+            store.drop(layer, worst)
+        elif bool((limits.kept[0] < store.held[layer]).any()):
+            store.compact(layer, worst, limits.kept[0])
 
     def end_pass(self, batch: ForwardBatch, store: KVStore) -> None:
         """Count what a step dropped, and look whether scores were finite.
@@ -125,53 +153,45 @@ class Evictor:
                 a step the host looks once in a while, as it waits for the device.
         """
         if batch.step and self.counted:
-            assert self._step is not None
-            store.set_held(slice(None), self._of_all_layers(self._step, store))
-        if batch.evict is not None:
-            self.look(LOOK if batch.step else 1)
-
-    def look(self, steps: int = 1) -> None:
-        """Look, at each call or at one of so many, whether scores were finite; raises as :meth:`end_pass` says."""
-        self._looked = (self._looked + 1) % steps
-        if self._looked or self._found is None:
+            store.set_held(slice(None), self._kept)
+        if batch.evict is None:
             return
-        found = self._found.tolist()
+        self._steps += 1
+        if not batch.step or self._steps >= LOOK:
+            self.look()
+
+    def look(self) -> None:
+        """Look whether scores were finite since the last look; raises as :meth:`end_pass` says."""
+        self._steps = 0
+        found = [] if self._found is None else self._found.tolist()
         if any(found):
+            assert self._found is not None
             self._found.zero_()
             self.decision.refuse_scores(self.layers[found.index(1)])
 
     # ---- what the host counts
 
-    def _worst(
-        self, seen: Observation, batch: ForwardBatch, store: KVStore, records: Records, limits: Limits, place: int
-    ) -> Worst:
-        """Let the scorer note and score a layer; return which of its tokens go, the layer being that many of n."""
-        capacity, sinks, recent_from, expired_to = limits.numbers[place].unbind()
-        seen = seen.deciding(limits.due, capacity)
-        self.scorer.note(seen, records)
-        store.put_records(seen.layer, records)
-        if self._found is None:
-            self._found = torch.zeros(len(self.layers), dtype=torch.int32, device=seen.q.device)
-        score, found = self.scorer.score(seen), self.layers.index(seen.layer)
-        self.decision.check_shape("score", score, seen)
-        return Worst(
-            stays=limits.stays[place],
-            score=score.float(),
-            sinks=sinks,
-            recent_from=recent_from,
-            expired_to=expired_to,
-            found=self._found[found : found + 1],
-            protected=batch.protected_there,
-        )
-
     def _limits(self, batch: ForwardBatch, store: KVStore, layers: list[int], window: int | None) -> Limits:
-        """Return what layers keep, all of it on the host."""
-        assert batch.evict is not None
+        """Return what layers keep, all of it on the host.
+
+        First and newest tokens that the scorer protects, and the caller's spans, stay beyond the capacity too. What has
+        left a sliding window is not among them.
+        """
+        assert batch.evict is not None and batch.prompts.capacity is not None
         held, evict, tokens = store.held[layers], batch.evict, batch.num_tokens
-        capacity = self._capacity(batch, layers)
+        capacity = batch.prompts.capacity.expand(len(layers), -1)
+        if batch.is_prefill:
+            self._settled = None, {}
+        elif not isinstance(self.policy.allocator, Uniform):
+            capacity = self._settled_capacity(batch.prompts.capacity, layers)
         flat = capacity.flatten()
         sinks, recent = (torch.as_tensor(x).expand_as(flat).view_as(capacity) for x in self.scorer.limits(flat))
-        fixed = num_protected(batch, sinks, recent, window)
+        first = torch.zeros_like(tokens) if window is None else (tokens - window + 1).clamp_min(0)
+        fixed = (tokens - first).minimum((sinks - first).clamp_min(0) + recent)
+        if batch.prompts.protected is not None:
+            ranks = torch.arange(batch.prompts.protected.shape[1])
+            between = (ranks >= sinks.maximum(first)[..., None]) & (ranks < (tokens - recent)[..., None])
+            fixed = fixed + (batch.prompts.protected & between).sum(-1)
         over = evict & (fixed > capacity) & (held.amax(2) > capacity)
         if bool(over.any()):
             self.decision.note_over(over.any(0), fixed.where(over, 0).amax(0))
@@ -182,40 +202,9 @@ class Evictor:
         numbers = torch.stack([capacity, sinks, tokens - recent, expired_to], 1)
         return Limits(kept, kept.flatten(1).int(), numbers, evict.clone())
 
-    def _of_all_layers(self, limits: Limits, store: KVStore) -> Tensor:
-        """Return how many tokens of each row stay where those that share the budget have these limits."""
-        if len(self.layers) == store.layers:
-            return limits.kept
-        kept = store.held.clone()
-        kept[self.layers] = limits.kept
-        return kept
-
-    def _capacity(self, batch: ForwardBatch, layers: list[int]) -> Tensor:
-        """Return the tokens per KV head ``[n, B]`` that layers may keep."""
-        capacity = self.policy.capacity(batch.prompt_len)
-        if batch.is_prefill or isinstance(self.policy.allocator, Uniform):
-            self._settled = None, {}
-            return capacity.expand(len(layers), -1)
+    def _settled_capacity(self, capacity: Tensor, layers: list[int]) -> Tensor:
+        """Return the tokens per KV head ``[n, B]`` that an allocator gave layers at the prompt's end."""
         settled = self.decision.budgets.settled
         if self._settled[0] is not settled:
             self._settled = settled, {layer: x.cpu() for layer, x in settled.items()}
         return torch.stack([self._settled[1].get(layer, capacity) for layer in layers])
-
-
-def _on(device: torch.device, limits: Limits) -> Limits:
-    """Return limits whose parts for kernels lie on a device."""
-    return Limits(limits.kept, *(x.to(device) for x in limits[1:]))
-
-
-def num_protected(batch: ForwardBatch, sinks: Tensor, recent: Tensor, window: int | None) -> Tensor:
-    """Return how many tokens of each sequence never go, ``[n, B]`` long: so many first and newest ones, and spans.
-
-    What has left a sliding window is not among them.
-    """
-    first = (batch.num_tokens - window + 1).clamp_min(0) if window else torch.zeros_like(batch.num_tokens)
-    ends = (batch.num_tokens - first).minimum((sinks - first).clamp_min(0) + recent)
-    if batch.protected is None:
-        return ends
-    ranks = torch.arange(batch.protected.shape[1])
-    between = (ranks >= sinks.maximum(first)[..., None]) & (ranks < (batch.num_tokens - recent)[..., None])
-    return ends + (batch.protected & between).sum(-1)

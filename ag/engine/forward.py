@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -13,16 +12,16 @@ from torch import Tensor, nn
 from ag.engine.block_pool import BLOCK, BlockPool, PoolFullError
 from ag.engine.evictor import Evictor
 from ag.engine.forward_batch import ForwardBatch
-from ag.engine.kind import Kind, check_scope
+from ag.engine.kind import Kind
 from ag.engine.kv_store import KVStore
 from ag.engine.layer import Layer
 from ag.engine.policy import Policy
-from ag.engine.positions import Original
+from ag.engine.positions import Turned
 from ag.engine.reconstruction import ReconstructionPass
 from ag.engine.sequences import SequenceState
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
-from ag.model.hooks import AttentionCall, Interceptor, device_of
+from ag.model.hooks import AttentionCall, Interceptor
 
 
 class Forward(Interceptor):
@@ -39,8 +38,8 @@ class Forward(Interceptor):
     sharing: list[int]
     #: Decides what goes; None means that the policy has no budget.
     evictor: Evictor | None
-    #: What keys and queries are rotated by.
-    rotation: Original
+    #: What keys and queries are rotated by; None means by their places in the text, as the model rotates them.
+    rotation: Turned | None
     #: Lets the model repeat the prompt; None means that the policy needs no repetition.
     reconstruction: ReconstructionPass | None
 
@@ -49,8 +48,8 @@ class Forward(Interceptor):
     _length = 0  # columns of the forward pass at hand
     #: Whether a forward pass began and has not ended; after an error within it only :meth:`reset` helps.
     broken = False
-    #: The types in which the text at hand is read.
-    kind: Kind
+    #: The types in which the text at hand is read; None before its first pass, and of a cache that was loaded.
+    kind: Kind | None
     #: Whether :class:`ag.engine.step_runner.StepRunner` does the host's part of the pass at hand.
     prepared = False
 
@@ -117,14 +116,10 @@ class Forward(Interceptor):
         """
         self.sequences.protect(spans)
 
-    def modules(self) -> list[nn.Module]:
-        """Return the gates, which run in a forward pass beside the model's modules."""
-        return [] if self.gates is None else [self.gates]
-
     # ---- a pass
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Turn the mask of a forward pass into ranks; see :class:`ag.model.hooks.Interceptor`.
 
         Raises:
@@ -141,22 +136,45 @@ class Forward(Interceptor):
                 "went; use ag.StepRunner(model, cache), which records steps, capture parts of the model without the "
                 "cache, or use torch.compile(model), which leaves it out."
             )
-        self.check_whole()
-        state = self.sequences
-        fresh = not state.columns
-        check_scope(self.policy, self.gates, state, length)
-        self.kind.check(decoder, fresh)
-        device = device_of(decoder) if attention_mask is None else attention_mask.device
-        new = state.extend(attention_mask, batch, length, device)
+        if self.broken:
+            self.check_whole()
+        state, (batch, length) = self.sequences, tokens.shape[:2]
+        fresh, ready = not state.columns, state.ready
+        device = tokens.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        kind = Kind(next(decoder.parameters()).dtype, autocast, torch.is_inference_mode_enabled())
+        self.kind = kind if fresh or self.kind in (None, kind) else kind.behind(self.kind)
+        if not ready:
+            self._check_prompt(tokens)
+        new = state.extend(attention_mask, batch, length, tokens.device)
         if fresh:
             self.store.start(batch)
         elif self.pool.fixed:
             self._check_room(new)
-        self.broken, self._length = True, length  # broken until finish
-        if length == 1 and not fresh and state.ready and (attention_mask is None or bool(new.all())):
-            self._begin_step()
+        self.broken, self._length = True, length  # broken until the end of the last pass
+        if length == 1 and ready and (attention_mask is None or bool(new.all())):  # a step: all layers get room at once
+            self.batch = step = state.step()
+            self.store.make_room(slice(None), step.counts, ahead=BLOCK)
+            self.store.held += 1
+            if self.evictor is not None:
+                self.evictor.begin_step(step, self.store, self.layers[self.sharing[0]].window)
         else:
             self._new = new
+
+    def _check_prompt(self, tokens: Tensor) -> None:
+        """Refuse a part of a prompt for gates that read it whole, and take note of ids for a policy that repeats them.
+
+        Raises:
+            UserError: for a part of the announced prompt, or embeddings in place of ids.
+        """
+        seen, announced, length = self.sequences.columns, self.sequences.announced, tokens.shape[1]
+        if self.gates is not None and self.gates.config.scope == "prompt" and not seen and length < announced:
+            raise UserError(
+                f"{self.policy!r}: gates of gate.scope=prompt read the prompt in one forward pass, and {length} of "
+                f"{announced} tokens came; leave prefill_chunk_size out, or use gates of gate.scope=causal."
+            )
+        if self.reconstruction is not None:
+            self.reconstruction.note(tokens, seen)
 
     def check_whole(self) -> None:
         """Refuse a cache whose last forward pass did not end, as after Ctrl-C or an error within it.
@@ -180,51 +198,28 @@ class Forward(Interceptor):
             self.sequences.take_back(new)
             raise self.pool.full(f"{int(counts.max())} tokens of each of {len(counts)} sequences need", needed)
 
-    def _begin_step(self) -> None:
-        """Do the host's part of a step: count, and take blocks for all layers at once."""
-        self.batch = batch = self.sequences.step()
-        self.store.make_room(slice(None), batch.counts, ahead=BLOCK)
-        self.store.held += 1
-        if self.evictor is not None:
-            self.evictor.begin_step(batch, self.store, self.layers[self.sharing[0]].window)
-
-    def blocks(self) -> Iterator[Tensor] | None:
-        """Yield the columns of the passes that a forward pass is cut into; None where it is one pass as it came."""
-        if self._new is None:
-            return None
-        new, self._new = self._new, None
-        batches = self.sequences.batches(new)
-        first = next(batches)
-        if first.columns is None:
-            self.batch = first
-            return None
-        return self._one_by_one(chain([first], batches))
-
-    def _one_by_one(self, batches: Iterator[ForwardBatch]) -> Iterator[Tensor]:
-        for number, batch in enumerate(batches):
-            if number:
-                self._end_pass()
-            self.batch = batch
-            same = torch.arange(batch.ranks.shape[1], device=batch.ranks.device).expand_as(batch.ranks)
-            yield same if batch.columns is None else batch.columns
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def note(self, tokens: Tensor) -> None:
-        """Take note of the tokens of a prompt, for a policy that lets the model repeat them."""
-        if self.reconstruction is not None and not self.sequences.ready:
-            self.reconstruction.note(tokens, self.sequences.columns - self._length)
+    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Yield the columns and positions of each pass, and end it; see :class:`ag.model.hooks.Interceptor`."""
+        new, self._new = self._new, None
+        for number, batch in enumerate([self.batch] if new is None else self.sequences.batches(new)):
+            assert batch is not None
+            if number:
+                self.end_pass()
+            self.batch, self.broken = batch, True
+            positions = self._positions(given, batch)
+            if self.reconstruction is not None and batch.is_prefill:
+                self.reconstruction.follow(batch.ranks, positions)
+            yield batch.columns, positions
+        if self.reconstruction is not None and self.reconstruction.due(self.sequences):
+            self._reconstruct()
+        if not self.prepared:
+            self.end_pass()
 
-    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
-        """Return the positions that the model rotates the tokens at hand by; None means the usual ones."""
-        positions, batch = self._positions(given, columns), self.batch
-        if self.reconstruction is not None and batch is not None and batch.is_prefill:
-            self.reconstruction.follow(batch.ranks, positions)
-        return positions
-
-    def _positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
-        batch, state = self.batch, self.sequences
-        assert batch is not None
-        places = self.rotation.positions(batch, self.store)
+    def _positions(self, given: Tensor | None, batch: ForwardBatch) -> Tensor | None:
+        """Return the positions that the model rotates the tokens of a pass by; None means the usual ones."""
+        state = self.sequences
+        places = None if self.rotation is None else self.rotation.positions(batch, self.store)
         if places is not None:
             return places
         plain = given is None and batch.step and bool((state.num_tokens == state.columns).all())
@@ -233,10 +228,20 @@ class Forward(Interceptor):
         state.by_column = given is None
         if given is None:  # columns, as transformers counts; by now the cache has seen those of this pass
             given = torch.arange(state.columns - self._length, state.columns, device=batch.ranks.device)[None]
-        if columns is None:
+        if batch.columns is None:
             return given
-        at = columns.clamp_min(0).expand(*given.shape[:-2], -1, -1)
-        return given.expand(*given.shape[:-2], len(columns), -1).gather(-1, at)
+        at = batch.columns.clamp_min(0).expand(*given.shape[:-2], -1, -1)
+        return given.expand(*given.shape[:-2], len(batch.columns), -1).gather(-1, at)
+
+    def _reconstruct(self) -> None:
+        """Let the model repeat the prompt, and evict by that."""
+        assert self.reconstruction is not None
+        try:
+            self.reconstruction.run(self)
+        except PoolFullError:
+            if self.sequences.columns == self._length:  # the text can be read again
+                self.reset()
+            raise
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
@@ -273,7 +278,7 @@ class Forward(Interceptor):
         batch = self.batch
         assert batch is not None
         if batch.fresh:
-            self.hold_as(self.rotation.dtype(call.k.dtype), self.rotation.dtype(call.v.dtype))
+            self.hold_as(call.k.dtype, call.v.dtype)
         evictor = self.evictor if call.layer in self.sharing else None
         if not (batch.is_prefill or self.policy.steps is not None):
             evictor = None
@@ -292,6 +297,8 @@ class Forward(Interceptor):
 
     def hold_as(self, key: torch.dtype, value: torch.dtype) -> None:
         """Hold keys and values of these types, where autocast makes others than the model's weights have."""
+        if self.rotation is not None:
+            key, value = self.rotation.dtype(key), self.rotation.dtype(value)
         if (key, value) == tuple(x.dtype for x in self.pool.token):
             return
         if self.pool.fixed or self.store.num_blocks():
@@ -306,29 +313,16 @@ class Forward(Interceptor):
         self.store.start(len(self.sequences))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def finish(self) -> None:
-        """End a forward pass, behind its last layer; a policy that lets the model repeat the prompt evicts then."""
-        if self.prepared:
-            return
-        if self.reconstruction is not None and self.reconstruction.due(self.sequences):
-            try:
-                self.reconstruction.run(self)
-            except PoolFullError:
-                if self.sequences.columns == self._length:  # the text can be read again
-                    self.reset()
-                raise
-        self._end_pass()
-        self.broken = False
-
-    def _end_pass(self) -> None:
+    def end_pass(self) -> None:
+        """End a pass, behind its last layer: remove what no later query sees, and look at scores."""
         batch, evictor = self.batch, self.evictor
-        if batch is None:
-            return
+        assert batch is not None
         if evictor is not None:
             evictor.end_pass(batch, self.store)
         if batch.step:
             for layer in self.layers:
-                layer.expire(batch, self.store)
+                if layer.hides:
+                    layer.expire(batch, self.store)
         if batch.ends_prompt:
             self.pool.trim()
             if self.policy.steps is None:  # nobody scores again
@@ -340,3 +334,4 @@ class Forward(Interceptor):
             state.evicted_at = state.settled.maximum(state.evicted_at)
         if span and any(layer.gate_memory for layer in self.layers):  # which looks back at the newest so many alone
             state.evicted_at = state.settled.where(state.settled >= span, 0).maximum(state.evicted_at)
+        self.broken = False

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+
+class Prompts(NamedTuple):
+    """What passes have to know of the prompts, in the same memory as long as these and the caller's spans stay."""
+
+    lengths: Tensor  # [B] long on the host, tokens of each prompt
+    protected: Tensor | None  # [B, L] bool on the host, which tokens the caller protects, by rank; None means none
+    capacity: Tensor | None  # [B] long on the host, tokens per KV head, the mean over layers; None means no budget
+    lengths_there: Tensor  # the lengths on the device
+    protected_there: Tensor | None  # what is protected, on the device
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -19,16 +28,14 @@ class ForwardBatch:
             means that both are the same.
         counts: ``[B]`` long on the host, new tokens.
         num_tokens: ``[B]`` long on the host, tokens of each sequence, these included.
+        longest: tokens of the longest sequence.
         settled: ``[B]`` long on the host, how many of these can no longer be taken back; see :class:`SequenceState`.
-        prompt_len: ``[B]`` long on the host, tokens of each prompt.
-        protected: ``[B, L]`` bool on the host, which tokens the caller protects, by rank; None means none.
+        prompts: what follows from the prompts.
         is_prefill: whether the tokens belong to the prompt.
         ends_prompt: whether every prompt is read after them.
         fresh: whether nothing was held before.
         evict: ``[B]`` bool on the host, the sequences to evict from after these tokens; None means none.
         step: whether it is one token of each sequence behind its prompt, in memory that is the same at each step.
-        prompt_there: ``prompt_len`` on the device, in memory that is the same at each step.
-        protected_there: ``protected`` on the device, likewise.
         memo: what layers worked out that is the same for all of them.
     """
 
@@ -36,14 +43,12 @@ class ForwardBatch:
     columns: Tensor | None
     counts: Tensor
     num_tokens: Tensor
+    longest: int
     settled: Tensor
-    prompt_len: Tensor
-    protected: Tensor | None
+    prompts: Prompts
     is_prefill: bool
     ends_prompt: bool
     fresh: bool
-    prompt_there: Tensor
-    protected_there: Tensor | None
     evict: Tensor | None = None
     step: bool = False
     memo: dict[Any, Any] = field(default_factory=dict)
@@ -52,8 +57,3 @@ class ForwardBatch:
     def padded(self) -> bool:
         """Whether some sequence has fewer new tokens than another."""
         return bool((self.counts < self.ranks.shape[1]).any())
-
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return int(self.num_tokens.max())

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.block_pool import BLOCK, BlockPool, blocks_for
-from ag.engine.positions import Original
+from ag.engine.block_pool import BLOCK, BlockPool
+from ag.engine.positions import Turned
 from ag.engine.records import Records, fit, joined
-from ag.kernels.kv_append import kv_append
 from ag.kernels.kv_compact import Worst, kv_compact
 from ag.kernels.pages import Pages
 
@@ -27,7 +26,7 @@ class KVStore:
         layers: number of layers, L.
         kv_heads: KV heads of each, Hkv.
         gate: type of the gate output that is stored with each token; None stores none.
-        rotation: what keys are rotated by; None means that they stay as they come.
+        rotation: what turns keys when others go; None means that they stay as they come.
     """
 
     def __init__(
@@ -36,9 +35,9 @@ class KVStore:
         layers: int,
         kv_heads: int,
         gate: torch.dtype | None = None,
-        rotation: Original | None = None,
+        rotation: Turned | None = None,
     ) -> None:
-        self.rotation = rotation or Original()
+        self.rotation = rotation
         self.pool, self.layers, self.kv_heads, self.gate_type = pool, layers, kv_heads, gate
         #: What a scorer noted of each layer's tokens, float32 ``[B, C.., S]`` by slot, 0 on free slots.
         self.records: list[Records] = [{} for _ in range(layers)]
@@ -106,24 +105,21 @@ class KVStore:
         """Return the number of different blocks that rows refer to."""
         return len(self.blocks().unique())
 
-    def index(self, layer: int, slots: int) -> Tensor:
-        """Return where in the pool the first so many slots of a layer lie, ``[B, Hkv, N]`` long."""
-        at = torch.arange(slots, device=self.table.device)
-        return self.table[layer].long()[..., at // BLOCK] * BLOCK + at % BLOCK
-
-    def ledger(self, layer: int, slots: int | None = None) -> tuple[Tensor, Tensor]:
+    def ledger(self, layer: int, *, whole: bool = False) -> tuple[Tensor, Tensor]:
         """Return where each slot of a layer lies in the pool, and its token's rank, ``[B, Hkv, N]`` long each.
 
         Args:
             layer: index of the layer.
-            slots: N; None means that of the longest row.
+            whole: whether N is what the table has room for, so that no step changes it, or that of the longest row.
 
         Returns:
             Places in the pool's columns, and ranks, which are -1 on free slots.
         """
-        slots = max([0, *self.held[layer].flatten().tolist()]) if slots is None else slots
-        index = self.index(layer, slots)
-        free = torch.arange(slots, device=index.device) >= self.lengths[layer][..., None]
+        table = self.table[layer].long()
+        count = table.shape[-1] * BLOCK if whole else max([0, *self.held[layer].flatten().tolist()])
+        slots = torch.arange(count, device=table.device)
+        index = table[..., slots // BLOCK] * BLOCK + slots % BLOCK
+        free = slots >= self.lengths[layer][..., None]
         return index, self.pool.ranks.flatten()[index].long().masked_fill(free, -1)
 
     # ---- tokens come
@@ -142,10 +138,10 @@ class KVStore:
         ahead = 0 if self.pool.fixed else ahead
         wide = tokens[:, None].expand(-1, self.kv_heads)
         owned, held = self.owned[layers], self.held[layers]
-        need = (blocks_for(held + wide) - owned).clamp_min(0)
+        need = (-(-(held + wide) // BLOCK) - owned).clamp_min(0)
         if bool(need.any()):
-            self.allocate(layers, (blocks_for(held + wide + ahead) - owned).clamp_min(0).where(need > 0, 0))
-        self._unshare(layers, held // BLOCK, self.shared[layers].where(wide > 0, 0))
+            self.allocate(layers, (-(-(held + wide + ahead) // BLOCK) - owned).clamp_min(0).where(need > 0, 0))
+        self.unshare(layers, held // BLOCK, self.shared[layers].where(wide > 0, 0))
 
     def allocate(self, layers: slice, need: Tensor) -> None:
         """Give rows so many more blocks ``[L', B, Hkv]``."""
@@ -163,13 +159,9 @@ class KVStore:
             evicts: whether something may go after it, for which shared blocks are copied.
         """
         wide = tokens[:, None].expand(-1, self.kv_heads)
-        fresh = (blocks_for(self.held + wide) - self.owned).clamp_min(0)
+        fresh = (-(-(self.held + wide) // BLOCK) - self.owned).clamp_min(0)
         _, copied = self._copied(slice(None), 0 if evicts else self.held // BLOCK, self.shared.where(wide > 0, 0))
         return int(fresh.sum()) + len(copied)
-
-    def append(self, layer: int, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
-        """Store new tokens; see :func:`ag.kernels.kv_append.kv_append`. ``held`` is counted by the caller."""
-        kv_append(self.pages(layer), k, v, ranks, gate)
 
     def _widen(self, blocks: int) -> None:
         """Give the table room for so many blocks a row, and records as many slots."""
@@ -186,7 +178,7 @@ class KVStore:
         places = torch.arange(self.table.shape[-1])
         return (places < end[..., None]) & (places >= torch.as_tensor(first)[..., None])
 
-    def _unshare(self, layers: slice, first: Tensor | int, end: Tensor) -> None:
+    def unshare(self, layers: slice, first: Tensor | int, end: Tensor) -> None:
         """Give rows copies of their own of the shared blocks in ``[first, end)``, before they are written."""
         table, shared = self.table[layers], self.shared[layers]
         first, end = torch.as_tensor(first).minimum(shared), end.minimum(shared)
@@ -213,7 +205,7 @@ class KVStore:
 
     def own(self, layer: int, sequences: Tensor) -> None:
         """Give the rows of some sequences ``[B]`` bool of a layer copies of their own of all blocks they share."""
-        self._unshare(slice(layer, layer + 1), 0, self.shared[layer].where(sequences[:, None], 0)[None])
+        self.unshare(slice(layer, layer + 1), 0, self.shared[layer].where(sequences[:, None], 0)[None])
 
     def put_records(self, layer: int, noted: Records) -> None:
         """Take over what a scorer noted of a layer's first slots, ``[B, C.., N]`` by name."""
@@ -235,26 +227,27 @@ class KVStore:
             kept: ``[B, Hkv]`` long on the CPU, tokens that are left of each row.
             spare: tokens for which free blocks stay with a row.
         """
-        one, order = slice(layer, layer + 1), self.rotation.order(self, layer)
-        self.make_own(one, kept[None])
+        one, turns = slice(layer, layer + 1), self.rotation
+        order = None if turns is None else turns.order(self, layer)
+        self.unshare(one, 0, (-(-kept // BLOCK)).where(kept < self.held[layer], 0)[None])
         self.drop(layer, keep)
         self.set_held(one, kept[None], spare)
-        self.rotation.close_up(self, layer, order)
-
-    def make_own(self, layers: slice, kept: Tensor) -> None:
-        """Give rows of which ``kept`` ``[L', B, Hkv]`` tokens are to stay copies of their own of blocks that change."""
-        self._unshare(layers, 0, blocks_for(kept).where(kept < self.held[layers], 0))
+        if turns is not None:
+            turns.close_up(self, layer, order)
 
     def drop(self, layer: int, keep: Tensor | Worst) -> None:
         """Do the device's part of :meth:`compact`."""
-        noted = _rows(self.records[layer], self)
+        records, rows = self.records[layer], self.held.shape[1] * self.kv_heads
+        for name, x in records.items():
+            records[name] = x.contiguous()
+        noted = [x.view(rows, -1, x.shape[-1]) for x in records.values()]
         kv_compact(self.pages(layer), keep if isinstance(keep, Worst) else keep.flatten(0, 1), noted)
 
     def set_held(self, layers: slice, kept: Tensor, spare: int = BLOCK) -> None:
         """Take note of the lengths ``[L', B, Hkv]`` after tokens went, and free the blocks behind them."""
         self.held[layers] = kept
         spare = min(spare, 1) if self.pool.fixed else spare  # the next token's block stays, which would be taken again
-        wanted, owned = blocks_for(kept + spare), self.owned[layers]
+        wanted, owned = -(-(kept + spare) // BLOCK), self.owned[layers]
         if bool((wanted < owned).any()):
             self.pool.release(self.table[layers].cpu()[self._places(wanted, owned)].long())
             self.owned[layers] = owned.minimum(wanted)
@@ -318,11 +311,3 @@ def _put(table: Tensor, places: tuple[Tensor, ...], blocks: Tensor) -> None:
     """Write blocks into places of a table, both from the host, which does not wait for the device."""
     there = tuple(x.to(table.device, non_blocking=True) for x in places)
     table[there] = blocks.int().to(table.device, non_blocking=True)
-
-
-def _rows(records: Records, store: KVStore) -> list[Tensor]:
-    """Return records as ``[R, C, S]``, contiguous; they replace those in the dictionary where they were not."""
-    rows = store.held.shape[1] * store.kv_heads
-    for name, x in records.items():
-        records[name] = x.contiguous()
-    return [x.view(rows, -1, x.shape[-1]) for x in records.values()]

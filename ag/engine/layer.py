@@ -24,6 +24,7 @@ from ag.engine.stopwatch import Stopwatch
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
 from ag.kernels.gated_prefill import gated_prefill
+from ag.kernels.kv_append import kv_append
 from ag.kernels.paged_attention import paged_attention
 from ag.kernels.pages import read
 from ag.model.hooks import AttentionCall, rotate
@@ -48,6 +49,8 @@ class Layer:
         self.flagged = None if gates is None or policy.budget is not None else gates.config.recent_tokens
         #: Sliding window of the model's layer; None means that it has none.
         self.window: int | None = None
+        #: Whether later queries do not see some of what is held: a sliding window, or flags.
+        self.hides = self.flagged is not None
         #: The last queries of each sequence, for scorers that look back at them.
         self.lookback = Lookback()
         #: Tokens of the longest row when those that no query sees were last removed.
@@ -86,14 +89,20 @@ class Layer:
         Returns:
             The attention output ``[B, H, T, Dv]``.
         """
-        self.window = call.window
-        if store.rotation.counts_held and not batch.fresh:
+        self.window, self.hides = call.window, call.window is not None or self.flagged is not None
+        if store.rotation is not None and store.rotation.counts_held and not batch.fresh:
             self._remove(batch, store, batch.num_tokens - batch.counts, batch.counts[:, None] if batch.step else 0)
         out, weights, placed = self.read(call, batch, store, evictor)
         if evictor is not None:
             with self.watch.running(out.device):
-                self._observe(placed, batch, store, evictor, weights)
-        if not batch.step:  # behind a step the cache does it for all layers
+                needs, q = evictor.scorer.needs, placed.q
+                queries = Queries(q=q, ranks=batch.ranks, valid=batch.ranks >= 0, new=q.shape[2], weights=weights)
+                last = self.policy.lookback if batch.is_prefill else needs.lookback
+                if last:
+                    queries = self._look_back(queries, batch, store, last)
+                if batch.evict is not None or needs.every_query:
+                    self._show(placed, batch, store, evictor, queries)
+        if self.hides and not batch.step:  # behind a step the cache does it for all layers
             self.expire(batch, store)
         return out.to(call.q.dtype)
 
@@ -105,40 +114,30 @@ class Layer:
         """Store the new tokens and attend, without a look at what could go.
 
         Returns:
-            What :meth:`_attend` does, and the call with its tokens at the places where they meet what is held.
+            The output ``[B, H, T, Dv]``; of a single query its weights ``[B, H, S]`` by slot where the scorer sees
+            them, else None; and the call with its tokens at the places where they meet what is held.
         """
-        placed = store.rotation.place(call, batch, store)
+        placed = call if store.rotation is None else store.rotation.place(call, batch, store)
         if not batch.step:  # a step made room in all layers at once
             store.make_room(slice(self.index, self.index + 1), batch.counts)
             store.held[self.index] += batch.counts[:, None]
-        gate = None if self.gates is None else self._gate_output(batch)
-        store.append(self.index, placed.k, placed.v, batch.ranks, gate)
-        if batch.fresh and self._only_new(batch):
-            placed = call
-        return *self._attend(placed, batch, store, evictor, gate), placed
-
-    def _attend(
-        self, call: AttentionCall, batch: ForwardBatch, store: KVStore, evictor: Evictor | None, gate: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and of a single query its weights ``[B, H, S]`` by slot where the scorer sees them."""
-        pages, recent = store.pages(self.index), self.flagged
-        if recent is not None and self._dense(batch):
-            recent = None
-        if batch.fresh and self._only_new(batch):  # left-aligned: padding comes last, where no token sees it
-            return call.dense(None, left_padded=False), None
-        if batch.fresh and recent and gate is not None:
+        gate, recent, pages = None, self.flagged, store.pages(self.index)
+        if self.gates is not None:
+            gate = self._gate_output(batch)
+            recent = None if self._dense(batch) else recent
+        kv_append(pages, placed.k, placed.v, batch.ranks, gate)
+        if batch.fresh and recent is None:  # left-aligned: padding comes last, where no token sees it
+            return call.dense(None, left_padded=False), None, call
+        if batch.fresh and recent is not None and gate is not None:
             there = batch.ranks >= 0 if batch.padded else None
-            given = call.q, call.k, call.v, gate, there, call.scaling, recent
-            return gated_prefill(*given, window=call.window, softmax=call.softmax), None
+            given = placed.q, placed.k, placed.v, gate, there, call.scaling, recent
+            return gated_prefill(*given, window=call.window, softmax=call.softmax), None, placed
         free = batch.step and call.window is None and recent is None  # a new token sees all that is held
         needs = None if evictor is None or not batch.step else evictor.scorer.needs
         weigh = needs is not None and needs.rows and (batch.evict is not None or needs.every_query)
         ranks = None if free else batch.ranks
-        return paged_attention(call.q, pages, ranks, call.scaling, call.window, recent, call.softmax, weigh)
-
-    def _only_new(self, batch: ForwardBatch) -> bool:
-        """Tell whether the queries of a first pass see each other's tokens alone, and all of them."""
-        return self.flagged is None or self._dense(batch)
+        out, weights = paged_attention(placed.q, pages, ranks, call.scaling, call.window, recent, call.softmax, weigh)
+        return out, weights, placed
 
     def _dense(self, batch: ForwardBatch) -> bool:
         """Tell whether the queries of a pass see what is not flagged too."""
@@ -153,30 +152,18 @@ class Layer:
         if self.flagged is None:
             return self.gates.stored(logits)
         flags = self.gates.flags(logits) | (batch.ranks < self.gates.config.sink_tokens)[:, None]
-        return flags if batch.protected is None else flags | _protected(batch, batch.ranks)[:, None]
+        return flags if batch.prompts.protected is None else flags | _protected(batch, batch.ranks)[:, None]
 
     # ---- observe and evict
 
-    def _observe(
-        self,
-        call: AttentionCall,
-        batch: ForwardBatch,
-        store: KVStore,
-        evictor: Evictor,
-        weights: Tensor | None,
-    ) -> None:
-        """Show the scorer the pass, and evict where it is time."""
-        needs = evictor.scorer.needs
-        there = batch.ranks >= 0
-        queries = Queries(q=call.q, ranks=batch.ranks, valid=there, new=call.q.shape[2], weights=weights)
-        last = self.policy.lookback if batch.is_prefill else needs.lookback
-        if last:
-            turns, at = store.rotation, (batch, store, self.index)
-            queries = self.lookback.before(replace(queries, q=turns.by_rank(queries.q, *at)))
-            self.lookback.remember(queries, last)
-            queries = replace(queries, q=turns.by_place(queries.q, *at))
-        if batch.evict is not None or needs.every_query:
-            self._show(call, batch, store, evictor, queries)
+    def _look_back(self, new: Queries, batch: ForwardBatch, store: KVStore, last: int) -> Queries:
+        """Return the new queries behind those that were remembered, and remember the last ones for later."""
+        turns, at = store.rotation, (batch, store, self.index)
+        if turns is not None:
+            new = replace(new, q=turns.by_rank(new.q, *at))
+        queries = self.lookback.before(new)
+        self.lookback.remember(queries, last)
+        return queries if turns is None else replace(queries, q=turns.by_place(queries.q, *at))
 
     def evict_later(
         self, call: AttentionCall, batch: ForwardBatch, store: KVStore, evictor: Evictor, known: Records
@@ -215,10 +202,10 @@ class Layer:
         if batch.fresh:
             heads = call.k.shape[1]
             ranks = batch.ranks[:, None].expand(-1, heads, -1)
-            gate = None if store.gate_type is None else self._gates_of(store, store.index(self.index, ranks.shape[-1]))
+            gate = None if store.gate_type is None else self._gates_of(store, store.ledger(self.index)[0])
             stored: Callable[[], tuple[Tensor, Tensor]] = lambda: (call.k, call.v)  # noqa: E731
         else:
-            index, ranks = store.ledger(self.index, store.slots if batch.step else None)
+            index, ranks = store.ledger(self.index, whole=batch.step)
             gate = None if store.gate_type is None else self._gates_of(store, index)
             stored = lambda: read(store.pages(self.index), index)  # noqa: E731
             if call.window is not None and not (batch.is_prefill and self.policy.block is None):
@@ -240,10 +227,10 @@ class Layer:
             sliding_window=call.window,
             gate=None if gate is None else gate.masked_fill(~valid, 0.0),
             decays=self.gates is not None and self.gates.decays,
-            own_prompt=batch.prompt_there,
-            stays=None if batch.protected is None else _protected(batch, ranks),
+            own_prompt=batch.prompts.lengths_there,
+            stays=None if batch.prompts.protected is None else _protected(batch, ranks),
             decoding=not batch.is_prefill,
-            precise=self.policy.scorer is not None and self.policy.scorer.needs.precise,
+            precise=batch.is_prefill and self.policy.scorer is not None and self.policy.scorer.needs.precise,
             sums=self.lookback.sums,
             rotation=lambda x, places, span: rotate(self.decoder, x, places, span, self.index),
             projection=lambda: output_weight(call.module, call.q.shape[1]),
@@ -272,8 +259,6 @@ class Layer:
 
     def expire(self, batch: ForwardBatch, store: KVStore) -> None:
         """Remove what left the sliding window, and what is neither flagged nor recent, once that is much."""
-        if self.window is None and self.flagged is None:
-            return
         most = self.open_to + EXPIRED if self.flagged is not None else (self.window or 0) - 1 + EXPIRED
         if batch.ends_prompt or int(store.held[self.index].max()) >= most:
             self._remove(batch, store, batch.settled)
@@ -335,7 +320,7 @@ class Layer:
 
 def _protected(batch: ForwardBatch, ranks: Tensor) -> Tensor:
     """Return which slots hold tokens that the caller protects, bool like the ranks ``[B, Hkv, N]``."""
-    marks = batch.protected_there
+    marks = batch.prompts.protected_there
     assert marks is not None
     inside = (ranks >= 0) & (ranks < marks.shape[1])
     return inside & marks.gather(1, ranks.where(inside, 0).flatten(1)).view(ranks.shape)

@@ -7,7 +7,6 @@ or by a kernel that sums as it goes, and whole rows exist only for a window of t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -91,34 +90,40 @@ class Observation:
     capacity: Tensor | None = None
     due: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        """Take what is asked for often out of the queries."""
-        self.precise = self.precise and not self.decoding
-        self.q, self.query_ranks, self.query_valid = self.queries.q, self.queries.ranks, self.queries.valid
-        self.new = self.q.shape[2] if self.queries.new is None else self.queries.new
-        #: Query heads a KV head, G.
-        self.group = self.q.shape[1] // self.keys.ranks.shape[1]
+    @property
+    def q(self) -> Tensor:
+        """Queries ``[B, H, T, D]``, post-RoPE."""
+        return self.queries.q
+
+    @property
+    def query_ranks(self) -> Tensor:
+        """``[B, T]`` long, the place of each query among its sequence's own tokens."""
+        return self.queries.ranks
+
+    @property
+    def query_valid(self) -> Tensor:
+        """``[B, T]`` bool, False on padding."""
+        return self.queries.valid
+
+    @property
+    def new(self) -> int:
+        """How many of the queries, at the end, were not shown before."""
+        return self.q.shape[2] if self.queries.new is None else self.queries.new
+
+    @property
+    def group(self) -> int:
+        """Query heads a KV head, G."""
+        return self.q.shape[1] // self.keys.ranks.shape[1]
 
     @cached_property
     def key_ranks(self) -> Tensor:
         """``[B, Hkv, N]`` long, the place of each key among its sequence's own tokens."""
         return self.keys.ranks.long()
 
-    def deciding(self, due: Tensor, capacity: Tensor) -> Observation:
-        """Return the same for a decision about the sequences that are ``due`` under a ``capacity``."""
-        seen = copy(self)  # with what is known already
-        seen.due, seen.capacity = due, capacity
-        return seen
-
     @property
     def k(self) -> Tensor:
         """Keys ``[B, Hkv, N, D]``; anything on free slots."""
         return self.keys.k
-
-    @property
-    def held(self) -> Tensor:
-        """``[B, Hkv, N]`` bool, the slots that hold a token, also one that no later query sees."""
-        return self.keys.valid
 
     @cached_property
     def key_valid(self) -> Tensor:
@@ -126,11 +131,6 @@ class Observation:
         if self.sliding_window is None:
             return self.keys.valid
         return self.keys.valid & (self.keys.ranks > (self.lengths - self.sliding_window)[:, None, None])
-
-    @property
-    def order(self) -> Tensor | None:
-        """Slots ``[B, Hkv, N]`` in the order of ranks, free ones last; None: they are in that order."""
-        return self.keys.order
 
     @property
     def values(self) -> Values:

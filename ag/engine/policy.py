@@ -75,7 +75,7 @@ class Policy:
         counted = (int(part[6:]) for part in parts if part.startswith("steps:"))
         return 1 if "every" in parts else next(counted, None)
 
-    @property
+    @cached_property
     def rereads(self) -> bool:
         """Whether the model repeats a prompt, which is scored by that and evicted after it."""
         return self.scorer is not None and self.scorer.rereader is not None

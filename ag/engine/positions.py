@@ -1,4 +1,4 @@
-"""What keys and queries are rotated by: places in the text, slots among what a head holds, or places squeezed together.
+"""What keys and queries are rotated by where that is not their places in the text: slots, or places squeezed together.
 
 Keys are stored as rotated as queries meet them, so that attention reads them where they lie. What changes their places
 turns them on by the difference: rotations add up.
@@ -6,7 +6,6 @@ turns them on by the difference: rotations add up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -39,49 +38,7 @@ class Store(Protocol):
         """Give the rows of some sequences ``[B]`` bool copies of their own of all blocks they share."""
 
 
-class Original:
-    """Keys and queries stay as the model rotated them."""
-
-    #: Whether a token that no later query sees changes the places of others while it is held.
-    counts_held = False
-    #: Whether what goes from a row moves the tokens that stay.
-    turns = False
-
-    def dtype(self, model: torch.dtype) -> torch.dtype:
-        """Return the type that keys and values of a model of a type are held in."""
-        return model
-
-    def check(self, pool: BlockPool) -> None:
-        """Raise ``UserError`` where keys cannot be held as a pool holds them."""
-
-    def positions(self, batch: ForwardBatch, store: Store) -> Tensor | None:
-        """Return the positions ``[B, T]`` that the model rotates the new tokens by; None means the usual ones."""
-        return None
-
-    def place(self, call: AttentionCall, batch: ForwardBatch, store: Store) -> AttentionCall:
-        """Return a call of a layer whose queries and keys lie at their places among what the layer holds."""
-        return call
-
-    def by_rank(self, q: Tensor, batch: ForwardBatch, store: Store, layer: int) -> Tensor:
-        """Return queries ``[B, H, T, D]`` at their places turned to their ranks, at which they can be remembered."""
-        return q
-
-    def by_place(self, q: Tensor, batch: ForwardBatch, store: Store, layer: int) -> Tensor:
-        """Return queries ``[B, H, T, D]`` at their ranks turned to their places among what the layer holds now."""
-        return q
-
-    def order(self, store: Store, layer: int) -> Tensor | None:
-        """Return what :meth:`close_up` is to know of a layer before tokens go."""
-        return None
-
-    def close_up(self, store: Store, layer: int, order: Tensor | None) -> None:
-        """Turn a layer's keys to the places that they have after tokens went."""
-
-    def crop(self, store: Store, before: Tensor, after: Tensor) -> None:
-        """Turn all keys to the places that they have when sequences of so many tokens ``[B]`` become shorter."""
-
-
-class Turned(Original):
+class Turned:
     """Held keys are turned on when their places change, which rounds them each time.
 
     In 16 bits or in codes that adds up: small angles are rounded away, so that a key in bfloat16 is 13 % off after 256
@@ -96,7 +53,8 @@ class Turned(Original):
     """
 
     name: ClassVar[str]
-    turns = True
+    #: Whether a token that no later query sees changes the places of others while it is held.
+    counts_held = False
 
     def __init__(self, decoder: Any) -> None:
         check_turns(decoder, self.name)
@@ -117,10 +75,32 @@ class Turned(Original):
                 "kv_dtype=float, or positions=original."
             )
 
+    def positions(self, batch: ForwardBatch, store: Store) -> Tensor | None:
+        """Return the positions ``[B, T]`` that the model rotates the new tokens by; None means the usual ones."""
+        return None
+
     def place(self, call: AttentionCall, batch: ForwardBatch, store: Store) -> AttentionCall:
-        """Return the call in the type that is held."""
+        """Return a call in the type that is held, with queries and keys at their places among what the layer holds."""
         q, k, v = (x.to(store.pool.token[0].dtype) for x in (call.q, call.k, call.v))
         return replace(call, q=q, k=k, v=v)
+
+    def by_rank(self, q: Tensor, batch: ForwardBatch, store: Store, layer: int) -> Tensor:
+        """Return queries ``[B, H, T, D]`` at their places turned to their ranks, at which they can be remembered."""
+        return q
+
+    def by_place(self, q: Tensor, batch: ForwardBatch, store: Store, layer: int) -> Tensor:
+        """Return queries ``[B, H, T, D]`` at their ranks turned to their places among what the layer holds now."""
+        return q
+
+    def order(self, store: Store, layer: int) -> Tensor | None:
+        """Return what :meth:`close_up` is to know of a layer before tokens go."""
+        return None
+
+    def close_up(self, store: Store, layer: int, order: Tensor | None) -> None:
+        """Turn a layer's keys to the places that they have after tokens went."""
+
+    def crop(self, store: Store, before: Tensor, after: Tensor) -> None:
+        """Turn all keys to the places that they have when sequences of so many tokens ``[B]`` become shorter."""
 
     def turn(self, store: Store, layer: int, index: Tensor, further: Tensor) -> None:
         """Rotate stored keys on, in place.
@@ -257,7 +237,5 @@ def _ascending(ranks: Tensor) -> Tensor:
     return found
 
 
-#: By the option ``positions`` of a policy.
-ROTATIONS: dict[str, Callable[[Any], Original]] = {
-    "original": lambda _: Original(), "slot": Slots, "interpolated": Interpolated,
-}  # fmt: skip
+#: By the option ``positions`` of a policy; under ``original`` keys stay as the model rotated them.
+ROTATIONS: dict[str, type[Turned]] = {"slot": Slots, "interpolated": Interpolated}

@@ -92,34 +92,22 @@ class Together(Interceptor):
 
     def __init__(self, caches: list[EvictionCache]) -> None:
         self.caches = caches
+        self.modules = [module for cache in caches for module in cache.modules]
         # what is repeated does not depend on the budget, but codes are what is attended to where there are any
         known: dict[KVDtype, dict[Rereader, Measured]] = defaultdict(dict)
         for cache in caches:
             if cache.reconstruction is not None:
                 cache.reconstruction.known = known[cache.policy.kv_dtype]
 
-    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Begin a pass of each cache."""
         for cache in self.caches:
-            cache.begin(decoder, attention_mask, batch, length)
+            cache.begin(decoder, attention_mask, tokens)
 
-    def modules(self) -> list[nn.Module]:
-        """Return the gates of all caches."""
-        return [module for cache in self.caches for module in cache.modules()]
-
-    def note(self, tokens: Tensor) -> None:
-        """Let each cache take note of the tokens."""
-        for cache in self.caches:
-            cache.note(tokens)
-
-    def blocks(self) -> Iterator[Tensor] | None:
-        """Return the columns of the tokens, which are the same for all caches."""
-        found = [cache.blocks() for cache in self.caches]
-        return found[0] if found[0] is None else (columns for columns, *_ in zip(*found, strict=True))
-
-    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
-        """Return the positions of the tokens, which are the same for all caches."""
-        return [cache.positions(given, columns) for cache in self.caches][0]
+    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Yield the columns and positions of each pass, which are the same for all caches."""
+        for first, *_ in zip(*(cache.passes(given) for cache in self.caches), strict=True):
+            yield first
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gates of each cache."""
@@ -133,8 +121,3 @@ class Together(Interceptor):
         for cache in self.caches:
             cache.attend(known)
         return output
-
-    def finish(self) -> None:
-        """End the pass of each cache."""
-        for cache in self.caches:
-            cache.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ag.engine.kv_store import KVStore
     from ag.engine.layer import Layer
     from ag.engine.policy import Policy
-    from ag.engine.positions import Original
+    from ag.engine.positions import Turned
     from ag.engine.sequences import SequenceState
 
 
@@ -41,7 +42,7 @@ class PromptCache(Protocol):
     layers: list[Layer]
     sharing: list[int]
     evictor: Evictor | None
-    rotation: Original
+    rotation: Turned | None
     batch: ForwardBatch | None
 
 
@@ -168,7 +169,7 @@ class ReconstructionPass:
 
     def _evict(self, cache: PromptCache, measured: Measured) -> None:
         """Decide and evict, layer by layer."""
-        assert cache.batch is not None and cache.evictor is not None
+        assert cache.batch is not None and cache.batch.prompts.capacity is not None and cache.evictor is not None
         everyone = torch.ones(len(cache.sequences), dtype=torch.bool)
         batch = replace(cache.batch, fresh=False, evict=everyone)
         for layer, scores in measured.scores.items():
@@ -177,7 +178,7 @@ class ReconstructionPass:
             part.evict_later(call, batch, cache.store, cache.evictor, {"repeated": scores})
         for layer in measured.scores:
             cache.store.records[layer] = {}
-        cache.sequences.note_eviction(everyone)
+        cache.sequences.note_eviction(everyone, cache.batch.prompts.capacity)
 
 
 class Repetition(Interceptor):
@@ -210,6 +211,7 @@ class Repetition(Interceptor):
             columns=None,
             counts=counts,
             num_tokens=state.num_tokens + counts,
+            longest=int((state.num_tokens + counts).max()),
             is_prefill=False,
             ends_prompt=False,
             fresh=False,
@@ -218,10 +220,11 @@ class Repetition(Interceptor):
         places = (following.to(device)[:, None] + columns.to(device)).where(there.to(device), 0)
         cache.decoder(input_ids=ids.to(device), position_ids=places, gating=self, use_cache=False)
 
-    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
-        """Go on behind the prompt, by what the cache's keys are rotated by."""
-        places = self.cache.rotation.positions(self.batch, self.cache.store)
-        return given if places is None else places
+    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Yield one pass, which goes on behind the prompt by what the cache's keys are rotated by."""
+        turns = self.cache.rotation
+        places = None if turns is None else turns.positions(self.batch, self.cache.store)
+        yield None, given if places is None else places
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Look at the hidden states ``[B, T, d]`` that enter the attention of a layer."""
@@ -242,7 +245,7 @@ class Repetition(Interceptor):
         store, heads, paid, own = self.cache.store, call.k.shape[1], self._paid, self.batch.ranks
         ranks, there = torch.cat([paid, own], 1), torch.cat([paid, own], 1) >= 0
         slots = ranks.clamp_min(0)[:, None].expand(-1, heads, -1)  # nothing went yet: the slot of a token is its rank
-        index = store.index(call.layer, int(store.held[call.layer].max())).gather(2, slots)
+        index = store.ledger(call.layer)[0].gather(2, slots)
         k, v = read(store.pages(call.layer), index)
         factors = None if self._norms is None else 1 / self._norms.clamp_min(1e-12)
         order = torch.arange(ranks.shape[1], device=ranks.device).where(there, -1)

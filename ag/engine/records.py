@@ -9,14 +9,6 @@ from torch.nn import functional as F
 Records = dict[str, Tensor]
 
 
-def accumulate(records: Records, name: str, new: Tensor) -> None:
-    """Add ``[..., N]`` to what is recorded under a name, in place, so that it keeps its memory from step to step."""
-    if name in records:
-        records[name].add_(new)
-    else:
-        records[name] = new.clone()  # others may remember the new one
-
-
 def latest(records: Records, name: str, new: Tensor, counted: Tensor, last: int) -> None:
     """Record rows ``[B, H, w, N]`` after those recorded before, and keep the last ones.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ag.engine.forward_batch import ForwardBatch
+from ag.engine.forward_batch import ForwardBatch, Prompts
 from ag.engine.masks import check_announced, check_given, check_past
 from ag.engine.policy import Policy
 from ag.engine.protection import marked, of_each
@@ -54,7 +54,7 @@ class SequenceState:
         self.protected: Tensor | None = None
         self._expected: Tensor | None = None  # [B, T] bool, the announced text, until a pass begins with it
         self._prompt: Tensor | None = None  # [B, T] bool, the prompt that is being read, or was
-        self._there: dict[str, tuple[Tensor | None, Tensor | None]] = {}  # see _on_device
+        self._prompts: Prompts | None = None
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -74,10 +74,6 @@ class SequenceState:
     def ready(self) -> bool:
         """Whether every prompt is read."""
         return self.columns > 0 and bool((self.num_tokens >= self.prompt_len).all())
-
-    def capacity(self) -> Tensor:
-        """Return the tokens per KV head ``[B]`` that the budget allows, on average over layers."""
-        return self.policy.capacity(self.prompt_len)
 
     def expect(self, mask: Tensor, tokens: Tensor | None) -> None:
         """Take note of the text ``[B, T]`` bool to come; see :meth:`ag.engine.forward.Forward.expect`."""
@@ -116,7 +112,7 @@ class SequenceState:
             UserError: when the mask does not fit what was seen.
         """
         seen = self.columns
-        if seen and batch != len(self):
+        if seen and batch != len(self.mask):
             raise UserError(
                 f"This cache holds {len(self)} sequences, not {batch}; for another text call cache.reset() first."
             )
@@ -132,7 +128,8 @@ class SequenceState:
         if not self.ready:
             self._read(new)
         self._expected = None
-        self.ids.begin()
+        if self.ids.announced is not None:
+            self.ids.begin()
         self.mask = new if not seen else torch.cat([self.mask.to(new.device), new], 1)
         return new
 
@@ -201,64 +198,59 @@ class SequenceState:
         self, ranks: Tensor, columns: Tensor | None, counts: Tensor, *, is_prefill: bool, step: bool = False
     ) -> ForwardBatch:
         fresh, before = not bool(self.num_tokens.any()), self.num_tokens
-        self.num_tokens = before + counts
+        prompts = self._prompts
+        if prompts is None or prompts.lengths is not self.prompt_len or prompts.protected is not self.protected:
+            capacity = None if self.policy.budget is None else self.policy.capacity(self.prompt_len)
+            marks = None if self.protected is None else self.protected.to(ranks.device)
+            there = self.prompt_len.to(ranks.device)
+            prompts = self._prompts = Prompts(self.prompt_len, self.protected, capacity, there, marks)
+        evict = self._should_evict(counts, is_prefill, prompts.capacity)
+        self.num_tokens, self.num_held = before + counts, self.num_held + counts
         self.settled = self.num_tokens if is_prefill else before
-        evict = self._should_evict(counts, is_prefill)
-        self.num_held = self.num_held + counts
-        if evict is not None:
-            self.note_eviction(evict)
+        if evict is not None and prompts.capacity is not None:
+            self.note_eviction(evict, prompts.capacity)
         return ForwardBatch(
             ranks=ranks,
             columns=columns,
             counts=counts,
             num_tokens=self.num_tokens,
+            longest=int(self.num_tokens.max()),
             settled=self.settled,
-            prompt_len=self.prompt_len,
-            protected=self.protected,
+            prompts=prompts,
             is_prefill=is_prefill,
             ends_prompt=is_prefill and bool((self.num_tokens >= self.prompt_len).all()),
             fresh=fresh,
-            prompt_there=cast("Tensor", self._on_device("prompt_len", ranks.device)),
-            protected_there=self._on_device("protected", ranks.device),
             evict=evict,
             step=step,
         )
 
-    def _on_device(self, name: str, device: torch.device) -> Tensor | None:
-        """Return an attribute on the device: the same copy as long as the attribute is the same tensor."""
-        here: Tensor | None = getattr(self, name)
-        known, there = self._there.get(name, (None, None))
-        if known is not here:
-            there = None if here is None else here.to(device)
-            self._there[name] = here, there
-        return there
-
-    def note_eviction(self, evict: Tensor) -> None:
-        """Take note that these sequences ``[B]`` bool are evicted from, down to their budgets."""
-        self.num_held = self.num_held.where(~evict, self.num_held.minimum(self.capacity()))
+    def note_eviction(self, evict: Tensor, capacity: Tensor) -> None:
+        """Take note that these sequences ``[B]`` bool are evicted from, down to a capacity ``[B]``."""
+        self.num_held = self.num_held.where(~evict, self.num_held.minimum(capacity))
         self.evicted_at = self.evicted_at.where(~evict, self.num_tokens)
 
     def may_evict(self, counts: Tensor) -> bool:
         """Tell whether something may go after so many more tokens ``[B]`` of each sequence."""
-        return not self.ready or self._should_evict(counts, is_prefill=False) is not None
+        capacity = None if self.policy.budget is None else self.policy.capacity(self.prompt_len)
+        return not self.ready or self._should_evict(counts, False, capacity) is not None
 
-    def _should_evict(self, counts: Tensor, is_prefill: bool) -> Tensor | None:
+    def _should_evict(self, counts: Tensor, is_prefill: bool, capacity: Tensor | None) -> Tensor | None:
         """Return the sequences to evict from after so many new tokens of each, ``[B]`` bool; None means none.
 
         The schedule is one rule: at the end of a prompt, or of a chunk of it, a sequence is evicted down to its budget.
         Behind the prompt that happens whenever it holds its budget and an interval more.
         """
         policy = self.policy
-        if policy.budget is None or policy.rereads or not (is_prefill or policy.steps):
+        if capacity is None or policy.rereads or not (is_prefill or policy.steps):
             return None
-        held = self.num_held + counts
         if is_prefill:
-            ends = self.num_tokens == self.prompt_len
+            tokens = self.num_tokens + counts
+            ends = tokens == self.prompt_len
             if policy.block is not None:
-                ends |= self.num_tokens % policy.block == 0
+                ends |= tokens % policy.block == 0
             evict = (counts > 0) & ends
         else:
-            evict = (counts > 0) & (held >= self.capacity() + (policy.steps or 0))
+            evict = (counts > 0) & (self.num_held + counts >= capacity + (policy.steps or 0))
         return evict if bool(evict.any()) else None
 
     # ---- going back, other sequences

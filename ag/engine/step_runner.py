@@ -71,13 +71,13 @@ class StepRunner:
             )
         check_ranks(cache.decoder, "StepRunner")
         cache.sequences.check_by_rank("StepRunner")
-        cache.begin(cache.decoder, None, len(tokens), 1)
+        cache.begin(cache.decoder, None, tokens)
         cache.prepared = True  # what follows is the device's part
         try:
             logits = self._step(tokens)
         finally:
             cache.prepared = False
-        cache.finish()
+        cache.end_pass()
         return logits
 
     def _step(self, tokens: Tensor) -> Tensor:

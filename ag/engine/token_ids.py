@@ -17,7 +17,8 @@ class TokenIds:
 
     def __init__(self) -> None:
         self.ids: Tensor | None = None
-        self._announced: Tensor | None = None
+        #: The text ``[B, T]`` to come; None means that none was announced, or that its ids are not known.
+        self.announced: Tensor | None = None
 
     def announce(self, tokens: Tensor | None, seen: int) -> None:
         """Take note of the whole text ``[B, T]`` to come, of which ``seen`` columns were read; None means not known.
@@ -33,16 +34,15 @@ class TokenIds:
                     "The tokens that model.generate was given differ from those that this cache has seen, from column "
                     f"{int(differs.long().argmax())} on: {AGAIN}."
                 )
-        self._announced = tokens
+        self.announced = tokens
 
     def begin(self) -> None:
         """Go over to the text that was announced, as its first forward pass begins."""
-        if self._announced is not None:
-            self.ids, self._announced = self._announced, None
+        self.ids, self.announced = self.announced, None
 
     def end(self, tokens: Tensor | None, batch: int) -> None:
         """Take note of the text ``[B, T]`` after generation, and forget what was announced."""
-        self._announced = None
+        self.announced = None
         if tokens is not None and self.ids is not None and len(self.ids) == len(tokens) == batch:  # no beams
             self.ids = tokens
 

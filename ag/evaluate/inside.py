@@ -32,7 +32,7 @@ class Reading(Interceptor):
         with torch.no_grad():
             decoder_of(model)(input_ids=tokens, gating=self, use_cache=False)
 
-    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Do nothing: there is no padding."""
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,11 +37,11 @@ class Dense(Interceptor):
         self.valid = None if valid is None or bool(valid.all()) else valid.bool()
         self.first = None if first is None or not bool(first.any()) else first
 
-    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
-        """Count from the start of each document, unless the caller gave positions."""
-        if given is not None or self.first is None:
-            return given
-        return torch.arange(self.first.shape[1], device=self.first.device) - self.first
+    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Yield one pass, whose positions count from the start of each document unless the caller gave some."""
+        if given is None and self.first is not None:
+            given = torch.arange(self.first.shape[1], device=self.first.device) - self.first
+        yield None, given
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend as the model does."""
@@ -109,10 +110,10 @@ class Gating(Dense):
         """Return ``[B, T']`` bool: the columns of ``logits`` whose tokens gates may evict."""
         return self.prompt[:, : self._end]
 
-    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Check that the batch is the one this object was made for."""
-        if (batch, length) != tuple(self.prompt.shape):
-            raise UserError(f"Gating was made for a batch {tuple(self.prompt.shape)}, not {(batch, length)}.")
+        if tokens.shape[:2] != self.prompt.shape:
+            raise UserError(f"Gating was made for a batch {tuple(self.prompt.shape)}, not {tuple(tokens.shape[:2])}.")
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gate that reads this layer's input."""

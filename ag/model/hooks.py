@@ -17,10 +17,10 @@ import functools
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -92,35 +92,30 @@ class Interceptor(ABC):
 
     #: How often each layer attended in the pass at hand, or since; None: there was no pass yet.
     attended: list[int] | None = None
+    #: Modules that run in a forward pass beside the model's.
+    modules: Sequence[nn.Module] = ()
 
-    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
-        """Start a forward pass over ``[B, T]`` new tokens; the mask is ``[B, seen + T]``, nonzero on real tokens."""
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
+        """Start a forward pass.
+
+        Args:
+            decoder: the model's stack of layers.
+            attention_mask: ``[B, seen + T]``, nonzero on real tokens; None means that all are.
+            tokens: ids ``[B, T]`` or embeddings ``[B, T, d]`` of the new tokens.
+        """
         return None
 
-    def modules(self) -> list[nn.Module]:
-        """Return the modules that run in a forward pass beside the model's."""
-        return []
-
-    def note(self, tokens: Tensor) -> None:
-        """Look at the ids ``[B, T]`` or embeddings ``[B, T, d]`` of the new tokens, after :meth:`begin`."""
-        return None
-
-    def blocks(self) -> Iterator[Tensor] | None:
-        """Yield the columns ``[B, w]`` of the new tokens to read next, -1 for none; None: all are read at once."""
-        return None
-
-    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
-        """Return the positions ``[B, w]`` for the rotary embedding of the tokens in ``columns``, or of all new ones.
+    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Yield what the layers read in each of the passes that the new tokens make; a pass ends as the next begins.
 
         Args:
             given: ``position_ids`` ``[B or 1, T]`` of all new tokens as the caller gave them, or None.
-            columns: ``[B, w]``, or None for all.
-        """
-        return given
 
-    def finish(self) -> None:
-        """End a forward pass, behind its last layer."""
-        return None
+        Yields:
+            The columns ``[B, w]`` of the tokens, -1 where there is none; None means all new tokens as they came, in one
+            pass. And their positions ``[B, w]``; None means that the model counts them itself.
+        """
+        yield None, given
 
     def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
         """Announce the whole text: what was seen of it, and the rest, which comes in one or several passes.
@@ -196,8 +191,8 @@ def instrument(model: nn.Module) -> Attachment:
         module.config._attn_implementation = IMPLEMENTATION
         module._ag_own_config = configs[-1][1]
     base = unwrapped(model)
-    handles += [base.register_forward_pre_hook(_before_model, with_kwargs=True)]
-    handles += [ThreadedLayers(base, partial(_running, base))]
+    threaded = ThreadedLayers(base)
+    handles += [base.register_forward_pre_hook(partial(_before_model, threaded), with_kwargs=True), threaded]
     attachment = decoder._ag_attachment = Attachment(base, handles, configs, vars(decoder).get("forward"))
     decoder.forward = partial(_decode, decoder, decoder.forward)
     base.generate = partial(_generate, base)
@@ -205,12 +200,6 @@ def instrument(model: nn.Module) -> Attachment:
         prepare = partial(_prepare_inputs, base)
         base.prepare_inputs_for_generation = functools.update_wrapper(prepare, base.prepare_inputs_for_generation)
     return attachment
-
-
-def _running(base: nn.Module, kwargs: dict[str, Any]) -> list[nn.Module]:
-    """Return the modules that run in a forward pass with such keyword arguments; none without an interceptor."""
-    interceptor = interceptor_in(kwargs)
-    return [] if interceptor is None else [base, *interceptor.modules()]
 
 
 def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
@@ -222,14 +211,12 @@ def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
     return next((x for x in (given, *kwargs.values()) if isinstance(x, Interceptor)), None)
 
 
-def cache_argument(model: Any) -> str:
+def _cache_argument(model: Any) -> str:
     """Return what a class of models calls the cache in its forward pass: ``cache`` since transformers 5.24."""
-    return _cache_argument(model.forward)
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-@functools.cache
-def _cache_argument(forward: Callable[..., Any]) -> str:
-    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+cache_argument: Callable[[Any], str] = functools.cache(_cache_argument)
 
 
 def _renamed(model: type[nn.Module], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -241,8 +228,11 @@ def _renamed(model: type[nn.Module], kwargs: dict[str, Any]) -> dict[str, Any]:
     return rest | {name: kwargs[given]}
 
 
-def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    renamed = _renamed(type(model), kwargs)
+def _before_model(threaded: ThreadedLayers, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    renamed, interceptor = _renamed(type(model), kwargs), interceptor_in(kwargs)
+    if interceptor is not None and not torch.compiler.is_compiling():
+        given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+        threaded.begin([model, *interceptor.modules], next(x for x in given if isinstance(x, Tensor)))
     return None if renamed is kwargs else (args, renamed)
 
 
@@ -454,31 +444,23 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     _check_pass(decoder, named)
     name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
     tokens: Tensor = named[name]
-    interceptor.begin(decoder, named.get("attention_mask"), tokens.shape[0], tokens.shape[1])
-    interceptor.note(tokens)
+    interceptor.begin(decoder, named.get("attention_mask"), tokens)
     # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the interceptor knows the padding
     named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     in_words = named.get("return_dict", getattr(decoder.config, "return_dict", True)) is not False
     if not in_words:
         named["return_dict"] = True  # a tuple is made of it behind the interceptor's end of the pass
 
-    def run(**more: Any) -> Any:
-        interceptor.attended = [0] * len(decoder.layers)  # type: ignore[arg-type]
-        out = forward(**named | more)
-        _check_reached(decoder, interceptor.attended)
-        return out
-
-    given, blocks = named.pop("position_ids", None), interceptor.blocks()
-    if blocks is None:
-        out = run(position_ids=interceptor.positions(given, None))
-    else:
-        parts = []
-        for columns in blocks:
+    parts: list[tuple[Tensor | None, Any]] = []
+    for columns, positions in interceptor.passes(named.pop("position_ids", None)):
+        if columns is not None:
             index = columns.clamp_min(0).to(tokens.device)
-            part = tokens.gather(1, index) if tokens.ndim == 2 else tokens.gather(1, _wide(index, tokens))
-            parts.append((columns, run(**{name: part}, position_ids=interceptor.positions(given, columns))))
-        out = _joined(parts, tokens.shape[1])
-    interceptor.finish()
+            named[name] = tokens.gather(1, index if tokens.ndim == 2 else _wide(index, tokens))
+        interceptor.attended = [0] * len(decoder.layers)  # type: ignore[arg-type]
+        parts.append((columns, forward(**named, position_ids=positions)))
+        if any(times != 1 for times in interceptor.attended):
+            _refuse_unreached(decoder, interceptor.attended)
+    out = parts[0][1] if parts[0][0] is None else _joined(parts, tokens.shape[1])
     return out if in_words else out.to_tuple()
 
 
@@ -515,15 +497,13 @@ def _checkpoints(decoder: Any) -> bool:
     return any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in decoder.layers)
 
 
-def _check_reached(decoder: Any, attended: list[int]) -> None:
-    """Raise unless each layer attended exactly once under the interceptor: otherwise it saw later tokens.
+def _refuse_unreached(decoder: Any, attended: list[int]) -> NoReturn:
+    """Refuse a pass in which some layer did not attend exactly once under the interceptor: it saw later tokens.
 
     Raises:
         UnsupportedModelError: naming the layers, and the reason where it is known.
     """
     wrong = [index for index, times in enumerate(attended) if times != 1]
-    if not wrong:
-        return
     kind, layer = type(decoder).__name__, decoder.layers[wrong[0]].self_attn
     if max(attended) == 0 and _checkpoints(decoder):
         raise UserError(_WITHOUT_CACHE.format(kind))
@@ -541,7 +521,7 @@ def _check_reached(decoder: Any, attended: list[int]) -> None:
     )
 
 
-def _joined(parts: list[tuple[Tensor, Any]], length: int) -> Any:
+def _joined(parts: list[tuple[Any, Any]], length: int) -> Any:
     """Put the outputs of blocks back into their columns."""
 
     def join(outputs: list[Tensor]) -> Tensor:
@@ -625,7 +605,10 @@ def _attention(
         own: Any = ALL_ATTENTION_FUNCTIONS.get_interface(own_config(module)._attn_implementation, eager)
         result: tuple[Tensor, Tensor | None] = own(_Own(module), query, key, value, attention_mask, **kwargs)
         return result
-    _check_arguments(module, attention_mask, kwargs)
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in HARMLESS]
+    own_mask = attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.numel() == 1)
+    if unknown or own_mask or kwargs.get("is_causal") is False:  # a mask of one number is what _decode gave
+        _refuse_arguments(module, attention_mask if own_mask else None, unknown)
     scaling = kwargs.get("scaling")
     call = AttentionCall(
         module,
@@ -644,18 +627,15 @@ def _attention(
     return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
 
 
-def _check_arguments(module: nn.Module, mask: Any, kwargs: Mapping[str, Any]) -> None:
+def _refuse_arguments(module: nn.Module, mask: Any, unknown: list[str]) -> NoReturn:
     """Refuse what an attention module tells its attention function and an interceptor would leave out."""
-    if mask is not None and not (isinstance(mask, Tensor) and mask.numel() == 1):  # not what _decode gave
+    if mask is not None:
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         does = f"makes a mask or a bias of its own ({shape})"
-    elif kwargs.get("is_causal") is False:
-        does = "is not causal (is_causal=False)"
-    else:
-        unknown = [name for name, value in kwargs.items() if value is not None and name not in HARMLESS]
-        if not unknown:
-            return
+    elif unknown:
         does = f"says {', '.join(unknown)} to its attention function"
+    else:
+        does = "is not causal (is_causal=False)"
     raise UnsupportedModelError(
         f"{type(module).__name__} {does}, which gates and eviction caches leave out; {USE_ANOTHER}"
     )

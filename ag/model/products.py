@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -36,30 +35,23 @@ here = _Here()
 
 
 class ThreadedLayers:
-    """The linear layers of a model, which share each product of one token among the threads, and its norms.
+    """The linear layers of a model, which share each product of one token among the threads, and its norms."""
 
-    ``modules`` gives those that run in a pass of the model with these keyword arguments; none where it shall not begin.
-    """
-
-    def __init__(self, model: nn.Module, modules: Callable[[dict[str, Any]], Iterable[nn.Module]]) -> None:
-        self.model, self.modules = model, modules
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.known: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-        self.handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
+        self.handle: RemovableHandle = model.register_forward_hook(self._end, always_call=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of the model, or a file, takes along: not the modules, which are found again."""
-        return {"model": self.model, "modules": self.modules, "handles": self.handles}
+        return {"model": self.model, "handle": self.handle}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, known=WeakKeyDictionary())
 
     def remove(self) -> None:
         """Give the layers of all modules that were in such a pass their own ``forward`` back."""
-        for handle in self.handles:
-            handle.remove()
+        self.handle.remove()
         for layer in (layer for module in (self.model, *self.known) for layer in module.modules()):
             own = vars(layer)
             if getattr(own.get("forward"), "func", None) in (_product, _norm):
@@ -68,23 +60,22 @@ class ThreadedLayers:
                 own["_old_forward"] = type(layer).forward.__get__(layer)
         self.known.clear()
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def begin(self, modules: list[nn.Module], tokens: Tensor) -> None:
+        """Let the layers of modules compute in their other way until the model's forward pass ends.
+
+        Args:
+            modules: that run in the pass, the model among them.
+            tokens: ids ``[B, T]`` or embeddings ``[B, T, d]``; only a pass over one token of each sequence is affected.
+        """
         here.products = here.norms = False
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or tokens.shape[1:2] != (1,):
             return
-        given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
-        tokens = next((x for x in given if isinstance(x, Tensor)), None)
-        if tokens is None or tokens.shape[1:2] != (1,):
-            return
-        running = self.modules(kwargs)
-        for module in running:
+        for module in modules:
             if module not in self.known:
                 _install(module)
                 self.known[module] = None
-        here.norms = bool(running)
-        here.products = here.norms and tokens.device.type == "cpu" and len(tokens) == 1
+        here.norms = True
+        here.products = tokens.device.type == "cpu" and len(tokens) == 1
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if not torch.compiler.is_compiling():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,21 +43,16 @@ class Rereading(Observing):
         self._ranks = (valid.long().cumsum(1) - 1).clamp_min(0)
         self._columns: Tensor | None = None  # [B, w] of the tokens that the cache is shown; None means all, as they lie
 
-    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Let the cache see the padding."""
-        super().begin(decoder, attention_mask, batch, length)
-        self._cache.begin(decoder, None if self.valid is None else self.valid.long(), batch, length)
+        super().begin(decoder, attention_mask, tokens)
+        self._cache.begin(decoder, None if self.valid is None else self.valid.long(), tokens)
 
-    def note(self, tokens: Tensor) -> None:
-        """Let the cache take note of what is to be repeated, and say in which columns it wants it."""
-        self._cache.note(tokens)
-        parts = self._cache.blocks()
-        self._columns = None if parts is None else next(parts)
-
-    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
-        """Let the cache go on from these positions."""
-        self._cache.positions(given, self._columns)
-        return given
+    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Yield one pass, whose tokens the cache takes as it wants them, and let the model repeat the rows after it."""
+        self._columns, _ = next(self._cache.passes(given))
+        yield None, given
+        self._take_scores()
 
     @torch.no_grad()
     def attend(self, call: AttentionCall) -> Tensor:
@@ -73,7 +69,7 @@ class Rereading(Observing):
         columns = self._columns.clamp_min(0).to(x.device)
         return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
 
-    def finish(self) -> None:
+    def _take_scores(self) -> None:
         """Let the model repeat the rows, and take the scores."""
         assert self._cache.reconstruction is not None
         self.scores = self._cache.reconstruction.measure(self._cache).scores

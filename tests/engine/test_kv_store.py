@@ -10,6 +10,7 @@ import torch
 
 from ag.engine.block_pool import BLOCK, BlockPool, PoolFullError
 from ag.engine.kv_store import KVStore
+from ag.kernels.kv_append import kv_append
 from ag.kernels.kv_compact import Worst
 
 LAYERS, HEADS, DIM = 3, 2, 4
@@ -63,7 +64,7 @@ class Machine:
             shape = len(counts), HEADS, width
             number = torch.tensor([next(self.numbers) for _ in range(len(counts) * HEADS * width)]).float().view(shape)
             k = number[..., None].expand(*shape, DIM).contiguous()
-            store.append(layer, k, -k, ranks, number)
+            kv_append(store.pages(layer), k, -k, ranks, number)
             store.held[layer] += counts[:, None]
             for b, h, t in itertools.product(*map(range, shape)):
                 if ranks[b, t] >= 0:

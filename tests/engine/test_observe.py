@@ -86,13 +86,6 @@ def test_totals_are_the_same_in_blocks(scene, block, monkeypatch):
                 assert not got[a.shape[1] :].any()
 
 
-def test_a_decision_changes_nothing_of_what_others_see():
-    seen, due = Scene(lengths=(9, 9, 4)).seen, torch.tensor([True, False, True])
-    deciding = seen.deciding(due, torch.tensor([4, 4, 4]))
-    assert deciding.capacity.tolist() == [4, 4, 4] and deciding.due is due
-    assert seen.capacity is None and seen.due is None
-
-
 @needs_compiler
 @pytest.mark.parametrize("version", ["cpp", "chunked", "reference"])
 def test_a_kernel_sums_what_tiles_sum(scene, version, monkeypatch):

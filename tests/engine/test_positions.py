@@ -14,7 +14,7 @@ import ag
 from ag.engine.block_pool import Pool
 from ag.engine.cache import EvictionCache
 from ag.engine.evictor import Evictor
-from ag.engine.kv_store import KVStore
+from ag.engine.layer import Layer
 from ag.errors import UserError
 from ag.model.hooks import UnsupportedModelError, decoder_of
 from tests.support.bounds import hold, of_logits, of_pass
@@ -60,20 +60,21 @@ def squeezed(context):
 @contextmanager
 def recorded(layers=3):
     """Give for each layer and sequence what came together, as (queries, what each KV head held then)."""
-    events, append = [{} for _ in range(layers)], KVStore.append
+    events, read = [{} for _ in range(layers)], Layer.read
 
-    def recording(store, layer, k, v, ranks, gate=None):
-        append(store, layer, k, v, ranks, gate)
-        for b, (row, heads) in enumerate(zip(ranks, store.ledger(layer)[1], strict=True)):
+    def recording(layer, call, batch, store, *others):
+        found = read(layer, call, batch, store, *others)
+        for b, (row, heads) in enumerate(zip(batch.ranks, store.ledger(layer.index)[1], strict=True)):
             new, held = row[row >= 0].tolist(), [x[x >= 0].tolist() for x in heads]
             if new:
-                events[layer].setdefault(b, []).append((new, held))
+                events[layer.index].setdefault(b, []).append((new, held))
+        return found
 
-    KVStore.append = recording
+    Layer.read = recording
     try:
         yield events
     finally:
-        KVStore.append = append
+        Layer.read = read
 
 
 def slot_logits(model, ids, events, places=by_slots, hidden=lambda *_: False):

@@ -11,6 +11,7 @@ from ag.engine.decide import Decision
 from ag.engine.evictor import Evictor
 from ag.engine.scorers import SCORERS
 from ag.engine.wrappers import WRAPPERS
+from ag.kernels.kv_compact import Worst
 from tests.support.gates_for import gates_for
 from tests.support.held import feed
 
@@ -69,23 +70,28 @@ def test_every_policy(tiny_llama, case):
     rows = [torch.randint(3, 128, (p + 4,), generator=torch.Generator().manual_seed(p + seed)) for p in prompts]
     passes = [prompts, *[[1] * len(rows)] * 4]
     cache, scores = ag.EvictionCache(model, policy), []
-    ballot, worst = Decision._ballot, Evictor._worst
+    ballot, evict, shown = Decision._ballot, Evictor.evict, []
 
     def judged(self, seen, due, records):
         found = ballot(self, seen, due, records)
         scores.append(bool(found.score[found.valid & ~found.protected & due[:, None, None]].isfinite().all()))
         return found
 
-    def ranked(self, seen, batch, store, records, limits, place):
-        found, ranks = worst(self, seen, batch, store, records, limits, place), seen.key_ranks
+    def shows(self, seen, *others):
+        shown.append(seen)
+        evict(self, seen, *others)
+
+    def ranked(**given):
+        found, seen = Worst(**given), shown[-1]
         first, end = found.sinks[:, None, None], found.recent_from[:, None, None]
-        rivals = seen.key_valid & (ranks >= first) & (ranks < end) & limits.due[:, None, None]
+        rivals = seen.key_valid & (seen.key_ranks >= first) & (seen.key_ranks < end) & seen.due[:, None, None]
         scores.append(bool(found.score[rivals].isfinite().all()))
         return found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decision, "_ballot", judged)
-        patch.setattr(Evictor, "_worst", ranked)
+        patch.setattr(Evictor, "evict", shows)
+        patch.setattr("ag.engine.evictor.Worst", ranked)
         batch = feed(cache, model, rows, passes, side)
     assert scores
     assert all(scores)

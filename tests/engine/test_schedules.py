@@ -14,7 +14,7 @@ import ag
 from ag.config import ModelConfig
 from ag.engine import EvictionCache
 from ag.engine.decide import NonFiniteScoreError
-from ag.engine.kv_store import KVStore
+from ag.engine.layer import Layer
 from ag.engine.wrappers import WRAPPERS
 from ag.errors import BudgetWarning, UserError
 from ag.model import base as models
@@ -297,15 +297,17 @@ def test_a_prompt_that_fits_is_cut_to_the_mean_later(llama, name, schedule):
 def test_a_long_prompt_in_blocks_never_holds_more_than_budget_and_block(tiny_llama, name, monkeypatch):
     """Measured at every arrival: in the store of a layer by head, and in the bytes of all layers."""
     prompt, budget, block = 600, 64, 32
-    model, sizes, append = tiny_llama(max_position_embeddings=prompt), [], KVStore.append
+    model, sizes, read = tiny_llama(max_position_embeddings=prompt), [], Layer.read
     cache = EvictionCache(model, make(name, f"blocks:{block}", budget))
 
-    def recording(store, layer, *args):
-        before = store.lengths[layer].flatten().tolist()
-        append(store, layer, *args)
-        sizes.append((before, store.lengths[layer].flatten().tolist(), cache.layer_nbytes()[layer]))
+    def recording(layer, call, batch, store, *others):
+        lengths = store.lengths[layer.index]
+        before = lengths.flatten().tolist()
+        found = read(layer, call, batch, store, *others)
+        sizes.append((before, lengths.flatten().tolist(), cache.layer_nbytes()[layer.index]))
+        return found
 
-    monkeypatch.setattr(KVStore, "append", recording)
+    monkeypatch.setattr(Layer, "read", recording)
     with torch.no_grad():
         model(row(prompt)[None], past_key_values=cache, logits_to_keep=1)
     assert len(sizes) == 3 * -(-prompt // block)

@@ -99,11 +99,12 @@ def no_waiting(model: nn.Module, cache: EvictionCache, *inputs: Tensor) -> Itera
     for name in ("table", "lengths"):  # on a CPU what is said to lie on the card may be that of the host
         setattr(store, name, getattr(store, name).clone())
     store._moved()
-    state._there = {
-        name: (here, None if there is None else there.clone()) for name, (here, there) in state._there.items()
-    }
+    if state._prompts is not None:
+        lengths, marks = state._prompts.lengths_there.clone(), state._prompts.protected_there
+        marks = None if marks is None else marks.clone()
+        state._prompts = state._prompts._replace(lengths_there=lengths, protected_there=marks)
+        tensors += [lengths] if marks is None else [lengths, marks]
     tensors += [*cache.pool.columns(), store.table, store.lengths, state.next_ranks, state.mask]
-    tensors += [there for _, there in state._there.values() if there is not None]
     if evictor is not None and evictor._step is not None:
         evictor._step = evictor._step._replace(**{name: x.clone() for name, x in evictor._step._asdict().items()})
         tensors += [*evictor._step[1:]]

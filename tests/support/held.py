@@ -74,20 +74,21 @@ def everything(cache: Any) -> list[list[list[list[int]]]]:
 def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
     """Record every arrival of the text's tokens at the layers of a cache; a repetition of a prompt is none."""
     arrivals: list[list[Arrival]] = [[] for _ in cache.layers]
-    attend = Layer._attend
+    read = Layer.read
 
     def recording(layer: Layer, call: Any, batch: Any, store: KVStore, *others: Any) -> Any:
+        found = read(layer, call, batch, store, *others)  # nothing goes within it
         here = batch is cache.batch  # and no repetition of kvzip's, of which nothing stays
         if here and any(layer is part for part in cache.layers):
             new = [[rank for rank in ranks if rank >= 0] for ranks in batch.ranks.tolist()]
             arrivals[layer.index].append(arrived(layer, new, batch, store))
-        return attend(layer, call, batch, store, *others)
+        return found
 
-    Layer._attend = recording  # type: ignore[method-assign, assignment]
+    Layer.read = recording  # type: ignore[method-assign, assignment]
     try:
         yield arrivals
     finally:
-        Layer._attend = attend  # type: ignore[method-assign]
+        Layer.read = read  # type: ignore[method-assign]
 
 
 def arrived(layer: Layer, new: list[list[int]], batch: Any, store: KVStore) -> Arrival:

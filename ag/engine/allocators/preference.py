@@ -131,7 +131,7 @@ def entropy_and_variance(seen: Observation, observers: int) -> tuple[Tensor, Ten
     count, and the rest is not normalised anew.
     """
     rows = seen.rows(observers)
-    before = (seen.held & (seen.age >= observers)).repeat_interleave(seen.group, 1)
+    before = (seen.keys.valid & (seen.age >= observers)).repeat_interleave(seen.group, 1)
     a = rows.a * (rows.counted[:, None, :, None] & before[:, :, None])
     entropy = -(a + 1e-10).log_().mul_(a).sum((1, 2, 3))
     return entropy, (rows.moments[1] * before).sum((1, 2))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.records import Records, accumulate, latest
+from ag.engine.records import Records, latest
 from ag.engine.rows import Statistic, attention
 from ag.engine.scorers.base import Needs, RowScorer
 from ag.errors import require
@@ -42,7 +42,11 @@ class H2O(RowScorer):
     def note(self, seen: Observation, records: Records, statistic: Statistic = attention) -> None:
         """Add the sums over the new queries, or keep the rows of the prompt's window."""
         if self.window is None or seen.decoding:
-            accumulate(records, "sums", seen.total(statistic))
+            total = seen.total(statistic)
+            if "sums" in records:
+                records["sums"].add_(total)  # in place, so that it keeps its memory from step to step
+            else:
+                records["sums"] = total.clone()  # others may remember the total
         else:
             rows = seen.rows(self.window, only_new=True)
             latest(records, "window", rows.counted[:, None, :, None] * statistic(rows), rows.counted, self.window)

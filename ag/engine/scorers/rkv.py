@@ -66,7 +66,7 @@ class RKV(Scorer):
         weights = logits.masked_fill(~shown, float("-inf")).softmax(-1).masked_fill(~shown, 0.0)
         counted = rows.counted[:, None, :, None]
         mean = weights.masked_fill(~counted, 0.0).sum(2) / counted.sum(2).clamp_min(1)
-        return pooled(mean, before, self.kernel, "max", seen.order)
+        return pooled(mean, before, self.kernel, "max", seen.keys.order)
 
     def redundancy(self, seen: Observation) -> Tensor:
         """Return ``R``, ``[B, Hkv, N]``, which sums to 1 over the tokens of a head."""

@@ -48,7 +48,7 @@ class SnapKV(RowScorer):
     def pool(self, seen: Observation, score: Tensor, before_window: bool = True) -> Tensor:
         """Pool along the tokens before the window, or along all of them."""
         inside = seen.key_valid & (seen.age >= self.window) if before_window else seen.key_valid
-        return pooled(score, inside, self.kernel, self.pooling, seen.order)
+        return pooled(score, inside, self.kernel, self.pooling, seen.keys.order)
 
     def limits(self, capacity: Tensor) -> tuple[int, int]:
         """Return the sinks, and the window or the newest tokens."""

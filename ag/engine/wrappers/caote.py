@@ -56,7 +56,7 @@ class Caote(Wrapper):
 
         if self.greedy and seen.capacity is not None:
             protected = self.protected(seen, seen.capacity)
-            return one_by_one(score_of, seen.key_valid, protected, seen.capacity, seen.order)
+            return one_by_one(score_of, seen.key_valid, protected, seen.capacity, seen.keys.order)
         return score_of(seen.key_valid)
 
     def change(self, weights: Tensor, seen: Observation, held: Tensor) -> Tensor:
