@@ -51,8 +51,8 @@ TinyModel = Callable[..., PreTrainedModel]
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
 
-if "PYTEST_XDIST_WORKER" in os.environ or "AG_TEST_THREADS" in os.environ:
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
