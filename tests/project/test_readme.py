@@ -25,7 +25,6 @@ from ag.gates.calibration import Calibration
 from ag.generate import GenerateConfig
 from ag.model.wheels import Source
 from ag.plan import PlanConfig
-from benchmarks import gate_regression
 from tests.support import ROOT
 from tests.support.gates_for import gates_for
 from tests.support.warm import started
@@ -37,7 +36,6 @@ SCHEMAS = {
     "ag.evaluate": EvaluateConfig,
     "ag.explain": ExplainConfig,
     "ag.bench": BenchConfig,
-    "benchmarks.gate_regression": gate_regression.Config,
 }
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("kernels/*/*.md")})
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
