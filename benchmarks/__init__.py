@@ -1,1 +1,1 @@
-"""What is measured from a checkout, and not part of the package; VERSION.json and history.png are of releases."""
+"""What is measured from a checkout, and not part of the package."""

@@ -5,10 +5,9 @@ token each, and no answer ends before its length. ``through`` says who answers, 
 
 - ``server``: ``python -m ag.serve``, asked by HTTP;
 - ``scheduler``: ``ag.serve.Scheduler``, which is what the server costs less;
-- ``transformers-serve``: ``transformers serve`` with continuous batching, asked by HTTP;
-- ``transformers``: that continuous batching without its server. Its cache is always whole.
+- ``transformers``: ``transformers serve`` with continuous batching, asked by HTTP. Its cache is always whole.
 
-Writes ``serving.json`` and ``serving.png`` into ``output``, and prints a table.
+Writes ``serving.json`` into ``output``, and prints a table.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from threading import Thread
@@ -34,12 +33,10 @@ from typing import Any
 from ag.config import key
 from ag.config.command_line import command, parse
 from ag.errors import UserError
-from benchmarks.report import report
 
 PROGRAM = "serving"
 SECONDS = 3600  # longest time between two events of an answer
 BLOCK = 256  # tokens of a block of transformers' cache
-COLOUR = "#4c78a8"  # of bars
 WARMUP = 32  # tokens of the prompt and of the answer with which a contestant begins, before the clock starts
 
 
@@ -52,10 +49,7 @@ class Config:
         ["full", "h2o 0.25 every", "gates:recipes/gates/smollm2 0.3 every"],
         "policies, each with its budget and its schedule behind it",
     )
-    through: list[str] = key(
-        ["server", "scheduler", "transformers-serve", "transformers"],
-        "who answers: server, scheduler, transformers-serve, transformers",
-    )
+    through: list[str] = key(["server", "scheduler", "transformers"], "who answers: server, scheduler, transformers")
     memory: int = key(400 * 2**20, "bytes for keys and values", low=1)
     requests: int = key(24, "requests", low=1)
     rate: float = key(60.0, "requests a minute, on average", low=0.1)
@@ -185,42 +179,6 @@ def by_scheduler(config: Config, policy: str, todo: list[Ask]) -> Found:
     return found
 
 
-def by_transformers(config: Config, policy: str, todo: list[Ask]) -> Found:
-    """Let transformers' continuous batching answer, in this process."""
-    import torch
-    from transformers import ContinuousBatchingConfig
-
-    import ag
-
-    torch.set_num_threads(config.threads)
-    model: Any = ag.load_base(config.model)[0]
-    settings = model.generation_config
-    settings.do_sample, settings.eos_token_id = False, -1
-    blocks = _blocks(config, model)
-    room = ContinuousBatchingConfig(block_size=BLOCK, num_blocks=blocks, max_batch_tokens=512 + config.batch)
-    found, times, asked = Found("transformers, whole cache"), dict[str, list[float]](), dict[str, float]()
-    with model.continuous_batching_context_manager(settings, continuous_batching_config=room) as manager:
-        manager.add_request(todo[0].tokens[:WARMUP], max_new_tokens=WARMUP)
-        while not (out := manager.get_result(timeout=1)) or not out.is_finished():
-            pass
-        begun, number = time.perf_counter(), 0
-        while sum(len(x) for x in times.values()) < sum(ask.answer for ask in todo):
-            while number < len(todo) and time.perf_counter() - begun >= todo[number].at:
-                name, ask = f"ask {number}", todo[number]
-                asked[name], times[name] = begun + ask.at, []
-                manager.add_request(ask.tokens, request_id=name, max_new_tokens=ask.answer, streaming=True)
-                number += 1
-            out = manager.get_result(timeout=0.01)
-            if out is not None:
-                new = len(out.generated_tokens) - len(times[out.request_id])
-                times[out.request_id] += [time.perf_counter()] * new
-    for name, heard in times.items():
-        found.take(asked[name], heard)
-    found.seconds, found.tokens = max(x[-1] for x in times.values()) - begun, sum(map(len, times.values()))
-    found.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return found
-
-
 def by_server(config: Config, policy: str, todo: list[Ask]) -> Found:
     """Ask a server in a process of its own by HTTP."""
     text, budget, schedule, held = parts(policy)
@@ -235,7 +193,7 @@ def by_server(config: Config, policy: str, todo: list[Ask]) -> Found:
         return asyncio.run(asked.all(Found(called("server", policy), at_once=0), todo, process.pid))
 
 
-def by_transformers_serve(config: Config, policy: str, todo: list[Ask]) -> Found:
+def by_transformers(config: Config, policy: str, todo: list[Ask]) -> Found:
     """Ask the server of transformers in a process of its own by HTTP; it takes texts alone."""
     import ag
     from ag.model.base import resolve
@@ -354,12 +312,7 @@ def _ends(model: str) -> list[int]:
     return [found] if isinstance(found, int) else list(found or ())
 
 
-BY = {
-    "server": by_server,
-    "scheduler": by_scheduler,
-    "transformers-serve": by_transformers_serve,
-    "transformers": by_transformers,
-}
+BY = {"server": by_server, "scheduler": by_scheduler, "transformers": by_transformers}
 
 
 def measured(config: Config) -> Iterator[Found]:
@@ -370,7 +323,7 @@ def measured(config: Config) -> Iterator[Found]:
     for by in config.through:
         if by not in BY:
             raise UserError(f"through: {by!r}: expected {', '.join(BY)}.")
-        for policy in config.policies[:1] if by.startswith("transformers") else config.policies:
+        for policy in config.policies[:1] if by == "transformers" else config.policies:
             with multiprocessing.get_context("spawn").Pool(1) as one:
                 yield one.apply(BY[by], (config, policy, todo))
 
@@ -388,44 +341,23 @@ def table(results: list[Found]) -> str:
 
 
 def _spread(values: list[float], factor: float, digits: int) -> str:
-    return ", ".join(f"{x:.{digits}f}" for x in _median_and_high(values, factor))
-
-
-def _median_and_high(values: list[float], factor: float = 1) -> tuple[float, float]:
+    """Write the median and the 95th percentile of values, times a factor."""
     high = quantiles(values, n=20)[-1] if len(values) > 1 else values[0]
-    return median(values) * factor, high * factor
-
-
-def draw(results: list[Found], file: Path) -> None:
-    """Draw requests a minute, and how long the first token and the next ones take, as PNG."""
-    from matplotlib.figure import Figure
-
-    names = [x.contestant for x in results]
-    figure = Figure(figsize=(9, 0.8 + 0.32 * len(results)), dpi=120, layout="constrained")
-    speeds, *times = figure.subplots(1, 3, sharey=True)
-    speeds.barh(names, [60 * len(x.first) / x.seconds for x in results], color=COLOUR)
-    speeds.set_title("requests a minute", fontsize=9)
-    for axes, title, found in (
-        (times[0], "first token, s: median", [_median_and_high(x.first) for x in results]),
-        (times[1], "next token, ms: median", [_median_and_high(x.between, 1000) for x in results]),
-    ):
-        axes.barh(names, [middle for middle, _ in found], color=COLOUR)
-        axes.plot([high for _, high in found], names, "|", color="#333", markersize=9, label="95th percentile")
-        axes.legend(frameon=False, fontsize=7)
-        axes.set_title(title, fontsize=9)
-    for axes in (speeds, *times):
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    speeds.invert_yaxis()
-    figure.savefig(file)
+    return f"{median(values) * factor:.{digits}f}, {high * factor:.{digits}f}"
 
 
 @command(PROGRAM)
 def main(argv: list[str]) -> int:
     """Measure, and write down what was found."""
-    config = parse(argv, Config, PROGRAM).config
-    results = report(measured(config), table, config, "serving.json")
-    draw(results, Path(config.output) / "serving.png")
+    config, results = parse(argv, Config, PROGRAM).config, []
+    for found in measured(config):
+        results.append(found)
+        print(table([found]).splitlines()[-1], file=sys.stderr, flush=True)  # as it comes
+    folder = Path(config.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"settings": asdict(config), "found": [asdict(one) for one in results]}
+    (folder / "serving.json").write_text(json.dumps(record) + "\n")
+    print(table(results))
     return 0
 
 

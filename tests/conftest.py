@@ -24,8 +24,7 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # of 15, with which the other test process would starve Ray's
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # of 2, after which a rank that has ended is seen
-    # one test process a core, and the processes that tests start; scripts/margins.py asks for two
-    "OMP_NUM_THREADS": os.environ.get("AG_TEST_THREADS", "1"),
+    "OMP_NUM_THREADS": "1",  # one test process a core, and the processes that tests start
 }
 
 if os.environ.get("AG_GPU_REHEARSAL") == "1":  # tests/gpu on a CPU: before Triton is imported
@@ -35,8 +34,6 @@ if os.environ.get("AG_GPU_REHEARSAL") == "1":  # tests/gpu on a CPU: before Trit
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("tests.support.common")
-        if {"AG_MARGINS", "AG_SEED"} & set(os.environ):
-            config.pluginmanager.import_plugin("tests.support.margins")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -42,7 +42,7 @@ def test_the_table():
 @pytest.mark.slow
 @pytest.mark.parametrize("through", serving.BY)
 def test_each_way_of_answering(smollm2, tmp_path, through):
-    if through in ("server", "transformers-serve"):
+    if through != "scheduler":
         pytest.importorskip("fastapi", reason="needs ag[serve]: bash scripts/test.sh")
     words = [f"model={smollm2}", f"through=[{through}]", "policies=[h2o 0.25 every]", "requests=2", "prompt=[40,50]"]
     words += ["answer=[4,5]", "rate=6000", f"output={tmp_path}", "threads=1"]
@@ -51,4 +51,3 @@ def test_each_way_of_answering(smollm2, tmp_path, through):
     assert len(found["first"]) == 2 and 8 <= found["tokens"] <= 10
     assert all(x > 0 for x in found["first"] + found["between"]) and found["seconds"] > max(found["first"])
     assert found["peak"] > 2**28
-    assert (tmp_path / "serving.png").stat().st_size > 1000

@@ -13,7 +13,6 @@ import torch
 
 import ag
 from ag import models
-from ag.bench.__main__ import main
 from ag.commands.bench import BenchConfig
 from ag.commands.serve import ServeConfig
 from ag.compare import CompareConfig
@@ -26,7 +25,6 @@ from ag.gates.calibration import Calibration
 from ag.generate import GenerateConfig
 from ag.model.wheels import Source
 from ag.plan import PlanConfig
-from benchmarks import gate_regression
 from tests.support import ROOT
 from tests.support.gates_for import gates_for
 from tests.support.warm import started
@@ -38,7 +36,6 @@ SCHEMAS = {
     "ag.evaluate": EvaluateConfig,
     "ag.explain": ExplainConfig,
     "ag.bench": BenchConfig,
-    "benchmarks.gate_regression": gate_regression.Config,
 }
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("kernels/*/*.md")})
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
@@ -92,10 +89,6 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
         assert done.value.code == 0
         expected = "recipe: " if stop else {"--help": "loss.alpha=", "--recipes": "quickstart"}[words[3]]
         assert expected in capsys.readouterr().out
-    elif program == "ag.bench" and words[3] == "report":
-        monkeypatch.chdir(tmp_path)
-        assert main(words[3:]) == 2  # nothing was measured there
-        assert "PART/rows.jsonl" in capsys.readouterr().err
     elif program == "ag.compare" and not {"--help", "--recipes"} & set(words):
         monkeypatch.chdir(tmp_path)
         for export in re.findall(r"(?:gates:|flags:|adapter=)([A-Z][\w/]*)", " ".join(words)):
@@ -127,7 +120,7 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
         )
         kind = protocol.ChatAsked if "/chat/" in words[1] else protocol.CompletionAsked
         assert protocol.parse(kind, words[words.index("-d") + 1].encode()).model == "smollm2"
-    elif program == "bash":
+    elif program in ("bash", "python"):
         assert (ROOT / words[1]).is_file()
     else:
         assert program in ("venv", "pip"), f"{words}: no test knows this command"

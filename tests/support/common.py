@@ -51,14 +51,14 @@ TinyModel = Callable[..., PreTrainedModel]
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
 
-if "PYTEST_XDIST_WORKER" in os.environ or "AG_TEST_THREADS" in os.environ:
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     rehearsal = os.environ.get("AG_GPU_REHEARSAL") == "1"
     if item.get_closest_marker("gpu") and not (torch.cuda.is_available() or rehearsal):
-        pytest.skip("needs a CUDA device: bash scripts/gpu.sh, on a machine that has one")
+        pytest.skip("needs a CUDA device: python scripts/gpu.py, on a machine that has one")
 
 
 @pytest.fixture(scope="session")
