@@ -76,10 +76,10 @@ class Source:
         """
         folder, work = self.folder(), home() / f"{self.name}.partial"
         if self.license and accepted != self.license and (accepted or not folder.is_dir()):
+            why = f"has another licence than accept_license={accepted}" if accepted else f"is not in AG_HOME={home()}"
             raise LicenseError(
-                f"model.name={self.name!r}, accept_license={accepted}: it is not in AG_HOME={home()}, or this is not "
-                f"its licence. It is fetched for those who accept {self.terms}: read them, and fetch it once with "
-                f"`python -m ag.models {self.name} accept_license={self.license}`"
+                f"model.name={self.name!r} {why}, and is fetched only for those who accept {self.terms}: read them, "
+                f"and fetch it once with `python -m ag.models {self.name} accept_license={self.license}`"
             )
         if folder.is_dir():
             return folder
