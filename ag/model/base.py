@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import HfApi, constants, snapshot_download
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -177,11 +178,12 @@ def load_base(
                 **quantization,
             )
         tokenizer = _load_tokenizer(path, source)
-    except (OSError, ValueError, ImportError) as error:
-        tried = f"; asked the hub: {problem}; looked in {constants.HF_HUB_CACHE}" if problem else ""
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        asked = f"; asked the hub: {problem}" if problem else ""
+        looked = constants.HF_HUB_CACHE if problem else path
         raise ModelError(
-            f"model.name={config.name!r} cannot be loaded ({first_line(error)}{tried}): check the spelling "
-            f"and the connection, or give a local folder or {ALIAS!r}"
+            f"model.name={config.name!r} cannot be loaded ({first_line(error)}{asked}; looked in {looked}): check the "
+            f"spelling and the connection, fetch a damaged file again, or give a local folder or {ALIAS!r}"
         ) from error
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):

@@ -177,6 +177,12 @@ class TestLoadBase:
         with refuses(models.ModelError, "tiny"):
             models.load_base(ModelConfig(name=str(folder)))
 
+    def test_damaged_weights(self, folder: Path) -> None:
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+        with refuses(models.ModelError, f"model.name='{folder}'", f"looked in {folder}", "damaged"):
+            models.load_base(str(folder))
+
     def test_missing_weights_are_not_made_up(self, folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
         del weights["model.layers.1.mlp.up_proj.weight"]
