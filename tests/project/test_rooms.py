@@ -9,20 +9,21 @@ import pytest
 from tests.support.imports import graph
 from tests.support.warm import started
 
-LOW = "errors files stateful versions cluster kernels plugins config model"
+LOW = "errors files stateful versions cluster kernels plugins config wheels model"
 #: From the bottom: what each room may load beside itself.
 BELOW = {
     "errors": "",
     "files": "errors",
     "stateful": "",
+    "wheels": "errors files",
     "kernels": "errors files",
     "plugins": "errors",
     "cluster": "errors versions",
     "config": "errors files plugins cluster versions",
     "commands": "errors files plugins config cluster versions",
-    "model": "errors files kernels plugins config cluster versions",
+    "model": "errors files kernels plugins config cluster versions wheels",
     "gates": LOW,
-    "data": "errors files plugins config model cluster versions",
+    "data": "errors files plugins config model cluster versions wheels",
     "engine": f"{LOW} gates",
     "serve": f"{LOW} gates engine commands continuation",
     "training": f"{LOW} gates data engine",

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ag.model.wheels import SMOLLM2, WheelNotFoundError
+from ag.wheels import SMOLLM2, WheelNotFoundError
 from tests.support import ROOT, interpreter
 from tests.support.machines import machines as machines
 from tests.support.machines import warm_workers as warm_workers
@@ -72,7 +72,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The folder of the base model, made from its PyPI wheel once a machine (see ag.model.wheels)."""
+    """The folder of the base model, made from its PyPI wheel once a machine (see ag.wheels)."""
     try:
         return SMOLLM2.get()
     except WheelNotFoundError as error:
