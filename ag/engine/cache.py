@@ -75,6 +75,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
             pool.check(self.decoder)
             self.policy = self.policy.held_as(pool.kv_dtype)
         if self.gates is not None:
+            self.modules = [self.gates]
             self.policy = fitted(model, self.gates, self.policy)
         instrument(model)
         check_needs(self.policy, self.decoder)

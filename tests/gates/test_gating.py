@@ -153,7 +153,7 @@ def test_a_packed_document_is_what_it_is_alone(family, variant, hard, request):
     ag.attach(model, gates)
     texts, batch = packed(DOCUMENTS)
     gating = ag.Gating(gates, batch["attention_mask"], hard=hard, first=batch["document_start"])
-    assert gating.positions(None, None)[0].tolist() == [i for n in DOCUMENTS[0] for i in range(n)]
+    assert next(gating.passes(None))[1][0].tolist() == [i for n in DOCUMENTS[0] for i in range(n)]
     with torch.no_grad():
         logits = model(batch["input_ids"], gating=gating, use_cache=False).logits
     for b, row in enumerate(texts):
