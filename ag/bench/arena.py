@@ -19,7 +19,7 @@ from ag.bench.sdpa import pinned
 from ag.commands.bench import BenchConfig
 from ag.config.policies import FLAGS
 from ag.engine import EvictionCache, Policy, policy
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.scorers import Scorer
 from ag.engine.scorers.controls import Random
 from ag.engine.step_runner import StepRunner
@@ -41,7 +41,7 @@ class Uneven(Random):
 
     spread: float = 0.7
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return scores of which the best of a layer lie in heads by their share."""
         make = torch.Generator().manual_seed(self.seed * 1000 + seen.layer)
         share = (self.spread * torch.randn(seen.key_ranks.shape[:2], generator=make)).exp()

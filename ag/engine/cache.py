@@ -324,7 +324,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         self.sequences.add(other.sequences)
         self.store.add(other.store)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine.lookback.join(theirs.lookback)
+            mine.observation_window.join(theirs.observation_window)
             mine.gate_memory.join(theirs.gate_memory)
         if self.evictor is not None and other.evictor is not None:
             self.evictor.decision.budgets.join(other.evictor.decision.budgets)

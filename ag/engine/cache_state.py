@@ -46,7 +46,7 @@ def _state_of_layer(cache: Forward, part: Layer) -> dict[str, Any]:
     return {
         "tokens": _tokens(cache.store, part.index),
         "records": _noted(cache.store, part.index),
-        "lookback": part.lookback.state_dict(),
+        "lookback": part.observation_window.state_dict(),
         "gate_memory": part.gate_memory.state_dict(),
         "window": part.window,
         "seconds": part.watch.seconds,
@@ -74,7 +74,7 @@ def restore(cache: Forward, state: Mapping[str, Any]) -> None:
         _put_tokens(cache.store, part.index, said["tokens"])
         _check_ranks(cache, part.index)
         _put_noted(cache.store, part.index, said["records"])
-        part.lookback.load_state_dict(_moved(said["lookback"], cache))
+        part.observation_window.load_state_dict(_moved(said["lookback"], cache))
         part.gate_memory.load_state_dict(_moved(said["gate_memory"], cache))
         _require("window", said["window"] is None or type(said["window"]) is int)
         part.window, part.watch = said["window"], Stopwatch(float(said["seconds"]))

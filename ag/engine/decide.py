@@ -8,8 +8,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ag.engine.allocators.base import Ballot, LayerBudgets
-from ag.engine.observe import Observation
+from ag.engine.allocators.base import Candidates, LayerBudgets
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.policy import Policy
 from ag.engine.records import Records
 from ag.errors import BudgetWarning, UserError
@@ -31,7 +31,9 @@ class Decision:
         self.policy, self.budgets = policy, LayerBudgets(layers)
         self._of: Tensor | None = None  # prompts that the capacity was last asked for
 
-    def decide(self, seen: Observation, due: Tensor | None = None, records: Records | None = None) -> dict[int, Tensor]:
+    def decide(
+        self, seen: AttentionStats, due: Tensor | None = None, records: Records | None = None
+    ) -> dict[int, Tensor]:
         """Take in a layer and return masks ``[B, Hkv, N]`` of what stays, of it and of the layers where something goes.
 
         Of sequences that are not ``due`` all stays. The scorer first takes note of the layer in ``records``.
@@ -41,16 +43,16 @@ class Decision:
         """
         everyone, allocator = due is None, self.policy.allocator
         due = torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device) if due is None else due
-        ballot = self._ballot(seen, due, records)
-        ballot.everyone = everyone
-        self._let_through(ballot, seen.layer)
+        candidates = self._candidates(seen, due, records)
+        candidates.everyone = everyone
+        self._let_through(candidates, seen.layer)
         if seen.decoding:
-            return {seen.layer: allocator.keep_later(seen.layer, ballot, self.budgets)}
-        return {**allocator.keep(seen.layer, ballot, self.budgets)}
+            return {seen.layer: allocator.keep_later(seen.layer, candidates, self.budgets)}
+        return {**allocator.keep(seen.layer, candidates, self.budgets)}
 
     # ---- how it decides
 
-    def _ballot(self, seen: Observation, due: Tensor, records: Records | None) -> Ballot:
+    def _candidates(self, seen: AttentionStats, due: Tensor, records: Records | None) -> Candidates:
         scorer, allocator = self.policy.scorer, self.policy.allocator
         assert scorer is not None
         if self.budgets.over_budget is None:
@@ -68,7 +70,7 @@ class Decision:
                 self.refuse_shape(what, found, seen)
         protected = protected if seen.stays is None else protected | seen.stays
         second, first_share = scorer.second(seen, score) or (None, 1.0)
-        return Ballot(
+        return Candidates(
             score,
             protected,
             valid,
@@ -81,7 +83,7 @@ class Decision:
             ranks=None if seen.keys.ordered else seen.keys.ranks,
         )
 
-    def refuse_shape(self, what: str, found: object, seen: Observation) -> NoReturn:
+    def refuse_shape(self, what: str, found: object, seen: AttentionStats) -> NoReturn:
         """Raise for what a method of the scorer gave for a layer: it has not one entry for each slot."""
         gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise UserError(
@@ -89,13 +91,13 @@ class Decision:
             f"expected a tensor [B, Hkv, N], here {list(seen.keys.ranks.shape)}."
         )
 
-    def _let_through(self, ballot: Ballot, layer: int) -> None:
+    def _let_through(self, candidates: Candidates, layer: int) -> None:
         """Refuse scores that are not finite, and let what is protected exceed the budget."""
-        finite = ballot.finite
-        if bool((ballot.over | ~finite).any()):  # the host waits once for what is rare
-            if not bool((finite | ~ballot.due).all()):
+        finite = candidates.finite
+        if bool((candidates.over | ~finite).any()):  # the host waits once for what is rare
+            if not bool((finite | ~candidates.due).all()):
                 self.refuse_scores(layer)
-            self._give_way(ballot)
+            self._give_way(candidates)
 
     def refuse_scores(self, layer: int) -> NoReturn:
         """Raise for a score that is not finite."""
@@ -110,13 +112,13 @@ class Decision:
             self._of, self._allowed = tokens, self.policy.capacity(tokens)
         return self._allowed
 
-    def _give_way(self, ballot: Ballot) -> None:
+    def _give_way(self, candidates: Candidates) -> None:
         """Let what is protected exceed the budget where something has to go."""
-        tight = ballot.tight
+        tight = candidates.tight
         if not bool(tight.any()):
             return
-        self.note_over(tight.cpu(), ballot.fixed.cpu())
-        ballot.capacity = ballot.fixed.where(tight, ballot.capacity)
+        self.note_over(tight.cpu(), candidates.fixed.cpu())
+        candidates.capacity = candidates.fixed.where(tight, candidates.capacity)
 
     def note_over(self, over: Tensor, fixed: Tensor) -> None:
         """Take note of sequences ``[B]`` that protect ``fixed`` ``[B]`` tokens per KV head, more than the budget.

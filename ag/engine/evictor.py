@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ag.engine.allocators.uniform import Uniform
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.block_pool import BLOCK
 from ag.engine.decide import Decision
 from ag.engine.forward_batch import ForwardBatch
-from ag.engine.observe import Observation
 from ag.engine.policy import Policy
 from ag.engine.scorers.base import Scorer
 from ag.kernels.kv_compact import Worst
@@ -96,7 +96,7 @@ class Evictor:
             for there, here in zip(old[1:], limits[1:], strict=True):
                 there.copy_(here, non_blocking=True)  # the host does not wait, as its memory is not pinned
 
-    def evict(self, seen: Observation, batch: ForwardBatch, store: KVStore, records: Records) -> None:
+    def evict(self, seen: AttentionStats, batch: ForwardBatch, store: KVStore, records: Records) -> None:
         """Let the scorer note the pass, and drop what exceeds the budget, from earlier layers too where these compete.
 
         Args:

@@ -328,7 +328,7 @@ class Forward(Interceptor):
             if self.policy.steps is None:  # nobody scores again
                 self.store.records = [{} for _ in self.layers]
                 for layer in self.layers:
-                    layer.lookback.reset()
+                    layer.observation_window.reset()
         state, span = self.sequences, self.gates.config.window if self.gates is not None else 0
         if "expired" in batch.memo:
             state.evicted_at = state.settled.maximum(state.evicted_at)

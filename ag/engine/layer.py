@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.evictor import Evictor
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.kv_store import KVStore
-from ag.engine.lookback import Lookback
-from ag.engine.observe import Observation
+from ag.engine.observation_window import ObservationWindow
 from ag.engine.policy import Policy
 from ag.engine.records import Records
 from ag.engine.shown import Keys, Queries
@@ -52,7 +52,7 @@ class Layer:
         #: Whether later queries do not see some of what is held: a sliding window, or flags.
         self.hides = self.flagged is not None
         #: The last queries of each sequence, for scorers that look back at them.
-        self.lookback = Lookback()
+        self.observation_window = ObservationWindow()
         #: Tokens of the longest row when those that no query sees were last removed.
         self.open_to = 0
         #: Time spent on scores and decisions.
@@ -161,19 +161,19 @@ class Layer:
         turns, at = store.rotation, (batch, store, self.index)
         if turns is not None:
             new = replace(new, q=turns.by_rank(new.q, *at))
-        queries = self.lookback.before(new)
-        self.lookback.remember(queries, last)
+        queries = self.observation_window.before(new)
+        self.observation_window.remember(queries, last)
         return queries if turns is None else replace(queries, q=turns.by_place(queries.q, *at))
 
     def evict_later(
         self, call: AttentionCall, batch: ForwardBatch, store: KVStore, evictor: Evictor, known: Records
     ) -> None:
         """Evict from a prompt that was read before, by what is known of its tokens by slot, and by its last queries."""
-        assert self.lookback.queries is not None
-        q, ranks, valid = self.lookback.queries
+        assert self.observation_window.queries is not None
+        q, ranks, valid = self.observation_window.queries
         with self.watch.running(q.device):
             self._show(call, batch, store, evictor, Queries(q=q, ranks=ranks, valid=valid), known)
-        self.lookback.reset()
+        self.observation_window.reset()
 
     def _show(
         self,
@@ -197,7 +197,7 @@ class Layer:
             evictor.scorer.note(seen, short)
             store.put_records(self.index, short)
 
-    def _seen(self, call: AttentionCall, batch: ForwardBatch, store: KVStore, queries: Queries) -> Observation:
+    def _seen(self, call: AttentionCall, batch: ForwardBatch, store: KVStore, queries: Queries) -> AttentionStats:
         lengths = batch.ranks[:, -1] + 1 if batch.step else batch.num_tokens.to(call.q.device)
         if batch.fresh:
             heads = call.k.shape[1]
@@ -211,7 +211,7 @@ class Layer:
             if call.window is not None and not (batch.is_prefill and self.policy.block is None):
                 ranks = ranks.masked_fill(ranks <= (self._first(batch, lengths) - call.window)[:, None, None], -1)
         valid = ranks >= 0
-        return Observation(
+        return AttentionStats(
             keys=Keys(
                 stored=stored,
                 ranks=ranks,
@@ -231,7 +231,7 @@ class Layer:
             stays=None if batch.prompts.protected is None else _protected(batch, ranks),
             decoding=not batch.is_prefill,
             precise=batch.is_prefill and self.policy.scorer is not None and self.policy.scorer.needs.precise,
-            sums=self.lookback.sums,
+            sums=self.observation_window.sums,
             rotation=lambda x, places, span: rotate(self.decoder, x, places, span, self.index),
             projection=lambda: output_weight(call.module, call.q.shape[1]),
             memo=call.memo,
@@ -308,13 +308,16 @@ class Layer:
     def fork(self) -> Layer:
         """Return a copy for another continuation of the same text."""
         new = copy.copy(self)
-        new.lookback, new.gate_memory = copy.deepcopy(self.lookback), copy.deepcopy(self.gate_memory)
+        new.observation_window, new.gate_memory = (
+            copy.deepcopy(self.observation_window),
+            copy.deepcopy(self.gate_memory),
+        )
         new.watch = copy.deepcopy(self.watch)
         return new
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
-        self.lookback.select(indices)
+        self.observation_window.select(indices)
         self.gate_memory.select(indices)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ag.engine.allocators.preference import entropy_and_variance
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.select import closing_order
 from ag.engine.shown import Keys, Queries
 from ag.gates.gate import AttentionGate
@@ -44,7 +44,7 @@ class Reading(Interceptor):
         self.calls.append(call)
         return call.dense(None, False)
 
-    def observe(self, layer: int, first: int, last: int, held: Tensor | None = None) -> Observation:
+    def observe(self, layer: int, first: int, last: int, held: Tensor | None = None) -> AttentionStats:
         """Return queries ``first`` to ``last`` of a layer against the keys before ``last``.
 
         Args:
@@ -61,7 +61,7 @@ class Reading(Interceptor):
         index = slots[..., None].expand(-1, -1, -1, k.shape[-1])
         ranks = torch.arange(first, last, device=k.device)[None]
         valid = torch.arange(slots.shape[-1], device=k.device) < held.sum(-1)[None, :, None]
-        return Observation(
+        return AttentionStats(
             keys=Keys(stored=lambda: (k.gather(2, index), v.gather(2, index)), ranks=slots, valid=valid),
             queries=Queries(q=call.q[:, :, first:last], ranks=ranks, valid=torch.ones_like(ranks, dtype=torch.bool)),
             scaling=call.scaling,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import ag
 from ag.config import ModelConfig
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.scorers import SCORERS, Scorer
 from ag.model.base import load_base
 
@@ -17,7 +17,7 @@ from ag.model.base import load_base
 class ValueNorm(Scorer):
     """Keep the tokens whose value is large."""
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return ``||v||``, [B, Hkv, N]: higher is kept."""
         return torch.linalg.vector_norm(seen.v, dim=-1)
 

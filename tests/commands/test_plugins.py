@@ -206,11 +206,11 @@ TASKS |= {"run": (Run, {})}
 @pytest.mark.parametrize(
     ("spec", "parts"),
     [
-        ("narrow", ["Narrow.protected(self, seen)", "'narrow'", "seen: 'Observation', capacity: 'Tensor'"]),
+        ("narrow", ["Narrow.protected(self, seen)", "'narrow'", "seen: 'AttentionStats', capacity: 'Tensor'"]),
         ("narrow+vatp@heads", ["Narrow.protected(self, seen)"]),
         ("method", ["Method.needs", "'method'", "@property"]),
         ("renamed", ["Renamed.sums(self, seen, what)", "statistic"]),
-        ("h2o+more", ["More.score(self, seen, more)", "'more'", "score(self, seen: 'Observation')"]),
+        ("h2o+more", ["More.score(self, seen, more)", "'more'", "score(self, seen: 'AttentionStats')"]),
         ("h2o@half", ["Half", "'half'", "keep", "Allocator"]),
         ("text", ["'text'", "'Fine'", "ag.engine.scorers.base.Scorer"]),
     ],

@@ -13,8 +13,8 @@ from ag.engine.allocators.preference import PUBLISHED_TAU, Preference, published
 from ag.engine.allocators.pyramid import pyramid
 from ag.engine.allocators.rounding import largest_remainder
 from tests.support.attention_by_hand import Scene
-from tests.support.ballots import Scripted, ballots_of, best
 from tests.support.bounds import hold
+from tests.support.candidates import Scripted, best, candidates_of
 
 
 def rounded(shares, total):
@@ -96,7 +96,7 @@ def test_pyramid_is_a_line_of_exact_total(mean, held, layers, beta):
 )
 def test_the_regimes_of_pyramidkv(n, regime):
     """C = 40 of which 8 are the window: T = 32. N < C: all stay; C <= N < 2T: C each; else the pyramid."""
-    held = Scripted("pyramid", ballots_of([n] * 6, 40, protected=8)).run()
+    held = Scripted("pyramid", candidates_of([n] * 6, 40, protected=8)).run()
     counts = [{len(tokens) for tokens in layer} for layer in held]
     if regime == "pyramid":
         shares = pyramid(32, n - 8, 6)
@@ -184,9 +184,11 @@ def random_case(seed):
 
 def test_a_layer_that_wants_nothing_is_left_with_nothing():
     """And those that come after it share what there is."""
-    ballots = ballots_of([20] * 4, 3, preference=[1.0, 1e-12, 2.0, 1.0])
-    held = Scripted("preference", ballots).run()
-    assert held == [[best(ballot, g, n) for g in range(2)] for ballot, n in zip(ballots, [3, 0, 6, 3], strict=True)]
+    brought = candidates_of([20] * 4, 3, preference=[1.0, 1e-12, 2.0, 1.0])
+    held = Scripted("preference", brought).run()
+    assert held == [
+        [best(candidates, g, n) for g in range(2)] for candidates, n in zip(brought, [3, 0, 6, 3], strict=True)
+    ]
 
 
 def test_cascading_equals_one_decision_at_the_end():
@@ -194,16 +196,16 @@ def test_cascading_equals_one_decision_at_the_end():
     cut = 0
     for seed in range(100):
         layers, n, protected, capacity, preference, levels = random_case(seed)
-        ballots = ballots_of([n] * layers, capacity, protected, seed, preference=preference, levels=levels)
+        brought = candidates_of([n] * layers, capacity, protected, seed, preference=preference, levels=levels)
         bound = max(capacity, protected) * layers + n + layers  # the budget, one whole layer, rounding
         peak = []
-        held = Scripted("preference", ballots).run(
+        held = Scripted("preference", brought).run(
             lambda held, peak=peak: peak.append(max(sum(len(layer[g]) for layer in held) for g in range(2)))
         )
         assert max(peak) <= min(bound, layers * n), seed
         total = min((capacity - protected) * layers, (n - protected) * layers)
         counts = rounded(filled(preference, total, [n - protected] * layers), total)
-        one_shot = [[best(ballot, g, counts[i]) for g in range(2)] for i, ballot in enumerate(ballots)]
+        one_shot = [[best(candidates, g, counts[i]) for g in range(2)] for i, candidates in enumerate(brought)]
         assert held == one_shot, seed
         assert sum(len(layer[0]) for layer in held) == min(capacity, n) * layers
         cut += n > capacity and layers > 2
@@ -219,11 +221,13 @@ def test_every_allocator_keeps_exactly_the_budget(allocator, seed):
         n = draw.randint(protected + 1, 60)
         capacity = draw.randint(max(1, protected), n + 5)
         preference = [math.exp(draw.gauss(0, 2)) for _ in range(layers)]
-        ballots = ballots_of([n] * layers, capacity, protected, draw.random().__hash__() % 2**31, preference=preference)
-        held = Scripted(allocator, ballots).run()
+        brought = candidates_of(
+            [n] * layers, capacity, protected, draw.random().__hash__() % 2**31, preference=preference
+        )
+        held = Scripted(allocator, brought).run()
         assert sum(len(tokens) for layer in held for tokens in layer) == 2 * layers * min(capacity, n)
-        for layer, ballot in zip(held, ballots, strict=True):
+        for layer, candidates in zip(held, brought, strict=True):
             for g, tokens in enumerate(layer):
                 assert tokens == sorted(set(tokens))
                 assert set(range(n - protected, n)) <= set(tokens)
-                assert tokens == best(ballot, g, len(tokens) - protected)
+                assert tokens == best(candidates, g, len(tokens) - protected)

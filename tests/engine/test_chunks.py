@@ -58,10 +58,10 @@ def chunks(last, draw):
 @torch.no_grad()
 def read(model, policy, side, sizes):
     """What is kept of two prompts, and by layer the scores of what competed for that, by rank."""
-    scores, ballot, longest = {}, Decision._ballot, max(LENGTHS)
+    scores, candidates, longest = {}, Decision._candidates, max(LENGTHS)
 
     def shown(self, seen, due, records):
-        made = ballot(self, seen, due, records)
+        made = candidates(self, seen, due, records)
         found = torch.full((*made.score.shape[:2], longest), -1e9, dtype=torch.float64)
         competes = made.valid & ~made.protected
         found[(*competes.nonzero(as_tuple=True)[:2], seen.key_ranks[competes])] = made.score[competes].double()
@@ -75,7 +75,7 @@ def read(model, policy, side, sizes):
     cache, seen = ag.EvictionCache(model, policy), 0
     cache.expect(mask.bool())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decision, "_ballot", shown)
+        patch.setattr(Decision, "_candidates", shown)
         for part in ids.split(sizes, 1):
             seen += part.shape[1]
             model(part, attention_mask=mask[:, :seen], past_key_values=cache)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ag.engine.allocators.base import Ballot
+from ag.engine.allocators.base import Candidates
 from ag.engine.allocators.heads import Heads
 from ag.engine.scorers.controls import KNorm
 from ag.engine.scorers.gates import Gates
@@ -14,8 +14,8 @@ from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.select import filling_order
 from ag.engine.wrappers.criticalkv import CriticalKV
 from tests.support.attention_by_hand import Scene, agree, group_mean
-from tests.support.ballots import two_stages
 from tests.support.batches import columns, read
+from tests.support.candidates import two_stages
 
 PROMPT, PASSES, BUDGET = 26, [1, 1, 3, 1, 1], 9
 
@@ -54,41 +54,41 @@ def two_score_ballot(seed=0, heads=3, n=20, capacity=9):
     protected = torch.zeros(1, heads, n, dtype=torch.bool)
     protected[..., -2:] = True
     numbers = torch.tensor([capacity]), torch.tensor([n]), torch.tensor([True])
-    return Ballot(score, protected, torch.ones_like(protected), *numbers, second=second, first_share=0.5)
+    return Candidates(score, protected, torch.ones_like(protected), *numbers, second=second, first_share=0.5)
 
 
 @pytest.mark.parametrize("first", [0.0, 0.3, 0.5, 1.0])
 def test_the_second_score_fills_what_the_first_leaves(first):
-    ballot = replace(two_score_ballot(), first_share=first)
-    keep = ballot.keep(torch.tensor([9]))
+    candidates = replace(two_score_ballot(), first_share=first)
+    keep = candidates.keep(torch.tensor([9]))
     for h in range(3):
-        parts = ballot.score[0, h].tolist(), ballot.second[0, h].tolist(), ballot.protected[0, h].tolist()
+        parts = candidates.score[0, h].tolist(), candidates.second[0, h].tolist(), candidates.protected[0, h].tolist()
         assert keep[0, h].nonzero().flatten().tolist() == two_stages(*parts, 9, first)
     if first == 1:
-        assert torch.equal(keep, replace(ballot, second=None).keep(torch.tensor([9])))
+        assert torch.equal(keep, replace(candidates, second=None).keep(torch.tensor([9])))
 
 
 def test_less_and_less_of_two_scores_is_one_decision():
-    """What a smaller share keeps is among what a larger one keeps, also when the ballot was cut in between."""
+    """What a smaller share keeps is among what a larger one keeps, also when the candidates was cut in between."""
     for seed in range(30):
-        ballot = two_score_ballot(seed, n=30)
-        columns, left = torch.arange(30).expand(1, 3, 30), ballot
+        candidates = two_score_ballot(seed, n=30)
+        columns, left = torch.arange(30).expand(1, 3, 30), candidates
         for share in (25, 17, 16, 9, 5, 3):
             keep = left.keep(torch.tensor([share]))
             kept = [sorted(columns[0, h][keep[0, h]].tolist()) for h in range(3)]
             columns, left = columns.gather(-1, filling_order(keep)), left.after(keep)
-            whole = ballot.keep(torch.tensor([share]))
+            whole = candidates.keep(torch.tensor([share]))
             assert kept == [whole[0, h].nonzero().flatten().tolist() for h in range(3)]
 
 
 def test_heads_share_by_the_first_score_alone():
-    ballot = two_score_ballot(capacity=9)
-    keep = Heads(floor=0.2).keep_later(0, ballot, None)
-    plain = Heads(floor=0.2).keep_later(0, replace(ballot, second=None), None)
+    candidates = two_score_ballot(capacity=9)
+    keep = Heads(floor=0.2).keep_later(0, candidates, None)
+    plain = Heads(floor=0.2).keep_later(0, replace(candidates, second=None), None)
     assert keep.sum(-1).tolist() == plain.sum(-1).tolist()
     assert int(keep.sum()) == 27 and not torch.equal(keep, plain)
     for h, count in enumerate(keep[0].sum(-1).tolist()):
-        parts = ballot.score[0, h].tolist(), ballot.second[0, h].tolist(), ballot.protected[0, h].tolist()
+        parts = candidates.score[0, h].tolist(), candidates.second[0, h].tolist(), candidates.protected[0, h].tolist()
         assert keep[0, h].nonzero().flatten().tolist() == two_stages(*parts, count, 0.5)
 
 

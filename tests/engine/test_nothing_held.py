@@ -36,7 +36,7 @@ def state(cache):
 
 
 def test_an_early_layer_loses_all_to_later_ones_in_the_middle_of_a_prompt(tiny_llama):
-    """One token a head on average, 60 that compete, and a wrapper whose ballots are two."""
+    """One token a head on average, 60 that compete, and a wrapper whose brought are two."""
     model = tiny_llama()
     for spec, options in (("expected_attention+criticalkv", {}), ("expected_attention", {"values": False})):
         cache = batches.read(model, row(60, 0), f"{spec}@global", 1, sinks=0, **options)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ag
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.shown import Keys, Queries
 from ag.kernels.attention_stats import cpu
 from tests.support.bounds import bounded, hold
@@ -34,7 +34,7 @@ def scene(name, offset, dim, dtype):
 def observed(q, k, v):
     """Return the layer as scorers see it."""
     ranks, valid = torch.arange(KEYS), torch.ones(1, KV_HEADS, KEYS).bool()
-    return Observation(
+    return AttentionStats(
         keys=Keys(stored=lambda: (k, v), ranks=ranks.expand(1, KV_HEADS, KEYS), valid=valid),
         queries=Queries(q=q, ranks=ranks[None], valid=valid[:, 0]),
         scaling=q.shape[-1] ** -0.5,

@@ -70,10 +70,10 @@ def test_every_policy(tiny_llama, case):
     rows = [torch.randint(3, 128, (p + 4,), generator=torch.Generator().manual_seed(p + seed)) for p in prompts]
     passes = [prompts, *[[1] * len(rows)] * 4]
     cache, scores = ag.EvictionCache(model, policy), []
-    ballot, evict, shown = Decision._ballot, Evictor.evict, []
+    candidates, evict, shown = Decision._candidates, Evictor.evict, []
 
     def judged(self, seen, due, records):
-        found = ballot(self, seen, due, records)
+        found = candidates(self, seen, due, records)
         scores.append(bool(found.score[found.valid & ~found.protected & due[:, None, None]].isfinite().all()))
         return found
 
@@ -89,7 +89,7 @@ def test_every_policy(tiny_llama, case):
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decision, "_ballot", judged)
+        patch.setattr(Decision, "_candidates", judged)
         patch.setattr(Evictor, "evict", shows)
         patch.setattr("ag.engine.evictor.Worst", ranked)
         batch = feed(cache, model, rows, passes, side)

@@ -430,7 +430,7 @@ def test_nothing_is_remembered_that_no_later_decision_needs(llama):
             cache = run(llama, make(name, schedule), ROWS, PROMPTS).cache
             assert not any(cache.store.records)
             for layer in cache.layers:
-                assert (layer.lookback.queries, bool(layer.gate_memory)) == (None, False)
+                assert (layer.observation_window.queries, bool(layer.gate_memory)) == (None, False)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.shown import Keys, Queries
 from ag.kernels.softmax import PLAIN, Softmax
 from tests.support.bounds import ROUNDINGS, conditioned, hold
@@ -109,7 +109,7 @@ class Scene:
         self._dense: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
-    def seen(self) -> Observation:
+    def seen(self) -> AttentionStats:
         """The scene as an observation, a new one each time: scorers record in it what they saw."""
         return self.observed(*self.operands)
 
@@ -118,10 +118,10 @@ class Scene:
         """What scores are made of: q, k, v, the output projection, and the gate's probabilities where there are any."""
         return [*self._parts[:3], self.output, *([] if self.gate is None else [self.gate])]
 
-    def observed(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, gate: Tensor | None = None) -> Observation:
+    def observed(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, gate: Tensor | None = None) -> AttentionStats:
         """The scene with other operands."""
         scaling, query_ranks, ranks, query_valid, valid = self._parts[3:]
-        return Observation(
+        return AttentionStats(
             keys=Keys(stored=lambda: (k, v), ranks=ranks, valid=valid, full=bool(valid.all())),
             queries=Queries(q=q, ranks=query_ranks, valid=query_valid),
             scaling=scaling,
@@ -133,11 +133,11 @@ class Scene:
             projection=lambda: output,
         )
 
-    def bound(self, score: Callable[[Observation], Tensor]) -> Tensor:
+    def bound(self, score: Callable[[AttentionStats], Tensor]) -> Tensor:
         """How far a score ``[B, Hkv, N]`` in float32 may be from the right one."""
         return conditioned(lambda *operands: score(self.observed(*operands)), *self.operands)
 
-    def alike(self, one: Callable[[Observation], Tensor], other: Callable[[Observation], Tensor]) -> bool:
+    def alike(self, one: Callable[[AttentionStats], Tensor], other: Callable[[AttentionStats], Tensor]) -> bool:
         """Say whether two scores of what is held are the same but for rounding."""
         bound = (self.bound(one) + self.bound(other))[self.seen.key_valid]
         apart = (one(self.seen) - other(self.seen))[self.seen.key_valid].abs()
@@ -205,7 +205,7 @@ def pool(values: Sequence[float], kernel: int, kind: str) -> list[float]:
 
 def agree(
     scene: Scene,
-    score: Callable[[Observation], Tensor],
+    score: Callable[[AttentionStats], Tensor],
     expected: dict[tuple[int, int], Sequence[float]],
     skip: Callable[[int, int, int], bool] = lambda b, g, p: False,
 ) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.scorers import SCORERS
 from ag.engine.scorers.base import Scorer
 
@@ -36,7 +36,7 @@ class Drawn(Scorer):
     seed: int = 0
     lowered: int | None = None
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return the number drawn for the rank of each token."""
         places, height = numbers(self.seed, seen.layer, seen.k.shape[1])
         scores = (places - height).expand(len(seen.k), -1, -1).gather(2, seen.key_ranks.clamp(0, RANKS - 1)) / 16

@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.select import best, filling_order, select, select_over_heads, standings
 from ag.stateful import Attributes
 
-BY_TOKEN = ("score", "protected", "second", "standing")  # what a ballot has of each token
+BY_TOKEN = ("score", "protected", "second", "standing")  # what candidates have of each token
 
 
 @dataclass
-class Ballot:
+class Candidates:
     """What one layer brings to a decision, laid out as its store is: ``[B, Hkv, N]`` each.
 
     Attributes:
@@ -117,8 +117,8 @@ class Ballot:
         """Return as many tokens of each head as ``keep`` ``[B, Hkv, N]`` has, which one score chose, by both scores."""
         return keep if self.second is None else self.keep_heads(keep.sum(-1))
 
-    def after(self, keep: Tensor) -> Ballot:
-        """Return this ballot restricted to ``keep``, its tokens where compaction puts them."""
+    def after(self, keep: Tensor) -> Candidates:
+        """Return these candidates restricted to ``keep``, its tokens where compaction puts them."""
         order = filling_order(keep)
         parts = {name: x.gather(-1, order) for name, x in vars(self).items() if name in BY_TOKEN and x is not None}
         standing = parts.pop("standing", None)
@@ -137,7 +137,7 @@ class LayerBudgets(Attributes):
 
     Attributes:
         layers: indices of the layers that share the budget, ascending.
-        open: by layer, ballots of which an allocator may yet take something.
+        open: by layer, candidates of which an allocator may yet take something.
         votes: by layer, those with the tokens that the first score alone would keep, by which layers compete.
         settled: by layer, tokens ``[B]`` kept at the end of the prompt, which also bound it while decoding: per KV
             head, or of all heads where layers compete for them.
@@ -148,20 +148,20 @@ class LayerBudgets(Attributes):
     STATE: ClassVar[Mapping[str, Any]] = {"layers": Sequence, "settled": dict, "over_budget": Tensor | None}
 
     layers: list[int]
-    open: dict[int, Ballot] = field(default_factory=dict)
-    votes: dict[int, Ballot] = field(default_factory=dict)
+    open: dict[int, Candidates] = field(default_factory=dict)
+    votes: dict[int, Candidates] = field(default_factory=dict)
     settled: dict[int, Tensor] = field(default_factory=dict)
     over_budget: Tensor | None = None
 
-    def settle(self, layer: int, ballot: Ballot, budget: Tensor, mean: Tensor | None = None) -> None:
+    def settle(self, layer: int, candidates: Candidates, budget: Tensor, mean: Tensor | None = None) -> None:
         """Fix a layer budget for decoding; a prompt that fitted leaves every layer the mean, which is the capacity.
 
         So does one that stays whole until a buffer is full. In blocks, a prompt that ended before the others of its
         batch is due no more, and settled.
         """
-        fitted = (ballot.prompt <= ballot.capacity) | ~ballot.due
-        budget = budget.where(~fitted, ballot.capacity if mean is None else mean)
-        self.settled[layer] = budget.where(ballot.due, self.settled.get(layer, budget))
+        fitted = (candidates.prompt <= candidates.capacity) | ~candidates.due
+        budget = budget.where(~fitted, candidates.capacity if mean is None else mean)
+        self.settled[layer] = budget.where(candidates.due, self.settled.get(layer, budget))
 
     def join(self, other: LayerBudgets) -> None:
         """Append what the sequences of another batch got."""
@@ -212,23 +212,23 @@ class Allocator(ABC):
         """Earlier queries of the prompt that it has to be shown beside the new ones."""
         return 0
 
-    def wish(self, seen: Observation) -> Tensor | None:
+    def wish(self, seen: AttentionStats) -> Tensor | None:
         """Return how much a layer wants, ``[B]`` float64; None if unused."""
         return None
 
     @abstractmethod
-    def keep(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> dict[int, Tensor]:
+    def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return masks ``[B, Hkv, N]`` of what stays of the prompt, by layer: this one, and earlier ones that give way.
 
         Args:
             layer: index of the layer.
-            ballot: what it brings.
+            candidates: what it brings.
             budgets: what the layers got so far; what this one gets is noted there.
         """
 
-    def keep_later(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> Tensor:
+    def keep_later(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
         """Return the mask ``[B, Hkv, N]`` of what stays of a layer while decoding."""
-        return ballot.keep(budgets.settled[layer])
+        return candidates.keep(budgets.settled[layer])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,17 +236,17 @@ class LayerAllocator(Allocator):
     """An allocator that finds each layer budget by itself."""
 
     @abstractmethod
-    def layer_budget(self, ballot: Ballot, place: int, layers: int) -> Tensor:
+    def layer_budget(self, candidates: Candidates, place: int, layers: int) -> Tensor:
         """Return the tokens per KV head ``[B]`` that a layer keeps at the end of the prompt, or of a block of it.
 
         Args:
-            ballot: what the layer brings.
+            candidates: what the layer brings.
             place: of the layer among those that share the budget.
             layers: how many share it.
         """
 
-    def keep(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> dict[int, Tensor]:
+    def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return what stays of the layer."""
-        budget = self.layer_budget(ballot, budgets.layers.index(layer), len(budgets.layers))
-        budgets.settle(layer, ballot, budget)
-        return {layer: ballot.keep(budget)}
+        budget = self.layer_budget(candidates, budgets.layers.index(layer), len(budgets.layers))
+        budgets.settle(layer, candidates, budget)
+        return {layer: candidates.keep(budget)}

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ag.engine.allocators.base import Allocator, Ballot, LayerBudgets
+from ag.engine.allocators.base import Allocator, Candidates, LayerBudgets
 from ag.engine.select import at_least, select
 from ag.errors import require
 
@@ -34,14 +34,14 @@ class Global(Allocator):
     def __post_init__(self) -> None:
         require(self, "floor", 0 <= self.floor <= 1, "a share from 0 to 1")
 
-    def keep(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> dict[int, Tensor]:
+    def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return what stays of the layer and of those before it, so that the budget and one whole layer are held.
 
         The result is that of one decision at the end: what is not among the best so far is not among the best of all.
         """
-        budgets.open[layer] = budgets.votes[layer] = ballot
+        budgets.open[layer] = budgets.votes[layer] = candidates
         last, masks = len(budgets.open) == len(budgets.layers), {}
-        for other, chosen in self._best(budgets, ballot.due.device).items():
+        for other, chosen in self._best(budgets, candidates.due.device).items():
             mine = budgets.open[other]
             keep = mine.as_many(chosen)
             if last:
@@ -57,9 +57,9 @@ class Global(Allocator):
             budgets.votes.clear()
         return masks
 
-    def keep_later(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> Tensor:
+    def keep_later(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
         """Return what stays of the layer: how its total is shared among heads is decided anew each time."""
-        return ballot.over_heads(self.floor, budgets.settled[layer])
+        return candidates.over_heads(self.floor, budgets.settled[layer])
 
     def _best(self, budgets: LayerBudgets, device: torch.device) -> dict[int, Tensor]:
         """Return, by layer so far, the best of all of them ``[B, Hkv, N]``: as many as the budget of all layers."""
@@ -86,7 +86,7 @@ class Global(Allocator):
         }
 
 
-def _order(votes: list[Ballot], device: torch.device) -> Tensor | None:
+def _order(votes: list[Candidates], device: torch.device) -> Tensor | None:
     """Return the slots ``[B, 1, N]`` of all layers in the order of layers, heads and ranks; None means as they lie."""
     if all(vote.ranks is None for vote in votes):
         return None

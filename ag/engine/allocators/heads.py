@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ag.engine.allocators.base import Allocator, Ballot, LayerBudgets
+from ag.engine.allocators.base import Allocator, Candidates, LayerBudgets
 from ag.errors import require
 
 
@@ -28,10 +28,10 @@ class Heads(Allocator):
     def __post_init__(self) -> None:
         require(self, "floor", 0 <= self.floor <= 1, "a share from 0 to 1")
 
-    def keep(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> dict[int, Tensor]:
+    def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return what stays of the layer."""
-        return {layer: self.keep_later(layer, ballot, budgets)}
+        return {layer: self.keep_later(layer, candidates, budgets)}
 
-    def keep_later(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> Tensor:
+    def keep_later(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
         """Return what stays of the layer: how its budget is shared among heads is decided anew each time."""
-        return ballot.over_heads(self.floor)
+        return candidates.over_heads(self.floor)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ag.engine.allocators.base import Allocator, Ballot, LayerBudgets
+from ag.engine.allocators.base import Allocator, Candidates, LayerBudgets
 from ag.engine.allocators.rounding import largest_remainder
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.errors import UserError, require
 
 #: CAKE's published temperatures (tau1, tau2), by model and tokens per layer (code antgroup/cakekv, model2tau.json).
@@ -65,22 +65,22 @@ class Preference(Allocator):
         """All observers but the newest query."""
         return self.observers - 1
 
-    def wish(self, seen: Observation) -> Tensor:
+    def wish(self, seen: AttentionStats) -> Tensor:
         """Return the layer's preference, ``[B]`` float64 (section 4.1 of the paper)."""
         entropy, variance = entropy_and_variance(seen, self.observers)
         spread = entropy.double().clamp_min(1e-12) ** (1 / self.tau1)
         return spread * variance.double().clamp_min(1e-12) ** (1 / self.tau2)
 
-    def keep(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> dict[int, Tensor]:
+    def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return what stays of the layer and of those before it, so that the budget and one whole layer are held.
 
         The result is that of one decision at the end: a layer budget only falls as others come.
         """
-        budgets.open[layer] = ballot
+        budgets.open[layer] = candidates
         last = len(budgets.open) == len(budgets.layers)
-        counts, caps = self._counts(list(budgets.open.values()), len(budgets.layers), ballot.due.device)
+        counts, caps = self._counts(list(budgets.open.values()), len(budgets.layers), candidates.due.device)
         whole = (counts >= caps).all(0).tolist()
-        masks = {layer: ballot.valid}
+        masks = {layer: candidates.valid}
         for index, (other, mine) in enumerate(budgets.open.items()):
             own = counts[:, index].to(mine.score.device) + mine.fixed
             if last:
@@ -93,17 +93,17 @@ class Preference(Allocator):
             budgets.open.clear()
         return masks
 
-    def _counts(self, ballots: list[Ballot], layers: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _counts(self, several: list[Candidates], layers: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rivals ``[B, L]`` that each layer so far keeps, rounded up before the last one, and has."""
         preference, fixed, caps = (  # layers may lie on several devices
             torch.stack([x.to(device) for x in column], 1)
             for column in zip(
-                *((b.preference, b.fixed, b.rivals) for b in ballots if b.preference is not None), strict=True
+                *((b.preference, b.fixed, b.rivals) for b in several if b.preference is not None), strict=True
             )
         )
-        total = (ballots[0].capacity.to(device) - fixed[:, 0]).clamp_min(0) * layers
+        total = (several[0].capacity.to(device) - fixed[:, 0]).clamp_min(0) * layers
         shares = water_fill(preference, total, caps)
-        if len(ballots) == layers:
+        if len(several) == layers:
             return largest_remainder(shares, total, caps), caps
         return (shares - 1e-9).ceil().long().minimum(caps), caps
 
@@ -123,7 +123,7 @@ def published_tau(model: str, tokens: int | float | None) -> tuple[float, float]
         ) from None
 
 
-def entropy_and_variance(seen: Observation, observers: int) -> tuple[Tensor, Tensor]:
+def entropy_and_variance(seen: AttentionStats, observers: int) -> tuple[Tensor, Tensor]:
     """Return H and V of a layer, ``[B]`` each.
 
     H is the entropy of the attention that the last queries pay the tokens before them, summed over heads and queries, V

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ag.engine.allocators.base import Ballot, LayerAllocator
+from ag.engine.allocators.base import Candidates, LayerAllocator
 from ag.engine.allocators.rounding import largest_remainder
 from ag.errors import require
 
@@ -27,18 +27,18 @@ class Pyramid(LayerAllocator):
     def __post_init__(self) -> None:
         require(self, "beta", self.beta >= 1, "1 or more")
 
-    def layer_budget(self, ballot: Ballot, place: int, layers: int) -> Tensor:
+    def layer_budget(self, candidates: Candidates, place: int, layers: int) -> Tensor:
         """Return the tokens ``[B]`` that the layer at a place keeps."""
         kept = []
         for mean, fixed, prompt in zip(
-            *(x.tolist() for x in (ballot.capacity, ballot.fixed, ballot.prompt)), strict=True
+            *(x.tolist() for x in (candidates.capacity, candidates.fixed, candidates.prompt)), strict=True
         ):
             own = mean - fixed
             # a prompt that fits stays; one that is not twice as long as the budget is shared evenly, as officially
             even = prompt < 2 * own
             line = [own] * layers if even else pyramid(own, prompt - fixed, layers, self.beta)
             kept.append(fixed + line[place])
-        return torch.tensor(kept, device=ballot.capacity.device)
+        return torch.tensor(kept, device=candidates.capacity.device)
 
 
 def pyramid(mean: int, held: int, layers: int, beta: int = 20) -> list[int]:

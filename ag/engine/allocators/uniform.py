@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ag.engine.allocators.base import Ballot, LayerAllocator
+from ag.engine.allocators.base import Candidates, LayerAllocator
 
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(LayerAllocator):
     """Every head of every layer keeps the budget."""
 
-    def layer_budget(self, ballot: Ballot, place: int, layers: int) -> Tensor:
+    def layer_budget(self, candidates: Candidates, place: int, layers: int) -> Tensor:
         """Return the budget."""
-        return ballot.capacity
+        return candidates.capacity

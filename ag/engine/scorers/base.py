@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
 from ag.engine.rows import Statistic, attention
 from ag.errors import require
@@ -113,11 +113,11 @@ class Scorer(ABC):
         """The scorer that lets the model repeat a prompt, which is evicted once after it; None means that none does."""
         return None
 
-    def note(self, seen: Observation, records: Records) -> None:
+    def note(self, seen: AttentionStats, records: Records) -> None:
         """Record what is seen, before it is scored and where it is not; scores read it in :meth:`recorded`."""
         return
 
-    def recorded(self, seen: Observation, *how: Any) -> Mapping[str, Tensor]:
+    def recorded(self, seen: AttentionStats, *how: Any) -> Mapping[str, Tensor]:
         """Return what was noted of a layer; where there are no records, what is noted of this observation alone.
 
         Args:
@@ -131,17 +131,17 @@ class Scorer(ABC):
         return records
 
     @abstractmethod
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return ``[B, Hkv, N]`` float32, higher is kept; finite on every slot that competes."""
 
-    def second(self, seen: Observation, score: Tensor) -> tuple[Tensor, float] | None:
+    def second(self, seen: AttentionStats, score: Tensor) -> tuple[Tensor, float] | None:
         """Return another score ``[B, Hkv, N]``, and the share of a head's tokens that ``score`` decides over.
 
         The other one decides over the rest. How many tokens a head gets is decided by ``score``. None means no other.
         """
         return None
 
-    def heads(self, seen: Observation) -> Tensor:
+    def heads(self, seen: AttentionStats) -> Tensor:
         """Return a score of at least 0 by query head, ``[B, H, N]``, over all held tokens; CAOTE normalises it."""
         score = self.score(seen)
         lowest = score.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
@@ -158,7 +158,7 @@ class Scorer(ABC):
         """
         return self.sinks, self.recent
 
-    def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
+    def protected(self, seen: AttentionStats, capacity: Tensor) -> Tensor:
         """Return ``[B, Hkv, N]`` bool, the tokens that :meth:`limits` protects."""
         return seen.ends(*seen.once_a_pass(("limits", self, capacity.device), lambda: self.limits(capacity)))
 
@@ -178,36 +178,36 @@ class RowScorer(Scorer):
         """Attention rows."""
         return Needs(rows=True)
 
-    def note(self, seen: Observation, records: Records, statistic: Statistic = attention) -> None:
+    def note(self, seen: AttentionStats, records: Records, statistic: Statistic = attention) -> None:
         """Record the statistic; :meth:`sums` of it reads that."""
         return
 
     @abstractmethod
-    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
+    def sums(self, seen: AttentionStats, statistic: Statistic = attention) -> Tensor:
         """Return the summed statistic by query head, ``[B, H, N]``."""
 
-    def raw(self, seen: Observation) -> Tensor:
+    def raw(self, seen: AttentionStats) -> Tensor:
         """Return the score by query head before pooling, ``[B, H, N]``."""
         return self.sums(seen)
 
-    def reduce(self, seen: Observation, heads: Tensor) -> Tensor:
+    def reduce(self, seen: AttentionStats, heads: Tensor) -> Tensor:
         """Turn ``[B, H, N]`` into one score per KV head, ``[B, Hkv, N]``."""
         return grouped(heads, seen, self.group)
 
-    def pool(self, seen: Observation, score: Tensor, before_window: bool = True) -> Tensor:
+    def pool(self, seen: AttentionStats, score: Tensor, before_window: bool = True) -> Tensor:
         """Smooth a score ``[B, *, N]`` over neighbours in the cache; a plain scorer returns it as it is."""
         return score
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return the reduced score, pooled."""
         return self.pool(seen, self.reduce(seen, self.raw(seen)))
 
-    def heads(self, seen: Observation) -> Tensor:
+    def heads(self, seen: AttentionStats) -> Tensor:
         """Return the score by query head, pooled over all held tokens."""
         return self.pool(seen, self.raw(seen), before_window=False)
 
 
-def grouped(values: Tensor, seen: Observation, how: Group) -> Tensor:
+def grouped(values: Tensor, seen: AttentionStats, how: Group) -> Tensor:
     """Combine ``[B, H, N]`` over the query heads of each KV head, ``[B, Hkv, N]``."""
     values = values.unflatten(1, (seen.keys.ranks.shape[1], -1))
     return values.amax(2) if how == "max" else values.sum(2) if how == "sum" else values.mean(2)

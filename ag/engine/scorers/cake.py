@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.scorers.snapkv import SnapKV
 
 
@@ -27,7 +27,7 @@ class Cake(SnapKV):
     gamma: float = 200.0
     default_allocator: ClassVar[str] = "preference"
 
-    def raw(self, seen: Observation) -> Tensor:
+    def raw(self, seen: AttentionStats) -> Tensor:
         """Return the indicator; while decoding, the attention of the newest query alone, as officially."""
         if seen.decoding:
             return seen.newest()

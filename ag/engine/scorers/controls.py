@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.scorers.base import Needs, Scorer
 
 ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # multipliers of xxHash
@@ -26,7 +26,7 @@ class Random(Scorer):
     alone: ClassVar[str] = "its scores are random"
     needs = Needs(steady=True)
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return numbers in [0, 1)."""
         heads = torch.arange(seen.key_ranks.shape[1], device=seen.key_ranks.device)[:, None]
         mixed = seen.key_ranks.long() * ODD[0] + heads * ODD[1] + (self.seed * 1000 + seen.layer) * ODD[2]
@@ -42,7 +42,7 @@ class KNorm(Scorer):
 
     needs = Needs(steady=True)
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return ``-||k||``."""
         norms: Tensor = torch.linalg.vector_norm(seen.k.float(), dim=-1)
         return -norms

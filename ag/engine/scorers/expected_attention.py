@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
 from ag.engine.scorers.base import Needs, Scorer, grouped
 from ag.errors import require
@@ -70,11 +70,11 @@ class ExpectedAttention(Scorer):
         """Return that values are weighed once."""
         return {"values": (False, "{wrapper} weighs values")}
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return the expected weight times the value's norm, computed once for all budgets."""
         return seen.once(self, lambda: self._score(seen))
 
-    def _score(self, seen: Observation) -> Tensor:
+    def _score(self, seen: AttentionStats) -> Tensor:
         competes = seen.key_valid & (seen.key_ranks >= self.sinks)
         logits = self._logits(seen, seen.k.float().masked_fill(~seen.key_valid[..., None], 0.0))
         hidden = ~competes.repeat_interleave(seen.group, 1)
@@ -86,7 +86,7 @@ class ExpectedAttention(Scorer):
         norms: Tensor = torch.linalg.vector_norm(seen.v, dim=-1)
         return score * norms
 
-    def _logits(self, seen: Observation, k: Tensor) -> Tensor:
+    def _logits(self, seen: AttentionStats, k: Tensor) -> Tensor:
         """Return ``log E[exp(q k_p)]``, ``[B, H, N]``."""
         mean, spread = self._future(seen, *self._statistics(seen))
         keys = k.unsqueeze(2)  # [B, Hkv, 1, N, D]
@@ -96,7 +96,7 @@ class ExpectedAttention(Scorer):
             logits = logits + ((keys @ spread) * keys).sum(-1) * (seen.scaling**2 / 2)
         return logits.flatten(1, 2)
 
-    def note(self, seen: Observation, records: Records) -> None:
+    def note(self, seen: AttentionStats, records: Records) -> None:
         """Sum up the queries of a prompt, of which its later parts are shown the last ones alone."""
         if seen.sums is None:
             return
@@ -112,7 +112,7 @@ class ExpectedAttention(Scorer):
         past = sums["due"] | sums["past"] if sums else torch.zeros_like(due)
         sums.update(zip(Moments._fields, new, strict=True), due=due, past=past)
 
-    def _statistics(self, seen: Observation) -> tuple[Tensor, Tensor]:
+    def _statistics(self, seen: AttentionStats) -> tuple[Tensor, Tensor]:
         """Return mean ``[B, H, D]`` and covariance ``[B, H, D, D]`` of the queries without their rotation."""
         found = _moments(seen, seen.q.shape[2], self.sinks)
         if seen.sums and not seen.decoding:  # all of the prompt up to its first decision
@@ -122,7 +122,7 @@ class ExpectedAttention(Scorer):
             found = Moments(*(recent.where(past.view(-1, *[1] * (x.ndim - 1)), x) for x, recent in each))
         return found.mean, found.products / found.number.clamp_min(1)[..., None, None]
 
-    def _future(self, seen: Observation, mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    def _future(self, seen: AttentionStats, mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
         """Turn mean and covariance to the places that follow."""
         first = seen.lengths[:, None, None]
         ahead = seen.turn(mean[:, :, None], first, self.future)[:, :, 0]
@@ -147,7 +147,7 @@ class Moments(NamedTuple):
     products: Tensor  # [B, H, D, D], of their differences to the mean
 
 
-def _moments(seen: Observation, last: int, sinks: int) -> Moments:
+def _moments(seen: AttentionStats, last: int, sinks: int) -> Moments:
     """Sum up the last so many queries that are shown, without those of the first tokens of each sequence."""
     ranks = seen.query_ranks[:, -last:]
     counted = (seen.query_valid[:, -last:] & (ranks >= sinks))[:, None, :, None]
@@ -168,7 +168,7 @@ def _together(one: Moments, other: Moments) -> Moments:
     return Moments(number, one.mean + step * share, one.products + other.products + between)
 
 
-def _both_sides(seen: Observation, matrix: Tensor, places: Tensor, span: int = 1) -> Tensor:
+def _both_sides(seen: AttentionStats, matrix: Tensor, places: Tensor, span: int = 1) -> Tensor:
     """Return ``R M R^T`` for symmetric ``[B, H, (n,) D, D]``, R the (mean) rotation to places ``[B, 1, n or 1]``."""
     dim = matrix.shape[-1]
     flat = matrix.reshape(*matrix.shape[:2], -1, dim)

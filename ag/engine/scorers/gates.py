@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.scorers.base import DERIVED, Needs, Scorer
 from ag.errors import UserError, require
 
@@ -60,7 +60,7 @@ class Gates(Scorer):
         """Return the scorer that protects so many tokens, where it was not told how many."""
         return replace(self, trained_sinks=sinks, trained_recent=recent)
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return the probability, or what is left of a token; 1 without a gate."""
         if seen.gate is None:
             return seen.key_ranks.new_ones(seen.key_ranks.shape).float()

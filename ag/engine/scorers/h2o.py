@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records, latest
 from ag.engine.rows import Statistic, attention
 from ag.engine.scorers.base import Needs, RowScorer
@@ -39,7 +39,7 @@ class H2O(RowScorer):
         require(self, "recent", isinstance(self.recent, int) or self.recent <= 1, "tokens, or a share up to 1.0")
         require(self, "window", self.window is None or self.window >= 1, "1 or more, or None")
 
-    def note(self, seen: Observation, records: Records, statistic: Statistic = attention) -> None:
+    def note(self, seen: AttentionStats, records: Records, statistic: Statistic = attention) -> None:
         """Add the sums over the new queries, or keep the rows of the prompt's window."""
         if self.window is None or seen.decoding:
             total = seen.total(statistic)
@@ -51,7 +51,7 @@ class H2O(RowScorer):
             rows = seen.rows(self.window, only_new=True)
             latest(records, "window", rows.counted[:, None, :, None] * statistic(rows), rows.counted, self.window)
 
-    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
+    def sums(self, seen: AttentionStats, statistic: Statistic = attention) -> Tensor:
         """Return the sums over all queries, or over the prompt's window and decoding; past weights do not change."""
         recorded = self.recorded(seen, statistic)
         if self.window is None:
@@ -61,7 +61,7 @@ class H2O(RowScorer):
             sums = sums + recorded["sums"] if seen.decoding else sums
         return sums if self.normalize == "none" else sums / self._queries(seen)
 
-    def _queries(self, seen: Observation) -> Tensor:
+    def _queries(self, seen: AttentionStats) -> Tensor:
         """Return the number of counting queries that could see each key, ``[B, H, N]``."""
         first = torch.zeros_like(seen.lengths)
         if self.window is not None:

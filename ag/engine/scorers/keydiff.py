@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.scorers.base import Needs, Scorer
 
 
@@ -21,7 +21,7 @@ class KeyDiff(Scorer):
 
     needs = Needs(steady=True)
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return the negative cosine, in [-1, 1]; 0 where the unit keys cancel."""
         unit = F.normalize(seen.k.float().masked_fill(~seen.key_valid[..., None], 0.0), dim=-1)
         mean = unit.sum(2, keepdim=True)  # its length does not matter

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.scorers.base import Needs, Rereader
 from ag.errors import UserError, require
 
@@ -85,7 +85,7 @@ class KVzip(Rereader):
         }
         return replace(self, **ids)
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return the largest weight; 0 for what was not repeated."""
         found = self.recorded(seen).get("repeated")
         return torch.zeros_like(seen.key_ranks, dtype=torch.float32) if found is None else found

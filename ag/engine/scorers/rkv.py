@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.scorers.base import Needs, Scorer, pooled
 from ag.errors import require
 
@@ -54,11 +54,11 @@ class RKV(Scorer):
         """The queries of the window."""
         return Needs(rows=True, lookback=self.window - 1, observers=self.window)
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return the importance less the redundancy; above -1 and at most 1."""
         return self.mix * self.importance(seen) - (1 - self.mix) * self.redundancy(seen)
 
-    def importance(self, seen: Observation) -> Tensor:
+    def importance(self, seen: AttentionStats) -> Tensor:
         """Return ``I``, ``[B, Hkv, N]``; near the window what the pooling reaches, and 0 behind that."""
         rows, before = seen.rows(self.window), seen.key_valid & (seen.age >= self.window)
         shown = rows.visible.unflatten(1, (-1, seen.group)).any(2) & before[:, :, None]
@@ -68,7 +68,7 @@ class RKV(Scorer):
         mean = weights.masked_fill(~counted, 0.0).sum(2) / counted.sum(2).clamp_min(1)
         return pooled(mean, before, self.kernel, "max", seen.keys.order)
 
-    def redundancy(self, seen: Observation) -> Tensor:
+    def redundancy(self, seen: AttentionStats) -> Tensor:
         """Return ``R``, ``[B, Hkv, N]``, which sums to 1 over the tokens of a head."""
         valid = seen.key_valid
         keys = F.normalize(seen.k.float().masked_fill(~valid[..., None], 0.0), dim=-1)

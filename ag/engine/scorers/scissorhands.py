@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records, latest
 from ag.engine.rows import AttentionRows, Statistic, attention
 from ag.engine.scorers.base import Needs, RowScorer
@@ -36,13 +36,13 @@ class Scissorhands(RowScorer):
         super().__post_init__()
         require(self, "window", self.window >= 1, "1 or more")
 
-    def note(self, seen: Observation, records: Records, statistic: Statistic = attention) -> None:
+    def note(self, seen: AttentionStats, records: Records, statistic: Statistic = attention) -> None:
         """Keep the rows of the window."""
         statistic = _above_uniform if self.count and statistic is attention else statistic
         rows = seen.rows(self.window, only_new=True)
         latest(records, "rows", rows.counted[:, None, :, None] * statistic(rows), rows.counted, self.window)
 
-    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
+    def sums(self, seen: AttentionStats, statistic: Statistic = attention) -> Tensor:
         """Return the sums over the window; past weights do not change."""
         return self.recorded(seen, statistic)["rows"].sum(2)
 

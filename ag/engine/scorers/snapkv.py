@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.rows import Statistic, attention
 from ag.engine.scorers.base import Needs, RowScorer, pooled
 from ag.errors import require
@@ -41,11 +41,11 @@ class SnapKV(RowScorer):
         """The queries of the window."""
         return Needs(rows=True, lookback=self.window - 1, observers=self.window)
 
-    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
+    def sums(self, seen: AttentionStats, statistic: Statistic = attention) -> Tensor:
         """Return the sums over the window."""
         return seen.rows(self.window).total(statistic)
 
-    def pool(self, seen: Observation, score: Tensor, before_window: bool = True) -> Tensor:
+    def pool(self, seen: AttentionStats, score: Tensor, before_window: bool = True) -> Tensor:
         """Pool along the tokens before the window, or along all of them."""
         inside = seen.key_valid & (seen.age >= self.window) if before_window else seen.key_valid
         return pooled(score, inside, self.kernel, self.pooling, seen.keys.order)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.scorers.base import Needs, Scorer
 
 
@@ -27,6 +27,6 @@ class StreamingLLM(Scorer):
     alone: ClassVar[str] = "its score is the position alone"
     needs = Needs(steady=True)
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return the position."""
         return seen.key_ranks.float()

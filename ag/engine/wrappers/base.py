@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, get_type_hints
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
 from ag.engine.scorers.base import Needs, Rereader, RowScorer, Scorer
 from ag.errors import UserError
@@ -55,7 +55,7 @@ class Wrapper(Scorer):
         """What the inner scorer needs; what a wrapper needs itself it adds by :func:`dataclasses.replace`."""
         return replace(self.inner.needs, steady=False)
 
-    def note(self, seen: Observation, records: Records) -> None:
+    def note(self, seen: AttentionStats, records: Records) -> None:
         """Record what the inner scorer does."""
         self.inner.note(seen, records)
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.scorers.base import Needs, RowScorer, grouped
 from ag.engine.wrappers.base import Wrapper, more
 
@@ -45,7 +45,7 @@ class Caote(Wrapper):
         """Return what the base protects, and at least the newest token."""
         return more(super().limits(capacity), (0, 1))
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return the change of the group's output."""
         pooling = self.inner if self.pool_stage == "final" and isinstance(self.inner, RowScorer) else None
         heads = self.inner.heads(seen) if pooling is None else pooling.raw(seen)
@@ -59,7 +59,7 @@ class Caote(Wrapper):
             return one_by_one(score_of, seen.key_valid, protected, seen.capacity, seen.keys.order)
         return score_of(seen.key_valid)
 
-    def change(self, weights: Tensor, seen: Observation, held: Tensor) -> Tensor:
+    def change(self, weights: Tensor, seen: AttentionStats, held: Tensor) -> Tensor:
         """Return the change of the group's output, ``[B, Hkv, N]``, for weights ``[B, H, N]`` of the tokens held."""
         change = removal_error(weights, seen.v.repeat_interleave(seen.group, 1))
         return grouped(change.square(), seen, "sum").sqrt()
@@ -69,7 +69,7 @@ class Caote(Wrapper):
 class FastCaote(Caote):
     """CAOTE with the plain mean of the held values in the place of the output (Eq. 23)."""
 
-    def change(self, weights: Tensor, seen: Observation, held: Tensor) -> Tensor:
+    def change(self, weights: Tensor, seen: AttentionStats, held: Tensor) -> Tensor:
         """Return the change of the group's output, approximately."""
         centred = seen.values.centred
         mean = (centred * held[..., None]).sum(2, keepdim=True) / held.sum(-1).clamp_min(1)[..., None, None]

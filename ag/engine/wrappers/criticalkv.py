@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
 from ag.engine.scorers.base import Needs, grouped
 from ag.engine.wrappers.base import Wrapper
@@ -45,7 +45,7 @@ class CriticalKV(Wrapper):
         """What the base needs, and the output projection."""
         return replace(self.inner.needs, output_projection=True)
 
-    def note(self, seen: Observation, records: Records) -> None:
+    def note(self, seen: AttentionStats, records: Records) -> None:
         """Record ``mean_g ||W_O v||_1`` too, ``[B, Hkv, N]``, computed once for each token."""
         super().note(seen, records)
         known = records.get("size", torch.zeros_like(seen.v[..., 0]))  # tokens that came since have 0
@@ -58,11 +58,11 @@ class CriticalKV(Wrapper):
             known = known.scatter(-1, order, sizes)
         records["size"] = known
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return the base score, by which heads and layers compete."""
         return self.inner.score(seen)
 
-    def second(self, seen: Observation, score: Tensor) -> tuple[Tensor, float]:
+    def second(self, seen: AttentionStats, score: Tensor) -> tuple[Tensor, float]:
         """Return the product, by which the tokens of one head compete, and the share that the first score fills."""
         lowest = score.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
         return (score - lowest.clamp_max(0.0) + SMALL) * self.recorded(seen)["size"], self.first

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
 from ag.engine.rows import FUSED, AttentionRows, Statistic
 from ag.engine.scorers.base import Needs, RowScorer, grouped
@@ -130,11 +130,11 @@ class OBCache(Wrapper):
         """The error as a statistic of attention rows."""
         return OfMean(self.error) if self.group == "pre" else self.error
 
-    def note(self, seen: Observation, records: Records) -> None:
+    def note(self, seen: AttentionStats, records: Records) -> None:
         """Record the error where the base records attention."""
         self.host.note(seen, records, self.statistic)
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return the error of the group's output."""
         sums = self.host.sums(seen, self.statistic)
         return self.inner.pool(seen, grouped(sums, seen, "sum" if self.group == "pre" else self.group))

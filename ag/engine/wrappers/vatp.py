@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.scorers.base import RowScorer
 from ag.engine.wrappers.base import Wrapper
 
@@ -32,7 +32,7 @@ class Vatp(Wrapper):
     stage: Literal["before", "after"] = "before"
     scores_heads: ClassVar[bool] = False
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: AttentionStats) -> Tensor:
         """Return the product."""
         norms: Tensor = torch.linalg.vector_norm(seen.v, ord=float(self.norm), dim=-1)
         if self.stage == "after":

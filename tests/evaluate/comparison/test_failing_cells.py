@@ -51,7 +51,7 @@ class Shapeless(Wrapper):
 class Stuck(Allocator):
     """Fails when it is asked."""
 
-    def keep(self, layer, ballot, shares):
+    def keep(self, layer, candidates, shares):
         raise ArithmeticError("no share\nfor it")
 
 

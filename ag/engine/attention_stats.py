@@ -1,7 +1,7 @@
 """What a layer shows to scorers when something may go: attention rows and sums over queries, in float32, on demand.
 
-One :class:`Observation` serves all parts of a policy. Nothing here has n^2 memory: all queries are visited in blocks,
-or by a kernel that sums as it goes, and whole rows exist only for a window of the last ones.
+One object serves all parts of a policy. Nothing here has n^2 memory: all queries are visited in blocks, or by a kernel
+that sums as it goes, and whole rows exist only for a window of the last ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 @dataclass(kw_only=True, eq=False)
-class Observation:
+class AttentionStats:
     """What a layer shows to scorers and allocators: queries against the keys it holds.
 
     Attributes:

@@ -9,7 +9,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
 import ag
-from ag.engine.observe import Observation
+from ag.engine.attention_stats import AttentionStats
 from ag.engine.rows import attention
 from ag.engine.shown import Keys
 from tests.support.attention_by_hand import Scene
@@ -76,7 +76,7 @@ def test_what_all_queries_pay_is_summed_by_a_kernel(monkeypatch, name):
     """No tile of logits is made. By hand in float64."""
     scene = Scene(seed=3, **SCENES[name])
     monkeypatch.setenv("AG_KERNELS", "triton")
-    monkeypatch.setattr(Observation, "_blocks", lambda seen: pytest.fail("the queries were visited in blocks"))
+    monkeypatch.setattr(AttentionStats, "_blocks", lambda seen: pytest.fail("the queries were visited in blocks"))
     found = scene.seen.total(attention)
     assert found.dtype == torch.float32
     for b in range(len(scene.lengths)):

@@ -1,4 +1,4 @@
-"""Ballots made by hand, decisions that show them, and what selections keep, in lists."""
+"""Brought made by hand, decisions that show them, and what selections keep, in lists."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import ag
-from ag.engine.allocators.base import Ballot
+from ag.engine.allocators.base import Candidates
 from ag.engine.decide import Decision
 
 
-def ballots_of(
+def candidates_of(
     lengths: Sequence[int],
     capacity: int,
     protected: int = 0,
@@ -20,8 +20,8 @@ def ballots_of(
     heads: int = 2,
     preference: Sequence[float] | None = None,
     levels: int | None = None,
-) -> list[Ballot]:
-    """One ballot per layer of a batch of one, ``lengths`` tokens each; ``levels`` distinct scores make ties."""
+) -> list[Candidates]:
+    """One candidates per layer of a batch of one, ``lengths`` tokens each; ``levels`` distinct scores make ties."""
     make = torch.Generator().manual_seed(seed)
     result = []
     for layer, n in enumerate(lengths):
@@ -32,20 +32,20 @@ def ballots_of(
         wish = None if preference is None else torch.tensor([preference[layer]], dtype=torch.float64)
         valid = torch.ones(1, heads, n, dtype=torch.bool)
         numbers = torch.tensor([capacity]), torch.tensor([n])
-        result.append(Ballot(score, guard, valid, *numbers, due=torch.tensor([True]), preference=wish))
+        result.append(Candidates(score, guard, valid, *numbers, due=torch.tensor([True]), preference=wish))
     return result
 
 
 class Scripted(Decision):
-    """A decision whose layers show ready-made ballots."""
+    """A decision whose layers show ready-made brought."""
 
-    def __init__(self, allocator: str, ballots: list[Ballot], **options: Any) -> None:
-        super().__init__(ag.policy(f"knorm@{allocator}", budget=1, **options), list(range(len(ballots))))
-        self._script: list[Ballot] = ballots
+    def __init__(self, allocator: str, brought: list[Candidates], **options: Any) -> None:
+        super().__init__(ag.policy(f"knorm@{allocator}", budget=1, **options), list(range(len(brought))))
+        self._script: list[Candidates] = brought
 
-    def _ballot(self, seen: Any, due: Any, records: Any) -> Ballot:
-        ballot: Ballot = self._script[seen.layer]
-        return ballot
+    def _candidates(self, seen: Any, due: Any, records: Any) -> Candidates:
+        candidates: Candidates = self._script[seen.layer]
+        return candidates
 
     def show(self, layer: int) -> dict[int, Tensor]:
         """Show one layer; return the masks."""
@@ -55,8 +55,8 @@ class Scripted(Decision):
     def run(self, watch: Callable[[list[list[list[int]]]], object] = lambda held: None) -> list[list[list[int]]]:
         """Show all layers; return the tokens that each head of each layer holds at the end."""
         held: list[list[list[int]]] = []
-        for layer, ballot in enumerate(self._script):
-            held.append([list(range(ballot.score.shape[2])) for _ in range(ballot.score.shape[1])])
+        for layer, candidates in enumerate(self._script):
+            held.append([list(range(candidates.score.shape[2])) for _ in range(candidates.score.shape[1])])
             watch(held)
             for index, keep in self.show(layer).items():
                 for g, tokens in enumerate(held[index]):
@@ -74,12 +74,12 @@ def closed_up(tokens: list[int], keep: Sequence[bool]) -> list[int]:
     return [t if stays else next(movers) for t, stays in zip(tokens[:count], keep, strict=False)]
 
 
-def best(ballot: Ballot, g: int, count: int) -> list[int]:
+def best(candidates: Candidates, g: int, count: int) -> list[int]:
     """The protected and the ``count`` best others, ties to the lower index."""
-    n = ballot.score.shape[2]
-    rivals = [p for p in range(n) if not ballot.protected[0, g, p]]
-    chosen = sorted(rivals, key=lambda p: (-float(ballot.score[0, g, p]), p))[:count]
-    return sorted({*chosen, *(p for p in range(n) if ballot.protected[0, g, p])})
+    n = candidates.score.shape[2]
+    rivals = [p for p in range(n) if not candidates.protected[0, g, p]]
+    chosen = sorted(rivals, key=lambda p: (-float(candidates.score[0, g, p]), p))[:count]
+    return sorted({*chosen, *(p for p in range(n) if candidates.protected[0, g, p])})
 
 
 def two_stages(

@@ -15,7 +15,7 @@ from ag.stateful import Attributes
 
 
 @dataclass
-class Lookback(Attributes):
+class ObservationWindow(Attributes):
     """What is remembered of earlier queries.
 
     Attributes:
@@ -56,7 +56,7 @@ class Lookback(Attributes):
             q, ranks, valid = (x[indices.to(x.device)] for x in self.queries)
             self.queries = q, ranks, valid
 
-    def join(self, other: Lookback) -> None:
+    def join(self, other: ObservationWindow) -> None:
         """Append the queries of other sequences; where there are fewer, padding comes first."""
         self.sums = {}  # prompts are read
         if self.queries is None or other.queries is None:

@@ -96,7 +96,7 @@ def test_a_kernel_sums_what_tiles_sum(scene, version, monkeypatch):
             tiles, bound = scene.seen.total(statistic), scene.bound(lambda seen, f=statistic: seen.total(f))
         with monkeypatch.context() as patch:
             patch.setenv("AG_KERNELS", version)
-            patch.setattr(observe.Observation, "_blocks", lambda seen: pytest.fail("queries were visited in tiles"))
+            patch.setattr(observe.AttentionStats, "_blocks", lambda seen: pytest.fail("queries were visited in tiles"))
             found = scene.seen.total(statistic)
         assert bool((tiles > 0).any())
         hold(found, tiles, 2 * bound)  # of two that round apart
