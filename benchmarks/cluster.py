@@ -22,9 +22,8 @@ from ag.config import key
 from ag.config.command_line import command, parse
 from ag.evaluate.comparison.cells import Cell, list_cells
 from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.folder import Folder
+from ag.evaluate.comparison.folder import Ended, Folder
 from ag.evaluate.comparison.page import render
-from ag.evaluate.comparison.work import Ended
 from ag.evaluate.tasks import Loaded, Outcome
 from benchmarks.report import report
 
@@ -86,7 +85,7 @@ class Idle:
         outcomes = [Outcome(f"book {i}", score, 512, 0.25, 2**20, 0.1) for i, score in enumerate(scores)]
         summary = cell.summary(outcomes, Loaded([]), "dense", {})
         time.sleep(max(0.0, end - time.monotonic()))
-        return summary, outcomes, []
+        return Ended(summary, outcomes, [])
 
 
 def plan(config: Config) -> CompareConfig:
@@ -117,15 +116,15 @@ def measure(config: Config, machines: int) -> Found:
                 if isinstance(one, cluster.Lost):
                     raise RuntimeError(one.why)
                 begun = begun or time.perf_counter()
-                folder.append(*one)
+                folder.append(one)
             found.begin, found.work = begun - start, time.perf_counter() - begun
         made.shutdown()
         found.overhead = found.work * machines / (len(cells) - machines) - config.seconds
         start = time.perf_counter()
-        summaries = Folder(place).summaries()
+        rows = Folder(place).read()
         found.read = time.perf_counter() - start
         start = time.perf_counter()
-        page = render(Comparison.of(told, cells, summaries, Folder(place)))
+        page = render(Comparison.of(told, cells, rows, folder.path))
         found.page = time.perf_counter() - start
         sizes = {name: sum(x.stat().st_size for x in Path(place).glob(name)) for name in ("results.jsonl", "samples/*")}
         found.bytes = sizes | {"report.html": len(page)}

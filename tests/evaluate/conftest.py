@@ -71,7 +71,7 @@ def config(settings: Callable[..., CompareConfig], tmp_path: Path) -> Callable[.
 def lines(output: Path | str) -> list[dict[str, Any]]:
     """The rows of results.jsonl without what may differ between runs."""
     rows = [json.loads(line) for line in (Path(output) / "results.jsonl").read_text().splitlines()]
-    own = ("seconds", "date", "command", "checksum")
+    own = ("seconds", "date", "command")
     return [{name: value for name, value in row.items() if name not in own} for row in rows]
 
 

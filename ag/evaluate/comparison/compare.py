@@ -17,7 +17,7 @@ from ag.evaluate.comparison import leaderboard
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.drawing import save
 from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.folder import CorruptRowWarning, Folder
+from ag.evaluate.comparison.folder import DamagedRowWarning, Folder
 from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.shares import APART
 from ag.evaluate.comparison.tables import markdown, printed
@@ -61,17 +61,12 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
     cells = list_cells(config)
     folder = Folder(Path(config.output or f"runs/{config.recipe}"))
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CorruptRowWarning)
+        warnings.simplefilter("always", DamagedRowWarning)
         warnings.simplefilter("ignore", BudgetWarning)  # rows say it
-        try:
-            summaries = fill(config, cells, folder, console, command)
-        except KeyboardInterrupt:
-            there = len(folder.summaries().keys() & {cell.key for cell in cells})
-            kept = f"{there} of {len(cells)} cells are in {folder.path}"
-            raise KeyboardInterrupt(f"{kept}; the same command goes on from there") from None
+        found = fill(config, cells, folder, console, command)
     for warning in caught:
         console.print(f"warning: {warning.message}", soft_wrap=True)
-    comparison = Comparison.of(config, cells, summaries, folder)
+    comparison = Comparison.of(config, cells, found, folder.path)
     (folder.path / "config.yaml").write_text(dump(config))
     (folder.path / "table.md").write_text(markdown(comparison), encoding="utf-8")
     save(comparison)

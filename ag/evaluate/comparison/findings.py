@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ag.commands.compare import CompareConfig
 from ag.evaluate.comparison.cells import Cell
-from ag.evaluate.comparison.folder import Folder, Summary
+from ag.evaluate.comparison.folder import Ended, Summary
 from ag.evaluate.comparison.result import Result, pair
 from ag.evaluate.comparison.shares import apart, at_budget, differing, held, may_pair, percent
 from ag.evaluate.comparison.statistics import SIGNIFICANT, sign_flips
@@ -39,20 +39,18 @@ class Comparison:
     hidden: Sequence[str] = ()  # names of the rows in the folder that earlier commands asked for and this one does not
 
     @classmethod
-    def of(
-        cls, config: CompareConfig, cells: Sequence[Cell], summaries: Mapping[str, Summary], folder: Folder
-    ) -> Comparison:
-        """Gather what belongs to the cells, and test each against the baseline."""
+    def of(cls, config: CompareConfig, cells: Sequence[Cell], found: Mapping[str, Ended], folder: Path) -> Comparison:
+        """Gather what belongs to the cells from all that is in a folder, and test each against the baseline."""
         results = []
         for cell in cells:
             # an earlier run may have called it otherwise
-            summary = replace(summaries[cell.key], label=cell.label, policy=repr(cell.policy))
-            outcomes = folder.outcomes(summaries[cell.key]) if summary.problem is None else []
-            results.append(Result(summary, outcomes, folder.views(summary.key), cell.policy.spec))
+            summary, outcomes, views = found[cell.key]
+            summary = replace(summary, label=cell.label, policy=repr(cell.policy))
+            results.append(Result(summary, outcomes, views, cell.policy.spec))
         baseline = config.called.get(config.baseline, config.baseline)
         shown = {cell.key for cell in cells}
-        hidden = [f"{summary.task}: {summary.name}" for key, summary in folder.summaries().items() if key not in shown]
-        return cls.tested(folder.path, baseline, results, hidden)
+        hidden = [f"{one.summary.task}: {one.summary.name}" for key, one in found.items() if key not in shown]
+        return cls.tested(folder, baseline, results, hidden)
 
     @classmethod
     def tested(cls, folder: Path, baseline: str, results: list[Result], hidden: Sequence[str] = ()) -> Comparison:

@@ -21,9 +21,9 @@ from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import Cell
 from ag.evaluate.comparison.conditions import called, conditions
-from ag.evaluate.comparison.folder import Folder, Summary
+from ag.evaluate.comparison.folder import Ended, Folder
 from ag.evaluate.comparison.progress import Progressing
-from ag.evaluate.comparison.views import View, record
+from ag.evaluate.comparison.views import record
 from ag.evaluate.tasks import Loaded, Outcome, Sample, Task
 from ag.gates import export
 from ag.model import base as models
@@ -31,14 +31,11 @@ from ag.plugins import load
 
 WORKER = 2  # main memory that a process on a cluster is given, in multiples of the model's weights as they are stored
 
-#: What came out of a cell: its summary, its samples' outcomes, and views of a few of them.
-Ended = tuple[Summary, list[Outcome], list[View]]
-
 
 def fill(
     config: CompareConfig, cells: Sequence[Cell], folder: Folder, console: Console, command: str = ""
-) -> dict[str, Summary]:
-    """Run the cells that have no summary yet, in this process or in those of a cluster; this one writes them down.
+) -> dict[str, Ended]:
+    """Run the cells that have no result yet, in this process or in those of a cluster; this one writes them down.
 
     Args:
         config: settings of the comparison.
@@ -48,23 +45,30 @@ def fill(
         command: what asked for it, for the summaries; empty: the Python call.
 
     Returns:
-        The summary of every cell, by key.
+        All that is in the folder then, by key: every cell, and what earlier commands asked for.
 
     Raises:
         UserError: the model or a task's data cannot be had, or another process writes into the folder.
+        KeyboardInterrupt: on Ctrl-C, saying what is left.
     """
     with folder.writing():
-        summaries = folder.summaries()
-        again = {key for key, summary in summaries.items() if config.retry and summary.problem is not None}
-        missing = [cell for cell in cells if cell.key not in summaries or cell.key in again]
+        found = folder.read()
+        again = {key for key, ended in found.items() if config.retry and ended.summary.problem is not None}
+        missing = [cell for cell in cells if cell.key not in found or cell.key in again]
+        done = len(cells) - len(missing)
         progress = Progressing(console, len(cells))
-        with progress.shown():
-            progress.cells(len(cells) - len(missing))
-            for done, ended in enumerate(_ended(config, missing, command or called(config), progress), 1):
-                folder.append(*ended)
-                summaries[ended[0].key] = ended[0]
-                progress.cells(len(cells) - len(missing) + done)
-    return {cell.key: summaries[cell.key] for cell in cells}
+        try:
+            with progress.shown():
+                progress.cells(done)
+                for ended in _ended(config, missing, command or called(config), progress):
+                    folder.append(ended)
+                    found[ended.summary.key] = ended
+                    done += 1
+                    progress.cells(done)
+        except KeyboardInterrupt:
+            kept = f"{done} of {len(cells)} cells are in {folder.path}"
+            raise KeyboardInterrupt(f"{kept}; the same command goes on from there") from None
+    return found
 
 
 def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress: Progressing) -> Iterator[Ended]:
@@ -84,7 +88,7 @@ def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress:
         for unit, ended in cluster.share(units, make, room):
             if isinstance(ended, cluster.Lost):
                 why = f"{ended.times} workers ended while they worked on it: {ended.why}"
-                ended = [(cell.failed(why, Loaded([]), "", conditions(config, command)), [], []) for cell in unit]
+                ended = [Ended(cell.failed(why, Loaded([]), "", conditions(config, command)), [], []) for cell in unit]
             yield from ended
 
 
@@ -193,10 +197,10 @@ class Worker:
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
         found = [
-            (cell.summary(outcomes, self.loaded, *self._where(cell)), outcomes, seen)
+            Ended(cell.summary(outcomes, self.loaded, *self._where(cell)), outcomes, seen)
             for cell, outcomes, seen in zip(touched, mine, views, strict=True)
         ]
-        return found + [(cell.failed(cell.refusal(), self.loaded, *self._where(cell)), [], []) for cell in refused]
+        return found + [ended for cell in refused for ended in self._failed([cell], cell.refusal())]
 
     def _where(self, cell: Cell) -> tuple[str, dict[str, Any]]:
         try:
@@ -210,7 +214,7 @@ class Worker:
 
     def _failed(self, cells: Sequence[Cell], problem: str) -> list[Ended]:
         """Return the rows of cells that have no result."""
-        return [(cell.failed(problem, self.loaded, *self._where(cell)), [], []) for cell in cells]
+        return [Ended(cell.failed(problem, self.loaded, *self._where(cell)), [], []) for cell in cells]
 
 
 def _first(done: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:

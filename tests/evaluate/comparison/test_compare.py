@@ -160,13 +160,13 @@ def test_codes_are_lines_of_their_own(config, quiet):
 def _die_while_writing(config, quiet):
     append, count = Folder.append, 0
 
-    def torn(self, row, outcomes, views):
+    def torn(self, ended):
         nonlocal count
         count += 1
         if count < 3:
-            return append(self, row, outcomes, views)
+            return append(self, ended)
         with (self.path / "results.jsonl").open("ab") as file:
-            file.write(json.dumps(asdict(row)).encode()[:50])
+            file.write(json.dumps(asdict(ended.summary)).encode()[:50])
         os.kill(os.getpid(), signal.SIGKILL)
 
     Folder.append = torn
@@ -183,14 +183,17 @@ def test_a_killed_run_resumes_to_the_same_results(config, quiet, finished):
     assert len((output / "results.jsonl").read_text().splitlines()) == 3
     assert not (output / "table.md").exists()
     compare(config(batch_policies=1), quiet)
+    path = output / "results.jsonl"
+    whole = [line for line in path.read_text().splitlines() if line.endswith("}")]
+    assert len(whole) == 5 and len(path.read_text().splitlines()) == 6
+    path.write_text("\n".join(whole))
     assert lines(output) == lines(finished)
     assert tables(output) == tables(finished)
-    assert (output / "results.corrupt.jsonl").read_bytes().startswith(b'{"key": ')
-    assert "is computed anew" in quiet.file.getvalue()
+    assert "line 3 is skipped and its cell runs again" in quiet.file.getvalue()
 
 
 @pytest.mark.slow
-def test_what_is_corrupt_is_put_aside_and_computed_anew(config, quiet, done):
+def test_what_is_damaged_is_named_and_runs_again(config, quiet, done):
     """Of five rows one is whole; the samples of the second are gone, those of the third empty, of the fourth wrong."""
     before, path = lines(done), done / "results.jsonl"
     damage = [b"not json", b'{"key": "x"}', b"[" * 100_000, b"\xff\xfe", b"null"]
@@ -202,9 +205,12 @@ def test_what_is_corrupt_is_put_aside_and_computed_anew(config, quiet, done):
     empty.write_text("")
     wrong.write_text('{"sample": "0"}\n')
     compare(config(), quiet)
+    written = path.read_bytes().splitlines()
+    assert written[:9] == [*rows[:4], *damage]
+    path.write_bytes(b"\n".join([written[0], *written[9:]]))
     assert lines(config().output) == before
-    assert path.with_name("results.corrupt.jsonl").read_bytes().splitlines() == [*rows[1:4], *damage]
-    assert quiet.file.getvalue().count("is computed anew") == 8
+    named = re.findall("line ([0-9]+) is skipped and its cell runs again", quiet.file.getvalue())
+    assert sorted(map(int, named)) == [2, 3, 4, 5, 6, 7, 8, 9]
     scores = [[json.loads(line)["score"] for line in text.splitlines()] for text in (gone.read_text(), whole)]
     assert scores[0] == scores[1]
 

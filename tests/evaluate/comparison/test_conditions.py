@@ -16,7 +16,7 @@ from ag.evaluate.comparison.folder import ROWS
 from tests.support import made_up
 
 LATER = ("dtype", "quantization", "prompt_mean", "prompt_min", "prompt_max", "task_options", "hardware", "threads")
-LATER += ("date", "command", "untouched", "question", "nats", "hits", "floor", "over_budget", "checksum")
+LATER += ("date", "command", "untouched", "question", "nats", "hits", "floor", "over_budget")
 
 
 pytestmark = pytest.mark.usefixtures("no_charts")
