@@ -77,7 +77,7 @@ def lines(output: Path | str) -> list[dict[str, Any]]:
 
 def without_charts(patch: pytest.MonkeyPatch) -> None:
     """Draw none: they take most of the time, and test_report draws them."""
-    patch.setattr("ag.evaluate.comparison.drawing.draw", lambda comparison: [])
+    patch.setattr("ag.evaluate.comparison.charts.draw", lambda comparison: {})
     patch.setattr("ag.evaluate.comparison.page.svg", lambda chart: "")
     patch.setattr("ag.evaluate.comparison.page.legend_mark", lambda look: "")
 

@@ -15,7 +15,7 @@ from ag.config.sections import WandbConfig
 from ag.errors import BudgetWarning
 from ag.evaluate.comparison import leaderboard
 from ag.evaluate.comparison.cells import list_cells
-from ag.evaluate.comparison.drawing import save
+from ag.evaluate.comparison.charts import save
 from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.folder import DamagedRowWarning, Folder
 from ag.evaluate.comparison.page import render

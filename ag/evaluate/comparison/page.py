@@ -11,8 +11,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ag.evaluate.comparison import charts, tables
+from ag.evaluate.comparison.charts import FILES, legend_mark, svg
 from ag.evaluate.comparison.conditions import measured, prompts
-from ag.evaluate.comparison.drawing import FILES, legend_mark, svg
 from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.shares import APART
 from ag.evaluate.comparison.verdict import headlines, verdicts

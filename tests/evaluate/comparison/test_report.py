@@ -16,7 +16,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison import charts, drawing, tables
+from ag.evaluate.comparison import charts, tables
 from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.page import embedded, render, viewer
 from ag.evaluate.comparison.result import Result
@@ -140,7 +140,7 @@ def test_curves_over_positions_start_from_the_full_cache(streamed):
     assert (tova.name, [point.x for point in tova.points]) == ("tova 0.5 (50 %)", [4, 6])
     assert [point.y for point in tova.points] == pytest.approx([0.3, 0.5])
     assert [point.y for point in h2o.points] == [0.0, 0.0]
-    level, *_ = dict(drawing.draw(streamed))["positions_ppl_stream"].axes[0].lines
+    level, *_ = charts.draw(streamed)["positions_ppl_stream"].axes[0].lines
     assert chart.zero == charts.looks(streamed)["full"] and list(level.get_ydata()) == [0, 0]
     # it is drawn over what lies on it, which shows between its dashes
     assert level.get_linestyle() == "--" and level.get_zorder() > max(
@@ -173,12 +173,12 @@ def test_the_full_cache_alone_has_a_curve(streamed):
     [chart] = charts.along(alone, "ppl_stream")
     [line] = chart.lines
     assert (line.name, [point.y for point in line.points]) == ("full (50 %)", [1.5, 3.0])
-    (axes,) = dict(drawing.draw(alone))["positions_ppl_stream"].axes
+    (axes,) = charts.draw(alone)["positions_ppl_stream"].axes
     assert axes.get_yscale() == "linear" and axes.get_ylabel() == "nats a token"
 
 
 def test_a_policy_has_one_colour_in_all_plots(streamed):
-    figures = dict(drawing.draw(streamed))
+    figures = charts.draw(streamed)
     colours = []
     for name in ("quality_ppl_stream", "positions_ppl_stream"):
         handles, labels = figures[name].axes[0].get_legend_handles_labels()
@@ -250,7 +250,7 @@ def test_differences_are_paired_by_text_and_block(streamed):
 
 def test_a_chart_by_position(streamed):
     page = Page(render(streamed))
-    [drawn] = [drawing.svg(chart) for chart in charts.along(streamed, "ppl_stream")]
+    [drawn] = [charts.svg(chart) for chart in charts.along(streamed, "ppl_stream")]
     assert drawn.count("<g><title>") == 4  # two policies beside the baseline
     assert "tova 0.5 (50 %): +0.300 from 4; tova 0.5 (50 %): +0.500 from 6" in drawn
     assert "%</text>" not in drawn
@@ -310,8 +310,6 @@ def test_plots_are_drawn(compared):
         "quality_ppl",
         "quality_needle_single",
         "depths_needle_single",
-        "wins",
-        "layers",
     }
     assert {path.stem for path in compared.folder.glob("*.png")} == expected
     for name in expected:

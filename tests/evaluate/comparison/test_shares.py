@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison import charts, drawing
+from ag.evaluate.comparison import charts
 from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.result import Result
@@ -184,7 +184,7 @@ def test_every_legend_says_what_was_kept(mixed):
     assert [line.name for line in quality.lines] == labels
     assert [line.name for line in lead.lines] == labels[1:]
     assert [line.name for line in quality.lines if line.level] == labels[:1]  # it alone is held against other shares
-    drawn = dict(drawing.draw(comparison))
+    drawn = charts.draw(comparison)
     assert [text.get_text() for text in drawn["quality_ppl"].legends[0].texts] == labels
     assert [text.get_text() for text in drawn["lead"].legends[0].texts] == labels[1:]
     page = render(comparison)
