@@ -21,9 +21,9 @@ from ag.commands.compare import CompareConfig
 from ag.config import key
 from ag.config.command_line import command, parse
 from ag.evaluate.comparison.cells import Cell, list_cells
-from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.folder import Ended, Folder
 from ag.evaluate.comparison.page import render
+from ag.evaluate.comparison.result import Comparison
 from ag.evaluate.tasks import Loaded, Outcome
 from benchmarks.report import report
 

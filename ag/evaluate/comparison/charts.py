@@ -18,10 +18,7 @@ from matplotlib.markers import MarkerStyle
 from matplotlib.patches import PathPatch
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.folder import tag_values
-from ag.evaluate.comparison.result import Result, by_position, pair, part_names
-from ag.evaluate.comparison.shares import held, shown
+from ag.evaluate.comparison.result import Comparison, Result, by_position, held, pair, part_names, shown
 from ag.evaluate.comparison.statistics import bootstrap
 from ag.gates.figures import DPI
 
@@ -126,7 +123,7 @@ def every(comparison: Comparison) -> dict[str, list[Chart]]:
     found = {"lead": leading(comparison)}
     for task in comparison.tasks:
         found[f"quality_{task}"] = quality(comparison, task)
-        found[f"nats_{task}"] = quality(comparison, task, nats=True)
+        found[f"nats_{task}"] = quality(comparison, task, "nats")
         found[f"bytes_{task}"] = over_bytes(comparison, task)
         found[f"positions_{task}"] = along(comparison, task)
         for what, names in part_names(comparison.of_task(task)).items():
@@ -212,14 +209,14 @@ def over_bytes(comparison: Comparison, task: str) -> list[Chart]:
 
 def _over_full(comparison: Comparison, title: str, results: Sequence[Result], over: str = KEPT) -> Chart:
     full = next((result for result in results if not result.evicts), None)
-    nats = any(_is_asked_after(result) for result in results)
+    tag = "nats" if any(_is_asked_after(result) for result in results) else ""
 
     def point(result: Result) -> Point | None:
-        if (not result.evicts and (over == KEPT or result is full)) or (measured := result.measure(nats)) is None:
+        if (not result.evicts and (over == KEPT or result is full)) or (measured := result.measure(tag)) is None:
             return None
-        paired = None if full is None else pair(result, full, nats)
+        paired = None if full is None else pair(result, full, tag)
         if paired is None:
-            values = np.array(list((tag_values(result.outcomes, "nats") if nats else result.scores).values()))
+            values = np.array(list(result.values(tag).values()))
             place, form = (float(values.mean()), *bootstrap(values)), ".3f"
         else:
             place, form = (paired.difference, paired.low, paired.high), "+.3f"
@@ -234,20 +231,20 @@ def _over_full(comparison: Comparison, title: str, results: Sequence[Result], ov
     return Chart(_titled(title, results), over, y_label, lines, looks(comparison)[full.summary.label] if full else None)
 
 
-def quality(comparison: Comparison, task: str, nats: bool = False) -> list[Chart]:
+def quality(comparison: Comparison, task: str, tag: str = "") -> list[Chart]:
     """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors, if any."""
 
     def point(result: Result) -> Point | None:
-        if (measured := result.measure(nats)) is None:
+        if (measured := result.measure(tag)) is None:
             return None
         kept, mean, error = measured
         return Point(kept, mean, mean - error, mean + error, f"{result.summary.label}: {mean:.4f} at {kept:.1%} kept")
 
     results = comparison.of_task(task)
-    which = "higher" if results[0].summary.higher_is_better and not nats else "lower"
-    metric = "nats per answer token" if nats else results[0].summary.metric
+    which = "higher" if results[0].summary.higher_is_better and not tag else "lower"
+    metric = "nats per answer token" if tag else results[0].summary.metric
     lines = _lines(comparison, results, point)
-    title = f"{task}: nats of the right answer" if nats else task
+    title = f"{task}: nats of the right answer" if tag else task
     return [Chart(_titled(title, results), KEPT, f"{metric} ({which} is better)", lines)] if lines else []
 
 

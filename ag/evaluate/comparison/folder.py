@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from ag.config.keys import fits
 from ag.errors import UserError
 from ag.evaluate.comparison.statistics import mean_and_error
-from ag.evaluate.comparison.views import View
+from ag.evaluate.inside import View
 from ag.evaluate.tasks import Outcome
 from ag.files import replacing
 

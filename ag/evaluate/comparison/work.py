@@ -6,6 +6,8 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, fields
+from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -20,12 +22,12 @@ from ag.commands.compare import CompareConfig
 from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import Cell
-from ag.evaluate.comparison.conditions import called, conditions
 from ag.evaluate.comparison.folder import Ended, Folder
 from ag.evaluate.comparison.progress import Progressing
-from ag.evaluate.comparison.views import record
+from ag.evaluate.inside import record
 from ag.evaluate.tasks import Loaded, Outcome, Sample, Task
 from ag.gates import export
+from ag.hardware import cpu_name
 from ag.model import base as models
 from ag.plugins import load
 
@@ -234,3 +236,29 @@ def _problem(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     last = next((frame for frame in reversed(frames) if f"{os.sep}torch{os.sep}" not in frame.filename), frames[-1])
     return f"{type(error).__name__}: {text} ({Path(last.filename).name}, line {last.lineno})"
+
+
+def conditions(config: CompareConfig, command: str) -> dict[str, Any]:
+    """Return the fields of a :class:`Summary` that this process and moment decide.
+
+    ``command`` is the command line, or what :func:`called` returns.
+    """
+    device = torch.device(config.device)
+    return {
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "threads": torch.get_num_threads(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+    }
+
+
+def called(config: CompareConfig) -> str:
+    """Return the Python call of a comparison that no command line asked for, with what differs from the defaults."""
+    given = []
+    for field in fields(config):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if (value := getattr(config, field.name)) != default:
+            given.append(f"{field.name}={value!r}")
+    return f"compare(CompareConfig({', '.join(given)}), console)"

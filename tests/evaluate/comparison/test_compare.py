@@ -25,7 +25,7 @@ from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.compare import compare
 from ag.evaluate.comparison.folder import Folder
 from ag.evaluate.comparison.progress import Progressing
-from ag.evaluate.comparison.tables import printed
+from ag.evaluate.comparison.tables import counted, printed
 from ag.evaluate.tasks import Outcome
 from ag.gates import export
 from ag.gates.calibration import Calibration
@@ -328,13 +328,13 @@ def test_n_samples_are_the_first_n_that_can_be_run(config, quiet, capsys, tiny_f
     assert {(result.summary.n, result.summary.too_short) for result in comparison.results} == {(6, 0)}
     comparison = compare(config(samples=7), quiet)
     assert {(result.summary.n, result.summary.too_short) for result in comparison.results} == {(6, 1)}
-    counted = "6 documents, left out: 1 too short"
-    assert comparison.counted("ppl") == counted
+    said = "6 documents, left out: 1 too short"
+    assert counted(comparison, "ppl") == said
     for page in ("table.md", "report.html"):
         text = (comparison.folder / page).read_text()
-        assert counted in text and text.count("1 too short") == 6  # and in each of the five rows
+        assert said in text and text.count("1 too short") == 6  # and in each of the five rows
     assert main([*words(config()), "policies=[full]", "samples=7"]) == 0
-    assert f"ppl: {counted}" in capsys.readouterr().out.splitlines()
+    assert f"ppl: {said}" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.slow
@@ -394,7 +394,7 @@ def test_one_export_at_several_shares_under_labels(config, quiet, tiny_llama, tm
         return config(policies=["full", *(f"{n}={path}" for n in names)], policy_options=options, **others)
 
     comparison = compare(labelled("g90", "g10"), quiet)
-    assert comparison.labels == comparison.names == ["full", "g90", "g10"]
+    assert comparison.labels == [*comparison.named] == ["full", "g90", "g10"]
     kept = []
     for result, share in zip(comparison.results[1:], (0.9, 0.1), strict=True):
         alone = config(policies=["full", path], policy_options={path: {"share": share}}, output=str(tmp_path / "alone"))
@@ -569,7 +569,7 @@ def test_nats_of_right_answers(config, quiet, question):
     assert full.paired_nats is None
     assert h2o.paired_nats.difference == pytest.approx(h2o.summary.nats - full.summary.nats)
     assert h2o.paired_nats.n == 2
-    assert comparison.counted("needle_single") == f"2 haystacks, left out: 0; question {question} eviction"
+    assert counted(comparison, "needle_single") == f"2 haystacks, left out: 0; question {question} eviction"
     remark = "not informative for this model: exact match 0.0000 with the full cache"
     assert comparison.uninformative("needle_single") == remark
     for file in ("report.html", "table.md"):
