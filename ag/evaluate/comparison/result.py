@@ -185,14 +185,6 @@ class Comparison:
         return {(result.summary.task, result.budget): result for result in reversed(same)}
 
 
-def _grouped(results: Sequence[Result], by: Callable[[Result], str]) -> dict[str, list[Result]]:
-    """Return the results by a name, in their order."""
-    found: dict[str, list[Result]] = {}
-    for result in results:
-        found.setdefault(by(result), []).append(result)
-    return found
-
-
 def pair(result: Result, other: Result, tag: str = "") -> Paired | None:
     """Compare the scores of two results, or a tag of their samples such as ``nats``; None where they share none."""
     mine, theirs = result.values(tag), other.values(tag)
@@ -201,20 +193,6 @@ def pair(result: Result, other: Result, tag: str = "") -> Paired | None:
         return None
     parts = None if tag else _blocks(result, other)
     return compare([mine[sample] for sample in both], [theirs[sample] for sample in both], parts)
-
-
-def _blocks(one: Result, other: Result) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
-    """Return for each sample that both have the differences of its blocks and their tokens; None without blocks."""
-    theirs = {outcome.sample: outcome for outcome in other.outcomes}
-    found = []
-    for outcome in one.outcomes:
-        if outcome.sample in theirs:
-            mine, same = outcome.blocks, theirs[outcome.sample].blocks
-            if not mine or mine.keys() != same.keys():
-                return None
-            differences = np.array([nats - same[start] for start, nats in mine.items()])
-            found.append((differences, np.diff([*mine, outcome.tokens]).astype(np.float64)))
-    return found
 
 
 def by_position(result: Result, base: Result | None = None, what: str = "") -> dict[int, tuple[float, float | None]]:
@@ -250,10 +228,11 @@ def part_names(results: Sequence[Result]) -> dict[str, list[str]]:
 
 
 def at_budget(results: Sequence[Result], budget: str) -> list[Result]:
-    """Return those results of a task that evict and may be compared at a budget; empty: those that were told none.
+    """Return those results of a task that evict and may be compared at a budget.
 
     The one that holds least of those that were told this budget sets the share: others may protect more than it. What
-    was told no budget (flags) takes part where it holds as much by itself.
+    was told no budget (flags) takes part where it holds as much by itself. An empty budget means all
+    that were told none.
     """
     evicting, least = _evicting(results, budget)
     return [result for result in evicting if not budget or (least is not None and hold_alike(result, least))]
@@ -272,20 +251,6 @@ def apart(comparison: Comparison) -> list[str]:
             if one.paired is None and base is not None and not may_pair(one, base):
                 found.append((task, one, base))
     return list(dict.fromkeys(f"{task}: {_differing(one, other)}" for task, one, other in found))
-
-
-def _evicting(results: Sequence[Result], budget: str) -> tuple[list[Result], Result | None]:
-    """Return what evicts under a budget or none, and which of those that were told the budget holds least."""
-    found = [one for one in results if one.shares is not None and one.evicts and one.budget in ("", budget)]
-    return found, min((one for one in found if one.budget == budget), key=lambda one: one.shares or (), default=None)
-
-
-def _differing(result: Result, other: Result) -> str:
-    """Say what a result holds, and another one that holds another share."""
-    assert result.shares is not None and other.shares is not None
-    which = 0 if not agree(result.shares[0], other.shares[0]) else 1
-    of = ("", " of a prompt on average")[which]
-    return f"{result.name} holds {100 * result.shares[which]:.1f} %{of}, {other.name} {100 * other.shares[which]:.1f} %"
 
 
 def may_pair(one: Result, other: Result) -> bool:
@@ -337,3 +302,39 @@ def percent(share: float) -> str:
 
 def _number(share: float) -> str:
     return f"{100 * share:.{0 if share >= 0.0995 else 1}f}"
+
+
+def _evicting(results: Sequence[Result], budget: str) -> tuple[list[Result], Result | None]:
+    """Return what evicts under a budget or none, and which of those that were told the budget holds least."""
+    found = [one for one in results if one.shares is not None and one.evicts and one.budget in ("", budget)]
+    return found, min((one for one in found if one.budget == budget), key=lambda one: one.shares or (), default=None)
+
+
+def _differing(result: Result, other: Result) -> str:
+    """Say what a result holds, and another one that holds another share."""
+    assert result.shares is not None and other.shares is not None
+    which = 0 if not agree(result.shares[0], other.shares[0]) else 1
+    of = ("", " of a prompt on average")[which]
+    return f"{result.name} holds {100 * result.shares[which]:.1f} %{of}, {other.name} {100 * other.shares[which]:.1f} %"
+
+
+def _blocks(one: Result, other: Result) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
+    """Return for each sample that both have the differences of its blocks and their tokens; None without blocks."""
+    theirs = {outcome.sample: outcome for outcome in other.outcomes}
+    found = []
+    for outcome in one.outcomes:
+        if outcome.sample in theirs:
+            mine, same = outcome.blocks, theirs[outcome.sample].blocks
+            if not mine or mine.keys() != same.keys():
+                return None
+            differences = np.array([nats - same[start] for start, nats in mine.items()])
+            found.append((differences, np.diff([*mine, outcome.tokens]).astype(np.float64)))
+    return found
+
+
+def _grouped(results: Sequence[Result], by: Callable[[Result], str]) -> dict[str, list[Result]]:
+    """Return the results by a name, in their order."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        found.setdefault(by(result), []).append(result)
+    return found

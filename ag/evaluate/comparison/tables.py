@@ -118,46 +118,11 @@ def markdown(comparison: Comparison) -> str:
     return "\n".join([*parts, ""])
 
 
-def _markdown(table: Table) -> str:
-    def one(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |\n"
-
-    rule = "|---|" + "---:|" * (len(table.head) - 1) + "\n"
-    lines = [one([cell.text for cell in cells]) for cells in table.lines]
-    return one([column.name for column in table.head]) + rule + "".join(lines)
-
-
 def printed(comparison: Comparison, width: int) -> Printed:
     """Return the table that the command prints, without standard errors where so many columns have no room for them."""
     whole = _printed(comparison, errors=True)
     wide = Console(width=10 * width)
     return whole if wide.measure(whole).maximum <= width else _printed(comparison, errors=False)
-
-
-def _printed(comparison: Comparison, errors: bool) -> Printed:
-    over = any(result.summary.over_budget for result in comparison.results)
-    table = Printed(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-        caption=f"* {OVER}: there are {OVER_NOTE}" if over else None,
-    )
-    for column in ("task", "policy"):
-        table.add_column(column, overflow="fold")
-    nats = ["nats"] if any(result.nats is not None for result in comparison.results) else []
-    for column in ("kept", "score", f"to {comparison.baseline}", "p", *nats):
-        table.add_column(column, justify="right", no_wrap=True)
-    for result in comparison.results:
-        cells = {column: cell.text for column, cell in line(result).items()}
-        difference = cells["difference"].partition(" ")[0]
-        kept = f"{'*' if result.summary.over_budget else ''}{cells['kept']}"  # little room: table.md says how many
-        # the command says in a line of its own why there is none
-        score = cells["score"] if result.summary.problem is None else "none"
-        with_errors = [score, *(cells[column] for column in nats)]
-        score, *more = with_errors if errors else [text.partition(" ")[0] for text in with_errors]
-        shown = (kept, score, difference, cells["p"], *more)
-        table.add_row(result.summary.task, result.name, *shown)
-    return table
 
 
 def leaderboard(comparison: Comparison) -> Table:
@@ -187,15 +152,6 @@ def leaderboard(comparison: Comparison) -> Table:
     remarks = [comparison.uninformative(task) for task in summaries]
     foot = [Cell(text) for text in ("full cache", *remarks, *("" for _ in averaged))] if any(remarks) else []
     return Table(head, lines, foot)
-
-
-def _average(means: Sequence[float | None]) -> Cell:
-    """Return the mean over tasks, where each has one."""
-    known = [mean for mean in means if mean is not None]
-    if not known or len(known) < len(means):
-        return Cell("none")
-    mean = sum(known) / len(known)
-    return Cell(f"{mean:.4f}", mean)
 
 
 def section(comparison: Comparison, task: str, *columns: str) -> Section:
@@ -307,22 +263,6 @@ def by_part(comparison: Comparison, task: str) -> dict[str, Table]:
     return found
 
 
-def _mean(mean: float, error: float | None) -> str:
-    return f"{mean:.4f}" + ("" if error is None else f" ± {error:.4f}")
-
-
-def _difference(paired: Paired) -> Cell:
-    return Cell(_interval(paired, 4), paired.difference)
-
-
-def _interval(paired: Paired, digits: int) -> str:
-    return "{:+.{d}f} [{:+.{d}f}, {:+.{d}f}]".format(paired.difference, paired.low, paired.high, d=digits)
-
-
-def _p(p: float) -> str:
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
 def counted(comparison: Comparison, task: str) -> str:
     """Say how many samples of a task were run, in its unit, how many were left out and why, and when was asked.
 
@@ -369,6 +309,41 @@ def prompts(summaries: Sequence[Summary]) -> str:
     return f"prompts: {summary.prompt_mean:g} tokens{spread}; options: {options or 'none'}"
 
 
+def _markdown(table: Table) -> str:
+    def one(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |\n"
+
+    rule = "|---|" + "---:|" * (len(table.head) - 1) + "\n"
+    lines = [one([cell.text for cell in cells]) for cells in table.lines]
+    return one([column.name for column in table.head]) + rule + "".join(lines)
+
+
+def _printed(comparison: Comparison, errors: bool) -> Printed:
+    over = any(result.summary.over_budget for result in comparison.results)
+    table = Printed(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        caption=f"* {OVER}: there are {OVER_NOTE}" if over else None,
+    )
+    for column in ("task", "policy"):
+        table.add_column(column, overflow="fold")
+    nats = ["nats"] if any(result.nats is not None for result in comparison.results) else []
+    for column in ("kept", "score", f"to {comparison.baseline}", "p", *nats):
+        table.add_column(column, justify="right", no_wrap=True)
+    for result in comparison.results:
+        cells = {column: cell.text for column, cell in line(result).items()}
+        difference = cells["difference"].partition(" ")[0]
+        kept = f"{'*' if result.summary.over_budget else ''}{cells['kept']}"  # little room: table.md says how many
+        # the command says in a line of its own why there is none
+        score = cells["score"] if result.summary.problem is None else "none"
+        with_errors = [score, *(cells[column] for column in nats)]
+        score, *more = with_errors if errors else [text.partition(" ")[0] for text in with_errors]
+        shown = (kept, score, difference, cells["p"], *more)
+        table.add_row(result.summary.task, result.name, *shown)
+    return table
+
+
 def _weights(summary: Summary) -> str:
     parts = [summary.model, summary.dtype or f"dtype {UNKNOWN}", summary.quantization or "none"]
     return ", ".join(parts).removesuffix(", none")
@@ -389,3 +364,28 @@ def _counted(texts: Sequence[str]) -> list[str]:
 
 def _plain(value: Any) -> str:
     return f"[{','.join(map(_plain, value))}]" if isinstance(value, list) else str(value)
+
+
+def _average(means: Sequence[float | None]) -> Cell:
+    """Return the mean over tasks, where each has one."""
+    known = [mean for mean in means if mean is not None]
+    if not known or len(known) < len(means):
+        return Cell("none")
+    mean = sum(known) / len(known)
+    return Cell(f"{mean:.4f}", mean)
+
+
+def _mean(mean: float, error: float | None) -> str:
+    return f"{mean:.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def _difference(paired: Paired) -> Cell:
+    return Cell(_interval(paired, 4), paired.difference)
+
+
+def _interval(paired: Paired, digits: int) -> str:
+    return "{:+.{d}f} [{:+.{d}f}, {:+.{d}f}]".format(paired.difference, paired.low, paired.high, d=digits)
+
+
+def _p(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
