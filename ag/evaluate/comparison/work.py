@@ -24,7 +24,7 @@ from ag.errors import UserError
 from ag.evaluate.comparison.cells import Cell
 from ag.evaluate.comparison.folder import Ended, Folder
 from ag.evaluate.comparison.progress import Progressing
-from ag.evaluate.inside import record
+from ag.evaluate.inside import View, record
 from ag.evaluate.tasks import Loaded, Outcome, Sample, Task
 from ag.gates import export
 from ag.hardware import cpu_name
@@ -90,7 +90,8 @@ def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress:
         for unit, ended in cluster.share(units, make, room):
             if isinstance(ended, cluster.Lost):
                 why = f"{ended.times} workers ended while they worked on it: {ended.why}"
-                ended = [Ended(cell.failed(why, Loaded([]), "", conditions(config, command)), [], []) for cell in unit]
+                where = conditions(config, command)
+                ended = [Ended(cell.summary([], Loaded([]), "", where, why), [], []) for cell in unit]
             yield from ended
 
 
@@ -143,7 +144,7 @@ class Worker:
         except UserError:
             raise
         except Exception as error:  # a task of a plugin may raise anything
-            yield from self._failed(cells, _problem(error))
+            yield from [self._ended(cell, problem=_problem(error)) for cell in cells]
             return
         done: list[list[Outcome]] = [[] for _ in cells]
         ended = self._attempt(cells, done)
@@ -153,7 +154,7 @@ class Worker:
         torch.cuda.empty_cache()  # the error, whose traceback held tensors, is gone
         for cell, outcomes in zip(cells, done, strict=True):
             alone = ended if len(cells) == 1 else self._attempt([cell], [outcomes])
-            yield from self._failed([cell], alone) if isinstance(alone, str) else alone
+            yield from [self._ended(cell, problem=alone)] if isinstance(alone, str) else alone
 
     def _load(self, task: Task) -> None:
         if task != self.task:
@@ -172,7 +173,6 @@ class Worker:
         try:
             return self._run(cells, done)
         except Exception as error:  # a part of a plugin may raise anything
-            self.progress.forget()
             return _problem(error)
 
     def _run(self, cells: Sequence[Cell], done: list[list[Outcome]]) -> list[Ended]:
@@ -198,25 +198,22 @@ class Worker:
             self.progress.outcome()
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
-        found = [
-            Ended(cell.summary(outcomes, self.loaded, *self._where(cell)), outcomes, seen)
-            for cell, outcomes, seen in zip(touched, mine, views, strict=True)
-        ]
-        return found + [ended for cell in refused for ended in self._failed([cell], cell.refusal())]
+        found = [self._ended(cell, had, seen) for cell, had, seen in zip(touched, mine, views, strict=True)]
+        return found + [self._ended(cell, problem=cell.refusal()) for cell in refused]
 
-    def _where(self, cell: Cell) -> tuple[str, dict[str, Any]]:
+    def _ended(
+        self, cell: Cell, outcomes: Sequence[Outcome] = (), views: Sequence[View] = (), problem: str | None = None
+    ) -> Ended:
+        """Return what came out of a cell; see :meth:`Cell.summary`."""
         try:
             prefill = self._prefill(cell)
         except Exception:  # that may be why a cell has no result
             prefill = ""
-        return prefill, conditions(self.config, self.command)
+        where = conditions(self.config, self.command)
+        return Ended(cell.summary(outcomes, self.loaded, prefill, where, problem), [*outcomes], [*views])
 
     def _prefill(self, cell: Cell) -> str:
         return EvictionCache(self.model, cell.policy).prompt_sees
-
-    def _failed(self, cells: Sequence[Cell], problem: str) -> list[Ended]:
-        """Return the rows of cells that have no result."""
-        return [Ended(cell.failed(problem, self.loaded, *self._where(cell)), [], []) for cell in cells]
 
 
 def _first(done: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:
