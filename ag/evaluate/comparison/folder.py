@@ -160,8 +160,8 @@ class Folder:
             ) from None
 
     def _skip(self, number: int, why: Exception) -> None:
-        reason = f"{self.path / ROWS}: line {number} is skipped and its cell runs again: {why}"
-        warnings.warn(reason, DamagedRowWarning, stacklevel=3)
+        what = f"line {number} is skipped, and its cell runs again unless a later line has it"
+        warnings.warn(f"{self.path / ROWS}: {what}: {why}", DamagedRowWarning, stacklevel=3)
 
     def _outcomes(self, summary: Summary) -> list[Outcome]:
         """Return what became of each sample of a cell.

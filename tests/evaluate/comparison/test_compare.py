@@ -189,7 +189,7 @@ def test_a_killed_run_resumes_to_the_same_results(config, quiet, finished):
     path.write_text("\n".join(whole))
     assert lines(output) == lines(finished)
     assert tables(output) == tables(finished)
-    assert "line 3 is skipped and its cell runs again" in quiet.file.getvalue()
+    assert "line 3 is skipped, and its cell runs again" in quiet.file.getvalue()
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_what_is_damaged_is_named_and_runs_again(config, quiet, done):
     assert written[:9] == [*rows[:4], *damage]
     path.write_bytes(b"\n".join([written[0], *written[9:]]))
     assert lines(config().output) == before
-    named = re.findall("line ([0-9]+) is skipped and its cell runs again", quiet.file.getvalue())
+    named = re.findall("line ([0-9]+) is skipped, and its cell runs again", quiet.file.getvalue())
     assert sorted(map(int, named)) == [2, 3, 4, 5, 6, 7, 8, 9]
     scores = [[json.loads(line)["score"] for line in text.splitlines()] for text in (gone.read_text(), whole)]
     assert scores[0] == scores[1]

@@ -56,7 +56,7 @@ def test_samples_that_are_damaged_take_their_cell_alone(tmp_path, samples):
         results.append(Ended(summary, [OUTCOME], []))
     file = tmp_path / "samples" / f"{SUMMARY.key}.jsonl"
     file.unlink() if samples is None else file.write_text(samples)
-    with pytest.warns(DamagedRowWarning, match="line 1 is skipped and its cell runs again"):
+    with pytest.warns(DamagedRowWarning, match="line 1 is skipped, and its cell runs again"):
         assert results.read() == {"f": (other, [OUTCOME], [])}
     results.append(Ended(SUMMARY, [OUTCOME], []))
     assert results.read().keys() == {"f", SUMMARY.key}
