@@ -19,7 +19,7 @@ from ag.engine import EvictionCache, Policy, policy
 from ag.engine.spec import named, parse_budget
 from ag.errors import UserError
 from ag.evaluate import inside, inside_plots, tasks
-from ag.evaluate.comparison.views import View, record
+from ag.evaluate.inside import View, record
 from ag.evaluate.tasks import Sample
 from ag.gates import export
 from ag.gates.figures import keep_pattern

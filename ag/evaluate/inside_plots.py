@@ -12,9 +12,8 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison.charts import short
-from ag.evaluate.comparison.drawing import COLOURS
-from ag.evaluate.comparison.shares import percent
+from ag.evaluate.comparison.charts import COLOURS, short
+from ag.evaluate.comparison.result import percent
 from ag.gates.figures import DPI
 
 Array = NDArray[np.floating]

@@ -24,7 +24,7 @@ from ag.errors import UserError
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.compare import compare, log
 from ag.evaluate.comparison.result import Result
-from ag.evaluate.comparison.tables import OVER, OVER_NOTE
+from ag.evaluate.comparison.tables import OVER, OVER_NOTE, counted
 
 TASK = "responses"
 
@@ -54,7 +54,7 @@ def run(asked: Invocation[EvaluateConfig]) -> int:
     text = json.dumps({name: figures(result) for name, result in results.items()}, indent=2)
     asked.config.file.write_text(text, encoding="utf-8")
     if results:
-        console.print(table(results, comparison.counted(TASK)))
+        console.print(table(results, counted(comparison, TASK)))
         console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
     if preset.trained is not None and "wandb" in preset.trained.logger:
         log(comparison, Path(str(asked.config.run)), preset.trained.recipe, preset.trained.wandb)

@@ -71,13 +71,13 @@ def config(settings: Callable[..., CompareConfig], tmp_path: Path) -> Callable[.
 def lines(output: Path | str) -> list[dict[str, Any]]:
     """The rows of results.jsonl without what may differ between runs."""
     rows = [json.loads(line) for line in (Path(output) / "results.jsonl").read_text().splitlines()]
-    own = ("seconds", "date", "command", "checksum")
+    own = ("seconds", "date", "command")
     return [{name: value for name, value in row.items() if name not in own} for row in rows]
 
 
 def without_charts(patch: pytest.MonkeyPatch) -> None:
     """Draw none: they take most of the time, and test_report draws them."""
-    patch.setattr("ag.evaluate.comparison.drawing.draw", lambda comparison: [])
+    patch.setattr("ag.evaluate.comparison.charts.draw", lambda comparison: {})
     patch.setattr("ag.evaluate.comparison.page.svg", lambda chart: "")
     patch.setattr("ag.evaluate.comparison.page.legend_mark", lambda look: "")
 

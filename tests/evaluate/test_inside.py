@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import ag
-from ag.evaluate.comparison.views import kept_flags
-from ag.evaluate.inside import Reading, attention_map, gate_map, layer_statistics, output_errors
+from ag.evaluate.inside import Reading, attention_map, gate_map, kept_flags, layer_statistics, output_errors
 from tests.support.bounded import Bounded
 from tests.support.bounds import conditioned, hold, of_pass, of_weights
 from tests.support.gates_for import gates_for

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.folder import Summary
-from ag.evaluate.comparison.result import Result
+from ag.evaluate.comparison.result import Comparison, Result
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import Tags
 

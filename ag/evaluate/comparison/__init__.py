@@ -1,1 +1,1 @@
-"""Policies over tasks: cells, the work on them, their results, and what they say."""
+"""Policies over tasks. To read in this order: compare, cells, work, folder, result, verdict, tables, charts, page."""

@@ -63,57 +63,62 @@ class Cell:
         )
 
     def summary(
-        self, outcomes: Sequence[Outcome], loaded: Loaded, prefill: str, conditions: Mapping[str, Any]
+        self,
+        outcomes: Sequence[Outcome],
+        loaded: Loaded,
+        prefill: str,
+        conditions: Mapping[str, Any],
+        problem: str | None = None,
     ) -> Summary:
-        """Make the summary of the outcomes of its samples; ``conditions`` are further fields of :class:`Summary`."""
-        mean, error = mean_and_error([outcome.score for outcome in outcomes])
+        """Make its row.
+
+        Args:
+            outcomes: what became of its samples.
+            loaded: the task's samples, and how many were left out.
+            prefill: see :class:`Summary`.
+            conditions: further fields of :class:`Summary`.
+            problem: why there is no result. None means that there is one.
+        """
+        mean, error = mean_and_error([outcome.score for outcome in outcomes]) if outcomes else (None, None)
         tokens = sum(outcome.tokens for outcome in outcomes)
+        kept = sum(outcome.kept * outcome.tokens for outcome in outcomes) / tokens if tokens else 1.0
+        lengths = [self.task.length(sample) for sample in loaded.samples]
+        options = {k: v for k, v in asdict(self.task).items() if k not in ("name", "root") and v is not None}
         return Summary(
-            **self._start(loaded, prefill, conditions),
-            kept=sum(outcome.kept * outcome.tokens for outcome in outcomes) / tokens if tokens else 1.0,
+            key=self.key,
+            policy=repr(self.policy),
+            label=self.label,
+            budget=self.policy.budget,
+            kept=kept if problem is None else None,
+            task=self.task.name,
+            metric=self.task.metric,
+            higher_is_better=self.task.higher_is_better,
             mean=mean,
             error=error,
             n=len(outcomes),
+            too_long=loaded.too_long,
+            too_short=loaded.too_short,
             cut=sum(bool(outcome.tags.get("cut")) for outcome in outcomes),
-            seconds=sum(outcome.seconds for outcome in outcomes),
-            kv_bytes=sum(outcome.kv_bytes for outcome in outcomes) / len(outcomes),
+            seconds=sum((outcome.seconds for outcome in outcomes), 0.0),
+            kv_bytes=sum(outcome.kv_bytes for outcome in outcomes) / max(1, len(outcomes)),
+            prefill=prefill,
+            model=self.model,
+            versions=VERSIONS,
+            problem=problem,
+            question=getattr(self.task, "question", None),
             nats=tag_mean(outcomes, "nats"),
             hits=tag_mean(outcomes, "hits"),
             kl=tag_mean(outcomes, "kl"),
             same_top1=tag_mean(outcomes, "same_top1"),
-            floor=self.task.floor(loaded.samples),
-            over_budget=sum(outcome.over_budget for outcome in outcomes),
-        )
-
-    def failed(self, problem: str, loaded: Loaded, prefill: str, conditions: Mapping[str, Any]) -> Summary:
-        """Make the summary of a cell that has no result; see :meth:`summary`."""
-        nothing: dict[str, Any] = {"kept": None, "mean": None, "error": None, "n": 0, "seconds": 0.0, "kv_bytes": 0.0}
-        return Summary(**self._start(loaded, prefill, conditions), **nothing, cut=0, problem=problem)
-
-    def _start(self, loaded: Loaded, prefill: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
-        lengths = [self.task.length(sample) for sample in loaded.samples]
-        options = {k: v for k, v in asdict(self.task).items() if k not in ("name", "root") and v is not None}
-        return {
-            "key": self.key,
-            "policy": repr(self.policy),
-            "label": self.label,
-            "budget": self.policy.budget,
-            "task": self.task.name,
-            "metric": self.task.metric,
-            "higher_is_better": self.task.higher_is_better,
-            "prefill": prefill,
-            "model": self.model,
-            "question": getattr(self.task, "question", None),
-            "versions": VERSIONS,
-            "too_long": loaded.too_long,
-            "too_short": loaded.too_short,
-            "untouched": self.untouched(loaded.samples, prefill),
-            "prompt_mean": fmean(lengths) if lengths else None,
-            "prompt_min": min(lengths, default=None),
-            "prompt_max": max(lengths, default=None),
-            "task_options": json.loads(json.dumps(options, default=str)),
+            floor=self.task.floor(loaded.samples) if problem is None else None,
+            over_budget=sum(outcome.over_budget for outcome in outcomes) if problem is None else None,
+            untouched=self.untouched(loaded.samples, prefill),
+            prompt_mean=fmean(lengths) if lengths else None,
+            prompt_min=min(lengths, default=None),
+            prompt_max=max(lengths, default=None),
+            task_options=json.loads(json.dumps(options, default=str)),
             **conditions,
-        }
+        )
 
 
 def list_cells(config: CompareConfig) -> list[Cell]:

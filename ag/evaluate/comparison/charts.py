@@ -1,24 +1,55 @@
-"""What the charts of a comparison show, for the page and for the files: lines of points with what each of them says."""
+"""The charts of a comparison: lines of points, each with what it says, drawn as SVG for the page and as PNG files."""
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.markers import MarkerStyle
+from matplotlib.patches import PathPatch
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.folder import tag_values
-from ag.evaluate.comparison.result import Result, by_position, pair, part_names
-from ag.evaluate.comparison.shares import held, shown
+from ag.evaluate.comparison.result import Comparison, Result, by_position, held, pair, part_names, shown
 from ag.evaluate.comparison.statistics import bootstrap
+from ag.gates.figures import DPI
 
 SEVERAL = 2  # kept shares that make a curve
 KEPT = "kept share of the prompt"
 BYTES = "KV bytes of the full cache's"
 MIX = "best mix"  # of tokens and bits
 LONGEST = 36  # characters of a name
+FILES = Path(__file__).parent / "page_files"
+LIGHT, _, _ = (FILES / "page.css").read_text(encoding="utf-8").partition("@media")
+#: Hex colours of charts by their names in the style sheet, as the page has them in the light, and files always.
+THEME: dict[str, str] = dict(re.findall(r"--(soft|line|gates|c\d): (#\w{6})", LIGHT))
+COLOURS = tuple(colour for name, colour in THEME.items() if re.fullmatch(r"c\d", name))
+MARKERS = "osD^vP*"  # as many as share no factor with the colours
+SMALL = 0.01  # nats, below which the scale of differences is linear
+PAGE = (3.8, 2.5)  # inches; a page scales them
+TIP = "point: "  # begins the id of a point, which becomes its title
+STYLE: Any = {
+    "axes.edgecolor": THEME["soft"],
+    "axes.facecolor": "none",
+    "axes.labelcolor": THEME["soft"],
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 8.0,
+    "grid.color": THEME["line"],
+    "svg.fonttype": "none",
+    "text.color": THEME["soft"],
+    "text.parse_math": False,  # a $ in a name is one
+    "xtick.color": THEME["soft"],
+    "ytick.color": THEME["soft"],
+}
 
 
 class Point(NamedTuple):
@@ -70,9 +101,54 @@ class Chart:
         return f"{self.title}: {self.y_label} by {self.x_label}. {points}"
 
 
-def short(name: str) -> str:
-    """Leave out the middle of a long name, such as that of gates in a deep folder."""
-    return name if len(name) <= LONGEST else f"{name[:9]}…{name[10 - LONGEST :]}"
+@matplotlib.rc_context(STYLE)
+def save(comparison: Comparison) -> None:
+    """Write all plots there are results for as PNG files."""
+    for name, figure in draw(comparison).items():
+        figure.savefig(comparison.folder / f"{name}.png")
+
+
+def draw(comparison: Comparison) -> dict[str, Figure]:
+    """Return all plots by the names of their files, without the ending."""
+    figures = {name: panels(drawn) for name, drawn in every(comparison).items()}
+    for task in comparison.tasks:
+        results = [result for result in comparison.of_task(task) if result.outcomes]
+        if any("depth" in outcome.tags for result in results for outcome in result.outcomes):
+            figures[f"depths_{task}"] = depths(task, results)
+    return figures
+
+
+def every(comparison: Comparison) -> dict[str, list[Chart]]:
+    """Return all charts that there are results for, by the file that shows them."""
+    found = {"lead": leading(comparison)}
+    for task in comparison.tasks:
+        found[f"quality_{task}"] = quality(comparison, task)
+        found[f"nats_{task}"] = quality(comparison, task, "nats")
+        found[f"bytes_{task}"] = over_bytes(comparison, task)
+        found[f"positions_{task}"] = along(comparison, task)
+        for what, names in part_names(comparison.of_task(task)).items():
+            if all(name.isdigit() for name in names):
+                found[f"{what}s_{task}"] = along(comparison, task, what)
+    return {name: drawn for name, drawn in found.items() if drawn}
+
+
+@matplotlib.rc_context(STYLE)
+def svg(chart: Chart) -> Markup:
+    """Draw a chart for the page, with its colours by name, its text as text, and all that it shows as its title."""
+    figure = Figure(figsize=PAGE, layout="constrained")
+    lines_over(figure.subplots(), chart)
+    return _inline(figure, Markup('class="chart" role="img"'), Markup("<title>{}</title>").format(chart.text))
+
+
+def legend_mark(look: Look) -> Markup:
+    """Draw the mark of a policy alone, as a path without an id, since a page has several legends."""
+    figure = Figure(figsize=(0.2, 0.2))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-0.7, 0.7), ylim=(-0.7, 0.7))
+    axes.set_axis_off()
+    style = MarkerStyle(MARKERS[look.number % len(MARKERS)])
+    path = style.get_path().transformed(style.get_transform())
+    axes.add_patch(PathPatch(path, color=colour(look), clip_on=False))
+    return _inline(figure, Markup('class="mark" aria-hidden="true"'))
 
 
 def looks(comparison: Comparison) -> dict[str, Look]:
@@ -86,20 +162,6 @@ def looks(comparison: Comparison) -> dict[str, Look]:
     return found
 
 
-def every(comparison: Comparison) -> dict[str, list[Chart]]:
-    """Return all charts that there are results for, by the file that shows them."""
-    found = {"lead": leading(comparison)}
-    for task in comparison.tasks:
-        found[f"quality_{task}"] = quality(comparison, task)
-        found[f"nats_{task}"] = quality(comparison, task, nats=True)
-        found[f"bytes_{task}"] = over_bytes(comparison, task)
-        found[f"positions_{task}"] = along(comparison, task)
-        for what, names in part_names(comparison.of_task(task)).items():
-            if all(name.isdigit() for name in names):
-                found[f"{what}s_{task}"] = along(comparison, task, what)
-    return {name: drawn for name, drawn in found.items() if drawn}
-
-
 def leading(comparison: Comparison) -> list[Chart]:
     """Return nats over the full cache by kept share: of the first task that asks after eviction, and of the first text.
 
@@ -107,16 +169,12 @@ def leading(comparison: Comparison) -> list[Chart]:
     Intervals are those of 95 % of the paired difference; without a result of the full cache these are the nats alone.
     """
     found = []
-    kinds: tuple[tuple[str, Callable[[Result], bool]], ...] = (
-        ("question after eviction", _is_asked_after),
-        ("continuation", _continues),
-    )
-    for what, belongs in kinds:
+    for what, belongs in (("question after eviction", _is_asked_after), ("continuation", _continues)):
         for task in comparison.tasks:
             results = [result for result in comparison.of_task(task) if result.outcomes]
             shares = {result.summary.kept for result in results if result.evicts and belongs(result)}
             if len(shares) >= SEVERAL and not comparison.uninformative(task):
-                found.append(_over_full(comparison, f"{what}: {task}", results, nats=belongs is _is_asked_after))
+                found.append(_over_full(comparison, f"{what}: {task}", results))
                 break
     return found
 
@@ -136,10 +194,9 @@ def over_bytes(comparison: Comparison, task: str) -> list[Chart]:
     """
     results = [result for result in comparison.of_task(task) if result.outcomes]
     whole = [result.summary.kv_bytes for result in results if not result.evicts]
-    nats = any(_is_asked_after(result) for result in results)
-    if len(set(whole)) < SEVERAL or not (nats or any(_continues(result) for result in results)):
+    if len(set(whole)) < SEVERAL or not any(_is_asked_after(result) or _continues(result) for result in results):
         return []
-    chart = _over_full(comparison, task, results, nats, over=BYTES)
+    chart = _over_full(comparison, task, results, over=BYTES)
     best: list[Point] = []
     for point in sorted(point for line in chart.lines for point in line.points):
         if not best or point.y < best[-1].y:
@@ -150,15 +207,16 @@ def over_bytes(comparison: Comparison, task: str) -> list[Chart]:
     return [replace(chart, lines=[mix, *chart.lines])]
 
 
-def _over_full(comparison: Comparison, title: str, results: Sequence[Result], nats: bool, over: str = KEPT) -> Chart:
+def _over_full(comparison: Comparison, title: str, results: Sequence[Result], over: str = KEPT) -> Chart:
     full = next((result for result in results if not result.evicts), None)
+    tag = "nats" if any(_is_asked_after(result) for result in results) else ""
 
     def point(result: Result) -> Point | None:
-        if (not result.evicts and (over == KEPT or result is full)) or (measured := result.measure(nats)) is None:
+        if (not result.evicts and (over == KEPT or result is full)) or (measured := result.measure(tag)) is None:
             return None
-        paired = None if full is None else pair(result, full, nats)
+        paired = None if full is None else pair(result, full, tag)
         if paired is None:
-            values = np.array(list((tag_values(result.outcomes, "nats") if nats else result.scores).values()))
+            values = np.array(list(result.values(tag).values()))
             place, form = (float(values.mean()), *bootstrap(values)), ".3f"
         else:
             place, form = (paired.difference, paired.low, paired.high), "+.3f"
@@ -173,20 +231,20 @@ def _over_full(comparison: Comparison, title: str, results: Sequence[Result], na
     return Chart(_titled(title, results), over, y_label, lines, looks(comparison)[full.summary.label] if full else None)
 
 
-def quality(comparison: Comparison, task: str, nats: bool = False) -> list[Chart]:
+def quality(comparison: Comparison, task: str, tag: str = "") -> list[Chart]:
     """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors, if any."""
 
     def point(result: Result) -> Point | None:
-        if (measured := result.measure(nats)) is None:
+        if (measured := result.measure(tag)) is None:
             return None
         kept, mean, error = measured
         return Point(kept, mean, mean - error, mean + error, f"{result.summary.label}: {mean:.4f} at {kept:.1%} kept")
 
     results = comparison.of_task(task)
-    which = "higher" if results[0].summary.higher_is_better and not nats else "lower"
-    metric = "nats per answer token" if nats else results[0].summary.metric
+    which = "higher" if results[0].summary.higher_is_better and not tag else "lower"
+    metric = "nats per answer token" if tag else results[0].summary.metric
     lines = _lines(comparison, results, point)
-    title = f"{task}: nats of the right answer" if nats else task
+    title = f"{task}: nats of the right answer" if tag else task
     return [Chart(_titled(title, results), KEPT, f"{metric} ({which} is better)", lines)] if lines else []
 
 
@@ -234,3 +292,111 @@ def _lines(comparison: Comparison, results: Sequence[Result], point: Callable[[R
 
 def _titled(title: str, results: Sequence[Result]) -> str:
     return f"{title}, {max(result.summary.n for result in results)} samples"
+
+
+def panels(drawn: Sequence[Chart]) -> Figure:
+    """Draw charts beside each other, with one legend for all."""
+    figure, grid = _grid(len(drawn), 3, (4.2, 3.6), beside=2.6)
+    handles: dict[str, Any] = {}
+    for axes, chart in zip(grid, drawn, strict=True):
+        lines_over(axes, chart)
+        axes.set_title(chart.title, fontsize=10)
+        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(handles.values()), list(handles), loc="outside right upper", frameon=False)
+    return figure
+
+
+def lines_over(axes: Axes, chart: Chart) -> None:
+    """Draw a chart; each of its points has what it says as its id."""
+    # over the gates' thicker line, so that both are seen where these are as good
+    level: Any = {"linestyle": "--", "linewidth": 1, "alpha": 0.7, "zorder": 10}
+    if chart.zero is not None:
+        axes.axhline(0, color=colour(chart.zero), **level)
+        axes.set_yscale("symlog", linthresh=SMALL, linscale=0.3)
+    for line in chart.lines:
+        style: dict[str, Any] = {"color": colour(line.look), "zorder": 9 if line.look.gated else 2}
+        if line.level and len(line.points) == 1:
+            axes.axhline(line.points[0].y, **style | level)
+        xs, ys, low, high, _ = zip(*line.points, strict=True)
+        axes.plot(xs, ys, linewidth=2.2 if line.look.gated else 1.2, **style)
+        axes.vlines(xs, low, high, alpha=0.45, **style)
+        for number, point in enumerate(line.points):
+            axes.plot(
+                point.x,
+                point.y,
+                MARKERS[line.look.number % len(MARKERS)],
+                markersize=5,
+                label="_" if number else line.name,
+                gid=TIP + point.text,
+                **style,
+            )
+    axes.set_xlim(left=0)
+    if chart.zero is not None:
+        axes.set_ylim(bottom=min([-SMALL / 2, *(point.low for line in chart.lines for point in line.points)]))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    percent = PercentFormatter(1, decimals=0, symbol=" %")
+    axes.xaxis.set_major_formatter(percent if chart.over_shares else StrMethodFormatter("{x:,.0f}"))
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+
+
+def depths(task: str, results: Sequence[Result]) -> Figure:
+    """Draw the mean score by length and depth of the needle, a panel for each policy."""
+    figure, grid = _grid(len(results), 4, (2.6, 2.0))
+    for axes, result in zip(grid, results, strict=True):
+        scores: dict[tuple[Any, Any], list[float]] = {}
+        for outcome in result.outcomes:
+            if "depth" in outcome.tags and "length" in outcome.tags:
+                scores.setdefault((outcome.tags["depth"], outcome.tags["length"]), []).append(outcome.score)
+        depths, lengths = (sorted({place[which] for place in scores}) for which in (0, 1))
+        means = [[np.mean(scores.get((depth, length), np.nan)) for length in lengths] for depth in depths]
+        axes.imshow(means, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="viridis")
+        axes.set_xticks(range(len(lengths)), list(map(str, lengths)), fontsize=7)
+        axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+        axes.set_title(f"{short(shown(result))}: {result.summary.mean:.2f}", fontsize=8)
+    figure.suptitle(f"{task}: {results[0].summary.metric} by length (tokens) and depth of the needle", fontsize=11)
+    return figure
+
+
+def _inline(figure: Figure, attributes: Markup, title: str = "") -> Markup:
+    """Return a figure as an element of the page: no style sheet or id of its own, colours of the page."""
+    file = io.StringIO()
+    figure.patch.set_visible(False)
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context({"svg.hashsalt": str(title)}):  # of ids, which no other chart may have
+        figure.savefig(file, format="svg", metadata=nothing)
+    found = re.search(r'(?s)<svg[^>]* viewBox="([^"]*)"[^>]*>(.*</svg>)', file.getvalue())
+    assert found is not None
+    body = re.sub(r"(?s)<defs>\s*<style.*?</defs>", "", found[2])
+    body = re.sub(f'<g id="{TIP}([^"]*)">', r"<g><title>\1</title>", body)
+    body = re.sub(r' id="[\w.]+_\d+"|font-family: [^;]*; ', "", body)
+    for name, hexadecimal in THEME.items():
+        body = body.replace(hexadecimal, f"var(--{name})")
+    start = Markup('<svg {} viewBox="{}">{}').format(attributes, found[1], title)
+    return start + Markup(body)  # nosec B704  # matplotlib escapes names
+
+
+def colour(look: Look) -> str:
+    """Return the colour of a policy."""
+    return THEME["gates"] if look.gated else COLOURS[look.number % len(COLOURS)]
+
+
+def short(name: str) -> str:
+    """Leave out the middle of a long name, such as that of gates in a deep folder."""
+    return name if len(name) <= LONGEST else f"{name[:9]}…{name[10 - LONGEST :]}"
+
+
+def _grid(number: int, columns: int, size: tuple[float, float], beside: float = 0.0) -> tuple[Figure, list[Axes]]:
+    """Return a figure with so many axes of a size in inches, and room beside them."""
+    columns = min(columns, number)
+    rows = -(-number // columns)
+    figure = Figure((beside + columns * size[0], rows * size[1]), dpi=DPI, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in grid[number:]:
+        axes.set_visible(False)
+    return figure, list(grid[:number])

@@ -15,12 +15,11 @@ from ag.config.sections import WandbConfig
 from ag.errors import BudgetWarning
 from ag.evaluate.comparison import leaderboard
 from ag.evaluate.comparison.cells import list_cells
-from ag.evaluate.comparison.drawing import save
-from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.folder import CorruptRowWarning, Folder
+from ag.evaluate.comparison.charts import save
+from ag.evaluate.comparison.folder import DamagedRowWarning, Folder
 from ag.evaluate.comparison.page import render
-from ag.evaluate.comparison.shares import APART
-from ag.evaluate.comparison.tables import markdown, printed
+from ag.evaluate.comparison.result import APART, Comparison, apart
+from ag.evaluate.comparison.tables import counted, markdown, printed
 from ag.evaluate.comparison.work import fill
 from ag.training.artifacts import log_report
 
@@ -35,9 +34,9 @@ def run(asked: Invocation[CompareConfig]) -> int:
     console.print(printed(comparison, console.width))
     for task in comparison.tasks:
         remark = comparison.uninformative(task)
-        console.print(f"{task}: {comparison.counted(task)}{remark and f'; {remark}'}", soft_wrap=True)
-    if apart := comparison.apart():
-        console.print(f"{APART} {'; '.join(apart)}", soft_wrap=True)
+        console.print(f"{task}: {counted(comparison, task)}{remark and f'; {remark}'}", soft_wrap=True)
+    if said := apart(comparison):
+        console.print(f"{APART} {'; '.join(said)}", soft_wrap=True)
     console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
     if "wandb" in asked.config.logger:
         log(comparison, comparison.folder, asked.config.recipe, asked.config.wandb)
@@ -61,17 +60,12 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
     cells = list_cells(config)
     folder = Folder(Path(config.output or f"runs/{config.recipe}"))
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CorruptRowWarning)
+        warnings.simplefilter("always", DamagedRowWarning)
         warnings.simplefilter("ignore", BudgetWarning)  # rows say it
-        try:
-            summaries = fill(config, cells, folder, console, command)
-        except KeyboardInterrupt:
-            there = len(folder.summaries().keys() & {cell.key for cell in cells})
-            kept = f"{there} of {len(cells)} cells are in {folder.path}"
-            raise KeyboardInterrupt(f"{kept}; the same command goes on from there") from None
+        found = fill(config, cells, folder, console, command)
     for warning in caught:
         console.print(f"warning: {warning.message}", soft_wrap=True)
-    comparison = Comparison.of(config, cells, summaries, folder)
+    comparison = Comparison.of(config, cells, found, folder.path)
     (folder.path / "config.yaml").write_text(dump(config))
     (folder.path / "table.md").write_text(markdown(comparison), encoding="utf-8")
     save(comparison)

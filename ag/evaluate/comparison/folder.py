@@ -1,39 +1,38 @@
-"""The folder of a comparison: one line a cell, and the scores of its samples beside it.
+"""The folder of a comparison: what came out of its cells, kept so that the next command goes on from there.
 
-- ``results.jsonl``: a summary on each line, appended and synced as its cell ends; of a key the last line counts. Its
-  checksum, which lines of earlier versions lack, is the SHA-256 of the line without it and of the cell's samples;
+- ``results.jsonl``: a summary on each line, appended and synced as its cell ends; of a key the last line counts;
 - ``samples/KEY.jsonl``: the outcome of every sample of the cell, whole before its line is written;
 - ``views/KEY.json``: which tokens of a few prompts stayed;
-- ``lock``: held by the process that writes; the kernel frees it when that dies, however that happens;
-- ``results.corrupt.jsonl``: lines that could not be understood; their cells are computed anew.
+- ``lock``: held by the process that writes; the kernel frees it when that dies, however that happens.
+
+A line that cannot be used, or whose samples cannot be, is named in a warning and skipped; its cell runs again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from filelock import FileLock, Timeout
 
 from ag.config.keys import fits
 from ag.errors import UserError
 from ag.evaluate.comparison.statistics import mean_and_error
-from ag.evaluate.comparison.views import View
+from ag.evaluate.inside import View
 from ag.evaluate.tasks import Outcome
 from ag.files import replacing
 
-ROWS, CORRUPT = "results.jsonl", "results.corrupt.jsonl"
+ROWS = "results.jsonl"
 
 
-class CorruptRowWarning(UserWarning):
-    """A line of the results cannot be used."""
+class DamagedRowWarning(UserWarning):
+    """A line of the results, or the samples of its cell, cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,6 @@ class Summary:
     threads: int | None = None  # that computed on the CPU
     date: str | None = None  # when the line was written, UTC in ISO 8601
     command: str | None = None  # the command line, or the Python call
-    checksum: str | None = field(default=None, compare=False)  # of the rest of the line and of its samples
 
     @property
     def name(self) -> str:
@@ -92,51 +90,12 @@ class Summary:
         return ", ".join(f"{number} {why}" for number, why in counts if number) or "0"
 
 
-HINTS: dict[type[Any], dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Summary, Outcome)}
-# lines of earlier versions lack them; ``problem`` is in all
-LATER = frozenset(one.name for one in fields(Summary) if one.default is None) - {"problem"}
-HINTS[Outcome]["tags"] = dict[str, str | int | float]
+class Ended(NamedTuple):
+    """All that came out of a cell."""
 
-
-def read_line(line: str, kind: type[Any]) -> Any:
-    """Read a :class:`Summary` or an Outcome from a line of JSON.
-
-    Raises:
-        ValueError: saying what is wrong with it.
-    """
-    try:
-        values = json.loads(line, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    hints = HINTS[kind]
-    if not isinstance(values, dict) or not hints.keys() - LATER <= values.keys() <= hints.keys():
-        raise ValueError(f"expected an object with {', '.join(hints)}")
-    for name, value in values.items():
-        if not fits(hints[name], value):
-            raise ValueError(f"{name}={value!r:.80}")
-    return kind(**values)
-
-
-def _checksum(summary: Summary, samples: bytes) -> str:
-    """Return the SHA-256 of what a summary knows, its checksum aside, and of the file of its samples."""
-    known = {name: value for name, value in vars(summary).items() if value is not None and name != "checksum"}
-    row = json.dumps(known)  # later versions may know more, and find the same
-    return hashlib.sha256(row.encode() + b"\n" + samples).hexdigest()
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
-def tag_mean(outcomes: Sequence[Outcome], name: str) -> float | None:
-    """Return the mean of a tag over the samples that have it, None where none has."""
-    found = tag_values(outcomes, name).values()
-    return mean_and_error(list(found))[0] if found else None
-
-
-def tag_values(outcomes: Sequence[Outcome], name: str) -> dict[str, float]:
-    """Return the number that each sample has in a tag."""
-    return {outcome.sample: float(outcome.tags[name]) for outcome in outcomes if name in outcome.tags}
+    summary: Summary
+    outcomes: list[Outcome]  # of its samples; none where there is a problem
+    views: list[View]  # of a few of its prompts
 
 
 class Folder:
@@ -149,75 +108,32 @@ class Folder:
                 (self.path / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output={path}: {error.strerror}; expected a folder that can be written to.") from error
-        self._checked: set[bytes] = set()
 
-    def summaries(self) -> dict[str, Summary]:
-        """Return the summaries by key; what cannot be used goes to ``results.corrupt.jsonl``, with a warning."""
+    def read(self) -> dict[str, Ended]:
+        """Return what the folder has of each cell, by key; what is damaged is left out, with a warning."""
         path = self.path / ROWS
-        lines = path.read_bytes().split(b"\n") if path.exists() else []
-        found: dict[str, Summary] = {}
-        good, bad = [], []
-        for line in filter(None, lines):
+        summaries: dict[str, tuple[int, Summary]] = {}
+        for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else [], 1):
+            if line:
+                try:
+                    summary: Summary = read_line(line.decode(), Summary)
+                    summaries[summary.key] = number, summary
+                except ValueError as error:
+                    self._skip(number, error)
+        found = {}
+        for key, (number, summary) in summaries.items():
             try:
-                summary: Summary = read_line(line.decode(), Summary)
-                if line not in self._checked:
-                    self._check(summary)
-                self._checked.add(line)
-            except (ValueError, OSError) as error:
-                bad.append(line)
-                reason = f"{path}: a row cannot be used and its cell is computed anew ({error}); see {CORRUPT}"
-                warnings.warn(reason, CorruptRowWarning, stacklevel=2)
-            else:
-                good.append(line)
-                found[summary.key] = summary
-        if bad:
-            with (self.path / CORRUPT).open("ab") as file:
-                file.write(b"".join(line + b"\n" for line in bad))
-            self._replace(path, b"".join(line + b"\n" for line in good))
+                found[key] = Ended(summary, self._outcomes(summary), self._views(key))
+            except (OSError, ValueError) as error:
+                self._skip(number, error)
         return found
 
-    def _check(self, summary: Summary) -> None:
-        """Raise ``ValueError`` unless a summary with a result fits its samples."""
-        if summary.problem is not None:
-            return
-        if summary.checksum is not None:
-            if _checksum(summary, self._samples(summary).read_bytes()) != summary.checksum:
-                raise ValueError("it or its samples have changed since they were written")
-            return
-        outcomes = self.outcomes(summary)
-        scores = [outcome.score for outcome in outcomes]
-        fits_them = len(scores) == summary.n > 0 and mean_and_error(scores) == (summary.mean, summary.error)
-        fits_them &= all(getattr(summary, name) in (None, tag_mean(outcomes, name)) for name in ("nats", "hits"))
-        if not fits_them or summary.kept is None or not 0 <= summary.kept <= 1:
-            raise ValueError("it does not fit its samples")
-
-    def outcomes(self, summary: Summary) -> list[Outcome]:
-        """Return what became of each sample of a cell.
-
-        Raises:
-            ValueError: a line cannot be used.
-            OSError: they are not there.
-        """
-        data = self._samples(summary).read_bytes()
-        if _checksum(summary, data) == summary.checksum:  # a look at each value takes five times as long
-            return [Outcome(**json.loads(line)) for line in data.splitlines()]
-        return [read_line(line, Outcome) for line in data.decode().splitlines()]
-
-    def views(self, key: str) -> list[View]:
-        """Return what a cell kept of a few prompts, nothing where that was not recorded or cannot be read."""
-        try:
-            text = self._beside("views", key, "json").read_text(encoding="utf-8")
-            return [View.from_json(view) for view in json.loads(text)]
-        except (OSError, ValueError, TypeError, KeyError):
-            return []
-
-    def append(self, summary: Summary, outcomes: Iterable[Outcome], views: Iterable[View]) -> None:
+    def append(self, ended: Ended) -> None:
         """Write what came out of a cell; after a crash it is there as a whole, or not at all."""
-        text = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in outcomes).encode()
-        self._replace(self._samples(summary), text)
-        summary = replace(summary, checksum=_checksum(summary, text))
-        shown = json.dumps([view.to_json() for view in views])
-        self._replace(self._beside("views", summary.key, "json"), shown.encode())
+        summary, outcomes, views = ended
+        samples = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in outcomes)
+        self._replace(self._beside("samples", summary.key, "jsonl"), samples)
+        self._replace(self._beside("views", summary.key, "json"), json.dumps([view.to_json() for view in views]))
         line = json.dumps(asdict(summary), allow_nan=False).encode() + b"\n"
         with (self.path / ROWS).open("a+b") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
@@ -243,14 +159,84 @@ class Folder:
                 "cluster=local runs several cells at once."
             ) from None
 
-    def _samples(self, summary: Summary) -> Path:
-        return self._beside("samples", summary.key, "jsonl")
+    def _skip(self, number: int, why: Exception) -> None:
+        what = f"line {number} is skipped, and its cell runs again unless a later line has it"
+        warnings.warn(f"{self.path / ROWS}: {what}: {why}", DamagedRowWarning, stacklevel=3)
+
+    def _outcomes(self, summary: Summary) -> list[Outcome]:
+        """Return what became of each sample of a cell.
+
+        Raises:
+            ValueError: a line cannot be used, or there are fewer or more than the cell had.
+            OSError: they are not there.
+        """
+        if summary.problem is not None:
+            return []
+        path = self._beside("samples", summary.key, "jsonl")
+        outcomes = [read_line(line, Outcome) for line in path.read_text(encoding="utf-8").splitlines()]
+        if summary.mean is None or summary.kept is None or not len(outcomes) == summary.n > 0:
+            raise ValueError(
+                f"mean={summary.mean}, kept={summary.kept}, n={summary.n}; {path} has {len(outcomes)} samples"
+            )
+        return outcomes
+
+    def _views(self, key: str) -> list[View]:
+        """Return what a cell kept of a few prompts, nothing where that was not recorded or cannot be read."""
+        try:
+            text = self._beside("views", key, "json").read_text(encoding="utf-8")
+            return [View.from_json(view) for view in json.loads(text)]
+        except (OSError, ValueError, TypeError, KeyError):
+            return []
 
     def _beside(self, part: str, key: str, ending: str) -> Path:
         if not key.isalnum():  # it came out of a file: it must not lead elsewhere
             raise ValueError(f"key={key!r:.80}")
         return self.path / part / f"{key}.{ending}"
 
-    def _replace(self, path: Path, data: bytes) -> None:
+    def _replace(self, path: Path, text: str) -> None:
         with replacing(path) as new:
-            new.write_bytes(data)
+            new.write_text(text, encoding="utf-8")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+HINTS: dict[type[Any], dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Summary, Outcome)}
+HINTS[Outcome]["tags"] = dict[str, str | int | float]
+# lines of earlier versions lack them; ``problem`` is in all
+LATER = frozenset(one.name for one in fields(Summary) if one.default is None) - {"problem"}
+NEEDED = {kind: hints.keys() - LATER for kind, hints in HINTS.items()}
+
+
+def read_line(line: str, kind: type[Any]) -> Any:
+    """Read a :class:`Summary` or an Outcome from a line of JSON.
+
+    Raises:
+        ValueError: saying what is wrong with it.
+    """
+    try:
+        values = DECODER.decode(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    hints = HINTS[kind]
+    if isinstance(values, dict):
+        values.pop("checksum", None)  # of the line and its samples, in lines of earlier versions
+    if not isinstance(values, dict) or not NEEDED[kind] <= values.keys() <= hints.keys():
+        raise ValueError(f"expected an object with {', '.join(hints)}")
+    for name, value in values.items():
+        if not fits(hints[name], value):
+            raise ValueError(f"{name}={value!r:.80}")
+    return kind(**values)
+
+
+def tag_mean(outcomes: Sequence[Outcome], name: str) -> float | None:
+    """Return the mean of a tag over the samples that have it, None where none has."""
+    found = tag_values(outcomes, name).values()
+    return mean_and_error(list(found))[0] if found else None
+
+
+def tag_values(outcomes: Sequence[Outcome], name: str) -> dict[str, float]:
+    """Return the number that each sample has in a tag."""
+    return {outcome.sample: float(outcome.tags[name]) for outcome in outcomes if name in outcome.tags}

@@ -11,8 +11,7 @@ import json
 from omegaconf import OmegaConf
 
 from ag.config.policies import FULL
-from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.result import Result
+from ag.evaluate.comparison.result import Comparison, Result
 from ag.evaluate.tasks.registry import RULER
 
 PLAIN = "no_press"  # kvpress' name of a full cache

@@ -5,16 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from ag.evaluate.comparison import charts, tables
-from ag.evaluate.comparison.conditions import measured, prompts
-from ag.evaluate.comparison.drawing import FILES, legend_mark, svg
-from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.shares import APART
+from ag.evaluate.comparison.charts import FILES, legend_mark, svg
+from ag.evaluate.comparison.result import APART, Comparison, Result, apart, at_budget, held, may_pair, percent
+from ag.evaluate.comparison.statistics import SIGNIFICANT, sign_flips
 from ag.evaluate.comparison.verdict import headlines, verdicts
 
 
@@ -29,6 +30,7 @@ def render(comparison: Comparison) -> str:
     first = headlines(judged)
     drawn = charts.every(comparison)
     lead = drawn.pop("lead", [])
+    said = apart(comparison)
     environment = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined)
     script = (FILES / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -42,32 +44,23 @@ def render(comparison: Comparison) -> str:
         versions=comparison.results[0].summary.versions,
         verdicts=first,
         more_verdicts=[one for one in judged if one not in first],
-        measured=measured([result.summary for result in comparison.results]),
-        prompts={task: prompts(result.summary for result in comparison.of_task(task)) for task in comparison.tasks},
+        measured=tables.measured([result.summary for result in comparison.results]),
+        meanings=tables.meanings(comparison),
         lead=[(one.title, svg(one)) for one in lead],
         charts=[(one.title, svg(one)) for found in drawn.values() for one in found],
-        legend=[(legend_mark(look), comparison.shown(label)) for label, look in charts.looks(comparison).items()],
+        legend=[(legend_mark(look), _legend(comparison, label)) for label, look in charts.looks(comparison).items()],
         leaderboard=tables.leaderboard(comparison),
-        tables={task: tables.of_task(comparison, task, "seconds") for task in comparison.tasks},
-        along={task: tables.along(comparison, task) for task in comparison.tasks},
-        along_note=tables.BY_POSITION.format(comparison.baseline),
-        parts={task: tables.by_part(comparison, task) for task in comparison.tasks},
-        part_notes={
-            task: tables.BY_PART.format(comparison.baseline, comparison.of_task(task)[0].summary.metric)
-            for task in comparison.tasks
-        },
-        apart=f"{APART} {'; '.join(apart)}." if (apart := comparison.apart()) else "",
-        wins=[(budget, comparison.wins(budget)) for budget in comparison.budgets],
-        layers=list(zip(*comparison.layers(), strict=True)),
+        tasks=[tables.section(comparison, task, "seconds") for task in comparison.tasks],
+        apart=f"{APART} {'; '.join(said)}." if said else "",
+        wins=[(budget, wins(comparison, budget)) for budget in comparison.budgets],
+        layers=layers(comparison),
     )
 
 
-def embedded(value: Any) -> Markup:
-    """Return JSON that can stand in a script element: no text in it can end that element or open another."""
-    text = json.dumps(value, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)  # nosec B704  # escaped above
+def _legend(comparison: Comparison, label: str) -> str:
+    """Return what the legend calls a policy: its label and the shares that it holds."""
+    shares = held([result for result in comparison.results if result.summary.label == label])
+    return f"{label} ({shares})" if shares else label
 
 
 def viewer(comparison: Comparison) -> dict[str, Any]:
@@ -79,3 +72,62 @@ def viewer(comparison: Comparison) -> dict[str, Any]:
             prompt = prompts.setdefault(key, {"name": f"{key[0]}: {key[1]}", "pieces": view.pieces, "policies": []})
             prompt["policies"].append({"name": result.name, "evicts": result.evicts, "kept": view.to_json()["kept"]})
     return {"prompts": list(prompts.values())}
+
+
+def embedded(value: Any) -> Markup:
+    """Return JSON that can stand in a script element: no text in it can end that element or open another."""
+    text = json.dumps(value, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)  # nosec B704  # escaped above
+
+
+def layers(comparison: Comparison) -> list[tuple[str, NDArray[np.float64]]]:
+    """Return of each policy that evicts the share that each layer kept of the viewed prompts, `[L]`."""
+    found = []
+    for name, results in comparison.named.items():
+        views = [view for one in results if one.evicts for view in one.views]
+        if views:
+            kept = sum(view.kept.sum((1, 2)) for view in views) / sum(view.kept[0].size for view in views)
+            found.append((f"{name} ({percent(float(kept.mean()))})", kept))
+    return found
+
+
+class Wins(NamedTuple):
+    """Every pair of P policies that hold equally much at a budget, and the full cache beside each of them."""
+
+    names: list[str]  # with the shares that they hold
+    share: NDArray[np.float64]  # `[P, P]` of the tasks in which the row's mean is better, a tie being half
+    certain: NDArray[np.int64]  # `[P, P]` how many of these tasks show it with p below 0.05
+    tasks: NDArray[np.int64]  # `[P, P]` in how many tasks both may be paired
+
+
+def wins(comparison: Comparison, budget: str) -> Wins:
+    """Compare every pair of policies that hold equally much at a budget, and the full cache with each of them."""
+    part = {id(result) for task in comparison.tasks for result in at_budget(comparison.of_task(task), budget)}
+    results = [one for one in comparison.results if one.outcomes and (id(one) in part or not one.evicts)]
+    names = list(dict.fromkeys(result.name for result in results))
+    better, certain, tasks = (np.zeros((len(names), len(names))) for _ in range(3))
+    for task in comparison.tasks:
+        mine = [result for result in results if result.summary.task == task]
+        if not mine:
+            continue
+        at = np.ix_(*[[names.index(result.name) for result in mine]] * 2)
+        gain, p = _gains(mine)
+        paired = np.array([[may_pair(one, other) for other in mine] for one in mine])
+        better[at] += paired * np.where(gain == 0, 0.5, gain > 0)
+        certain[at] += paired & (gain > 0) & (p < SIGNIFICANT)
+        tasks[at] += paired
+    share = np.divide(better, tasks, out=np.full_like(better, np.nan), where=tasks > 0)
+    shown = [f"{name} ({held([result for result in results if result.name == name])})" for name in names]
+    return Wins(shown, share, certain.astype(np.int64), tasks.astype(np.int64))
+
+
+def _gains(results: list[Result]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return how much better each of P results of a task is than each other, and how likely by chance, ``[P, P]``."""
+    shared = [sample for sample in results[0].scores if all(sample in result.scores for result in results)]
+    scores = np.array([[result.scores[sample] for sample in shared] for result in results])
+    scores = scores if results[0].summary.higher_is_better else -scores
+    differences = scores[:, None] - scores[None]
+    p = sign_flips(differences.reshape(-1, len(shared))).reshape(len(results), -1)
+    return differences.mean(-1), p

@@ -50,10 +50,6 @@ class Progressing:
         self._outcomes += samples
         self._show()
 
-    def forget(self) -> None:
-        """Take back the samples of the cells at work: they are run again."""
-        self._outcomes = 0
-
     @property
     def _at_work(self) -> float:
         """What is done of the cells at work, in cells."""

@@ -1,19 +1,26 @@
-"""What came out of a cell, and how it compares with another one on the same samples."""
+"""What a comparison found: the results of its cells, and which of them may be held against each other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ag.commands.compare import CompareConfig
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison.folder import Summary, tag_values
+from ag.evaluate.comparison.cells import Cell
+from ag.evaluate.comparison.folder import Ended, Summary, tag_values
 from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error
-from ag.evaluate.comparison.views import View
+from ag.evaluate.inside import View
 from ag.evaluate.tasks import Outcome
+
+SPARE = 0.02  # of a prompt, by which two shares may differ and count as equal
+OF_SHARE = 0.2  # and of the smaller one, which is less where little is held
+APART = "Not compared with each other, because they hold different shares:"
 
 
 @dataclass(frozen=True)
@@ -32,14 +39,17 @@ class Result:
         """The budget as it is written: 1 is a token, 1.0 the whole prompt; empty without one."""
         return "" if self.summary.budget is None else str(self.summary.budget)
 
-    @cached_property
+    @property
     def name(self) -> str:
         """The policy and its budget."""
         return self.summary.name
 
     @cached_property
     def shares(self) -> tuple[float, float] | None:
-        """The shares that it holds: of the tokens of all prompts, and of a prompt on average; None without a result."""
+        """The shares that it holds: of the tokens of all prompts, and of a prompt on average.
+
+        None means that there is no result.
+        """
         if self.summary.kept is None or not self.outcomes:
             return None
         return self.summary.kept, sum(outcome.kept for outcome in self.outcomes) / len(self.outcomes)
@@ -64,41 +74,125 @@ class Result:
         """The score of each sample."""
         return {outcome.sample: outcome.score for outcome in self.outcomes}
 
+    def values(self, tag: str) -> dict[str, float]:
+        """Return the number that each sample has in a tag, such as ``nats``; an empty tag means the score."""
+        return tag_values(self.outcomes, tag) if tag else self.scores
+
     @cached_property
     def nats(self) -> tuple[float, float | None] | None:
         """Mean and standard error of the right answers' negative log-likelihood per token, where it was measured."""
-        found = tag_values(self.outcomes, "nats")
+        found = self.values("nats")
         return mean_and_error(list(found.values())) if found else None
 
-    def measure(self, nats: bool) -> tuple[float, float, float] | None:
-        """Return kept share, mean and standard error of the score or of the nats; None where they are not known."""
-        found = self.nats if nats else (self.summary.mean, self.summary.error)
+    def measure(self, tag: str) -> tuple[float, float, float] | None:
+        """Return kept share, mean and standard error of the score (empty tag) or of ``nats``, where they are known."""
+        found = self.nats if tag else (self.summary.mean, self.summary.error)
         if self.summary.kept is None or found is None or found[0] is None:
             return None
         return self.summary.kept, found[0], found[1] or 0.0
 
 
-def pair(result: Result, other: Result, nats: bool = False) -> Paired | None:
-    """Compare the scores of two results, or the nats of their right answers; None where they share no sample."""
-    if nats:
-        mine, theirs = _matched(*(tag_values(one.outcomes, "nats") for one in (result, other)))
-        return compare(mine, theirs) if mine else None
-    mine, theirs = _matched(result.scores, other.scores)
-    return compare(mine, theirs, _parts(result, other)) if mine else None
+@dataclass(frozen=True)
+class Comparison:
+    """All results, in the order of their cells."""
+
+    folder: Path
+    baseline: str  # the policy that others are tested against
+    results: list[Result]
+    hidden: Sequence[str] = ()  # names of the rows in the folder that earlier commands asked for and this one does not
+
+    @classmethod
+    def of(cls, config: CompareConfig, cells: Sequence[Cell], found: Mapping[str, Ended], folder: Path) -> Comparison:
+        """Gather what belongs to the cells from all that is in a folder, and test each against the baseline."""
+        results = []
+        for cell in cells:
+            summary, outcomes, views = found[cell.key]
+            # an earlier run may have called it otherwise
+            summary = replace(summary, label=cell.label, policy=repr(cell.policy))
+            results.append(Result(summary, outcomes, views, cell.policy.spec))
+        shown = {cell.key for cell in cells}
+        hidden = [f"{one.summary.task}: {one.summary.name}" for key, one in found.items() if key not in shown]
+        return cls.tested(folder, config.called.get(config.baseline, config.baseline), results, hidden)
+
+    @classmethod
+    def tested(cls, folder: Path, baseline: str, results: list[Result], hidden: Sequence[str] = ()) -> Comparison:
+        """Compare each result with the baseline."""
+        made = cls(folder, baseline, results, hidden)
+        found = []
+        for result in results:
+            if base := made.baseline_of(result):
+                result = replace(result, paired=pair(result, base), paired_nats=pair(result, base, "nats"))
+            found.append(result)
+        return replace(made, results=found)
+
+    @property
+    def failed(self) -> list[Result]:
+        """The cells without a result."""
+        return [result for result in self.results if result.summary.problem is not None]
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks, in their order."""
+        return list(self._by_task)
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """The policies as they were listed, in their order."""
+        return list(dict.fromkeys(result.summary.label for result in self.results))
+
+    @cached_property
+    def budgets(self) -> list[str]:
+        """The budgets, in their order."""
+        return list(dict.fromkeys(result.budget for result in self.results if result.budget))
+
+    @cached_property
+    def named(self) -> dict[str, list[Result]]:
+        """The results of each policy and budget, in their order."""
+        return _grouped(self.results, lambda result: result.name)
+
+    def of_task(self, task: str) -> list[Result]:
+        """Return the results of a task."""
+        return self._by_task.get(task, [])
+
+    def baseline_of(self, result: Result) -> Result | None:
+        """Return what a result is tested against: the baseline at its budget, where both hold equally much."""
+        other = self.baseline_at(result)
+        return other if other is not None and may_pair(result, other) else None
+
+    def baseline_at(self, result: Result) -> Result | None:
+        """Return the baseline at a result's budget, else the one without a budget; None without a result of both."""
+        for budget in (result.budget, ""):
+            other = self._baselines.get((result.summary.task, budget))
+            if other is not None and other.outcomes and result.outcomes and other.summary.key != result.summary.key:
+                return other
+        return None
+
+    def uninformative(self, task: str) -> str:
+        """Say that the model cannot do a task, as its full cache shows; empty where it can, or where nobody knows."""
+        for summary in (result.summary for result in self.of_task(task) if not result.evicts):
+            if summary.mean is not None and summary.floor is not None and summary.mean <= summary.floor:
+                return f"not informative for this model: {summary.metric} {summary.mean:.4f} with the full cache"
+        return ""
+
+    @cached_property
+    def _by_task(self) -> dict[str, list[Result]]:
+        return _grouped(self.results, lambda result: result.summary.task)
+
+    @cached_property
+    def _baselines(self) -> dict[tuple[str, str], Result]:
+        """The baseline's results by task and budget, the first of each."""
+        same = [result for result in self.results if result.summary.label == self.baseline]
+        return {(result.summary.task, result.budget): result for result in reversed(same)}
 
 
-def _parts(one: Result, other: Result) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
-    """Return for each sample that both have the differences of its blocks and their tokens; None without blocks."""
-    theirs = {outcome.sample: outcome for outcome in other.outcomes}
-    found = []
-    for outcome in one.outcomes:
-        if outcome.sample in theirs:
-            mine, same = outcome.blocks, theirs[outcome.sample].blocks
-            if not mine or mine.keys() != same.keys():
-                return None
-            differences = np.array([nats - same[start] for start, nats in mine.items()])
-            found.append((differences, np.diff([*mine, outcome.tokens]).astype(np.float64)))
-    return found
+def pair(result: Result, other: Result, tag: str = "") -> Paired | None:
+    """Compare the scores of two results, or a tag of their samples such as ``nats``; None where they share none."""
+    mine, theirs = result.values(tag), other.values(tag)
+    both = [sample for sample in mine if sample in theirs]
+    if not both:
+        return None
+    parts = None if tag else _blocks(result, other)
+    return compare([mine[sample] for sample in both], [theirs[sample] for sample in both], parts)
 
 
 def by_position(result: Result, base: Result | None = None, what: str = "") -> dict[int, tuple[float, float | None]]:
@@ -133,18 +227,114 @@ def part_names(results: Sequence[Result]) -> dict[str, list[str]]:
     return {what: sorted(names, key=lambda name: int(name) if name.isdigit() else 0) for what, names in found.items()}
 
 
-def part_values(result: Result, measure: str, what: str, name: str) -> dict[str, float]:
-    """Return the number that each sample with a part of this name has for it; ``measure`` is ``score`` or ``nats``."""
-    return tag_values(result.outcomes, f"{measure}@{what} {name}")
+def at_budget(results: Sequence[Result], budget: str) -> list[Result]:
+    """Return those results of a task that evict and may be compared at a budget.
+
+    The one that holds least of those that were told this budget sets the share: others may protect more than it. What
+    was told no budget (flags) takes part where it holds as much by itself. An empty budget means all
+    that were told none.
+    """
+    evicting, least = _evicting(results, budget)
+    return [result for result in evicting if not budget or (least is not None and hold_alike(result, least))]
 
 
-def pair_part(result: Result, other: Result, what: str, name: str) -> Paired | None:
-    """Compare the nats of one part of the samples; None where two results share none."""
-    mine, theirs = _matched(*(part_values(one, "nats", what, name) for one in (result, other)))
-    return compare(mine, theirs) if mine else None
+def apart(comparison: Comparison) -> list[str]:
+    """Say which results are not compared, because they hold another share than those beside them."""
+    found = []
+    for task in comparison.tasks:
+        results = comparison.of_task(task)
+        for budget in comparison.budgets:
+            evicting, least = _evicting(results, budget)
+            found += [(task, one, least) for one in evicting if least is not None and not hold_alike(one, least)]
+        for one in results:
+            base = comparison.baseline_at(one)
+            if one.paired is None and base is not None and not may_pair(one, base):
+                found.append((task, one, base))
+    return list(dict.fromkeys(f"{task}: {_differing(one, other)}" for task, one, other in found))
 
 
-def _matched(mine: Mapping[str, float], theirs: Mapping[str, float]) -> tuple[list[float], list[float]]:
-    """Return the numbers of the samples that both have, in the same order."""
-    both = [sample for sample in mine if sample in theirs]
-    return [mine[sample] for sample in both], [theirs[sample] for sample in both]
+def may_pair(one: Result, other: Result) -> bool:
+    """Whether two results of a task may be paired: they hold equally much, or one of them is the full cache."""
+    return not (one.evicts and other.evicts) or hold_alike(one, other)
+
+
+def hold_alike(one: Result, other: Result) -> bool:
+    """Whether two results hold equally much: the same share of all tokens, and of a prompt on average.
+
+    With prompts of different lengths the two differ: a budget in tokens is a large share of a short prompt and a small
+    one of a long prompt, where flags hold about the same share of both. The memory is a mean over tokens, the score one
+    over prompts. Where the texts differ in length, because the model wrote them, holding as many tokens counts too.
+    """
+    if one.shares is None or other.shares is None:
+        return False
+    if all(agree(*shares) for shares in zip(one.shares, other.shares, strict=True)):
+        return True
+    mine, theirs = one.tokens, other.tokens
+    mean = (mine + theirs) / 2
+    return mine != theirs and agree(one.shares[0] * mine / mean, other.shares[0] * theirs / mean)
+
+
+def agree(one: float, other: float) -> bool:
+    """Whether two kept shares count as equal: at most 2 % of the prompt apart, and a fifth of the smaller one."""
+    return abs(one - other) <= min(SPARE, OF_SHARE * min(one, other)) + 1e-9  # 0.27 - 0.25 is a little over 0.02
+
+
+def shown(result: Result) -> str:
+    """Return what pictures call a result: its name and the share that it holds."""
+    return result.name if result.shares is None else f"{result.name} ({percent(result.shares[0])})"
+
+
+def held(results: Sequence[Result]) -> str:
+    """Return as text what a policy holds: a share for each budget, from the least to the most of the tasks."""
+    shares: dict[str, list[float]] = {}
+    for result in results:
+        if result.shares is not None:
+            shares.setdefault(result.budget, []).append(result.shares[0])
+    ends = sorted((min(found), max(found)) for found in shares.values())
+    texts = [dict.fromkeys(map(_number, pair)) for pair in ends]
+    return f"{', '.join(dict.fromkeys(' to '.join(text) for text in texts))} %" if texts else ""
+
+
+def percent(share: float) -> str:
+    """Return a share as text: ``25 %``, and with a decimal below ten."""
+    return f"{_number(share)} %"
+
+
+def _number(share: float) -> str:
+    return f"{100 * share:.{0 if share >= 0.0995 else 1}f}"
+
+
+def _evicting(results: Sequence[Result], budget: str) -> tuple[list[Result], Result | None]:
+    """Return what evicts under a budget or none, and which of those that were told the budget holds least."""
+    found = [one for one in results if one.shares is not None and one.evicts and one.budget in ("", budget)]
+    return found, min((one for one in found if one.budget == budget), key=lambda one: one.shares or (), default=None)
+
+
+def _differing(result: Result, other: Result) -> str:
+    """Say what a result holds, and another one that holds another share."""
+    assert result.shares is not None and other.shares is not None
+    which = 0 if not agree(result.shares[0], other.shares[0]) else 1
+    of = ("", " of a prompt on average")[which]
+    return f"{result.name} holds {100 * result.shares[which]:.1f} %{of}, {other.name} {100 * other.shares[which]:.1f} %"
+
+
+def _blocks(one: Result, other: Result) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
+    """Return for each sample that both have the differences of its blocks and their tokens; None without blocks."""
+    theirs = {outcome.sample: outcome for outcome in other.outcomes}
+    found = []
+    for outcome in one.outcomes:
+        if outcome.sample in theirs:
+            mine, same = outcome.blocks, theirs[outcome.sample].blocks
+            if not mine or mine.keys() != same.keys():
+                return None
+            differences = np.array([nats - same[start] for start, nats in mine.items()])
+            found.append((differences, np.diff([*mine, outcome.tokens]).astype(np.float64)))
+    return found
+
+
+def _grouped(results: Sequence[Result], by: Callable[[Result], str]) -> dict[str, list[Result]]:
+    """Return the results by a name, in their order."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        found.setdefault(by(result), []).append(result)
+    return found

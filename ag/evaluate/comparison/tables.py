@@ -1,43 +1,31 @@
-"""The tables of a comparison: made once for the page, ``table.md`` and the terminal."""
+"""The tables of a comparison and what is said of them: made once for the page, ``table.md`` and the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.table import Table as Printed
 
-from ag.evaluate.comparison.conditions import measured, prompts
-from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.result import Result, by_position, pair_part, part_names, part_values
-from ag.evaluate.comparison.shares import APART
+from ag.evaluate.comparison.folder import Summary
+from ag.evaluate.comparison.result import APART, Comparison, Result, apart, by_position, pair, part_names
 from ag.evaluate.comparison.statistics import Paired
 from ag.evaluate.comparison.verdict import headlines, verdicts
+from ag.evaluate.tasks import unit
 
 NATS = ("nats", "nats difference", "hits")  # of tasks with a right answer
 NEAR = ("kl", "same_top1")  # of tasks where something is given that follows
 OVER = "over budget"
 OVER_NOTE = "samples in which more is protected (sinks, recent, window) than the budget allows, and stays"
-COLUMNS = (
-    "policy",
-    "budget",
-    "kept",
-    OVER,
-    "score",
-    "difference",
-    "p",
-    *NATS,
-    *NEAR,
-    "n",
-    "left out",
-    "prefill",
-    "KV MB",
-)
 TEXTS = ("policy", "prefill")  # columns that hold no numbers
-NOTES = {
+#: The columns of a task's table, each with a note on it.
+COLUMNS = {
+    "policy": "",
+    "budget": "",
     "kept": "share of the prompt's (token, layer, KV head) entries that was held; of all tokens where eviction goes on",
     OVER: OVER_NOTE,
     "score": "mean over samples, with its standard error",
@@ -48,12 +36,12 @@ NOTES = {
     "hits": "share of the samples in which each token of the right answer is the likeliest",
     "kl": "divergence from what a full cache says of the next token, in nats, on the right answer's tokens: their mean",
     "same_top1": "share of these tokens at which the likeliest one is that of a full cache",
+    "n": "",
     "left out": "samples too long for the model or too short for the task; how many were cut in the middle",
     "prefill": "what later tokens of a prompt see of earlier ones: all, what gates keep, what blocks left",
     "KV MB": "allocated for keys and values after a prompt, or at the end where eviction goes on, the mean",
 }
-
-
+UNKNOWN = "unknown"  # rows of earlier versions do not say it
 BY_POSITION = (
     "Of {0} the nats a token in blocks that begin at these positions, of the others the difference to it; without a "
     "sign the nats of those that hold another share than it does."
@@ -91,28 +79,97 @@ class Table(NamedTuple):
     foot: Sequence[Cell] = ()
 
 
+class Section(NamedTuple):
+    """What there is to say of a task."""
+
+    task: str
+    counted: str  # see :func:`counted`
+    prompts: str  # their length, and the task's options
+    uninformative: str  # see :meth:`Comparison.uninformative`
+    table: Table  # all results
+    more: Sequence[tuple[str, str, Table]]  # by position and by parts: each with its title and a note
+
+
+def markdown(comparison: Comparison) -> str:
+    """Return the comparison as Markdown: verdicts, the leaderboard, a table for each task, how it was measured."""
+    judged = verdicts(comparison)
+    first = headlines(judged)
+    parts = [f"- {one}." for one in [*first, *(one for one in judged if one not in first)]]
+    parts += ["", "## Scores\n"] if judged else []
+    parts.append(_markdown(leaderboard(comparison)))
+    if named := meanings(comparison):
+        parts += [*(f"- {name}: `{one}`" for name, one in named.items()), ""]
+    for task in comparison.tasks:
+        found, summary = section(comparison, task), comparison.of_task(task)[0].summary
+        which = "higher" if summary.higher_is_better else "lower"
+        parts.append(f"## {task}\n\n{summary.metric}, {which} is better; {found.counted}\n")
+        parts.append(f"{found.prompts}\n")
+        if found.uninformative:
+            parts.append(f"**{found.uninformative}**\n")
+        parts.append(_markdown(found.table))
+        if OVER in [column.name for column in found.table.head]:
+            parts.append(f"{OVER}: {OVER_NOTE}.\n")
+        parts += [f"### {title}\n\n{note}\n\n{_markdown(table)}" for title, note, table in found.more]
+    if said := apart(comparison):
+        parts += [f"{APART}\n", *(f"- {one}" for one in said), ""]
+    parts.append("## How it was measured\n")
+    for what, text in measured([result.summary for result in comparison.results]):
+        parts.append(f"- {what}: `{text}`" if what == "command" else f"- {what}: {text}")
+    return "\n".join([*parts, ""])
+
+
+def printed(comparison: Comparison, width: int) -> Printed:
+    """Return the table that the command prints, without standard errors where so many columns have no room for them."""
+    whole = _printed(comparison, errors=True)
+    wide = Console(width=10 * width)
+    return whole if wide.measure(whole).maximum <= width else _printed(comparison, errors=False)
+
+
 def leaderboard(comparison: Comparison) -> Table:
     """Return the mean score of each policy and budget by task, and averages over tasks that share a metric."""
     summaries = {task: [result.summary for result in comparison.of_task(task)] for task in comparison.tasks}
     most = {task: max(summary.n for summary in found) for task, found in summaries.items()}
+    metrics = [found[0].metric for found in summaries.values() if found[0].higher_is_better]
+    averaged = [metric for metric in dict.fromkeys(metrics) if metrics.count(metric) > 1]
     head = [Head("policy", number=False)]
     for task, (summary, *_) in summaries.items():
         arrow = "↑" if summary.higher_is_better else "↓"
         head.append(Head(task, small=f"{summary.metric} {arrow}, n = {most[task]}"))
-    head += [Head(f"average {metric}", small="↑") for metric in comparison.averaged]
+    head += [Head(f"average {metric}", small="↑") for metric in averaged]
     lines = []
-    for name, found, averages in comparison.leaders():
+    for name, results in comparison.named.items():
+        found = {result.summary.task: result.summary for result in results}
         cells = [Cell(name, name)]
-        for one in found:
+        for task in summaries:
+            one = found.get(task)
             if one is None or one.mean is None or one.kept is None:
                 cells.append(Cell("" if one is None else "none"))
             else:
-                fewer = "" if one.n == most[one.task] else f", n = {one.n}"
+                fewer = "" if one.n == most[task] else f", n = {one.n}"
                 cells.append(Cell(f"{one.mean:.4f}", one.mean, f"{100 * one.kept:.0f} %{fewer}"))
-        lines.append(cells + [Cell("none" if mean is None else f"{mean:.4f}", mean) for mean in averages])
-    remarks = [comparison.uninformative(task) for task in comparison.tasks]
-    foot = [Cell(text) for text in ("full cache", *remarks, *("" for _ in comparison.averaged))] if any(remarks) else []
+        cells += [_average([one.mean for one in found.values() if one.metric == metric]) for metric in averaged]
+        lines.append(cells)
+    remarks = [comparison.uninformative(task) for task in summaries]
+    foot = [Cell(text) for text in ("full cache", *remarks, *("" for _ in averaged))] if any(remarks) else []
     return Table(head, lines, foot)
+
+
+def section(comparison: Comparison, task: str, *columns: str) -> Section:
+    """Return what there is to say of a task; ``columns`` are further ones of its table."""
+    summaries = [result.summary for result in comparison.of_task(task)]
+    more = []
+    if positions := along(comparison, task):
+        more.append((f"{task} by position", BY_POSITION.format(comparison.baseline), positions))
+    note = BY_PART.format(comparison.baseline, summaries[0].metric)
+    more += [(f"{task} by {what}", note, part) for what, part in by_part(comparison, task).items()]
+    return Section(
+        task=task,
+        counted=counted(comparison, task),
+        prompts=prompts(summaries),
+        uninformative=comparison.uninformative(task),
+        table=of_task(comparison, task, *columns),
+        more=more,
+    )
 
 
 def of_task(comparison: Comparison, task: str, *more: str) -> Table:
@@ -122,7 +179,7 @@ def of_task(comparison: Comparison, task: str, *more: str) -> Table:
     absent = {column for column in (*NATS, *NEAR, OVER) if not any(found[column].text for found in lines)}
     columns = [column for column in (*COLUMNS, *more) if column not in absent]
     names = {"score": results[0].summary.metric, "difference": f"against {comparison.baseline}"}
-    head = [Head(names.get(name, name), NOTES.get(name, ""), number=name not in TEXTS) for name in columns]
+    head = [Head(names.get(name, name), COLUMNS.get(name, ""), number=name not in TEXTS) for name in columns]
     return Table(head, [[found[column] for column in columns] for found in lines])
 
 
@@ -190,13 +247,13 @@ def by_part(comparison: Comparison, task: str) -> dict[str, Table]:
         for result in results:
             base, cells, means = comparison.baseline_of(result), list[Cell](), dict[str, float]()
             for name in names:
-                scores = part_values(result, "score", what, name)
+                scores = result.values(f"score@{what} {name}")
                 if not scores:
                     cells.append(Cell(""))
                     continue
                 means[name] = fmean(scores.values())
-                paired = None if base is None else pair_part(result, base, what, name)
-                own = fmean(part_values(result, "nats", what, name).values())
+                paired = None if base is None else pair(result, base, f"nats@{what} {name}")
+                own = fmean(result.values(f"nats@{what} {name}").values())
                 nats = f"{own:.3f}" if paired is None else _interval(paired, 3)
                 cells.append(Cell(f"{means[name]:.2f}, {nats}", means[name]))
             worst = min(means, key=lambda name: means[name])
@@ -206,36 +263,50 @@ def by_part(comparison: Comparison, task: str) -> dict[str, Table]:
     return found
 
 
-def markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown: verdicts, the leaderboard, a table for each task, how it was measured."""
-    judged = verdicts(comparison)
-    first = headlines(judged)
-    parts = [f"- {one}." for one in [*first, *(one for one in judged if one not in first)]]
-    parts += ["", "## Scores\n"] if judged else []
-    parts.append(_markdown(leaderboard(comparison)))
-    parts += [*(f"- {name}: `{one}`" for name, one in comparison.meanings.items()), ""] if comparison.meanings else []
-    for task in comparison.tasks:
-        summary = comparison.of_task(task)[0].summary
-        which = "higher" if summary.higher_is_better else "lower"
-        parts.append(f"## {task}\n\n{summary.metric}, {which} is better; {comparison.counted(task)}\n")
-        parts.append(f"{prompts(result.summary for result in comparison.of_task(task))}\n")
-        if comparison.uninformative(task):
-            parts.append(f"**{comparison.uninformative(task)}**\n")
-        table = of_task(comparison, task)
-        parts.append(_markdown(table))
-        if OVER in [column.name for column in table.head]:
-            parts.append(f"{OVER}: {OVER_NOTE}.\n")
-        if by := along(comparison, task):
-            parts.append(f"### {task} by position\n\n{BY_POSITION.format(comparison.baseline)}\n\n{_markdown(by)}")
-        note = BY_PART.format(comparison.baseline, summary.metric)
-        for what, part in by_part(comparison, task).items():
-            parts.append(f"### {task} by {what}\n\n{note}\n\n{_markdown(part)}")
-    if apart := comparison.apart():
-        parts += [f"{APART}\n", *(f"- {one}" for one in apart), ""]
-    parts.append("## How it was measured\n")
-    for what, text in measured([result.summary for result in comparison.results]):
-        parts.append(f"- {what}: `{text}`" if what == "command" else f"- {what}: {text}")
-    return "\n".join([*parts, ""])
+def counted(comparison: Comparison, task: str) -> str:
+    """Say how many samples of a task were run, in its unit, how many were left out and why, and when was asked.
+
+    Samples that a policy cannot change are counted too: see :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
+    """
+    summaries = [result.summary for result in comparison.of_task(task)]
+    summary = max(summaries, key=lambda summary: summary.n)
+    said = [f"{summary.n} {unit(task)}, left out: {summary.left_out}"]
+    if summary.question is not None:
+        said.append(f"question {summary.question} eviction")
+    if untouched := max((summary.untouched or 0 for summary in summaries if summary.n), default=0):
+        said.append(f"{untouched} with answers of one token alone, which eviction after the prompt cannot change")
+    return "; ".join(said)
+
+
+def meanings(comparison: Comparison) -> dict[str, str]:
+    """Return what the names stand for that do not say it themselves: labels, and shortened paths."""
+    results = comparison.results
+    return {result.name: result.summary.policy for result in results if result.summary.label != str(result.spec)}
+
+
+def measured(summaries: Sequence[Summary]) -> list[tuple[str, str]]:
+    """Return name and text of what a comparison was measured with; values that some rows alone have are counted."""
+    dates = sorted(summary.date for summary in summaries if summary.date is not None)
+    period = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
+    said: dict[str, Callable[[Summary], str]] = {
+        "model": _weights,
+        "versions": lambda summary: ", ".join(f"{name} {one}" for name, one in summary.versions.items()),
+        "hardware": _hardware,
+        "date": lambda summary: UNKNOWN if summary.date is None else period,
+        "command": lambda summary: summary.command or UNKNOWN,
+    }
+    return [(name, text) for name, say in said.items() for text in _counted(list(map(say, summaries)))]
+
+
+def prompts(summaries: Sequence[Summary]) -> str:
+    """Say how long the samples of a task are, and with which options it was run."""
+    summary = next((summary for summary in summaries if summary.prompt_mean is not None), None)
+    if summary is None:
+        return f"prompts: {UNKNOWN}; options: {UNKNOWN}"
+    low, high = summary.prompt_min, summary.prompt_max
+    spread = "" if low == high else f" on average ({low} to {high})"
+    options = ", ".join(f"{name}={_plain(one)}" for name, one in (summary.task_options or {}).items())
+    return f"prompts: {summary.prompt_mean:g} tokens{spread}; options: {options or 'none'}"
 
 
 def _markdown(table: Table) -> str:
@@ -245,13 +316,6 @@ def _markdown(table: Table) -> str:
     rule = "|---|" + "---:|" * (len(table.head) - 1) + "\n"
     lines = [one([cell.text for cell in cells]) for cells in table.lines]
     return one([column.name for column in table.head]) + rule + "".join(lines)
-
-
-def printed(comparison: Comparison, width: int) -> Printed:
-    """Return the table that the command prints, without standard errors where so many columns have no room for them."""
-    whole = _printed(comparison, errors=True)
-    wide = Console(width=10 * width)
-    return whole if wide.measure(whole).maximum <= width else _printed(comparison, errors=False)
 
 
 def _printed(comparison: Comparison, errors: bool) -> Printed:
@@ -278,6 +342,37 @@ def _printed(comparison: Comparison, errors: bool) -> Printed:
         shown = (kept, score, difference, cells["p"], *more)
         table.add_row(result.summary.task, result.name, *shown)
     return table
+
+
+def _weights(summary: Summary) -> str:
+    parts = [summary.model, summary.dtype or f"dtype {UNKNOWN}", summary.quantization or "none"]
+    return ", ".join(parts).removesuffix(", none")
+
+
+def _hardware(summary: Summary) -> str:
+    found = summary.hardware or UNKNOWN
+    return found if summary.threads is None else f"{found}, {summary.threads} thread{'s' * (summary.threads != 1)}"
+
+
+def _counted(texts: Sequence[str]) -> list[str]:
+    """Return each text once, and where there are several in how many rows it stands."""
+    counts = Counter(texts)
+    if len(counts) == 1:
+        return [*counts]
+    return [f"{text} ({count} of {len(texts)} rows)" for text, count in counts.items()]
+
+
+def _plain(value: Any) -> str:
+    return f"[{','.join(map(_plain, value))}]" if isinstance(value, list) else str(value)
+
+
+def _average(means: Sequence[float | None]) -> Cell:
+    """Return the mean over tasks, where each has one."""
+    known = [mean for mean in means if mean is not None]
+    if not known or len(known) < len(means):
+        return Cell("none")
+    mean = sum(known) / len(known)
+    return Cell(f"{mean:.4f}", mean)
 
 
 def _mean(mean: float, error: float | None) -> str:

@@ -6,6 +6,8 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, fields
+from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -20,25 +22,22 @@ from ag.commands.compare import CompareConfig
 from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import Cell
-from ag.evaluate.comparison.conditions import called, conditions
-from ag.evaluate.comparison.folder import Folder, Summary
+from ag.evaluate.comparison.folder import Ended, Folder
 from ag.evaluate.comparison.progress import Progressing
-from ag.evaluate.comparison.views import View, record
+from ag.evaluate.inside import View, record
 from ag.evaluate.tasks import Loaded, Outcome, Sample, Task
 from ag.gates import export
+from ag.hardware import cpu_name
 from ag.model import base as models
 from ag.plugins import load
 
 WORKER = 2  # main memory that a process on a cluster is given, in multiples of the model's weights as they are stored
 
-#: What came out of a cell: its summary, its samples' outcomes, and views of a few of them.
-Ended = tuple[Summary, list[Outcome], list[View]]
-
 
 def fill(
     config: CompareConfig, cells: Sequence[Cell], folder: Folder, console: Console, command: str = ""
-) -> dict[str, Summary]:
-    """Run the cells that have no summary yet, in this process or in those of a cluster; this one writes them down.
+) -> dict[str, Ended]:
+    """Run the cells that have no result yet, in this process or in those of a cluster; this one writes them down.
 
     Args:
         config: settings of the comparison.
@@ -48,23 +47,30 @@ def fill(
         command: what asked for it, for the summaries; empty: the Python call.
 
     Returns:
-        The summary of every cell, by key.
+        All that is in the folder then, by key: every cell, and what earlier commands asked for.
 
     Raises:
         UserError: the model or a task's data cannot be had, or another process writes into the folder.
+        KeyboardInterrupt: on Ctrl-C, saying what is left.
     """
     with folder.writing():
-        summaries = folder.summaries()
-        again = {key for key, summary in summaries.items() if config.retry and summary.problem is not None}
-        missing = [cell for cell in cells if cell.key not in summaries or cell.key in again]
+        found = folder.read()
+        again = {key for key, ended in found.items() if config.retry and ended.summary.problem is not None}
+        missing = [cell for cell in cells if cell.key not in found or cell.key in again]
+        done = len(cells) - len(missing)
         progress = Progressing(console, len(cells))
-        with progress.shown():
-            progress.cells(len(cells) - len(missing))
-            for done, ended in enumerate(_ended(config, missing, command or called(config), progress), 1):
-                folder.append(*ended)
-                summaries[ended[0].key] = ended[0]
-                progress.cells(len(cells) - len(missing) + done)
-    return {cell.key: summaries[cell.key] for cell in cells}
+        try:
+            with progress.shown():
+                progress.cells(done)
+                for ended in _ended(config, missing, command or called(config), progress):
+                    folder.append(ended)
+                    found[ended.summary.key] = ended
+                    done += 1
+                    progress.cells(done)
+        except KeyboardInterrupt:
+            kept = f"{done} of {len(cells)} cells are in {folder.path}"
+            raise KeyboardInterrupt(f"{kept}; the same command goes on from there") from None
+    return found
 
 
 def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress: Progressing) -> Iterator[Ended]:
@@ -84,7 +90,8 @@ def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress:
         for unit, ended in cluster.share(units, make, room):
             if isinstance(ended, cluster.Lost):
                 why = f"{ended.times} workers ended while they worked on it: {ended.why}"
-                ended = [(cell.failed(why, Loaded([]), "", conditions(config, command)), [], []) for cell in unit]
+                where = conditions(config, command)
+                ended = [Ended(cell.summary([], Loaded([]), "", where, why), [], []) for cell in unit]
             yield from ended
 
 
@@ -137,7 +144,7 @@ class Worker:
         except UserError:
             raise
         except Exception as error:  # a task of a plugin may raise anything
-            yield from self._failed(cells, _problem(error))
+            yield from [self._ended(cell, problem=_problem(error)) for cell in cells]
             return
         done: list[list[Outcome]] = [[] for _ in cells]
         ended = self._attempt(cells, done)
@@ -147,7 +154,7 @@ class Worker:
         torch.cuda.empty_cache()  # the error, whose traceback held tensors, is gone
         for cell, outcomes in zip(cells, done, strict=True):
             alone = ended if len(cells) == 1 else self._attempt([cell], [outcomes])
-            yield from self._failed([cell], alone) if isinstance(alone, str) else alone
+            yield from [self._ended(cell, problem=alone)] if isinstance(alone, str) else alone
 
     def _load(self, task: Task) -> None:
         if task != self.task:
@@ -166,7 +173,6 @@ class Worker:
         try:
             return self._run(cells, done)
         except Exception as error:  # a part of a plugin may raise anything
-            self.progress.forget()
             return _problem(error)
 
     def _run(self, cells: Sequence[Cell], done: list[list[Outcome]]) -> list[Ended]:
@@ -192,25 +198,22 @@ class Worker:
             self.progress.outcome()
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
-        found = [
-            (cell.summary(outcomes, self.loaded, *self._where(cell)), outcomes, seen)
-            for cell, outcomes, seen in zip(touched, mine, views, strict=True)
-        ]
-        return found + [(cell.failed(cell.refusal(), self.loaded, *self._where(cell)), [], []) for cell in refused]
+        found = [self._ended(cell, had, seen) for cell, had, seen in zip(touched, mine, views, strict=True)]
+        return found + [self._ended(cell, problem=cell.refusal()) for cell in refused]
 
-    def _where(self, cell: Cell) -> tuple[str, dict[str, Any]]:
+    def _ended(
+        self, cell: Cell, outcomes: Sequence[Outcome] = (), views: Sequence[View] = (), problem: str | None = None
+    ) -> Ended:
+        """Return what came out of a cell; see :meth:`Cell.summary`."""
         try:
             prefill = self._prefill(cell)
         except Exception:  # that may be why a cell has no result
             prefill = ""
-        return prefill, conditions(self.config, self.command)
+        where = conditions(self.config, self.command)
+        return Ended(cell.summary(outcomes, self.loaded, prefill, where, problem), [*outcomes], [*views])
 
     def _prefill(self, cell: Cell) -> str:
         return EvictionCache(self.model, cell.policy).prompt_sees
-
-    def _failed(self, cells: Sequence[Cell], problem: str) -> list[Ended]:
-        """Return the rows of cells that have no result."""
-        return [(cell.failed(problem, self.loaded, *self._where(cell)), [], []) for cell in cells]
 
 
 def _first(done: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:
@@ -230,3 +233,29 @@ def _problem(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     last = next((frame for frame in reversed(frames) if f"{os.sep}torch{os.sep}" not in frame.filename), frames[-1])
     return f"{type(error).__name__}: {text} ({Path(last.filename).name}, line {last.lineno})"
+
+
+def conditions(config: CompareConfig, command: str) -> dict[str, Any]:
+    """Return the fields of a :class:`Summary` that this process and moment decide.
+
+    ``command`` is the command line, or what :func:`called` returns.
+    """
+    device = torch.device(config.device)
+    return {
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "threads": torch.get_num_threads(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+    }
+
+
+def called(config: CompareConfig) -> str:
+    """Return the Python call of a comparison that no command line asked for, with what differs from the defaults."""
+    given = []
+    for field in fields(config):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if (value := getattr(config, field.name)) != default:
+            given.append(f"{field.name}={value!r}")
+    return f"compare(CompareConfig({', '.join(given)}), console)"

@@ -33,10 +33,10 @@ def test_a_cluster_has_the_same_results(config, quiet, machines, monkeypatch, tm
     """To the last bit; a machine that is killed in the middle loses no cell, and none is done twice."""
     third, append = machines.add_node(**MACHINE), Folder.append
 
-    def killed(self, *ended):
+    def killed(self, ended):
         if third in machines.list_all_nodes():
             machines.remove_node(third, allow_graceful=False)
-        append(self, *ended)
+        append(self, ended)
 
     alone = compare(config(output=str(tmp_path / "alone")), quiet)
     monkeypatch.setattr(Folder, "append", killed)

@@ -25,7 +25,7 @@ from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.compare import compare
 from ag.evaluate.comparison.folder import Folder
 from ag.evaluate.comparison.progress import Progressing
-from ag.evaluate.comparison.tables import printed
+from ag.evaluate.comparison.tables import counted, printed
 from ag.evaluate.tasks import Outcome
 from ag.gates import export
 from ag.gates.calibration import Calibration
@@ -160,13 +160,13 @@ def test_codes_are_lines_of_their_own(config, quiet):
 def _die_while_writing(config, quiet):
     append, count = Folder.append, 0
 
-    def torn(self, row, outcomes, views):
+    def torn(self, ended):
         nonlocal count
         count += 1
         if count < 3:
-            return append(self, row, outcomes, views)
+            return append(self, ended)
         with (self.path / "results.jsonl").open("ab") as file:
-            file.write(json.dumps(asdict(row)).encode()[:50])
+            file.write(json.dumps(asdict(ended.summary)).encode()[:50])
         os.kill(os.getpid(), signal.SIGKILL)
 
     Folder.append = torn
@@ -183,14 +183,17 @@ def test_a_killed_run_resumes_to_the_same_results(config, quiet, finished):
     assert len((output / "results.jsonl").read_text().splitlines()) == 3
     assert not (output / "table.md").exists()
     compare(config(batch_policies=1), quiet)
+    path = output / "results.jsonl"
+    whole = [line for line in path.read_text().splitlines() if line.endswith("}")]
+    assert len(whole) == 5 and len(path.read_text().splitlines()) == 6
+    path.write_text("\n".join(whole))
     assert lines(output) == lines(finished)
     assert tables(output) == tables(finished)
-    assert (output / "results.corrupt.jsonl").read_bytes().startswith(b'{"key": ')
-    assert "is computed anew" in quiet.file.getvalue()
+    assert "line 3 is skipped, and its cell runs again" in quiet.file.getvalue()
 
 
 @pytest.mark.slow
-def test_what_is_corrupt_is_put_aside_and_computed_anew(config, quiet, done):
+def test_what_is_damaged_is_named_and_runs_again(config, quiet, done):
     """Of five rows one is whole; the samples of the second are gone, those of the third empty, of the fourth wrong."""
     before, path = lines(done), done / "results.jsonl"
     damage = [b"not json", b'{"key": "x"}', b"[" * 100_000, b"\xff\xfe", b"null"]
@@ -202,9 +205,12 @@ def test_what_is_corrupt_is_put_aside_and_computed_anew(config, quiet, done):
     empty.write_text("")
     wrong.write_text('{"sample": "0"}\n')
     compare(config(), quiet)
+    written = path.read_bytes().splitlines()
+    assert written[:9] == [*rows[:4], *damage]
+    path.write_bytes(b"\n".join([written[0], *written[9:]]))
     assert lines(config().output) == before
-    assert path.with_name("results.corrupt.jsonl").read_bytes().splitlines() == [*rows[1:4], *damage]
-    assert quiet.file.getvalue().count("is computed anew") == 8
+    named = re.findall("line ([0-9]+) is skipped, and its cell runs again", quiet.file.getvalue())
+    assert sorted(map(int, named)) == [2, 3, 4, 5, 6, 7, 8, 9]
     scores = [[json.loads(line)["score"] for line in text.splitlines()] for text in (gone.read_text(), whole)]
     assert scores[0] == scores[1]
 
@@ -322,13 +328,13 @@ def test_n_samples_are_the_first_n_that_can_be_run(config, quiet, capsys, tiny_f
     assert {(result.summary.n, result.summary.too_short) for result in comparison.results} == {(6, 0)}
     comparison = compare(config(samples=7), quiet)
     assert {(result.summary.n, result.summary.too_short) for result in comparison.results} == {(6, 1)}
-    counted = "6 documents, left out: 1 too short"
-    assert comparison.counted("ppl") == counted
+    said = "6 documents, left out: 1 too short"
+    assert counted(comparison, "ppl") == said
     for page in ("table.md", "report.html"):
         text = (comparison.folder / page).read_text()
-        assert counted in text and text.count("1 too short") == 6  # and in each of the five rows
+        assert said in text and text.count("1 too short") == 6  # and in each of the five rows
     assert main([*words(config()), "policies=[full]", "samples=7"]) == 0
-    assert f"ppl: {counted}" in capsys.readouterr().out.splitlines()
+    assert f"ppl: {said}" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.slow
@@ -388,7 +394,7 @@ def test_one_export_at_several_shares_under_labels(config, quiet, tiny_llama, tm
         return config(policies=["full", *(f"{n}={path}" for n in names)], policy_options=options, **others)
 
     comparison = compare(labelled("g90", "g10"), quiet)
-    assert comparison.labels == comparison.names == ["full", "g90", "g10"]
+    assert comparison.labels == [*comparison.named] == ["full", "g90", "g10"]
     kept = []
     for result, share in zip(comparison.results[1:], (0.9, 0.1), strict=True):
         alone = config(policies=["full", path], policy_options={path: {"share": share}}, output=str(tmp_path / "alone"))
@@ -563,7 +569,7 @@ def test_nats_of_right_answers(config, quiet, question):
     assert full.paired_nats is None
     assert h2o.paired_nats.difference == pytest.approx(h2o.summary.nats - full.summary.nats)
     assert h2o.paired_nats.n == 2
-    assert comparison.counted("needle_single") == f"2 haystacks, left out: 0; question {question} eviction"
+    assert counted(comparison, "needle_single") == f"2 haystacks, left out: 0; question {question} eviction"
     remark = "not informative for this model: exact match 0.0000 with the full cache"
     assert comparison.uninformative("needle_single") == remark
     for file in ("report.html", "table.md"):

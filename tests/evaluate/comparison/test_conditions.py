@@ -11,12 +11,13 @@ import torch
 
 from ag.compare import CompareConfig, main
 from ag.evaluate.comparison.compare import compare
-from ag.evaluate.comparison.conditions import called, conditions, measured, prompts
 from ag.evaluate.comparison.folder import ROWS
+from ag.evaluate.comparison.tables import measured, prompts
+from ag.evaluate.comparison.work import called, conditions
 from tests.support import made_up
 
 LATER = ("dtype", "quantization", "prompt_mean", "prompt_min", "prompt_max", "task_options", "hardware", "threads")
-LATER += ("date", "command", "untouched", "question", "nats", "hits", "floor", "over_budget", "checksum")
+LATER += ("date", "command", "untouched", "question", "nats", "hits", "floor", "over_budget")
 
 
 pytestmark = pytest.mark.usefixtures("no_charts")

@@ -8,8 +8,7 @@ from omegaconf import OmegaConf
 
 from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison import leaderboard
-from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.result import Result
+from ag.evaluate.comparison.result import Comparison, Result
 from tests.support.made_up import SUMMARY
 
 

@@ -77,7 +77,7 @@ def test_the_viewer_shows_what_was_kept(page, compared):
     browser = page()
     results = {result.name: result for result in compared.of_task("ppl")}
     selects = {name: Select(browser.find_element(By.ID, name)) for name in ("prompt", "policy", "layer", "head")}
-    assert [option.text for option in selects["policy"].options] == compared.names
+    assert [option.text for option in selects["policy"].options] == [*compared.named]
     assert [option.text for option in selects["layer"].options] == ["all layers", "0", "1", "2"]
     assert [option.text for option in selects["head"].options] == ["all heads", "0", "1"]
     selects["prompt"].select_by_index(1)

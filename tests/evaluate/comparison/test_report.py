@@ -16,12 +16,11 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison import charts, drawing, tables
-from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.page import embedded, render, viewer
-from ag.evaluate.comparison.result import Result
+from ag.evaluate.comparison import charts, tables
+from ag.evaluate.comparison.page import embedded, layers, render, viewer, wins
+from ag.evaluate.comparison.result import Comparison, Result
 from ag.evaluate.comparison.tables import markdown
-from ag.evaluate.comparison.views import View, pieces
+from ag.evaluate.inside import View, pieces
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import by_part
 from tests.evaluate.comparison.test_folder import VALUES
@@ -87,7 +86,7 @@ def test_table_md_holds_the_rows_in_cell_order(compared):
         else:
             assert line[0] == "full"
     leaders = [line for line in lines if len(line) == 3 and line[0] not in ("policy", "---")]
-    assert [line[0] for line in leaders] == compared.names
+    assert [line[0] for line in leaders] == [*compared.named]
 
 
 def test_wins_by_hand():
@@ -99,25 +98,26 @@ def test_wins_by_hand():
         result("x", 0.5, "b", [1.0, 0.0], higher=True),
         result("y", 0.5, "b", [0.0, 1.0], higher=True),
     ]
-    wins = Comparison(Path(), "x", results).wins("0.5")
-    assert wins.names == ["x 0.5 (50 %)", "y 0.5 (50 %)"]
-    assert wins.share[0, 1] == 0.75 and wins.share[1, 0] == 0.25  # a win and a half of two
-    assert wins.certain.tolist() == [[0, 1], [0, 0]]  # 2 of 256 patterns reach it
-    assert wins.tasks.tolist() == [[2, 2], [2, 2]]
+    pairs = wins(Comparison(Path(), "x", results), "0.5")
+    assert pairs.names == ["x 0.5 (50 %)", "y 0.5 (50 %)"]
+    assert pairs.share[0, 1] == 0.75 and pairs.share[1, 0] == 0.25  # a win and a half of two
+    assert pairs.certain.tolist() == [[0, 1], [0, 0]]  # 2 of 256 patterns reach it
+    assert pairs.tasks.tolist() == [[2, 2], [2, 2]]
 
 
 def test_averages_are_over_tasks_with_the_same_metric():
     results = [result("x", None, "a", [0.5], True), result("x", None, "b", [1.0, 0.0, 1.0, 1.0], True)]
     others = [result("x", None, "c", [3.0], metric="nats"), result("x", None, "d", [0.25], True, metric="F1")]
     comparison = Comparison(Path(), "x", [*results, *others])
-    assert comparison.averaged == ["accuracy"]
-    assert comparison.leaders()[0][2] == [0.625]
+    assert tables.leaderboard(comparison).lines[0][-1] == ("0.6250", 0.625, "")
     assert "| policy | a | b | c | d | average accuracy |" in markdown(comparison)
-    assert Comparison(Path(), "x", [results[0], *others]).averaged == []
+    assert "average" not in markdown(Comparison(Path(), "x", [results[0], *others]))
     failed = replace(results[1].summary, mean=None, problem="out of memory")
-    assert Comparison(Path(), "x", [results[0], replace(results[1], summary=failed, outcomes=[])]).leaders()[0][2] == [
-        None
-    ]
+    one_failed = Comparison(Path(), "x", [results[0], replace(results[1], summary=failed, outcomes=[])])
+    assert tables.leaderboard(one_failed).lines[0][-1] == ("none", None, "")
+    without = result("y", None, "d", [0.25], True, metric="F1")
+    lines = tables.leaderboard(Comparison(Path(), "x", [*comparison.results, without])).lines
+    assert [cells[-1].text for cells in lines] == ["0.6250", "none"]
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_curves_over_positions_start_from_the_full_cache(streamed):
     assert (tova.name, [point.x for point in tova.points]) == ("tova 0.5 (50 %)", [4, 6])
     assert [point.y for point in tova.points] == pytest.approx([0.3, 0.5])
     assert [point.y for point in h2o.points] == [0.0, 0.0]
-    level, *_ = dict(drawing.draw(streamed))["positions_ppl_stream"].axes[0].lines
+    level, *_ = charts.draw(streamed)["positions_ppl_stream"].axes[0].lines
     assert chart.zero == charts.looks(streamed)["full"] and list(level.get_ydata()) == [0, 0]
     # it is drawn over what lies on it, which shows between its dashes
     assert level.get_linestyle() == "--" and level.get_zorder() > max(
@@ -173,12 +173,12 @@ def test_the_full_cache_alone_has_a_curve(streamed):
     [chart] = charts.along(alone, "ppl_stream")
     [line] = chart.lines
     assert (line.name, [point.y for point in line.points]) == ("full (50 %)", [1.5, 3.0])
-    (axes,) = dict(drawing.draw(alone))["positions_ppl_stream"].axes
+    (axes,) = charts.draw(alone)["positions_ppl_stream"].axes
     assert axes.get_yscale() == "linear" and axes.get_ylabel() == "nats a token"
 
 
 def test_a_policy_has_one_colour_in_all_plots(streamed):
-    figures = dict(drawing.draw(streamed))
+    figures = charts.draw(streamed)
     colours = []
     for name in ("quality_ppl_stream", "positions_ppl_stream"):
         handles, labels = figures[name].axes[0].get_legend_handles_labels()
@@ -250,7 +250,7 @@ def test_differences_are_paired_by_text_and_block(streamed):
 
 def test_a_chart_by_position(streamed):
     page = Page(render(streamed))
-    [drawn] = [drawing.svg(chart) for chart in charts.along(streamed, "ppl_stream")]
+    [drawn] = [charts.svg(chart) for chart in charts.along(streamed, "ppl_stream")]
     assert drawn.count("<g><title>") == 4  # two policies beside the baseline
     assert "tova 0.5 (50 %): +0.300 from 4; tova 0.5 (50 %): +0.500 from 6" in drawn
     assert "%</text>" not in drawn
@@ -287,9 +287,9 @@ def test_layers_by_hand():
     comparison = Comparison(
         Path(), "full", [result("full", None, "a", [1.0], views=views), result("h2o", 0.5, "a", [1.0], views=views)]
     )
-    names, shares = comparison.layers()
-    assert names == ["h2o 0.5 (62 %)"]  # 15 of 24
-    assert shares.tolist() == [[7 / 12, 8 / 12]]
+    [(name, shares)] = layers(comparison)
+    assert name == "h2o 0.5 (62 %)"  # 15 of 24
+    assert shares.tolist() == [7 / 12, 8 / 12]
 
 
 def test_pieces_are_the_text(smollm2):
@@ -310,8 +310,6 @@ def test_plots_are_drawn(compared):
         "quality_ppl",
         "quality_needle_single",
         "depths_needle_single",
-        "wins",
-        "layers",
     }
     assert {path.stem for path in compared.folder.glob("*.png")} == expected
     for name in expected:
@@ -343,7 +341,7 @@ def test_hostile_text_is_only_data(compared):
     assert shown == viewer(compared)
     prompts = ["".join(prompt["pieces"]) for prompt in shown["prompts"] if prompt["name"].startswith("ppl")]
     assert prompts[1] == "</script><script>alert(1)</script> <img "
-    assert [one["name"] for one in shown["prompts"][0]["policies"]] == compared.names
+    assert [one["name"] for one in shown["prompts"][0]["policies"]] == [*compared.named]
 
 
 def is_json(value):

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison import charts, drawing
-from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.page import render
-from ag.evaluate.comparison.result import Result
-from ag.evaluate.comparison.shares import agree, at_budget, held, hold_alike, percent
+from ag.evaluate.comparison import charts
+from ag.evaluate.comparison.page import render, wins
+from ag.evaluate.comparison.result import Comparison, Result, agree, apart, at_budget, held, hold_alike, percent
 from ag.evaluate.comparison.tables import markdown
 from ag.evaluate.comparison.verdict import judge, verdicts
 from ag.evaluate.tasks import Outcome
@@ -98,17 +96,17 @@ def mixed():
 def test_unequal_shares_are_never_paired(mixed, no_charts):
     comparison = of(mixed)
     assert [one.summary.label for one in at_budget(comparison.results, "0.25")] == ["mine", "h2o", "fitting"]
-    wins = comparison.wins("0.25")
-    assert wins.names == ["full (100 %)", "mine 0.25 (25 %)", "h2o 0.25 (25 %)", "fitting (26 %)"]
-    assert wins.tasks.tolist() == [[1] * 4] * 4
+    pairs = wins(comparison, "0.25")
+    assert pairs.names == ["full (100 %)", "mine 0.25 (25 %)", "h2o 0.25 (25 %)", "fitting (26 %)"]
+    assert pairs.tasks.tolist() == [[1] * 4] * 4
     verdict = judge(comparison, "ppl", "0.25")
     assert (verdict.best.summary.label, verdict.rival.summary.label) == ("fitting", "h2o")
-    assert comparison.apart() == [
+    assert apart(comparison) == [
         "ppl: snapkv 0.25 holds 32.0 %, mine 0.25 25.0 %",
         "ppl: flags holds 63.0 %, mine 0.25 25.0 %",
     ]
     for text in (render(comparison), markdown(comparison)):
-        for line in comparison.apart():
+        for line in apart(comparison):
             assert line in text
     assert [one.summary.label for one in comparison.results if one.paired is None] == [
         "full"
@@ -132,7 +130,7 @@ def test_a_baseline_that_evicts_is_for_those_that_hold_as_much(mixed):
         "flags": False,
         "fitting": False,
     }
-    assert "ppl: h2o 0.25 holds 25.0 %, flags 63.0 %" in comparison.apart()
+    assert "ppl: h2o 0.25 holds 25.0 %, flags 63.0 %" in apart(comparison)
     near = of(mixed, "fitting")
     assert near.results[2].paired.difference == pytest.approx(0.01) and near.results[3].paired is None
 
@@ -140,21 +138,21 @@ def test_a_baseline_that_evicts_is_for_those_that_hold_as_much(mixed):
 def test_pairs_are_told_apart_task_by_task(mixed):
     """Flags that hold as much as the others on one task of two are paired there alone."""
     fits = [result(label, budget, LENGTHS, (0.25, 0.25), "other") for label, budget in (("h2o", 0.25), ("flags", None))]
-    wins = of([*mixed, *fits]).wins("0.25")
-    assert wins.names[3:] == ["fitting (26 %)", "flags (25 %)"]
-    at = {name.split()[0]: place for place, name in enumerate(wins.names)}
-    assert (wins.tasks[at["h2o"], at["flags"]], wins.tasks[at["h2o"], at["mine"]]) == (1, 1)
-    assert wins.tasks[at["mine"], at["flags"]] == 0
+    pairs = wins(of([*mixed, *fits]), "0.25")
+    assert pairs.names[3:] == ["fitting (26 %)", "flags (25 %)"]
+    at = {name.split()[0]: place for place, name in enumerate(pairs.names)}
+    assert (pairs.tasks[at["h2o"], at["flags"]], pairs.tasks[at["h2o"], at["mine"]]) == (1, 1)
+    assert pairs.tasks[at["mine"], at["flags"]] == 0
 
 
 def test_differing_budgets_in_tokens(mixed):
     """Flags that hold 30 % of each prompt are not compared at 60 tokens of 100 and of 300, which are 30 % as well."""
     results = [result("h2o", 60, LENGTHS, tokens_of(60)), result("tova", 60, LENGTHS, tokens_of(60))]
     comparison = of([*results, result("flags", None, LENGTHS, (0.3, 0.3))])
-    assert comparison.wins("60").names == ["h2o 60 (30 %)", "tova 60 (30 %)"]
-    assert comparison.apart() == ["ppl: flags holds 30.0 % of a prompt on average, h2o 60 40.0 %"]
+    assert wins(comparison, "60").names == ["h2o 60 (30 %)", "tova 60 (30 %)"]
+    assert apart(comparison) == ["ppl: flags holds 30.0 % of a prompt on average, h2o 60 40.0 %"]
     same = of([*results, result("flags", None, LENGTHS, tokens_of(60))])
-    assert same.apart() == [] and len(same.wins("60").names) == 3
+    assert apart(same) == [] and len(wins(same, "60").names) == 3
 
 
 @pytest.mark.parametrize(
@@ -173,7 +171,6 @@ def test_what_a_policy_holds_by_budget_and_over_tasks():
         for task, share in zip(made_up.TASKS, both, strict=True)
     ]
     assert held(results) == "2.0, 25, 50 to 53 %"
-    assert of(results).shown("h2o") == "h2o (2.0, 25, 50 to 53 %)"
     assert held([]) == ""
 
 
@@ -184,7 +181,7 @@ def test_every_legend_says_what_was_kept(mixed):
     assert [line.name for line in quality.lines] == labels
     assert [line.name for line in lead.lines] == labels[1:]
     assert [line.name for line in quality.lines if line.level] == labels[:1]  # it alone is held against other shares
-    drawn = dict(drawing.draw(comparison))
+    drawn = charts.draw(comparison)
     assert [text.get_text() for text in drawn["quality_ppl"].legends[0].texts] == labels
     assert [text.get_text() for text in drawn["lead"].legends[0].texts] == labels[1:]
     page = render(comparison)

@@ -51,9 +51,9 @@ def run(folder):
     def run(*words: str, output: str = "out") -> dict[tuple[str, str], tuple[Summary, list[Outcome]]]:
         status = main([f"model={folder}", f"root={folder}", f"output={folder / output}", *words])
         results = Folder(folder / output)
-        rows = results.summaries().values()
-        assert status == (2 if any(row.problem for row in rows) else 0)
-        return {(row.task, row.label): (row, results.outcomes(row) if row.n else []) for row in rows}
+        rows = results.read().values()
+        assert status == (2 if any(row.summary.problem for row in rows) else 0)
+        return {(row.summary.task, row.summary.label): row[:2] for row in rows}
 
     return run
 

@@ -7,9 +7,8 @@ import pytest
 
 from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison.charts import leading, looks
-from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.page import render
-from ag.evaluate.comparison.result import Result
+from ag.evaluate.comparison.result import Comparison, Result
 from ag.evaluate.comparison.tables import markdown
 from ag.evaluate.comparison.verdict import headlines, judge, verdicts
 from tests.support import made_up
