@@ -308,11 +308,8 @@ class Layer:
     def fork(self) -> Layer:
         """Return a copy for another continuation of the same text."""
         new = copy.copy(self)
-        new.observation_window, new.gate_memory = (
-            copy.deepcopy(self.observation_window),
-            copy.deepcopy(self.gate_memory),
-        )
-        new.watch = copy.deepcopy(self.watch)
+        for name in ("observation_window", "gate_memory", "watch"):
+            setattr(new, name, copy.deepcopy(getattr(self, name)))
         return new
 
     def select(self, indices: Tensor) -> None:

@@ -48,7 +48,7 @@ def test_criticalkv_is_the_base_score_and_its_product(shape, base):
     assert torch.equal(again, second)
 
 
-def two_score_ballot(seed=0, heads=3, n=20, capacity=9):
+def two_scores(seed=0, heads=3, n=20, capacity=9):
     make = torch.Generator().manual_seed(seed)
     score, second = torch.rand(2, 1, heads, n, generator=make)
     protected = torch.zeros(1, heads, n, dtype=torch.bool)
@@ -59,7 +59,7 @@ def two_score_ballot(seed=0, heads=3, n=20, capacity=9):
 
 @pytest.mark.parametrize("first", [0.0, 0.3, 0.5, 1.0])
 def test_the_second_score_fills_what_the_first_leaves(first):
-    candidates = replace(two_score_ballot(), first_share=first)
+    candidates = replace(two_scores(), first_share=first)
     keep = candidates.keep(torch.tensor([9]))
     for h in range(3):
         parts = candidates.score[0, h].tolist(), candidates.second[0, h].tolist(), candidates.protected[0, h].tolist()
@@ -71,7 +71,7 @@ def test_the_second_score_fills_what_the_first_leaves(first):
 def test_less_and_less_of_two_scores_is_one_decision():
     """What a smaller share keeps is among what a larger one keeps, also when the candidates was cut in between."""
     for seed in range(30):
-        candidates = two_score_ballot(seed, n=30)
+        candidates = two_scores(seed, n=30)
         columns, left = torch.arange(30).expand(1, 3, 30), candidates
         for share in (25, 17, 16, 9, 5, 3):
             keep = left.keep(torch.tensor([share]))
@@ -82,7 +82,7 @@ def test_less_and_less_of_two_scores_is_one_decision():
 
 
 def test_heads_share_by_the_first_score_alone():
-    candidates = two_score_ballot(capacity=9)
+    candidates = two_scores(capacity=9)
     keep = Heads(floor=0.2).keep_later(0, candidates, None)
     plain = Heads(floor=0.2).keep_later(0, replace(candidates, second=None), None)
     assert keep.sum(-1).tolist() == plain.sum(-1).tolist()
