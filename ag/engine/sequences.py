@@ -124,7 +124,7 @@ class SequenceState:
                     "seen and coming; for another text call cache.reset() first."
                 )
             check_past(mask, self.mask)
-            new = mask[:, seen:].bool()
+            new = mask[:, seen:].bool().to(device)
         if not self.ready:
             self._read(new)
         self._expected = None
