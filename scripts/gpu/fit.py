@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import statistics
 import subprocess
@@ -44,7 +43,7 @@ class Job:
         lora: steps of LoRA alone, for the share of a step that gates cost; 0: not measured.
         samples: rows whose time on four cards is estimated.
         text: documents of random words to write into ``data.root``; 0: it is there.
-        plan: measure the step's memory in advance on fake tensors.
+        plan: compute the step's memory in advance.
         link: symbolic link to make to the run; empty: none.
     """
 
@@ -137,9 +136,6 @@ def summary(parts: list[Row], job: Job) -> Row:
 def _start(name: str, file: Path, words: list[str], job: Job) -> tuple[subprocess.Popen[str], Path]:
     """Begin a part of the work in a process of its own."""
     out = file.with_name(f"{file.stem}.{name}.part")
-    environment = dict(os.environ)
-    if name == "plan":
-        environment.pop("TRITON_INTERPRET", None)  # fake tensors have nothing to interpret
     command = [sys.executable, "-c", f"from scripts.gpu.fit import part; part({name!r}, {str(out)!r})"]
     work = json.dumps({"words": words, "job": asdict(job)})
     process = subprocess.Popen(
@@ -147,7 +143,6 @@ def _start(name: str, file: Path, words: list[str], job: Job) -> tuple[subproces
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
-        env=environment,
     )
     return process, out
 
