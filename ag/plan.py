@@ -9,7 +9,7 @@ from ag.config.command_line import Invocation
 
 def show(asked: Invocation[PlanConfig]) -> int:
     """Print the plan of a run, without loading weights; returns the exit code."""
-    from ag.training.memory_plan import report  # imports the fake tensors of PyTorch's compiler
+    from ag.training.memory_plan import report
 
     print(report(asked.config, asked.config.tflops))
     return 0

@@ -34,6 +34,7 @@ from ag.model.quiet import quiet
 from ag.model.support import check_attention
 from ag.run_on_cluster import run_on_cluster
 from ag.training.loggers import build_loggers, log_export, read_metrics
+from ag.training.memory_plan import GIB
 from ag.training.module import GatedLM
 from ag.training.objectives import objective
 from ag.training.sharded import ShardedStrategy, gather
@@ -127,6 +128,8 @@ def fit(
     finally:
         os.environ.pop("AG_RUN", None)
     if run_dir is None:
+        if trainer.is_global_zero and (peak := torch.cuda.max_memory_allocated()):  # 0 without a GPU
+            print(f"memory of the GPU at its peak: {peak / GIB:.2f} GiB")
         return None
     if module.validated_step != trainer.global_step:
         trainer.validate(module, batches, verbose=False)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from ag.config import Config
 from ag.config.recipes import resolve
-from ag.training.fake_step import steps
 from ag.training.memory_plan import GIB, MemoryPlan, plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,10 +19,9 @@ def table(name: str) -> str:
     """Return the table of a model: memory of one GPU, and tokens a second of all."""
     head = f"| {name} | " + " | ".join(f"{count} GPU{'s' if count > 1 else ''}" for count in GPUS) + " |"
     lines = [head, "|---" * (len(GPUS) + 1) + "|"]
-    measured = steps(settings(name, "none", "ddp", 1))
     plans: list[MemoryPlan] = []
     for base, (quantization, strategy) in BASES.items():
-        plans = [plan(settings(name, quantization, strategy, count), measured) for count in GPUS]
+        plans = [plan(settings(name, quantization, strategy, count)) for count in GPUS]
         lines.append(f"| {base}: GiB | " + " | ".join(f"{found.total / GIB:.1f}" for found in plans) + " |")
     speed = (found.tokens * TFLOPS * 1e12 / found.flops for found in plans)
     lines.append("| tokens/s | " + " | ".join(f"{tokens:,.0f}" for tokens in speed) + " |")

@@ -21,7 +21,6 @@ from typing import Any, Generic, NoReturn, TypeVar
 from ag.config import early
 from ag.config.keys import ConfigError, ConfigWarning, Key, keys, nearest, short
 from ag.config.recipes import dump, recipes, resolve
-from ag.config.search import search, searched
 from ag.config.sweep import sweep
 from ag.errors import BudgetWarning, UserError
 
@@ -34,7 +33,7 @@ OPTIONS = {
     "--recipes": "list the shipped recipes of this command",
     "--print": "print the resolved configuration and stop",
     "--dry-run": "check what is asked, say what would be done, write nothing (fit: run one batch of each kind)",
-    "--multirun": "one run for each combination of comma lists, such as seed=0,1; or search=optuna trials=20 (-m)",
+    "--multirun": "one run for each combination of comma lists, such as seed=0,1 (-m)",
 }
 MAX_RUNS = 1000
 
@@ -132,19 +131,10 @@ def parse(argv: Sequence[str], schema: type[T], program: str, first: str = "") -
             _leave(_help(schema, program))
         if "--recipes" in options:
             _leave(_recipes(program))
-        asked = None
-        if "--multirun" in options:
-            pieces = {name: _pieces(text) for name, text in overrides.items()}
-            asked = searched(overrides, pieces, keys(schema))
-            overrides = {name: text for name, text in overrides.items() if name != "search"}
-        runs = asked.corners() if asked else _expand(overrides) if "--multirun" in options else [overrides]
+        runs = _expand(overrides) if "--multirun" in options else [overrides]
         configs = _resolve(schema, runs, program)
         if "--print" in options:
             _leave("---\n".join(map(dump, configs)).rstrip())
-        if asked and "--dry-run" in options:
-            _leave(f"would choose {asked.trials} times from {dict(asked.space)}")
-        if asked:
-            raise SystemExit(search(asked, configs[0], program))
         if "--multirun" in options:
             raise SystemExit(sweep(runs, configs, program, ["--dry-run"] if "--dry-run" in options else []))
     except ValueError as error:

@@ -48,10 +48,10 @@ class Key:
 
     name: str
     type: Any
-    default: Any
-    doc: str
-    low: float | None
-    high: float | None
+    default: Any = None
+    doc: str = ""
+    low: float | None = None
+    high: float | None = None
     words: str = ""
     instead: str = "write the value itself"
     of: str = ""
@@ -87,8 +87,7 @@ def _walk(schema: type[Any], prefix: str) -> Iterator[Key]:
             continue
         default = field.default_factory() if callable(field.default_factory) else field.default
         meta = field.metadata
-        said = {part: meta[part] for part in ("words", "instead", "of", "holds") if meta.get(part)}
-        yield Key(name, hint, default, meta.get("doc", ""), meta.get("low"), meta.get("high"), **said)
+        yield Key(name, hint, default, **{part: said for part, said in meta.items() if said not in (None, "")})
 
 
 def describe(hint: Any) -> str:

@@ -176,12 +176,11 @@ def _with_entry(mapping: Key, values: Mapping[str, Any], name: str, text: str) -
     """
     entry, hint = name.removeprefix(f"{mapping.name}."), get_args(mapping.type)[1]
     if get_origin(hint) is not dict:
-        return {**values, entry: from_text(Key(name, hint, None, "", None, None), text)}
+        return {**values, entry: from_text(Key(name, hint), text)}
     entry, _, leaf = entry.rpartition(".")
     if not entry:
         raise ConfigError(f"{name}={short(text)}: expected {mapping.name}.NAME.OPTION=...")
-    value = from_text(Key(name, get_args(hint)[1], None, "", None, None), text)
-    return {**values, entry: {**values.get(entry, {}), leaf: value}}
+    return {**values, entry: {**values.get(entry, {}), leaf: from_text(Key(name, get_args(hint)[1]), text)}}
 
 
 def load_config(path: str | Path, schema: type[T]) -> T:

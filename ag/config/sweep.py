@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,9 +36,8 @@ class Run:
         config: its configuration; ``output``, ``recipe`` and ``resume`` are read where they exist.
         name: of its run folder.
         place: the working folder, which machines of a cluster share.
-        log: file for what it prints; empty: nowhere else.
+        log: file for what it prints; an empty text means that it prints where the sweep prints.
         said: its overrides, as a shell reads them.
-        wait: waits for its process and returns the exit code; None: as usual.
     """
 
     index: int
@@ -48,7 +47,6 @@ class Run:
     place: str
     log: str = ""
     said: str = ""
-    wait: Callable[[Run, subprocess.Popen[bytes]], int] | None = None
 
     @property
     def folder(self) -> Path | None:
@@ -59,13 +57,9 @@ class Run:
         output = getattr(self.config, "output", None)
         return Path(output) if output else None
 
-    def start(self, **told: Any) -> subprocess.Popen[bytes]:
-        """Start its process, with more arguments of Popen."""
-        return subprocess.Popen(self.command, env=os.environ | {"AG_RUN": self.name}, **told)
-
-    def ended(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for its process; returns the exit code."""
-        return process.wait() if self.wait is None else self.wait(self, process)
+    def start(self, **arguments: Any) -> subprocess.Popen[bytes]:
+        """Start its process, from its last checkpoint where it was begun before; ``arguments`` are those of Popen."""
+        return subprocess.Popen((*self.command, *_begun(self)), env=os.environ | {"AG_RUN": self.name}, **arguments)
 
 
 @dataclass(frozen=True)
@@ -95,67 +89,34 @@ def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, opti
     """
     address = getattr(configs[0], "cluster", None)
     runs = [{name: text for name, text in run.items() if name != "cluster"} for run in runs]
-    words = [[f"{name}={text}" for name, text in run.items()] for run in runs]
-    alone = [] if address is None else ["cluster=null"]  # a recipe may say otherwise
-    commands = [(sys.executable, "-m", program, *options, *each, *alone) for each in words]
-    said = [shlex.join(each) for each in words]
-    if address is None:
-        begun = time.strftime("%Y-%m-%d_%H-%M-%S")
-        todo = [
-            Run(i, commands[i], configs[i], f"{begun}-{i + 1}", os.getcwd(), said=said[i]) for i in range(len(runs))
-        ]
-        return told(todo, len(runs), configs[0])
-    name = hashlib.sha256(json.dumps([program, *runs]).encode()).hexdigest()[:12]
-    folder = Path(getattr(configs[0], "output", None) or "runs") / "sweeps" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    done = folder / "done.txt"
-    there = set(done.read_text().split()) if done.exists() else set()
-    todo = [
-        Run(i, commands[i], configs[i], f"sweep-{name}-{i:04d}", os.getcwd(), str(folder / f"{i:04d}.log"), said[i])
-        for i in range(len(runs))
-        if str(i) not in there
-    ]
-    print(f"{len(todo)} of {len(runs)} runs; what they print is in {folder}", flush=True)
-
-    def noted(ended: Iterator[Ended]) -> Iterator[Ended]:
-        for one in ended:
-            if one.code == 0:
-                with done.open("a") as file:
-                    file.write(f"{one.run.index}\n")
-            yield one
-
-    return told(todo, len(runs), configs[0], noted)
-
-
-def told(
-    runs: Sequence[Run], total: int, config: Any, noted: Callable[[Iterator[Ended]], Iterator[Ended]] | None = None
-) -> int:
-    """Run here, or on the cluster that a configuration names, and print a table of what came of it.
-
-    Args:
-        runs: what is to be done.
-        total: number of runs, with those that were done before.
-        config: the configuration of one of them.
-        noted: is handed what has ended, as it ends, and hands it on.
-
-    Returns:
-        As :func:`sweep`.
-    """
-    address, signalled = getattr(config, "cluster", None), list[int]()
-    ended = _here(runs, total, signalled) if address is None else _on_cluster(runs, total, address, config)
+    digest = hashlib.sha256(json.dumps([program, *runs]).encode()).hexdigest()[:12]
+    folder = Path(getattr(configs[0], "output", None) or "runs") / "sweeps" / digest
+    begun = time.strftime("%Y-%m-%d_%H-%M-%S")
+    todo = []
+    for i, run in enumerate(runs):
+        words = [f"{name}={text}" for name, text in run.items()]
+        command, said = (sys.executable, "-m", program, *options, *words), shlex.join(words)
+        if address is None:
+            todo.append(Run(i, command, configs[i], f"{begun}-{i + 1}", os.getcwd(), said=said))
+        else:
+            command = (*command, "cluster=null")  # a recipe may say otherwise
+            name, log = f"sweep-{digest}-{i:04d}", str(folder / f"{i:04d}.log")
+            todo.append(Run(i, command, configs[i], name, os.getcwd(), log, said))
+    signalled: list[int] = []
+    ended = _here(todo, signalled) if address is None else _on_cluster(todo, address, folder)
     rows, failed = [], 0
-    for one in ended if noted is None else noted(ended):
+    for one in ended:
         failed += one.code != 0
-        folder, result = one.run.folder, f"exit {one.code}" if one.code else "ok"
-        measured = _measured(folder) if folder else {}
+        place, result = one.run.folder, f"exit {one.code}" if one.code else "ok"
+        measured = _measured(place) if place else {}
         numbers = [measured.get(name, "") for name in METRICS]
-        rows.append([f"{one.run.index + 1}", result, f"{one.seconds:.0f}", *numbers, str(folder or ""), one.run.said])
+        rows.append([f"{one.run.index + 1}", result, f"{one.seconds:.0f}", *numbers, str(place or ""), one.run.said])
     rows.sort(key=lambda row: int(row[0]))
     print("", *_table(["run", "result", "seconds", *METRICS, "folder", "overrides"], rows), sep="\n")
     return 128 + signalled[-1] if signalled else int(failed > 0)
 
 
-def _here(runs: Sequence[Run], total: int, signalled: list[int]) -> Iterator[Ended]:
+def _here(runs: Sequence[Run], signalled: list[int]) -> Iterator[Ended]:
     """Run one after the other, until a signal comes, which is noted."""
     process: subprocess.Popen[bytes] | None = None
 
@@ -168,24 +129,32 @@ def _here(runs: Sequence[Run], total: int, signalled: list[int]) -> Iterator[End
     for run in runs:
         if signalled:
             break
-        print(f"[{run.index + 1}/{total}] {run.said}", flush=True)
+        print(f"[{run.index + 1}/{len(runs)}] {run.said}", flush=True)
         start = time.monotonic()
-        process = replace(run, command=(*run.command, *_begun(run))).start()
-        yield Ended(run, run.ended(process), time.monotonic() - start)
+        process = run.start()
+        yield Ended(run, process.wait(), time.monotonic() - start)
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def _on_cluster(runs: Sequence[Run], total: int, address: str, config: Any) -> Iterator[Ended]:
-    """Run on the machines of a cluster, all of which see the run folders."""
-    if not runs:
+def _on_cluster(runs: Sequence[Run], address: str, folder: Path) -> Iterator[Ended]:
+    """Run what is not done on the machines of a cluster, all of which see the run folders and ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done = folder / "done.txt"
+    there = set(done.read_text().split()) if done.exists() else set()
+    todo = [run for run in runs if str(run.index) not in there]
+    print(f"{len(todo)} of {len(runs)} runs; what they print is in {folder}", flush=True)
+    if not todo:
         return
     with cluster.connected(address):
-        for run, ended in cluster.share(runs, Runner, _room(config)):
+        for run, ended in cluster.share(todo, Runner, _room(todo[0].config)):
             if isinstance(ended, cluster.Lost):
                 print(f"run {run.index + 1}: {ended.times} machines ended while they worked on it: {ended.why}")
                 ended = Ended(run, 1, 0.0)
-            print(f"[{run.index + 1}/{total}] exit {ended.code}, {ended.seconds:.0f} s", flush=True)
+            if ended.code == 0:
+                with done.open("a") as file:
+                    file.write(f"{run.index}\n")
+            print(f"[{run.index + 1}/{len(runs)}] exit {ended.code}, {ended.seconds:.0f} s", flush=True)
             yield ended
 
 
@@ -196,10 +165,9 @@ class Runner:
         """Do a run; one that was begun before goes on from its last checkpoint."""
         start = time.monotonic()
         os.chdir(run.place)
-        run = replace(run, command=(*run.command, *_begun(run)))
         with Path(run.log).open("ab") as log:
             process = run.start(stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-            code = run.ended(process)
+            code = process.wait()
         ended = Ended(run, code, time.monotonic() - start)
         if code == -signal.SIGKILL:  # perhaps with its machine: this host then ends too, and the run is done elsewhere
             time.sleep(MACHINE_SECONDS)

@@ -227,7 +227,9 @@ class FastKVzipGate(TokenGate):
         queries = self.q_norm(self.q_proj(hidden).view(shape))  # [B, T, Hkv, G, d']
         keys = self.k_norm(self.k_proj(hidden).view(shape))
         own = (queries * keys).sum(-1) * scale + self.b[:, 0]
-        others = (queries @ self.k_base[:, 0].mT * scale).logsumexp(-1)
+        rows = queries.transpose(1, 2).flatten(2, 3)  # [B, Hkv, T G, d']: all tokens share the learned keys
+        others = (rows @ self.k_base[:, 0].mT * scale).logsumexp(-1)
+        others = others.unflatten(2, (-1, own.shape[-1])).transpose(1, 2)
         kept, gone = (F.logsigmoid(x).logsumexp(-1) for x in (own - others, others - own))  # finite where one is 1
         return kept - gone
 

@@ -114,6 +114,7 @@ class Gating(Dense):
         """Check that the batch is the one this object was made for."""
         if tokens.shape[:2] != self.prompt.shape:
             raise UserError(f"Gating was made for a batch {tuple(self.prompt.shape)}, not {tuple(tokens.shape[:2])}.")
+        self.logits, self._keep = {}, {}
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gate that reads this layer's input."""
@@ -121,10 +122,12 @@ class Gating(Dense):
         if logits is None:
             return
         target = layer + self.gates.config.layer_offset
-        self.logits.setdefault(target, logits)  # gradient checkpointing runs a layer twice
         keep = self.gates.flags(logits).float() if self.hard else self.gates.keep(logits)
         keep = torch.where(self.counted()[:, None].to(keep.device), keep, 1.0)
-        self._keep[target] = nn.functional.pad(keep, (0, hidden.shape[1] - self._end), value=1.0)
+        keep = nn.functional.pad(keep, (0, hidden.shape[1] - self._end), value=1.0)
+        # gradient checkpointing runs a layer twice: what the second run computes is not held, nor is its graph
+        self.logits.setdefault(target, logits)
+        self._keep.setdefault(target, keep)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend under the flags of the layer, or as the model does where it has no gate."""

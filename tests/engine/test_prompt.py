@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ag
-from ag.engine import observe
+from ag.engine import attention_stats
 from ag.engine.attention_stats import AttentionStats
 from ag.engine.cache import EvictionCache
 from ag.engine.prompt import read_prompt
@@ -88,8 +88,10 @@ def test_together_is_as_alone_whatever_keys_are_rotated_by(tiny_llama, given):
 def test_what_is_measured_once_serves_all(tiny_llama, monkeypatch):
     """One pass over the queries for all sums of attention, and one look at the last 4 for score and preference."""
     model, looks, sums = tiny_llama().eval(), [], []
-    rows, stats = AttentionStats._rows, observe.attention_stats
-    monkeypatch.setattr(observe, "attention_stats", lambda *args, **options: sums.append(1) or stats(*args, **options))
+    rows, stats = AttentionStats._rows, attention_stats.attention_stats
+    monkeypatch.setattr(
+        attention_stats, "attention_stats", lambda *args, **options: sums.append(1) or stats(*args, **options)
+    )
     monkeypatch.setattr(AttentionStats, "_rows", lambda *args, **options: looks.append(1) or rows(*args, **options))
     ids = torch.randint(3, 128, (1, 24), generator=torch.Generator().manual_seed(0))
     read_prompt(model, ["full", ag.policy("h2o", 0.5), ag.policy("h2o+vatp", 0.25, sinks=1, recent=1)], ids)

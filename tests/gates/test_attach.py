@@ -7,6 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import ag
 from tests.support.gates_for import gates_for
+from tests.support.memory import storages
 from tests.support.refused import refuses
 
 IDS = torch.arange(3, 43)[None].repeat(2, 1)
@@ -85,6 +86,25 @@ def test_gradients_are_the_same_under_gradient_checkpointing(tiny_llama, estimat
     assert all(grad is not None and grad.abs().sum() > 0 for grad in plain)
     for got, want in zip(again, plain, strict=True):
         assert torch.equal(got, want)
+
+
+def test_gradient_checkpointing_holds_nothing_of_the_second_run(tiny_llama):
+    """What gates compute again for the backward pass of their layer is freed with it."""
+
+    def held(checkpointing):
+        model = tiny_llama(num_hidden_layers=4).requires_grad_(False).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        gates = gates_for(model).train()
+        ag.attach(model, gates)
+        before = storages()
+        gating = ag.Gating(gates, torch.ones_like(IDS))
+        model(IDS, gating=gating, use_cache=False).logits.sum().backward()
+        assert len(gating.logits) == 4
+        return sum(size for at, size in storages().items() if at not in before)
+
+    embedded = 2 * 40 * 64 * 4  # bytes of the input of the first layer
+    assert held(True) == held(False) + embedded
 
 
 def test_a_gating_fits_one_batch_shape(tiny_llama):

@@ -10,6 +10,7 @@ from ag.gates.gate import KINDS, AttentionGate
 from ag.model.random_base import geometry
 from tests.support.bounded import STORED
 from tests.support.bounds import bounded, conditioned, hold
+from tests.support.memory import Largest
 from tests.support.refused import refuses
 
 LLAMA_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -25,6 +26,14 @@ def test_published_parameter_counts():
     layer = sum(p.numel() for p in gates.layers["0"].parameters())
     assert layer == 3 * 4096 * 512 + 512 * 32 == 6_307_840
     assert sum(p.numel() for p in gates.parameters()) == 32 * layer == 201_850_880
+
+
+def test_all_tokens_of_fast_kvzip_share_its_learned_keys():
+    """No tensor is larger than the logits of all tokens with all learned keys."""
+    gate = KINDS["fast_kvzip"](32, 8, 4, ag.GateConfig(kind="fast_kvzip", head_dim=16, hidden=24))
+    with Largest() as largest:
+        assert gate.mix(torch.randn(2, 30, 32), None, False, None).shape == (2, 30, 4)
+    assert largest.size == 2 * 30 * 8 * 24
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,17 @@ def test_dry_run_of_a_finished_run_leaves_it(recipe: Path, tmp_path: Path) -> No
     assert tree(tmp_path) == before
 
 
+def test_dry_run_on_a_gpu_says_what_it_took(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"recipe={recipe}", f"output={tmp_path}", "--dry-run"]
+    assert fit.main(words) == 0
+    assert "peak" not in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 << 29)
+    assert fit.main(words) == 0
+    assert "at its peak: 2.50 GiB" in capsys.readouterr().out
+
+
 def test_dry_run_finds_what_is_wrong(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit.main([f"recipe={recipe}", f"output={tmp_path}", "--dry-run", "lora.targets=[up]", "train=lora"]) == 2
     assert "no linear layer ['up']" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from ag import data
 from ag.config import Config, DataConfig
 from ag.data import build, templates
 from ag.engine.allocators import ALLOCATORS
-from ag.engine.records import accumulate
 from ag.engine.scorers import SCORERS, Needs, Scorer
 from ag.engine.scorers.base import grouped
 from ag.engine.wrappers import WRAPPERS
@@ -86,7 +85,7 @@ def test_what_the_scorer_page_records(tiny_llama, monkeypatch):
     """Its sum of attention keeps what h2o keeps without recents, through many evictions."""
     (block,) = re.findall(r"```text\n(.*?)```", (FOLDER / "scorer.md").read_text(), re.DOTALL)
     body = {}
-    exec(block, {"Needs": Needs, "accumulate": accumulate, "grouped": grouped}, body)
+    exec(block, {"Needs": Needs, "grouped": grouped}, body)
     monkeypatch.setitem(SCORERS, "heavy", dataclass(frozen=True, kw_only=True)(type("Heavy", (Scorer,), body)))
     model = tiny_llama()
     ids = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(0))

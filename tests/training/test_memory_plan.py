@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoConfig
+from transformers import AutoConfig, MixtralConfig
 
 from ag import plan as command
 from ag.config import Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
@@ -16,34 +16,11 @@ from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.model import base as models
 from ag.model.hooks import decoder_of
-from ag.training import fake_step
 from ag.training.memory_plan import _measured_tflops, plan, report
 from ag.training.module import GatedLM
 from tests.support.warm import started
 
 LAYERS, LENGTH = 6, 160
-STEPS = fake_step.steps
-
-
-@pytest.fixture(scope="module", autouse=True)
-def measured_once():
-    """A batch on fake tensors takes seconds: tests share that of equal settings, whatever the devices.
-
-    It is measured with checkpointing and without.
-    """
-    known = {}
-
-    def steps(config):
-        trainer = replace(config.trainer, devices=1, strategy="auto")
-        model = replace(config.model, gradient_checkpointing=False)
-        key = repr(replace(config, model=model, trainer=trainer))
-        if key not in known:
-            known[key] = STEPS(config)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fake_step, "steps", steps)
-        yield
 
 
 def config_of(folder, train="gates+lora", strategy="auto", devices=1, precision="32-true", **model):
@@ -92,7 +69,7 @@ def saved_bytes(module):
         states = module.gated_loss.hidden({"input_ids": ids, "attention_mask": mask}, gating)
         means = [] if gating is None else [logits.sigmoid().mean() for logits in gating.logits.values()]
     note(states)
-    assert states.requires_grad and len(means) in (0, LAYERS)
+    assert states.requires_grad and len(means) == (0 if gating is None else len(module.gates.layers))
     return sum(t.untyped_storage().nbytes() for at, t in storages.items() if at not in owned)
 
 
@@ -103,11 +80,13 @@ def saved_bytes(module):
         ("gates", "32-true", {}),
         ("gates", "32-true", {"kind": "mlp", "hidden": 24, "covers": "all"}),
         ("gates", "32-true", {"window": 32, "shortcut": True, "covers": "all"}),
+        ("gates", "32-true", {"kind": "fast_kvzip", "hidden": 24, "covers": "all"}),
+        ("gates", "32-true", {"first_layer": 3, "covers": "all"}),
         ("gates+lora", "32-true", {}),
         ("gates+lora", "bf16-mixed", {}),
         ("lora", "32-true", {}),
     ],
-    ids=["gates", "mlp", "window", "both", "both-bf16", "lora"],
+    ids=["gates", "mlp", "window", "kvzip", "half", "both", "both-bf16", "lora"],
 )
 def test_parameters_are_exact_and_activations_those_that_the_step_saves(folder, train, precision, gate):
     config = config_of(folder, train, precision=precision)
@@ -119,13 +98,12 @@ def test_parameters_are_exact_and_activations_those_that_the_step_saves(folder, 
     assert found.memory["base weights"] == 4 * base
     assert found.memory["gates"] + found.memory["LoRA"] == found.memory["gradients"] == 4 * sum(trained.values())
     plain, kept = found.activations
-    assert saved_bytes(module) == pytest.approx(plain, rel=0.02 if gate else 0.15)
+    assert saved_bytes(module) == pytest.approx(plain, rel=0.1)
     config.model.gradient_checkpointing = True
-    assert saved_bytes(real(config)) == pytest.approx(kept, rel=0.15)
+    assert saved_bytes(real(config)) == pytest.approx(kept, rel=0.1)
     assert kept < plain / 3
 
 
-@pytest.mark.slow
 def test_sampled_tokens_spare_the_logits_of_others(folder):
     config, sampled = config_of(folder, "gates"), 8
     plain = plan(config)
@@ -137,7 +115,6 @@ def test_sampled_tokens_spare_the_logits_of_others(folder):
     assert plain.flops - fewer.flops == passes * 2 * spared * geometry.vocab_size * geometry.hidden_size
 
 
-@pytest.mark.slow
 def test_drawn_shares_cost_a_teacher(folder):
     config = config_of(folder, "gates")
     config.data.packing = "repeated"
@@ -149,27 +126,46 @@ def test_drawn_shares_cost_a_teacher(folder):
     assert plain.flops < drawn.flops == plan(config).flops
 
 
-@pytest.mark.slow
-def test_checkpointing_chooses_what_is_summed_and_costs_a_second_forward_pass(folder):
+def test_checkpointing_chooses_what_is_summed(folder):
     plain, kept = (plan(config_of(folder, gradient_checkpointing=on)) for on in (False, True))
     assert (plain.memory["activations"], kept.memory["activations"]) == plain.activations
-    assert 1.2 < kept.flops / plain.flops < 1.6
 
 
-@pytest.mark.slow
-def test_operations_of_the_layers(folder):
-    """With LoRA alone: twice each weight forward, twice backward to the input, and the causal attention."""
+def test_operations_of_a_step(folder):
+    """With LoRA alone: each weight forward and backward, LoRA's twice backward, causal attention, and the head.
+
+    Checkpointing repeats the forward pass of the layers, but for the last matrix of each, whose output is not kept.
+    """
     config = config_of(folder, "lora")
-    found, module = plan(config), real(config)
-    linear = [m for m in decoder_of(module.model).modules() if isinstance(m, torch.nn.Linear)]
-    tokens = 2 * LENGTH
-    head = 128 * 64
-    work = 4 * tokens * (sum(m.weight.numel() for m in linear) + head)
-    attention = LAYERS * 2 * LENGTH**2 * 64 * 2 * (2 + 5)  # two products forward, five backward
-    assert found.flops == pytest.approx(work + attention, rel=0.1)
+    module = real(config)
+    linear = [m.weight for m in decoder_of(module.model).modules() if isinstance(m, torch.nn.Linear)]
+    trained = sum(w.numel() for w in linear if w.requires_grad)
+    tokens, head = 2 * LENGTH, 128 * 64
+    attention = LAYERS * tokens * LENGTH / 2 * 64 * 2 * (2 + 5)  # two products forward, five backward
+    work = tokens * (4 * sum(w.numel() for w in linear) + 2 * trained + 4 * head) + attention
+    assert plan(config).flops == work
+    config.model.gradient_checkpointing = True
+    again = tokens * 2 * (sum(w.numel() for w in linear) - LAYERS * 128 * 64) + attention * 2 / 7
+    assert plan(config).flops == pytest.approx(work + again, rel=1e-12)
 
 
-@pytest.mark.slow
+def test_experts_that_a_token_goes_to_count(tmp_path):
+    """Two of eight, and all in the weights."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    one, eight = (
+        MixtralConfig(**shape, intermediate_size=96, vocab_size=128, num_local_experts=count, num_experts_per_tok=2)
+        for count in (2, 8)
+    )
+    plans = []
+    for name, geometry in (("one", one), ("eight", eight)):
+        geometry.save_pretrained(tmp_path / name)
+        plans.append(plan(config_of(tmp_path / name)))
+    small, large = plans
+    assert large.parameters["base"] - small.parameters["base"] == 2 * 6 * (3 * 64 * 96 + 64)  # with the router's rows
+    assert large.activations == small.activations
+    assert large.flops == small.flops
+
+
 def test_ddp_copies_and_fsdp2_divides(folder):
     one, ddp, fsdp = (
         plan(config_of(folder, strategy=strategy, devices=devices, dtype="bfloat16"))
@@ -185,7 +181,6 @@ def test_ddp_copies_and_fsdp2_divides(folder):
     assert ddp.tokens == 4 * one.tokens and ddp.flops == one.flops
 
 
-@pytest.mark.slow
 def test_nf4_bytes(tmp_path, tiny_llama, tiny_tokenizer):
     pytest.importorskip("bitsandbytes")
     tiny_llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=2).save_pretrained(tmp_path)
