@@ -113,7 +113,7 @@ class AttentionStats:
     @property
     def group(self) -> int:
         """Query heads a KV head, G."""
-        return self.q.shape[1] // self.keys.ranks.shape[1]
+        return self.q.shape[1] // self.keys.shape[1]
 
     @cached_property
     def key_ranks(self) -> Tensor:
@@ -191,7 +191,7 @@ class AttentionStats:
 
         Heads may hold different tokens; one that no longer holds a token contributes 0 for it.
         """
-        kv_heads = self.keys.ranks.shape[1]
+        kv_heads = self.keys.shape[1]
         if self.keys.alike:  # nothing to look up
             return values.mean(1, keepdim=True).expand(-1, kv_heads, -1)
         most = int(self.lengths.max()) if self.columns is None else self.columns
@@ -244,7 +244,7 @@ class AttentionStats:
         order = torch.where(chosen, self.query_ranks, -1).argsort(dim=1, stable=True)[:, -width:]
         ranks = self.query_ranks.gather(1, order)
         (span,) = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
-        everything = Span(0, 0 if self.sliding_window is not None else span.open_until, self.key_ranks.shape[2])
+        everything = Span(0, 0 if self.sliding_window is not None else span.open_until, self.keys.shape[2])
         rows = self._rows(order, slice(None), everything, precise=self.precise)
         rows.counted = chosen.gather(1, order)
         return rows
@@ -258,7 +258,7 @@ class AttentionStats:
             given = self.q[:, :, new], self.k, own, held, self.scaling, self.sliding_window
             found = attention_stats(kind, *given, softmax=self.softmax).float()
             return found if kind == "sum" else found * self.values.norms.repeat_interleave(self.group, 1)
-        total = self.q.new_zeros(*self.q.shape[:2], self.key_ranks.shape[2], dtype=torch.float32)
+        total = self.q.new_zeros(*self.q.shape[:2], self.keys.shape[2], dtype=torch.float32)
         for heads, keys, rows in self._blocks():
             total[:, heads, keys] += rows.total(statistic)
         return total
@@ -266,11 +266,11 @@ class AttentionStats:
     @property
     def _tiles_precise(self) -> bool:
         """Whether the products of all new queries are those of float64."""
-        return self.precise and self.key_ranks.shape[2] <= PRECISE and self.q.device.type == "cpu"
+        return self.precise and self.keys.shape[2] <= PRECISE and self.q.device.type == "cpu"
 
     def _spans(self, oldest: Tensor, newest: Tensor) -> list[Span]:
         """Return the slots that queries see whose ranks go from ``oldest`` to ``newest`` ``[B, n]``, for each n."""
-        slots = self.key_ranks.shape[2]
+        slots = self.keys.shape[2]
         newest_alone = self.decoding and self.q.shape[2] == 1 and self.sliding_window is None
         if self.keys.full and newest_alone:  # to which nothing is hidden
             return [Span(0, slots, slots)] * oldest.shape[1]
@@ -278,7 +278,7 @@ class AttentionStats:
             return [Span(0, 0, slots)] * oldest.shape[1]
 
         def places(ranks: Tensor) -> Tensor:
-            wanted = ranks[:, None].expand(-1, self.key_ranks.shape[1], -1).to(self.key_ranks.dtype)
+            wanted = ranks[:, None].expand(-1, self.keys.shape[1], -1).to(self.key_ranks.dtype)
             return torch.searchsorted(self.keys.sorted_ranks, wanted.contiguous(), right=True)
 
         stop, open_until = places(newest).amax((0, 1)), places(oldest).amin((0, 1))
@@ -289,7 +289,7 @@ class AttentionStats:
 
     def _blocks(self) -> Iterator[tuple[slice, slice, AttentionRows]]:
         """Visit the new queries in tiles; yields query heads, slots and the queries against those."""
-        batch, kv_heads, held = self.key_ranks.shape
+        batch, kv_heads, held = self.keys.shape
         tile = TILE.get(self.q.device.type, TILE["cuda"]) // (batch * self.group * max(held, 1))
         width = min(max(tile, 16), BLOCK if self.q.device.type == "cpu" else 2 * BLOCK)
         heads = max(1, min(kv_heads, tile // width))

@@ -66,7 +66,7 @@ class Decision:
         if seen.sliding_window is not None:  # what other sequences hold for queries that are looked back at later
             valid = valid | (seen.keys.valid & ~due[:, None, None])
         for what, found in (("score", score), ("protected", protected)):
-            if getattr(found, "shape", None) != seen.keys.ranks.shape:
+            if getattr(found, "shape", None) != seen.keys.shape:
                 self.refuse_shape(what, found, seen)
         protected = protected if seen.stays is None else protected | seen.stays
         second, first_share = scorer.second(seen, score) or (None, 1.0)
@@ -88,7 +88,7 @@ class Decision:
         gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise UserError(
             f"{type(self.policy.scorer).__name__}.{what} of {self.policy!r} gave {gave} in layer {seen.layer}: "
-            f"expected a tensor [B, Hkv, N], here {list(seen.keys.ranks.shape)}."
+            f"expected a tensor [B, Hkv, N], here {list(seen.keys.shape)}."
         )
 
     def _let_through(self, candidates: Candidates, layer: int) -> None:

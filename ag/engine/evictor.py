@@ -108,7 +108,7 @@ class Evictor:
         assert batch.evict is not None
         layer, place, counted = seen.layer, self.layers.index(seen.layer), batch.step and self.counted
         if not counted and not (self._counts_prompt if batch.is_prefill else self._counts_later):
-            due = None if bool(batch.evict.all()) else batch.evict.to(seen.keys.ranks.device)
+            due = None if bool(batch.evict.all()) else batch.evict.to(seen.q.device)
             masks = self.decision.decide(seen, due, records)
             store.put_records(layer, records)
             for index, keep in masks.items():
@@ -117,19 +117,19 @@ class Evictor:
                     store.compact(index, keep, kept)
             return
         if self._found is None:
-            self._found = torch.zeros(len(self.layers), dtype=torch.int32, device=seen.keys.ranks.device)
+            self._found = torch.zeros(len(self.layers), dtype=torch.int32, device=seen.q.device)
         found = self._found[place : place + 1]
         if counted:
             limits = self._step
             assert limits is not None
         else:
-            limits, place = self._limits(batch, store, [layer], seen.sliding_window).on(seen.keys.ranks.device), 0
+            limits, place = self._limits(batch, store, [layer], seen.sliding_window).on(seen.q.device), 0
         seen.capacity, sinks, recent_from, expired_to = limits.numbers[place].unbind()
         seen.due = limits.due
         self.scorer.note(seen, records)
         store.put_records(layer, records)
         score = self.scorer.score(seen)
-        if getattr(score, "shape", None) != seen.keys.ranks.shape:
+        if getattr(score, "shape", None) != seen.keys.shape:
             self.decision.refuse_shape("score", score, seen)
         worst = Worst(
             stays=limits.stays[place],

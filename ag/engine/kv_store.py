@@ -105,22 +105,33 @@ class KVStore:
         """Return the number of different blocks that rows refer to."""
         return len(self.blocks().unique())
 
-    def ledger(self, layer: int, *, whole: bool = False) -> tuple[Tensor, Tensor]:
-        """Return where each slot of a layer lies in the pool, and its token's rank, ``[B, Hkv, N]`` long each.
+    def ledger(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return where each slot of a layer lies in the pool's columns, and its token's rank; see the next two."""
+        return self.places(layer), self.ranks(layer)
+
+    def places(self, layer: int, *, whole: bool = False) -> Tensor:
+        """Return where each slot of a layer lies in the pool's columns, ``[B, Hkv, N]`` long.
 
         Args:
             layer: index of the layer.
-            whole: whether N is what the table has room for, so that no step changes it, or that of the longest row.
-
-        Returns:
-            Places in the pool's columns, and ranks, which are -1 on free slots.
+            whole: whether N is what the table has room for, which no step changes, or the tokens of the longest row.
         """
-        table = self.table[layer].long()
+        blocks, count = self._table(layer, whole)
+        places = blocks[..., None] * BLOCK + torch.arange(BLOCK, device=blocks.device)
+        return places.flatten(-2)[..., :count]
+
+    def ranks(self, layer: int, *, whole: bool = False) -> Tensor:
+        """Return the rank of each slot's token, ``[B, Hkv, N]`` long, -1 on free slots; see :meth:`places`."""
+        blocks, count = self._table(layer, whole)
+        ranks = self.pool.ranks[blocks].flatten(-2)[..., :count].long()  # a block is copied at once
+        free = torch.arange(count, device=blocks.device) >= self.lengths[layer][..., None]
+        return ranks.masked_fill_(free, -1)
+
+    def _table(self, layer: int, whole: bool) -> tuple[Tensor, int]:
+        """Return the blocks ``[B, Hkv, W']`` long of a layer's slots, and how many slots these are."""
+        table = self.table[layer]
         count = table.shape[-1] * BLOCK if whole else max([0, *self.held[layer].flatten().tolist()])
-        slots = torch.arange(count, device=table.device)
-        index = table[..., slots // BLOCK] * BLOCK + slots % BLOCK
-        free = slots >= self.lengths[layer][..., None]
-        return index, self.pool.ranks.flatten()[index].long().masked_fill(free, -1)
+        return table[..., : -(-count // BLOCK)].long(), count
 
     # ---- tokens come
 

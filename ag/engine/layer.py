@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.attention_stats import AttentionStats
+from ag.engine.block_pool import BLOCK
 from ag.engine.evictor import Evictor
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.kv_store import KVStore
@@ -187,7 +188,7 @@ class Layer:
         """Show the scorer what is held and the queries, and evict where it is time."""
         records = store.records[self.index]
         seen = self._seen(call, batch, store, queries)
-        slots = seen.keys.ranks.shape[-1]
+        slots = seen.keys.shape[-1]
         short = {name: x[..., :slots] for name, x in records.items()}  # what scorers see has no free slots behind
         short |= known or {}
         seen.recorded = MappingProxyType(short)
@@ -199,36 +200,38 @@ class Layer:
 
     def _seen(self, call: AttentionCall, batch: ForwardBatch, store: KVStore, queries: Queries) -> AttentionStats:
         lengths = batch.ranks[:, -1] + 1 if batch.step else batch.num_tokens.to(call.q.device)
-        if batch.fresh:
-            heads = call.k.shape[1]
-            ranks = batch.ranks[:, None].expand(-1, heads, -1)
-            gate = None if store.gate_type is None else self._gates_of(store, store.ledger(self.index)[0])
-            stored: Callable[[], tuple[Tensor, Tensor]] = lambda: (call.k, call.v)  # noqa: E731
-        else:
-            index, ranks = store.ledger(self.index, whole=batch.step)
-            gate = None if store.gate_type is None else self._gates_of(store, index)
-            stored = lambda: read(store.pages(self.index), index)  # noqa: E731
-            if call.window is not None and not (batch.is_prefill and self.policy.block is None):
-                ranks = ranks.masked_fill(ranks <= (self._first(batch, lengths) - call.window)[:, None, None], -1)
-        valid = ranks >= 0
+        held, places = store.held[self.index], partial(store.places, self.index, whole=batch.step)
+        slots = store.table.shape[-1] * BLOCK if batch.step else int(held.max())
+
+        def ledger() -> tuple[Tensor, Tensor]:
+            if batch.fresh:
+                ranks = batch.ranks[:, None].expand(-1, call.k.shape[1], -1)
+            else:
+                ranks = store.ranks(self.index, whole=batch.step)
+                if call.window is not None and not (batch.is_prefill and self.policy.block is None):
+                    ranks = ranks.masked_fill(ranks <= (self._first(batch, lengths) - call.window)[:, None, None], -1)
+            return ranks, ranks >= 0
+
+        keys = Keys(
+            stored=lambda: (call.k, call.v) if batch.fresh else read(store.pages(self.index), places()),
+            shape=(len(held), held.shape[1], slots),
+            ledger=ledger,
+            full=not batch.step and call.window is None and bool((held == slots).all()),
+            ordered=batch.fresh,
+            alike=batch.fresh,
+        )
+        gate = None if store.gate_type is None else self._gates_of(store, places()).masked_fill(~keys.valid, 0.0)
         return AttentionStats(
-            keys=Keys(
-                stored=stored,
-                ranks=ranks,
-                valid=valid,
-                full=not batch.step and call.window is None and bool((store.held[self.index] == ranks.shape[-1]).all()),
-                ordered=batch.fresh,
-                alike=batch.fresh,
-            ),
+            keys=keys,
             queries=queries,
             scaling=call.scaling,
             softmax=call.softmax,
             layer=self.index,
             sliding_window=call.window,
-            gate=None if gate is None else gate.masked_fill(~valid, 0.0),
+            gate=gate,
             decays=self.gates is not None and self.gates.decays,
             own_prompt=batch.prompts.lengths_there,
-            stays=None if batch.prompts.protected is None else _protected(batch, ranks),
+            stays=None if batch.prompts.protected is None else _protected(batch, keys.ranks),
             decoding=not batch.is_prefill,
             precise=batch.is_prefill and self.policy.scorer is not None and self.policy.scorer.needs.precise,
             sums=self.observation_window.sums,

@@ -20,23 +20,37 @@ class Keys:
     Attributes:
         stored: brings keys and values together, ``[B, Hkv, N, D]`` or ``[B Hkv, N, D]``, when somebody asks for them;
             those of the queries' own tokens are among them.
-        ranks: ``[B, Hkv, N]`` int32 or long, the place of each among its sequence's own tokens.
-        valid: ``[B, Hkv, N]`` bool, False on free slots, which come last.
+        shape: B, Hkv and N.
+        ledger: returns :attr:`ranks` and :attr:`valid`, which a step of most scorers does not ask for.
         full: whether the host knows that no slot is free.
         ordered: whether the host knows that the ranks of each row ascend.
         alike: whether the host knows that all heads of a sequence hold the same tokens in the same slots.
     """
 
     stored: Callable[[], tuple[Any, ...]]
-    ranks: Tensor
-    valid: Tensor
+    shape: tuple[int, ...]
+    ledger: Callable[[], tuple[Tensor, Tensor]]
     full: bool = False
     ordered: bool = True
     alike: bool = False
 
     @cached_property
+    def _ledger(self) -> tuple[Tensor, Tensor]:
+        return self.ledger()
+
+    @property
+    def ranks(self) -> Tensor:
+        """``[B, Hkv, N]`` int32 or long, the place of each among its sequence's own tokens; any on free slots."""
+        return self._ledger[0]
+
+    @property
+    def valid(self) -> Tensor:
+        """``[B, Hkv, N]`` bool, False on free slots, which come last."""
+        return self._ledger[1]
+
+    @cached_property
     def _pair(self) -> list[Tensor]:
-        return [x.view(*self.ranks.shape[:2], *x.shape[-2:]) for x in self.stored()[:2]]
+        return [x.view(*self.shape[:2], *x.shape[-2:]) for x in self.stored()[:2]]
 
     @property
     def k(self) -> Tensor:

@@ -133,7 +133,11 @@ class Reading(Interceptor):
         ranks = torch.arange(first, last, device=k.device)[None]
         valid = torch.arange(slots.shape[-1], device=k.device) < held.sum(-1)[None, :, None]
         return AttentionStats(
-            keys=Keys(stored=lambda: (k.gather(2, index), v.gather(2, index)), ranks=slots, valid=valid),
+            keys=Keys(
+                stored=lambda: (k.gather(2, index), v.gather(2, index)),
+                shape=(1, len(held), slots.shape[-1]),
+                ledger=lambda: (slots, valid),
+            ),
             queries=Queries(q=call.q[:, :, first:last], ranks=ranks, valid=torch.ones_like(ranks, dtype=torch.bool)),
             scaling=call.scaling,
             softmax=call.softmax,

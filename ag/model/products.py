@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 from functools import partial
 from typing import Any, cast
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from ag.kernels.gemv import gemv
+from ag.kernels.dispatch import VARIABLE
+from ag.kernels.gemv import version
 
 
 class _Here(threading.local):
@@ -29,6 +31,7 @@ class _Here(threading.local):
 
     products = False
     norms = False
+    forced: str | None = None  # what AG_KERNELS says
 
 
 here = _Here()
@@ -76,6 +79,7 @@ class ThreadedLayers:
                 self.known[module] = None
         here.norms = True
         here.products = tokens.device.type == "cpu" and len(tokens) == 1
+        here.forced = os.environ.get(VARIABLE)
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if not torch.compiler.is_compiling():
@@ -97,7 +101,10 @@ def _install(module: nn.Module) -> None:
 def _product(layer: nn.Linear, x: Tensor) -> Tensor:
     weight = layer.weight
     one = not torch.compiler.is_compiling() and here.products and x.numel() == weight.shape[1]
-    return (gemv if one and not torch.is_grad_enabled() else F.linear)(x, weight, layer.bias)
+    if not one or torch.is_grad_enabled():
+        return F.linear(x, weight, layer.bias)
+    compute = version(weight.device.type, x.dtype, weight.dtype, weight.is_contiguous(), here.forced)
+    return compute(x, weight, layer.bias)
 
 
 @functools.cache

@@ -25,13 +25,22 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
     facts = weight.device.type, x.dtype, weight.dtype, weight.is_contiguous()
-    return _version(*facts, os.environ.get(VARIABLE))(x, weight, bias)
+    return version(*facts, os.environ.get(VARIABLE))(x, weight, bias)
 
 
 @remembered
-def _version(
+def version(
     device: str, states: torch.dtype, dtype: torch.dtype, contiguous: bool, forced: str | None
 ) -> Callable[..., Tensor]:
+    """Return the version of :func:`gemv` for states and a weight of these types on a device.
+
+    Args:
+        device: type of the device.
+        states: type of the states.
+        dtype: type of the weight.
+        contiguous: whether the weight is contiguous.
+        forced: what ``AG_KERNELS`` says.
+    """
     reason = None if contiguous else "the weight is not contiguous"
     if dtype not in (torch.float32, torch.bfloat16) or states != dtype:
         reason = f"states of {states} and a weight of {dtype} are not both float32 or bfloat16"

@@ -35,7 +35,9 @@ def observed(q, k, v):
     """Return the layer as scorers see it."""
     ranks, valid = torch.arange(KEYS), torch.ones(1, KV_HEADS, KEYS).bool()
     return AttentionStats(
-        keys=Keys(stored=lambda: (k, v), ranks=ranks.expand(1, KV_HEADS, KEYS), valid=valid),
+        keys=Keys(
+            stored=lambda: (k, v), shape=(1, KV_HEADS, KEYS), ledger=lambda: (ranks.expand(1, KV_HEADS, KEYS), valid)
+        ),
         queries=Queries(q=q, ranks=ranks[None], valid=valid[:, 0]),
         scaling=q.shape[-1] ** -0.5,
         precise=True,

@@ -122,7 +122,7 @@ class Scene:
         """The scene with other operands."""
         scaling, query_ranks, ranks, query_valid, valid = self._parts[3:]
         return AttentionStats(
-            keys=Keys(stored=lambda: (k, v), ranks=ranks, valid=valid, full=bool(valid.all())),
+            keys=Keys(stored=lambda: (k, v), shape=valid.shape, ledger=lambda: (ranks, valid), full=bool(valid.all())),
             queries=Queries(q=q, ranks=query_ranks, valid=query_valid),
             scaling=scaling,
             softmax=self.softmax,

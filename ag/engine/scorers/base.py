@@ -209,7 +209,7 @@ class RowScorer(Scorer):
 
 def grouped(values: Tensor, seen: AttentionStats, how: Group) -> Tensor:
     """Combine ``[B, H, N]`` over the query heads of each KV head, ``[B, Hkv, N]``."""
-    values = values.unflatten(1, (seen.keys.ranks.shape[1], -1))
+    values = values.unflatten(1, (seen.keys.shape[1], -1))
     return values.amax(2) if how == "max" else values.sum(2) if how == "sum" else values.mean(2)
 
 
