@@ -218,7 +218,7 @@ class Layer:
             ledger=ledger,
             full=not batch.step and call.window is None and bool((held == slots).all()),
             ordered=batch.fresh,
-            alike=batch.fresh,
+            alike=batch.fresh or self.policy.alike,
         )
         gate = None if store.gate_type is None else self._gates_of(store, places()).masked_fill(~keys.valid, 0.0)
         return AttentionStats(

@@ -80,6 +80,11 @@ class Policy:
         """Whether the model repeats a prompt, which is scored by that and evicted after it."""
         return self.scorer is not None and self.scorer.rereader is not None
 
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all KV heads of a layer hold the same tokens in the same slots, as they are always evicted alike."""
+        return self.scorer is not None and self.scorer.alike and not self.allocator.compares_heads
+
     def asks_later(self, gates: AttentionGates | None) -> bool:
         """Whether gates are asked about the tokens that follow the prompt."""
         wanted = self.budget is None or self.steps is not None

@@ -109,6 +109,11 @@ class Scorer(ABC):
         return self
 
     @property
+    def alike(self) -> bool:
+        """Whether its score of a token is the same in all KV heads, where these hold the same tokens in their slots."""
+        return False
+
+    @property
     def rereader(self) -> Rereader | None:
         """The scorer that lets the model repeat a prompt, which is evicted once after it; None means that none does."""
         return None
@@ -240,6 +245,11 @@ class Rereader(Scorer):
 
     sinks: int
     normalize: bool
+
+    @property
+    def alike(self) -> bool:
+        """Whether its score of a token is the same in all KV heads, where these hold the same tokens in their slots."""
+        return False
 
     @property
     def rereader(self) -> Rereader:

@@ -35,6 +35,11 @@ class Tova(RowScorer):
         super().__post_init__()
         require(self, "group", self.group == "mean" or self.scope == "kv_head", "mean, or scope=kv_head")
 
+    @property
+    def alike(self) -> bool:
+        """Whether all KV heads have one score: that of the layer."""
+        return self.scope == "layer"
+
     @classmethod
     def wrapped(cls, by_head: bool) -> Mapping[str, tuple[Any, str]]:
         """Return that each head has its own score, where the wrapper needs that."""
