@@ -541,3 +541,29 @@ def test_report(llama):
         assert cells[5] == str(report.nbytes[index])
     assert lines[-1].split()[:3] == ["all", "24.0", f"{report.kept_share:.1%}"]
     assert len({len(line) for line in lines[1:]}) == 1
+
+
+@pytest.mark.parametrize("schedule", ["every", "blocks:16+every", "blocks:8+steps:3"])
+@pytest.mark.parametrize("name", ["tova", "tova@pyramid"])
+def test_heads_that_are_evicted_alike_hold_the_same_slots(tiny_llama, name, schedule):
+    """What the mean over a layer's heads relies on, also behind forks and joins."""
+    model = tiny_llama()
+    policy = ag.policy(name, 10, schedule)
+    assert policy.alike and not ag.policy("tova@heads", 10).alike and not ag.policy("tova+caote", 10).alike
+    pool = ag.Pool(model, 1 << 20)
+    caches = [EvictionCache(model, policy, pool=pool) for _ in range(2)]
+    ids, mask = torch.stack([row(60, 1), row(60, 2)]), torch.ones(2, 60, dtype=torch.long)
+    mask[1, :13] = 0
+    places = (mask.cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        for cache in caches:
+            model(ids, attention_mask=mask, position_ids=places, past_key_values=cache)
+        copied = copy.deepcopy(caches[0])
+        caches[0].add(caches[1])
+        for cache in (caches[0], copied):
+            for _ in range(8):
+                tokens = torch.full((len(cache.sequences), 1), 5)
+                model(tokens, past_key_values=cache)
+            for layer in range(3):
+                ranks = cache.store.ranks(layer)
+                assert torch.equal(ranks, ranks[:, :1].expand_as(ranks))
