@@ -202,21 +202,24 @@ class Layer:
         lengths = batch.ranks[:, -1] + 1 if batch.step else batch.num_tokens.to(call.q.device)
         held, places = store.held[self.index], partial(store.places, self.index, whole=batch.step)
         slots = store.table.shape[-1] * BLOCK if batch.step else int(held.max())
+        # What refers to the store must not refer to the call: rows in the call's memo refer to the keys, and blocks
+        # would be free only once Python had looked for cycles.
+        k, v, window = call.k, call.v, call.window
 
         def ledger() -> tuple[Tensor, Tensor]:
             if batch.fresh:
-                ranks = batch.ranks[:, None].expand(-1, call.k.shape[1], -1)
+                ranks = batch.ranks[:, None].expand(-1, k.shape[1], -1)
             else:
                 ranks = store.ranks(self.index, whole=batch.step)
-                if call.window is not None and not (batch.is_prefill and self.policy.block is None):
-                    ranks = ranks.masked_fill(ranks <= (self._first(batch, lengths) - call.window)[:, None, None], -1)
+                if window is not None and not (batch.is_prefill and self.policy.block is None):
+                    ranks = ranks.masked_fill(ranks <= (self._first(batch, lengths) - window)[:, None, None], -1)
             return ranks, ranks >= 0
 
         keys = Keys(
-            stored=lambda: (call.k, call.v) if batch.fresh else read(store.pages(self.index), places()),
+            stored=lambda: (k, v) if batch.fresh else read(store.pages(self.index), places()),
             shape=(len(held), held.shape[1], slots),
             ledger=ledger,
-            full=not batch.step and call.window is None and bool((held == slots).all()),
+            full=not batch.step and window is None and bool((held == slots).all()),
             ordered=batch.fresh,
             alike=batch.fresh or self.policy.alike,
         )
