@@ -113,7 +113,7 @@ def test_what_is_no_row_is_refused(line):
 @given(st.sampled_from(list(asdict(SUMMARY))), VALUES)
 def test_a_changed_value_is_refused_or_of_the_right_type(name, value):
     number = (int, float)
-    maybe = ("budget", "error", "nats", "hits", "floor", "prompt_mean")
+    maybe = ("budget", "error", "nats", "hits", "kl", "same_top1", "floor", "prompt_mean")
     allowed = dict.fromkeys(maybe, (*number, type(None))) | {"seconds": number, "kv_bytes": number}
     text = name in ("problem", "question", "dtype", "quantization", "hardware", "date", "command")
     allowed["task_options"] = (dict, type(None))
