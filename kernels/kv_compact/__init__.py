@@ -31,6 +31,8 @@ def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = (
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
+    if isinstance(keep, Tensor) and not keep.numel():  # rows hold nothing, and an empty mask has no address
+        return
     gaps = None if all(x.is_contiguous() for x in records) else "records are not contiguous"
     _version(pages.facts, gaps, os.environ.get(VARIABLE))(pages, keep, records)
 

@@ -124,3 +124,10 @@ def test_scores_that_are_not_finite_are_found(compact, value):
         last = torch.tensor([20])
         compact(pages, Worst(torch.tensor([19]).int(), score, torch.tensor([protected]), last, last * 0 - 1, found))
         assert int(found) == expected
+
+
+def test_rows_that_hold_nothing_lose_nothing():
+    """An empty mask has no address, which the C++ version took for no mask."""
+    pages = pages_of([0, 0], dim=8)
+    kv_compact(pages, torch.ones(2, 0, dtype=torch.bool))
+    assert pages.lengths.tolist() == [0, 0]
