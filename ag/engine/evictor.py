@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.attention_stats import AttentionStats
-from ag.engine.block_pool import BLOCK
 from ag.engine.decide import Decision
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.policy import Policy
@@ -89,7 +88,7 @@ class Evictor:
         limits, old = self._limits(batch, store, self.layers, window), self._step
         self._kept = store.held.clone()
         self._kept[self.layers] = limits.kept
-        store.unshare(slice(None), 0, (-(-self._kept // BLOCK)).where(self._kept < store.held, 0))
+        store.make_own(slice(None), self._kept)
         if old is None or old.kept.shape != limits.kept.shape:
             self._step = limits.on(store.table.device)
         else:

@@ -130,7 +130,7 @@ class KVStore:
     def _table(self, layer: int, whole: bool) -> tuple[Tensor, int]:
         """Return the blocks ``[B, Hkv, W']`` long of a layer's slots, and how many slots these are."""
         table = self.table[layer]
-        count = table.shape[-1] * BLOCK if whole else max([0, *self.held[layer].flatten().tolist()])
+        count = self.slots if whole else max([0, *self.held[layer].flatten().tolist()])
         return table[..., : -(-count // BLOCK)].long(), count
 
     # ---- tokens come
@@ -152,7 +152,7 @@ class KVStore:
         need = (-(-(held + wide) // BLOCK) - owned).clamp_min(0)
         if bool(need.any()):
             self.allocate(layers, (-(-(held + wide + ahead) // BLOCK) - owned).clamp_min(0).where(need > 0, 0))
-        self.unshare(layers, held // BLOCK, self.shared[layers].where(wide > 0, 0))
+        self._unshare(layers, held // BLOCK, self.shared[layers].where(wide > 0, 0))
 
     def allocate(self, layers: slice, need: Tensor) -> None:
         """Give rows so many more blocks ``[L', B, Hkv]``."""
@@ -189,7 +189,7 @@ class KVStore:
         places = torch.arange(self.table.shape[-1])
         return (places < end[..., None]) & (places >= torch.as_tensor(first)[..., None])
 
-    def unshare(self, layers: slice, first: Tensor | int, end: Tensor) -> None:
+    def _unshare(self, layers: slice, first: Tensor | int, end: Tensor) -> None:
         """Give rows copies of their own of the shared blocks in ``[first, end)``, before they are written."""
         table, shared = self.table[layers], self.shared[layers]
         first, end = torch.as_tensor(first).minimum(shared), end.minimum(shared)
@@ -216,7 +216,7 @@ class KVStore:
 
     def own(self, layer: int, sequences: Tensor) -> None:
         """Give the rows of some sequences ``[B]`` bool of a layer copies of their own of all blocks they share."""
-        self.unshare(slice(layer, layer + 1), 0, self.shared[layer].where(sequences[:, None], 0)[None])
+        self._unshare(slice(layer, layer + 1), 0, self.shared[layer].where(sequences[:, None], 0)[None])
 
     def put_records(self, layer: int, noted: Records) -> None:
         """Take over what a scorer noted of a layer's first slots, ``[B, C.., N]`` by name."""
@@ -240,11 +240,15 @@ class KVStore:
         """
         one, turns = slice(layer, layer + 1), self.rotation
         order = None if turns is None else turns.order(self, layer)
-        self.unshare(one, 0, (-(-kept // BLOCK)).where(kept < self.held[layer], 0)[None])
+        self.make_own(one, kept[None])
         self.drop(layer, keep)
         self.set_held(one, kept[None], spare)
         if turns is not None:
             turns.close_up(self, layer, order)
+
+    def make_own(self, layers: slice, kept: Tensor) -> None:
+        """Give rows of which ``kept`` ``[L', B, Hkv]`` tokens are to stay copies of their own of blocks that change."""
+        self._unshare(layers, 0, (-(-kept // BLOCK)).where(kept < self.held[layers], 0))
 
     def drop(self, layer: int, keep: Tensor | Worst) -> None:
         """Do the device's part of :meth:`compact`."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ag.engine.attention_stats import AttentionStats
-from ag.engine.block_pool import BLOCK
 from ag.engine.evictor import Evictor
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.kv_store import KVStore
@@ -129,7 +128,7 @@ class Layer:
         kv_append(pages, placed.k, placed.v, batch.ranks, gate)
         if batch.fresh and recent is None:  # left-aligned: padding comes last, where no token sees it
             return call.dense(None, left_padded=False), None, call
-        if batch.fresh and recent is not None and gate is not None:
+        if batch.fresh and recent and gate is not None:
             there = batch.ranks >= 0 if batch.padded else None
             given = placed.q, placed.k, placed.v, gate, there, call.scaling, recent
             return gated_prefill(*given, window=call.window, softmax=call.softmax), None, placed
@@ -201,7 +200,7 @@ class Layer:
     def _seen(self, call: AttentionCall, batch: ForwardBatch, store: KVStore, queries: Queries) -> AttentionStats:
         lengths = batch.ranks[:, -1] + 1 if batch.step else batch.num_tokens.to(call.q.device)
         held, places = store.held[self.index], partial(store.places, self.index, whole=batch.step)
-        slots = store.table.shape[-1] * BLOCK if batch.step else int(held.max())
+        slots = store.slots if batch.step else int(held.max())
         # What refers to the store must not refer to the call: rows in the call's memo refer to the keys, and blocks
         # would be free only once Python had looked for cycles.
         k, v, window = call.k, call.v, call.window
