@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types and tests from a bare checkout: bash scripts/test.sh [arguments of pytest]
+# Lint, types and tests from a bare checkout: bash scripts/test.sh [--all] [arguments of pytest]
 # Every step runs. The last line says what failed, and how to run it alone.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source scripts/checks.sh

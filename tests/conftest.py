@@ -36,7 +36,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin("tests.support.common")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked nightly too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("all") and not any("::" in name for name in config.args):
+        later = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     # the longest first, so that at the end no worker waits for another's
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
