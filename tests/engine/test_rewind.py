@@ -105,10 +105,10 @@ def test_the_example_of_the_page(chat):
     model, _ = chat
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "engine.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "caches.md").read_text(), re.DOTALL)
     [code] = [block for block in blocks if "rewind" in block]
     names = {"model": model, "tokenizer": tokenizer, "cache": ag.EvictionCache(model, "full")}
-    exec(compile(code, "engine.md", "exec"), names)
+    exec(compile(code, "caches.md", "exec"), names)
     assert [message["role"] for message in names["chat"]] == ["user", "assistant"] * 2 + ["user"]
     inputs = names["inputs"]
     alone = model.generate(**inputs, past_key_values=ag.EvictionCache(model, "full"), max_new_tokens=40)

@@ -40,7 +40,7 @@ def asked(text, model, tokenizer, question, read="snapkv@heads"):
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("place", ["scripts/examples/questions.py", "docs/engine.md"])
+@pytest.mark.parametrize("place", ["scripts/examples/questions.py", "docs/caches.md"])
 def test_one_context_many_questions(place, tmp_path, tiny_llama, tiny_tokenizer, monkeypatch, capsys):
     """Each answer is that of a question that was asked alone."""
     model = tiny_llama().eval()

@@ -151,15 +151,15 @@ def test_links_hold_on_the_site():
 @pytest.mark.parametrize(
     ("page", "link", "repository", "expected"),
     [
-        ("index.md", "[a](docs/engine.md#x)", "", "[a](engine.md#x)"),
+        ("index.md", "[a](docs/caches.md#x)", "", "[a](caches.md#x)"),
         ("index.md", "![a](docs/figures/stream.png)", "", "![a](figures/stream.png)"),
         ("extending/kernel.md", "[a](../../kernels/kv_append/README.md)", "", "[a](../kernels/kv_append.md)"),
         ("exported_format.md", "[a](../SECURITY.md)", "", "[a](security.md)"),
-        ("engine.md", "[a](../ag/engine/layer.py)", "", "a"),
-        ("engine.md", "[a](../ag/engine/layer.py)", "https://h/r", "[a](https://h/r/blob/HEAD/ag/engine/layer.py)"),
-        ("engine.md", "[a](nowhere.md) [b](#c) [d](https://e)", "", "[a](nowhere.md) [b](#c) [d](https://e)"),
+        ("caches.md", "[a](../ag/engine/layer.py)", "", "a"),
+        ("caches.md", "[a](../ag/engine/layer.py)", "https://h/r", "[a](https://h/r/blob/HEAD/ag/engine/layer.py)"),
+        ("caches.md", "[a](nowhere.md) [b](#c) [d](https://e)", "", "[a](nowhere.md) [b](#c) [d](https://e)"),
         (
-            "engine.md",
+            "caches.md",
             "```\n[a](../README.md)\n```\n[a](../README.md)",
             "",
             "```\n[a](../README.md)\n```\n[a](index.md)",
@@ -181,7 +181,7 @@ def test_reference_names_all_that_is_public():
     )
 
 
-@pytest.mark.parametrize("page", ["engine.md", "sources.md"])
+@pytest.mark.parametrize("page", ["policies.md", "sources.md"])
 def test_page_has_every_part_of_a_policy(page):
     text = (ROOT / "docs" / page).read_text()
     assert [name for name in [*SCORERS, *WRAPPERS, *ALLOCATORS] if f"`{name}`" not in text] == []

@@ -141,7 +141,9 @@ def test_what_a_page_links_and_runs_is_there_and_lines_are_short(page):
 
 #: Python of the pages that no other test runs: what is put for its names of folders and sizes.
 PYTHON = {
-    "engine.md": {},
+    "policies.md": {},
+    "caches.md": {},
+    "internals.md": {},
     "exported_format.md": {},
     "gates.md": {"PATH": "EXPORT"},
     "tasks.md": {"[1024, 4096]": "[300]", "8192": "900", "[0, 0.5, 1]": "[1]"},
@@ -168,7 +170,7 @@ def test_python_of_a_page_runs(page, tiny_llama, tiny_tokenizer, tmp_path, monke
         with torch.no_grad():
             exec(compile(block, page, "exec"), names | {"token": ids[:, -1:]})
     assert ran
-    if page == "engine.md":
+    if page == "internals.md":
         assert cache.seen_tokens == 220 and [len(head) for head in cache.kept_positions(0)[0]] == [8, 8]
     if page == "tasks.md":
         assert len(capsys.readouterr().out.splitlines()) == 2 * 5  # policies and samples
