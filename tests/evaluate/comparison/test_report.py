@@ -310,8 +310,11 @@ def test_the_page_stands_alone_and_hostile_text_is_only_data(compared):
     assert [one["name"] for one in shown["prompts"][0]["policies"]] == [*compared.named]
 
 
+TEXT = st.text('<>&/"\\\u2028a')
+
+
 @settings(max_examples=50)
-@given(st.recursive(st.text(), lambda inner: st.dictionaries(st.text(), inner) | st.lists(inner), max_leaves=4))
+@given(st.recursive(TEXT, lambda inner: st.dictionaries(TEXT, inner) | st.lists(inner), max_leaves=4))
 def test_embedded_json_is_inert_and_whole(value):
     text = embedded(value)
     assert not set(text) & set("<>&\u2028\u2029")
