@@ -12,14 +12,15 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ag.bench.measure import call_seconds
-from ag.bench.sdpa import pinned
+from ag.bench.arena import pinned
+from ag.bench.measure import seconds_of
 from ag.engine.block_pool import BLOCK
 from ag.errors import first_line
 from ag.kernels.attention_stats import attention_stats
@@ -76,6 +77,24 @@ def measure(device: str, train: int, prompt: int, decode: int, copy: int, square
             row |= {"of bound": max(memory, compute)}
             rows.append(row | {f"{backend} ms": rival(dense, backend) for backend in ("flash", "cudnn")})
     return {"copy GB/s": copied / 1e9, "matmul TFLOP/s": multiplied / 1e12, "rows": rows}
+
+
+def call_seconds(device: torch.device, call: Call, rounds: int) -> tuple[float, str]:
+    """Return the median time of a call, and how it was timed.
+
+    On a GPU it is ``graph``: a CUDA graph of many calls is replayed, so that the host does not count. What cannot be
+    captured, and everything on a CPU, is timed as it is launched: ``launches``.
+    """
+    for _ in range(2):  # compiles and tunes
+        call()
+    if device.type == "cuda":
+        try:
+            from triton.testing import do_bench_cudagraph
+
+            return do_bench_cudagraph(call, return_mode="median") / 1000, "graph"
+        except (ImportError, RuntimeError):
+            torch.cuda.synchronize(device)
+    return median(seconds_of(device, call, rounds)), "launches"
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

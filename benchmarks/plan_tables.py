@@ -29,7 +29,7 @@ def table(name: str) -> str:
 
 
 def settings(name: str, quantization: str, strategy: str, count: int) -> Config:
-    """Return the recipe for a model on so many GPUs, eight to a machine."""
+    """Return the recipe for a model on a number of GPUs, eight to a machine."""
     nodes = max(1, count // 8)
     return resolve(
         Config,

@@ -82,7 +82,7 @@ class Found:
         between: seconds from each token to the next one of the same answer.
         seconds: from the first request to the last token.
         tokens: of all answers.
-        at_once: most answers that were written at once; None: it is not known.
+        at_once: most answers that were written at once; None means that it is not known.
         peak: most bytes of memory of the process.
     """
 
@@ -189,8 +189,9 @@ def by_server(config: Config, policy: str, todo: list[Ask]) -> Found:
     port = _free_port()
     never = {str(token): -100 for token in _ends(config.model)}
     with _started([*command, f"port={port}"], port, config) as process:
-        asked = _Client(port, {"model": "base", "temperature": 0, "logit_bias": never}, [ask.tokens for ask in todo])
-        return asyncio.run(asked.all(Found(called("server", policy), at_once=0), todo, process.pid))
+        body = {"model": "base", "temperature": 0, "logit_bias": never}
+        found = Found(called("server", policy), at_once=0)
+        return asyncio.run(_ask(port, body, [ask.tokens for ask in todo], todo, found, process.pid))
 
 
 def by_transformers(config: Config, policy: str, todo: list[Ask]) -> Found:
@@ -206,64 +207,62 @@ def by_transformers(config: Config, policy: str, todo: list[Ask]) -> Found:
     settings = json.dumps({"do_sample": False, "eos_token_id": -1, "max_new_tokens": WARMUP})
     with _started(command, port, config) as process:
         texts = tokenizer.batch_decode([ask.tokens for ask in todo])
-        asked = _Client(port, {"model": base, "generation_config": settings}, texts)
-        return asyncio.run(asked.all(Found("transformers serve, whole cache"), todo, process.pid))
+        body, found = {"model": base, "generation_config": settings}, Found("transformers serve, whole cache")
+        return asyncio.run(_ask(port, body, texts, todo, found, process.pid))
 
 
-class _Client:
-    """Asks a server for completions.
+async def _ask(
+    port: int, body: dict[str, Any], prompts: Sequence[Any], todo: list[Ask], found: Found, process: int
+) -> Found:
+    """Ask a server for completions as it is time for each request; returns what came of it.
 
     Args:
         port: of the server, on this machine.
         body: what each request says beside its prompt and its length.
         prompts: of the requests, token ids or texts.
+        todo: the requests.
+        found: is filled; where ``at_once`` is not None, it is read from the server's metrics.
+        process: of the server, whose most memory is read.
     """
+    import httpx
 
-    def __init__(self, port: int, body: dict[str, Any], prompts: list[Any]) -> None:
-        import httpx
+    limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(SECONDS)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=timeout, limits=limits) as client:
 
-        limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(SECONDS)
-        self._client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=timeout, limits=limits)
-        self._body, self._prompts = body, prompts
+        async def times(prompt: Any, length: int) -> list[float]:
+            """Return when each part of an answer came."""
+            heard = []
+            asked = {**body, "prompt": prompt, "max_tokens": length, "stream": True}
+            async with client.stream("POST", "/v1/completions", json=asked) as stream:
+                if stream.status_code != 200:
+                    raise UserError(f"server: {stream.status_code}: {(await stream.aread()).decode():.200}")
+                async for line in stream.aiter_lines():
+                    if line.startswith("data: {"):
+                        heard.append(time.perf_counter())
+            return heard
 
-    async def all(self, found: Found, todo: list[Ask], process: int) -> Found:
-        """Ask as it is time for each request; returns what came of it, with the most memory of a process."""
-        async with self._client:
-            await self._times(self._prompts[0][:WARMUP], WARMUP)
-            begun = time.perf_counter()
+        async def one(prompt: Any, ask: Ask) -> None:
+            await asyncio.sleep(max(0.0, begun + ask.at - time.perf_counter()))
+            found.take(begun + ask.at, await times(prompt, ask.answer))
+            found.seconds = max(found.seconds, time.perf_counter() - begun)
 
-            async def one(prompt: Any, ask: Ask) -> None:
-                await asyncio.sleep(max(0.0, begun + ask.at - time.perf_counter()))
-                found.take(begun + ask.at, await self._times(prompt, ask.answer))
-                found.seconds = max(found.seconds, time.perf_counter() - begun)
+        async def watch() -> None:
+            """Note how many answers a server of ours writes at once."""
+            while found.at_once is not None:
+                lines = (await client.get("/metrics")).text.splitlines()
+                running = next(line for line in lines if line.startswith('ag_answers{state="running"}'))
+                found.at_once = max(found.at_once, int(float(running.split()[-1])))
+                await asyncio.sleep(1)
 
-            watching = asyncio.create_task(self._watch(found))
-            await asyncio.gather(*map(one, self._prompts, todo))
-            watching.cancel()
-        found.tokens = sum(ask.answer for ask in todo)
-        status = Path(f"/proc/{process}/status").read_text().splitlines()
-        found.peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-        return found
-
-    async def _times(self, prompt: Any, length: int) -> list[float]:
-        """Return when each part of an answer came."""
-        heard = []
-        body = {**self._body, "prompt": prompt, "max_tokens": length, "stream": True}
-        async with self._client.stream("POST", "/v1/completions", json=body) as stream:
-            if stream.status_code != 200:
-                raise UserError(f"server: {stream.status_code}: {(await stream.aread()).decode():.200}")
-            async for line in stream.aiter_lines():
-                if line.startswith("data: {"):
-                    heard.append(time.perf_counter())
-        return heard
-
-    async def _watch(self, found: Found) -> None:
-        """Note how many answers a server of ours writes at once."""
-        while found.at_once is not None:
-            lines = (await self._client.get("/metrics")).text.splitlines()
-            running = next(line for line in lines if line.startswith('ag_answers{state="running"}'))
-            found.at_once = max(found.at_once, int(float(running.split()[-1])))
-            await asyncio.sleep(1)
+        await times(prompts[0][:WARMUP], WARMUP)
+        begun = time.perf_counter()
+        watching = asyncio.create_task(watch())
+        await asyncio.gather(*map(one, prompts, todo))
+        watching.cancel()
+    found.tokens = sum(ask.answer for ask in todo)
+    status = Path(f"/proc/{process}/status").read_text().splitlines()
+    found.peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    return found
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Measuring speed and memory, contestant beside contestant: ``python -m ag.bench decode|prefill|train|memory``."""
+"""Measuring speed and memory, contestant beside contestant: ``python -m ag.bench MODE``."""

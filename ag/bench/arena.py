@@ -1,22 +1,25 @@
-"""A model, and the caches of the contestants that it runs."""
+"""A model, the caches of the contestants that it runs, and gates for it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
 
 import ag
-from ag.bench.contestants import FULL, Contestant, contestants
-from ag.bench.models import gates_for, load
-from ag.bench.sdpa import pinned
+from ag.bench.contestants import FULL, Contestant
 from ag.commands.bench import BenchConfig
+from ag.config import ModelConfig
+from ag.config.gate import GateConfig
 from ag.config.policies import FLAGS
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.attention_stats import AttentionStats
@@ -25,45 +28,50 @@ from ag.engine.scorers.controls import Random
 from ag.engine.step_runner import StepRunner
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
+from ag.model.base import load_base
 from ag.model.geometry import fingerprint
 from ag.model.hooks import AttentionCall, cache_argument, decoder_of
 
 CALIBRATION_TOKENS = 8192
-
-
-@dataclass(frozen=True, kw_only=True)
-class Uneven(Random):
-    """Tokens by chance, more in some heads than in others: what trained gates leave behind.
-
-    Attributes:
-        spread: standard deviation of the logarithm of a head's share.
-    """
-
-    spread: float = 0.7
-
-    def score(self, seen: AttentionStats) -> Tensor:
-        """Return scores of which the best of a layer lie in heads by their share."""
-        make = torch.Generator().manual_seed(self.seed * 1000 + seen.layer)
-        share = (self.spread * torch.randn(seen.key_ranks.shape[:2], generator=make)).exp()
-        return -super().score(seen) / share.to(seen.key_ranks.device)[..., None]
+GATES_SHARE = 0.03  # largest share of a model's parameters that its gates have
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 class Arena:
-    """A model, and what its contestants need beside it."""
+    """A model, and what its contestants need beside it.
 
-    def __init__(self, model: PreTrainedModel, config: BenchConfig) -> None:
-        self.model, self.config = model, config
-        self.device = next(model.parameters()).device
+    Args:
+        config: of the bench.
+        model: that they run. None means that it is loaded when it is first needed.
+    """
+
+    def __init__(self, config: BenchConfig, model: PreTrainedModel | None = None) -> None:
+        self.config = config
+        if model is not None:
+            self.model = model
         self._gates: dict[float, AttentionGates] = {}
         self._static: dict[Contestant, tuple[StaticCache, Callable[[Tensor, Cache], Tensor]]] = {}
         self._sizes = (0, 0)
-        self._called = cache_argument(type(model))  # what the model calls its cache
 
-    @classmethod
-    def of(cls, config: BenchConfig) -> Arena:
-        """Load the model that is asked for, or make one, after looking whether the contestants can be."""
-        contestants(config)
-        return cls(load(config), config)
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model that is asked for, or one with random weights."""
+        return load(self.config)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @cached_property
+    def _called(self) -> str:
+        """What the model calls its cache."""
+        return cache_argument(type(self.model))
 
     def tokens(self, batch: int, length: int) -> Tensor:
         """Draw token ids ``[B, T]``."""
@@ -181,13 +189,6 @@ class Arena:
         return self._gates[keep]
 
 
-class _Unattended(AttentionCall):
-    """A call of which nobody needs the output."""
-
-    def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
-        return self.q
-
-
 def kv_bytes(cache: Cache) -> int:
     """Return the bytes allocated for keys and values."""
     if isinstance(cache, EvictionCache):
@@ -199,3 +200,70 @@ def kv_bytes(cache: Cache) -> int:
 def kept(cache: Cache) -> float:
     """Return the share of the tokens seen that is held."""
     return cache.kept_share() if isinstance(cache, EvictionCache) else 1.0
+
+
+def load(config: BenchConfig) -> PreTrainedModel:
+    """Load the model that is asked for, or draw its weights."""
+    return load_base(ModelConfig(name=config.model, dtype=config.dtype), config.device)[0]
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of weights that a decoding step reads: all but an input embedding that is no head too."""
+    embedding, head = next(model.get_input_embeddings().parameters()), model.get_output_embeddings().weight
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    return total if embedding is head else total - embedding.nbytes
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of one token's keys and values, over all layers and KV heads."""
+    size = fingerprint(decoder_of(model).config)
+    entries: int = 2 * size["num_layers"] * size["num_kv_heads"] * size["head_dim"]
+    return entries * next(model.parameters()).element_size()
+
+
+def gates_for(model: PreTrainedModel, **settings: Any) -> AttentionGates:
+    """Make causal gates, the widest (4 heads of a power of 2) within a share of the model's parameters.
+
+    ``settings`` are what else their configuration says; the share is counted for attention gates.
+    """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    size = fingerprint(decoder_of(model).config)
+    head_dim = 128
+    while head_dim > 8 and size["num_layers"] * 4 * head_dim * 3 * size["hidden_size"] > GATES_SHARE * parameters:
+        head_dim //= 2
+    own: dict[str, Any] = {"threshold": 0.5, "bias": 0.0, "scope": "causal", "prefill": "sparse"} | settings
+    config = GateConfig(num_heads=4, head_dim=head_dim, **own)
+    return AttentionGates(model.config, config).to(next(model.parameters()).dtype)
+
+
+def pinned(backend: str | None) -> AbstractContextManager[None]:
+    """Return a context in which ``scaled_dot_product_attention`` has this implementation alone.
+
+    None means torch's choice, which is not the same by version and card. What the implementation cannot do, such as a
+    mask, is a RuntimeError there.
+    """
+    return nullcontext() if backend is None else sdpa_kernel(BACKENDS[backend])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uneven(Random):
+    """Tokens by chance, more in some heads than in others: what trained gates leave behind.
+
+    Attributes:
+        spread: standard deviation of the logarithm of a head's share.
+    """
+
+    spread: float = 0.7
+
+    def score(self, seen: AttentionStats) -> Tensor:
+        """Return scores of which the best of a layer lie in heads by their share."""
+        make = torch.Generator().manual_seed(self.seed * 1000 + seen.layer)
+        share = (self.spread * torch.randn(seen.key_ranks.shape[:2], generator=make)).exp()
+        return -super().score(seen) / share.to(seen.key_ranks.device)[..., None]
+
+
+class _Unattended(AttentionCall):
+    """A call whose output is not needed."""
+
+    def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
+        return self.q

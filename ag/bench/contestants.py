@@ -22,12 +22,12 @@ class Contestant:
     """One way to hold keys and values."""
 
     name: str  # of the row in the table
-    policy: str | None = None  # of this engine; None: plain transformers with its own cache
-    keep: float | None = None  # share of the prompt that the policy keeps; None: all
+    policy: str | None = None  # of this engine; None means plain transformers with its own cache
+    keep: float | None = None  # share of the prompt that the policy keeps; None means all
     kv_dtype: KVDtype = "float"  # how this engine holds keys and values
     # for plain transformers:
     attention: str = "sdpa"
-    backend: str | None = None  # what torch's attention is pinned to; None: torch's choice
+    backend: str | None = None  # what torch's attention is pinned to; None means torch's choice
     static: bool = False  # a cache of fixed size, and the step under torch.compile
 
 
@@ -69,14 +69,14 @@ def contestants(config: BenchConfig) -> list[Contestant]:
 
 
 def backends(config: BenchConfig) -> list[str | None]:
-    """Return what torch's attention is pinned to in plain transformers, in turn; None: left to torch."""
+    """Return what torch's attention is pinned to in plain transformers, in turn; None means torch's choice."""
     usual = None if config.device.startswith("cuda") and config.dtype == "float32" else "flash"
     return [*config.sdpa] or [usual]
 
 
 def able(
     plan: list[Contestant], attempt: Callable[[Contestant], object], every: bool = False
-) -> tuple[list[Contestant], list[Row]]:
+) -> tuple[dict[str, Contestant], list[Row]]:
     """Let contestants try what will be measured.
 
     Args:
@@ -85,15 +85,15 @@ def able(
         every: whether the first one and those of this engine try too, which may lack room alone.
 
     Returns:
-        Those that can run, and rows ``{"contestant", "skipped"}`` with the reason for the others.
+        Those that can run, by name, and rows ``{"contestant", "skipped"}`` with the reason for the others.
     """
-    found, skipped = [], []
-    for number, one in enumerate(plan):
-        rival = number > 0 and one.policy is None
+    found, skipped = {}, []
+    for one in plan:
+        rival = one.policy is None and one is not plan[0]
         try:
             if rival or every:
                 attempt(one)
-            found.append(one)
+            found[one.name] = one
         except Exception as error:  # a backend without this case, no compiler, no room: whatever it is, it says so
             if not (rival or isinstance(error, torch.OutOfMemoryError)):
                 raise

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,13 +16,14 @@ import torch
 import transformers
 from transformers.utils.import_utils import is_flash_attn_2_available
 
+from ag.errors import UserError
 from ag.hardware import cpu_name
 
-STATUS = Path("/proc/self/status")
+PROCESS = Path("/proc/self")  # Linux keeps the peak of a process there
 
 
 def seconds_of(device: torch.device, step: Callable[[], object], times: int = 1) -> list[float]:
-    """Run a step so many times and return the seconds of each; on a GPU by events, without waiting in between."""
+    """Run a step several times and return the seconds of each; on a GPU by events, without waiting in between."""
     if device.type == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
         torch.cuda.synchronize(device)
@@ -41,34 +40,10 @@ def seconds_of(device: torch.device, step: Callable[[], object], times: int = 1)
     return [b - a for a, b in zip(marks[:-1], marks[1:], strict=True)]
 
 
-def call_seconds(device: torch.device, step: Callable[[], object], rounds: int) -> tuple[float, str]:
-    """Return the median time of a call, and how it was timed.
-
-    On a GPU it is ``graph``: a CUDA graph of many calls is replayed, so that the host does not count. What cannot be
-    captured, and everything on a CPU, is timed as it is launched: ``launches``.
-    """
-    for _ in range(2):  # compiles and tunes
-        step()
-    if device.type == "cuda":
-        try:
-            from triton.testing import do_bench_cudagraph
-
-            return do_bench_cudagraph(step, return_mode="median") / 1000, "graph"
-        except (ImportError, RuntimeError):
-            torch.cuda.synchronize(device)
-    return statistics.median(seconds_of(device, step, rounds)), "launches"
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median and the lower and upper quartile."""
-    middle, low, high = np.quantile(values, [0.5, 0.25, 0.75]).tolist()
-    return middle, low, high
-
-
 def spread(column: str, seconds: Sequence[float], scale: float = 1) -> dict[str, float]:
     """Return the columns of times: their median under a name, and the quartiles, in units of ``1 / scale`` seconds."""
-    median, low, high = quartiles(seconds)
-    return {column: scale * median, "quartile 1": scale * low, "quartile 3": scale * high}
+    values = (scale * np.quantile(seconds, [0.5, 0.25, 0.75])).tolist()
+    return dict(zip((column, "quartile 1", "quartile 3"), values, strict=True))
 
 
 def drift(seconds: Sequence[float]) -> float:
@@ -77,8 +52,10 @@ def drift(seconds: Sequence[float]) -> float:
     return statistics.median(seconds[-part:]) / statistics.median(seconds[:part])
 
 
-def paired(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the median, over rounds, of the quotient of times taken in the same round."""
+def paired(mine: Sequence[float] | None, theirs: Sequence[float] | None) -> float | None:
+    """Return the median of the quotients of times taken in the same round; None where one of them has none."""
+    if mine is None or theirs is None:
+        return None
     return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
 
 
@@ -88,28 +65,17 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+            (PROCESS / "clear_refs").write_text("5")
 
 
 def peak_bytes(device: torch.device) -> int:
     """Return the most memory held: what torch allocated on a GPU, or the process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
 
 
 def held_bytes(device: torch.device) -> int:
     """Return the memory held now."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
-
-
-def _status(name: str) -> int:
-    if not STATUS.is_file():
-        return 0
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -126,3 +92,10 @@ def machine(device: torch.device) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "flash_attn": bool(is_flash_attn_2_available()),
     }
+
+
+def _status(name: str) -> int:
+    if not PROCESS.is_dir():
+        raise UserError(f"train, memory: the memory of a process is read in {PROCESS}, which only Linux has.")
+    lines = (PROCESS / "status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))

@@ -1,7 +1,8 @@
-"""The measurements of ``python -m ag.bench`` in one mode."""
+"""The command ``python -m ag.bench``: a case at each context and batch, and MODE.json and MODE.md of what was found."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -9,16 +10,15 @@ from typing import Any
 
 import torch
 
-from ag.bench import decode, memory, prefill, stream, train
-from ag.bench.contestants import backends
+from ag.bench.arena import Arena
+from ag.bench.cases import CASES
+from ag.bench.contestants import Row, backends
 from ag.bench.measure import machine
-from ag.bench.write import markdown, write
 from ag.commands.bench import BenchConfig
 from ag.config.command_line import Invocation
 from ag.errors import UserError, first_line
 
-#: Each mode prepares what all its cases share, and measures the rows of one context and batch.
-MODULES = {"decode": decode, "stream": stream, "prefill": prefill, "train": train, "memory": memory}
+PERCENT = ("kept", "trained of base")  # columns
 
 
 def run(asked: Invocation[BenchConfig]) -> int:
@@ -32,9 +32,15 @@ def run(asked: Invocation[BenchConfig]) -> int:
         results = bench(config, asked.line)
     except torch.OutOfMemoryError as error:
         raise UserError(f"{first_line(error)} Give a smaller context or batch.") from error
-    paths = write(Path(config.output), config.mode, results)
-    print(markdown(results))
-    print("written:", *paths)
+    if not results["rows"]:
+        raise UserError(f"{config.mode}: nothing could run: {results['skipped'][0]['skipped']}")
+    folder, text = Path(config.output), markdown(results)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / f"{config.mode}.{ending}" for ending in ("json", "md")]
+    written[0].write_text(json.dumps(results, indent=2) + "\n")
+    written[1].write_text(text)
+    print(text)
+    print("written:", *written)
     return 0
 
 
@@ -52,11 +58,10 @@ def bench(config: BenchConfig, command: str) -> dict[str, Any]:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     described = machine(torch.device(config.device)) | {"sdpa": backends(config)[0] or "torch's choice"}
-    mode = MODULES[config.mode]
-    prepared, rows = mode.prepare(config), []
+    arena, rows = Arena(config), []
     for context in config.context:
         for batch in config.batch:
-            rows += [{"context": context, "batch": batch} | row for row in mode.measure(prepared, context, batch)]
+            rows += [{"context": context, "batch": batch} | row for row in CASES[config.mode](arena, context, batch)]
     return {
         "command": command,
         "date": date.today().isoformat(),
@@ -65,3 +70,28 @@ def bench(config: BenchConfig, command: str) -> dict[str, Any]:
         "rows": [row for row in rows if "skipped" not in row],
         "skipped": [row for row in rows if "skipped" in row],
     }
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Return the command, the machine, the table, and who could not run."""
+    rows: list[Row] = results["rows"]
+    names = list(rows[0])
+    lines = [
+        f"{results['date']}: `{results['command']}`",
+        "",
+        ", ".join(f"{name} {value}" for name, value in results["machine"].items()),
+        "",
+        "| " + " | ".join(names) + " |",
+        "|" + "|".join(":--" if name == "contestant" else "--:" for name in names) + "|",
+        *("| " + " | ".join(_cell(name, row[name]) for name in names) + " |" for row in rows),
+    ]
+    for row in results["skipped"]:
+        lines.append(f"\nSkipped: {row['contestant']}, {row['context']:,} tokens: {row['skipped']}")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, float):
+        form = ".4f" if name.startswith("nats") else ".1%" if name in PERCENT else ".3g"
+        return f"{value:{form}}"
+    return f"{value:,}" if isinstance(value, int) else str(value or "")

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -42,7 +42,7 @@ class Config:
     """What the comparison can be told."""
 
     model: str = key("smollm2", "folder, hub id or alias of a model that both sides load")
-    root: str | None = key(None, "folder of the documents, as the task ppl reads them; null: generated text")
+    root: str | None = key(None, "folder of the documents, as the task ppl reads them; null: random tokens")
     documents: int = key(4, "documents, the same for every contestant", low=1)
     prompt: int = key(4096, "tokens of a prompt", low=WINDOW + 2)
     continuation: int = key(64, "tokens that follow it, fed one by one", low=FIRST + 2)
@@ -53,46 +53,22 @@ class Config:
     output: str = key("runs/bench", "folder for kvpress.json and kvpress.md")
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """A policy and its budget, on both sides.
-
-    Attributes:
-        method: ``full``, or one of METHODS.
-        keep: share of the prompt; None for ``full``.
-    """
-
-    method: str
-    keep: float | None = None
-
-    @property
-    def name(self) -> str:
-        """What the table calls it."""
-        return self.method if self.keep is None else f"{self.method} {self.keep:g}"
-
-    def tokens(self, prompt: int) -> int | None:
-        """Return the tokens of a prompt that each KV head keeps."""
-        return None if self.keep is None else tokens_of(self.keep, prompt)
-
-
-def tokens_of(share: float, prompt: int) -> int:
-    """Return the tokens of a prompt that a share keeps; a share is rarely an exact float, and 0.29 of 100 is 29."""
-    return math.floor(share * prompt + 1e-9)
-
-
-def contestants(config: Config) -> list[Contestant]:
-    """Return the full cache, and each policy with each share.
+def contestants(config: Config) -> dict[str, tuple[str, int | None]]:
+    """Return the full cache, and each policy with each share: its method and the tokens that each KV head keeps.
 
     Raises:
         UserError: for a share that cannot be.
     """
+    found: dict[str, tuple[str, int | None]] = {"full": ("full", None)}
     for share in config.keep:
-        if not 0 < share < 1 or tokens_of(share, config.prompt) <= WINDOW:
+        tokens = math.floor(share * config.prompt + 1e-9)  # a share is rarely an exact float, and 0.29 of 100 is 29
+        if not WINDOW < tokens < config.prompt:
             raise UserError(
                 f"keep={share:g} of prompt={config.prompt}: expected a share below 1 of more than {WINDOW} tokens, "
                 "which the window of snapkv takes; give a larger keep or prompt."
             )
-    return [Contestant("full"), *(Contestant(method, share) for share in config.keep for method in METHODS)]
+        found |= {f"{method} {share:g}": (method, tokens) for method in METHODS}
+    return found
 
 
 def texts(config: Config, model: str) -> list[Text]:
@@ -103,21 +79,22 @@ def texts(config: Config, model: str) -> list[Text]:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    from ag.evaluate.tasks.perplexity import Continuation, first_tokens
+    from ag.evaluate.tasks.perplexity import Continuation
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
-        context = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
+        geometry = AutoConfig.from_pretrained(model).get_text_config()
     except (OSError, ValueError) as error:
         raise UserError(
             f"model={config.model}: {first_line(error)} Give a folder that save_pretrained wrote."
         ) from error
-    length = config.prompt + config.continuation
+    length, context = config.prompt + config.continuation, geometry.max_position_embeddings
     if length > context:
         raise UserError(f"prompt + continuation = {length}: expected at most {context}, the model's context.")
     if config.root is None:
-        found = [first_tokens(tokenizer, generated(number, length), length) for number in range(config.documents)]
-        return [(ids[: config.prompt], ids[config.prompt :]) for ids in found]
+        draw = random.Random(0)
+        drawn = [draw.choices(range(geometry.vocab_size), k=length) for _ in range(config.documents)]
+        return [(ids[: config.prompt], ids[config.prompt :]) for ids in drawn]
     task = Continuation("ppl", config.root, prompt=config.prompt, continuation=config.continuation)
     loaded = task.load(tokenizer, config.documents, context)
     if len(loaded.samples) < config.documents:
@@ -126,14 +103,6 @@ def texts(config: Config, model: str) -> list[Text]:
             "give fewer documents, or a shorter prompt."
         )
     return [(document.prompt, document.following) for document in loaded.samples]
-
-
-def generated(number: int, tokens: int) -> str:
-    """Write passages of the quickstart's data, questions and answers included, of so many tokens at least."""
-    from ag.data.facts import generate
-
-    rows = (generate(number, "validation", index, 200, 300) for index in range(1 + tokens // 100))
-    return "\n\n".join(f"{row.prompt} {row.choices[row.target]}" for row in rows)
 
 
 class Process:
@@ -148,14 +117,10 @@ class Process:
 
     def __init__(self, name: str, python: str, log: Path, setup: Record) -> None:
         self.name, self.log = name, log
+        pipe = subprocess.PIPE
         with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [python, str(SIDE), name],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
+            command = [python, str(SIDE), name]
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True)
         try:
             self.versions = self.ask(setup)
         except BaseException:
@@ -188,49 +153,24 @@ class Process:
         self._process.communicate()
 
 
-@contextmanager
-def both(config: Config, model: str) -> Iterator[dict[str, Process]]:
-    """Start both sides, each of which loads the model; they end with the context.
-
-    Raises:
-        UserError: there is no environment of kvpress, or it has another torch.
-    """
-    theirs = Path(config.environment) / "bin" / "python"
-    if not theirs.is_file():
-        raise UserError(
-            f"environment={config.environment}: there is no bin/python; bash scripts/bench_kvpress.sh "
-            f"{config.environment} makes it."
-        )
-    folder = Path(config.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    sides: dict[str, Process] = {}
-    with ExitStack() as stack:
-        for name, python in {"ag": sys.executable, "kvpress": str(theirs)}.items():
-            setup = {"model": model, "threads": config.threads}
-            sides[name] = Process(name, python, folder / f"kvpress-{name}.log", setup)
-            stack.callback(sides[name].close)
-        mine, other = (side.versions["torch"] for side in sides.values())
-        if mine != other:
-            raise UserError(f"environment={config.environment} has torch {other}, and this one {mine}: make it anew.")
-        yield sides
-
-
 def measure(config: Config, documents: list[Text], sides: dict[str, Process]) -> Iterator[Record]:
     """Let the sides take turns, contestant by contestant, and yield what each measured; who begins alternates."""
-    plan, names = contestants(config), list(sides)
-    prompt, following = documents[0][0][:WARMUP], documents[0][1][: FIRST + 2]
+    plan = contestants(config)
+
+    def job(method: str, tokens: int | None, prompt: list[int], following: list[int]) -> Record:
+        return {"method": method, "tokens": tokens, "prompt": prompt, "following": following}
+
     for method in ("full", *METHODS):
         for side in sides.values():
-            tokens = None if method == "full" else WINDOW + 1
-            side.ask({"method": method, "tokens": tokens, "prompt": prompt, "following": following})
+            prompt, following = documents[0][0][:WARMUP], documents[0][1][: FIRST + 2]
+            side.ask(job(method, None if method == "full" else WINDOW + 1, prompt, following))
     for turn in range(config.rounds * len(documents)):
-        number = turn % len(documents)
-        prompt, following = documents[number]
-        for one in plan:
-            job = {"method": one.method, "tokens": one.tokens(config.prompt), "prompt": prompt, "following": following}
-            for name in names if turn % 2 == 0 else names[::-1]:
-                place = {"contestant": one.name, "side": name, "round": turn // len(documents), "document": number}
-                yield place | sides[name].ask(job)
+        place = {"round": turn // len(documents), "document": turn % len(documents)}
+        for name, (method, tokens) in plan.items():
+            asked = job(method, tokens, *documents[place["document"]])
+            for side_name in [*sides] if turn % 2 == 0 else [*sides][::-1]:
+                yield {"contestant": name, "side": side_name, **place, **sides[side_name].ask(asked)}
+        print(f"{turn + 1} of {config.rounds * len(documents)} documents", file=sys.stderr, flush=True)
 
 
 def table(records: list[Record]) -> list[Record]:
@@ -248,18 +188,17 @@ def table(records: list[Record]) -> list[Record]:
         theirs = _figures(records, name, "kvpress")
         for side in full:
             mine = _figures(records, name, side)
-            over = {key: paired(mine[key], theirs[key]) for key in ("prefill", "token", "all_bytes")}
             rows.append(
                 {
                     "contestant": f"{name}, {side}",
                     "kept": fmean(mine["kept"]),
                     "prefill s": median(mine["prefill"]),
-                    "prefill over kvpress": over["prefill"],
+                    "prefill over kvpress": paired(mine["prefill"], theirs["prefill"]),
                     "ms/token": 1000 * median(mine["token"]),
-                    "ms/token over kvpress": over["token"],
+                    "ms/token over kvpress": paired(mine["token"], theirs["token"]),
                     "KV bytes": round(fmean(mine["kv_bytes"])),
                     "all bytes": round(fmean(mine["all_bytes"])),
-                    "all bytes over kvpress": over["all_bytes"],
+                    "all bytes over kvpress": paired(mine["all_bytes"], theirs["all_bytes"]),
                     "nats": fmean(mine["nats"]),
                     "nats over full": fmean(mine["nats"]) - fmean(full[side]["nats"]),
                 }
@@ -277,50 +216,55 @@ def _figures(records: list[Record], name: str, side: str) -> dict[str, list[floa
     return figures
 
 
-def compare(config: Config, words: str) -> Record:
+def compare(config: Config, words: str, model: str, documents: list[Text]) -> Record:
     """Measure, and return the rows with all that they come from.
 
     Raises:
-        UserError: for documents, a share or an environment that cannot be.
+        UserError: there is no environment of kvpress, it has another torch, or a side fails.
     """
     import torch
 
     from ag.bench.measure import machine
-    from ag.model.base import resolve
 
-    plan = contestants(config)
-    model = resolve(config.model)
-    documents = texts(config, model)
-    records: list[Record] = []
-    with both(config, model) as sides:
-        described = machine(torch.device("cpu")) | {"threads": sides["ag"].versions["threads"]}
-        theirs = sides["kvpress"].versions
-        described["kvpress"] = f"{theirs['kvpress']} (transformers {theirs['transformers']})"
-        begin, each = time.perf_counter(), 2 * len(plan)
-        for record in measure(config, documents, sides):
-            records.append(record)
-            if len(records) % each == 0:
-                done, of = len(records) // each, config.rounds * len(documents)
-                left = (time.perf_counter() - begin) / done * (of - done) / 60
-                print(f"{done} of {of} documents; about {left:.0f} min left", file=sys.stderr, flush=True)
+    theirs = Path(config.environment) / "bin" / "python"
+    if not theirs.is_file():
+        raise UserError(
+            f"environment={config.environment}: there is no bin/python; bash scripts/bench_kvpress.sh "
+            f"{config.environment} makes it."
+        )
+    described = machine(torch.device("cpu"))  # with the load before this begins
+    folder, sides = Path(config.output), dict[str, Process]()
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        for name, python in {"ag": sys.executable, "kvpress": str(theirs)}.items():
+            setup = {"model": model, "threads": config.threads}
+            sides[name] = Process(name, python, folder / f"kvpress-{name}.log", setup)
+            stack.callback(sides[name].close)
+        mine, other = (side.versions for side in sides.values())
+        if mine["torch"] != other["torch"]:
+            torches = f"has torch {other['torch']}, and this one {mine['torch']}"
+            raise UserError(f"environment={config.environment} {torches}: make it anew.")
+        records = [*measure(config, documents, sides)]
+    described["threads"] = mine["threads"]
+    described["kvpress"] = f"{other['kvpress']} (transformers {other['transformers']})"
     results = {"command": words, "date": date.today().isoformat(), "machine": described, "config": asdict(config)}
-    return results | {"rows": table(records), "records": records}
+    return results | {"rows": table(records), "skipped": [], "records": records}
 
 
 @command(PROGRAM)
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code (2: one line on stderr says what is wrong)."""
     invocation = parse(argv, Config, PROGRAM)
-    config = invocation.config
-    if invocation.dry_run:
-        from ag.model.base import resolve
+    from ag.model.base import resolve  # loads torch, which no help needs
 
-        plan = contestants(config)
-        texts(config, resolve(config.model))
-        print(*(one.name for one in plan), sep="\n")
+    config = invocation.config
+    plan, model = contestants(config), resolve(config.model)
+    documents = texts(config, model)
+    if invocation.dry_run:
+        print(*plan, sep="\n")
         return 0
-    results = compare(config, shlex.join(["bash", "scripts/bench_kvpress.sh", *argv]))
-    from ag.bench.write import markdown
+    results = compare(config, shlex.join(["bash", "scripts/bench_kvpress.sh", *argv]), model, documents)
+    from ag.bench.run import markdown
 
     folder = Path(config.output)
     (folder / "kvpress.json").write_text(json.dumps(results, indent=1) + "\n")

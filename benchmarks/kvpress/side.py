@@ -12,12 +12,11 @@ import os
 import sys
 import time
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,40 +50,32 @@ class Job:
     following: list[int]
 
 
-class Side(ABC):
+class Side(Protocol):
     """A model in float32 on the CPU with sdpa, and the cache of one job at a time."""
 
-    model: Any
-    cache: Any
-    packages: tuple[str, ...] = ("torch", "transformers")
+    packages: tuple[str, ...]
 
-    @abstractmethod
     def begin(self, job: Job) -> None:
         """Make the empty cache of a job."""
 
-    @abstractmethod
-    def read(self, ids: Tensor) -> Tensor:
-        """Read the prompt ``[1, T]``, evict, and return the logits ``[1, 1, V]`` after its last token."""
+    def run(self, ids: Tensor, place: int) -> Tensor:
+        """Read tokens ``[1, T]`` from a place of the text on, and return the logits ``[1, 1, V]`` after the last one.
 
-    @abstractmethod
-    def step(self, token: Tensor, place: int) -> Tensor:
-        """Return the logits ``[1, 1, V]`` after one more token ``[1, 1]``, number ``place`` of the text."""
+        At place 0 they are the prompt, behind which the cache is evicted.
+        """
 
-    @abstractmethod
-    def kept(self) -> float:
-        """Return the share of the (token, layer, KV head) entries that attention still sees."""
+    def held(self) -> dict[str, float]:
+        """Return what the cache holds.
 
-    @abstractmethod
-    def kv_bytes(self) -> int:
-        """Return the bytes allocated for keys and values."""
-
-    @abstractmethod
-    def all_bytes(self) -> int:
-        """Return the bytes of all that stays in memory for the text."""
+        ``kept`` is the share of the (token, layer, KV head) entries that attention still sees, ``kv_bytes`` are those
+        allocated for keys and values, ``all_bytes`` those of all that stays in memory for the text.
+        """
 
 
-class Ours(Side):
+class Ours:
     """This engine's :class:`ag.engine.EvictionCache`."""
+
+    packages: tuple[str, ...] = ("torch", "transformers")
 
     def __init__(self, model: str) -> None:
         from ag.model.base import load_base
@@ -92,37 +83,27 @@ class Ours(Side):
         self.model, _ = load_base(model, "cpu")
 
     def begin(self, job: Job) -> None:
-        """Make an eviction cache; see :meth:`Side.begin`."""
+        """Make an eviction cache."""
         from ag.engine import EvictionCache, policy
 
         self.cache = EvictionCache(self.model, policy(job.method, job.tokens, **OPTIONS.get(job.method, {})))
 
-    def read(self, ids: Tensor) -> Tensor:
-        """Run the model; see :meth:`Side.read`."""
+    def run(self, ids: Tensor, place: int) -> Tensor:
+        """Run the model; the cache counts what it evicted too."""
         logits: Tensor = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
         return logits
 
-    def step(self, token: Tensor, place: int) -> Tensor:
-        """Run the model; the cache counts what it evicted too."""
-        return self.read(token)
-
-    def kept(self) -> float:
-        """Ask the cache."""
-        return float(self.cache.kept_share())
-
-    def kv_bytes(self) -> int:
-        """Ask the cache, which counts the free slots of its blocks too, and ranks."""
-        return int(self.cache.nbytes)
-
-    def all_bytes(self) -> int:
-        """Add what lies beside the blocks, whose columns are address space for many more."""
-        return self.kv_bytes() + storage_bytes(self.cache, self.cache.pool.columns())
+    def held(self) -> dict[str, float]:
+        """Ask the cache; what lies beside the blocks counts too, but not columns, address space for many more."""
+        size = self.cache.nbytes
+        beside = storage_bytes(self.cache, self.cache.pool.columns())
+        return {"kept": self.cache.kept_share(), "kv_bytes": size, "all_bytes": size + beside}
 
 
-class Theirs(Side):
+class Theirs:
     """A press of kvpress around transformers' own cache."""
 
-    packages = ("torch", "transformers", "kvpress")
+    packages: tuple[str, ...] = ("torch", "transformers", "kvpress")
 
     def __init__(self, model: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -140,40 +121,29 @@ class Theirs(Side):
         for layer in self.layers:
             layer.masked_key_indices = None
 
-    def read(self, ids: Tensor) -> Tensor:
-        """Run the model under the press; see :meth:`Side.read`."""
-        with self.press:
-            return self._run(input_ids=ids)
-
-    def step(self, token: Tensor, place: int) -> Tensor:
-        """Run the model; the place is said, because the cache counts only what it kept."""
-        return self._run(input_ids=token, position_ids=torch.tensor([[place]]))
-
-    def _run(self, **given: Tensor) -> Tensor:
-        logits: Tensor = self.model(**given, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+    def run(self, ids: Tensor, place: int) -> Tensor:
+        """Run the model, at the prompt under the press; later places are said, as the cache counts what it kept."""
+        given = {"position_ids": torch.tensor([[place]])} if place else {}
+        with nullcontext() if place else self.press:
+            logits: Tensor = self.model(
+                input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **given
+            ).logits
         return logits
 
-    def _masked(self) -> list[Any]:
-        """Return, for each layer under Ada-KV, the sequences, heads and tokens that stay in memory and are masked."""
-        return [layer.masked_key_indices for layer in self.layers if layer.masked_key_indices is not None]
-
-    def kept(self) -> float:
-        """Count what is neither gone nor masked."""
-        keys = [layer.keys for layer in self.cache.layers]
-        held = sum(x.shape[1] * x.shape[2] for x in keys) - sum(len(heads) for _, heads, _ in self._masked())
-        return float(held / sum(x.shape[1] * self.length for x in keys))
-
-    def kv_bytes(self) -> int:
-        """Add up the storages of keys and values."""
-        return sum(x.untyped_storage().nbytes() for layer in self.cache.layers for x in (layer.keys, layer.values))
-
-    def all_bytes(self) -> int:
-        """Add up the cache and the indices of what is masked."""
-        return storage_bytes((self.cache, self._masked()))
+    def held(self) -> dict[str, float]:
+        """Count storages; the entries that Ada-KV masks, `(sequences, heads, tokens)` of a layer, stay in memory."""
+        masked = [layer.masked_key_indices for layer in self.layers if layer.masked_key_indices is not None]
+        pairs = [(layer.keys, layer.values) for layer in self.cache.layers]
+        entries = sum(keys.shape[1] * keys.shape[2] for keys, _ in pairs) - sum(len(heads) for _, heads, _ in masked)
+        return {
+            "kept": entries / sum(keys.shape[1] * self.length for keys, _ in pairs),
+            "kv_bytes": sum(x.untyped_storage().nbytes() for pair in pairs for x in pair),
+            "all_bytes": storage_bytes((self.cache, masked)),
+        }
 
 
 def press(method: str, tokens: int, length: int) -> Any:
-    """Return the press that keeps so many tokens of a prompt of ``length``."""
+    """Return the press that keeps ``tokens`` of a prompt of ``length``."""
     import kvpress
 
     ratio = 1 - (tokens + 0.5) / length  # a press keeps int(length * (1 - ratio)); the half is against rounding
@@ -199,23 +169,17 @@ def measure(side: Side, job: Job) -> dict[str, Any]:
         ``all_bytes`` (keys, values, and what is remembered beside them); ``nats``: of each token that follows.
     """
     side.begin(job)
-    ids = torch.tensor([job.prompt])
-    start = time.perf_counter()
-    logits = side.read(ids)
-    prefill = time.perf_counter() - start
-    held = {"kept": side.kept(), "kv_bytes": side.kv_bytes(), "all_bytes": side.all_bytes()}
-    nats, seconds = [_nats(logits, job.following[0])], []
-    for number, (token, following) in enumerate(zip(job.following, job.following[1:], strict=False)):
-        given = torch.tensor([[token]])
+    nats, seconds, ids, place = [], [], torch.tensor([job.prompt]), 0
+    held: dict[str, float] = {}
+    for following in job.following:
         start = time.perf_counter()
-        logits = side.step(given, len(job.prompt) + number)
+        logits = side.run(ids, place)
         seconds.append(time.perf_counter() - start)
-        nats.append(_nats(logits, following))
-    return {"prefill": prefill, "decode": seconds, **held, "nats": nats}
-
-
-def _nats(logits: Tensor, token: int) -> float:
-    return float(F.cross_entropy(logits[:, -1].float(), torch.tensor([token])))
+        held = held or side.held()
+        nats.append(float(F.cross_entropy(logits[:, -1].float(), torch.tensor([following]))))
+        place += ids.shape[1]
+        ids = torch.tensor([[following]])
+    return {"prefill": seconds[0], "decode": seconds[1:], **held, "nats": nats}
 
 
 def storage_bytes(found: object, but: Sequence[Tensor] = ()) -> int:

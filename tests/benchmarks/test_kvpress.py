@@ -3,10 +3,8 @@
 import json
 import os
 import statistics
-import subprocess
 import sys
 import types
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ from tests.support import ROOT
 from tests.support.blocks import slots
 from tests.support.bounds import hold, of_nats
 from tests.support.refused import refuses
-from tests.support.warm import started
 
 KVPRESS = Path(os.environ.get("AG_KVPRESS") or ROOT / "build" / "kvpress") / "bin" / "python"
 LAYERS, KV_HEADS, HEAD_DIM, FLOAT, VOCABULARY = 3, 2, 16, 4, 512  # of the tiny model
@@ -75,10 +72,11 @@ def test_table_of_recorded_measurements():
 def test_what_is_asked_for(base, tiny_tokenizer, tmp_path):
     assert tuple(side.OPTIONS) == compare.METHODS
     plan = compare.contestants(compare.Config(prompt=400))
-    assert [one.name for one in plan] == ["full", *(f"{x} {y}" for y in ("0.5", "0.25") for x in compare.METHODS)]
-    assert {one.tokens(400) for one in plan} == {None, 200, 100}
-    assert compare.Contestant("knorm", 0.29).tokens(100) == 29  # 0.29 * 100 is a little less
-    for keep, prompt in ((0.25, 259), (1.0, 400), (-0.5, 400)):
+    assert [*plan] == ["full", *(f"{x} {y}" for y in ("0.5", "0.25") for x in compare.METHODS)]
+    assert {tokens for _, tokens in plan.values()} == {None, 200, 100}
+    # 0.57 * 400 is a little less than 228
+    assert compare.contestants(compare.Config(prompt=400, keep=[0.57]))["knorm 0.57"] == ("knorm", 228)
+    for keep, prompt in ((0.25, 259), (1.0, 400)):
         with refuses(UserError, f"keep={keep:g}", f"prompt={prompt}", "64"):
             compare.contestants(compare.Config(keep=[0.5, keep], prompt=prompt))
     lines = [{"text": letter * length} for letter, length in (("a", 100), ("b", 50), ("c", 90))]
@@ -122,36 +120,29 @@ def test_bytes_are_those_of_whole_storages_and_of_each_once():
 
 
 STAND_IN = """\
-#!{python}
 import json, sys
 
+name, versions = sys.argv[1], {{"torch": "2.13.0", "transformers": "5.2.0", "kvpress": "0.5.5", "threads": 1}}
 sys.stdin.readline()
-print(json.dumps({{"torch": {torch!r}, "transformers": "5.2.0", "kvpress": "0.5.5", "threads": 1}}), flush=True)
+print(json.dumps(versions | {other} if name == "kvpress" else versions), flush=True)
 for line in sys.stdin:
-    open({log!r}, "a").write(line)
+    open({log!r}, "a").write(json.dumps([name, json.loads(line)]) + "\\n")
     found = {{"prefill": 2.0, "decode": [0.1] * 5, "kept": 0.5, "kv_bytes": 7, "all_bytes": 8, "nats": [1.5] * 6}}
     print(json.dumps(found), flush=True)
 """
 
 
-def executable(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-
-
-@pytest.mark.slow
 def test_sides_take_turns_over_the_same_tokens(base, tmp_path, monkeypatch, capsys):
-    """An environment whose Python answers as kvpress' side would, and keeps what it was asked."""
-    asked = tmp_path / "asked"
-    monkeypatch.setattr(sys, "executable", started())
+    """Both sides are a script that answers anything, and keeps what it was asked."""
+    monkeypatch.setattr(compare, "SIDE", tmp_path / "side.py")
     words = [*TURNS, f"model={base}", f"environment={tmp_path}/env", f"output={tmp_path}/out"]
     assert compare.main(words) == 2
     assert f"environment={tmp_path}/env" in capsys.readouterr().err
-    for torch_version in ("2.0.1", version("torch")):
-        text = STAND_IN.format(python=sys._base_executable, log=str(asked), torch=torch_version)
-        executable(tmp_path / "env" / "bin" / "python", text)
-        assert compare.main(words) == (2 if torch_version == "2.0.1" else 0)
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "python").symlink_to(sys.executable)
+    for other, code in (({"torch": "2.0.1"}, 2), ({}, 0)):
+        (tmp_path / "side.py").write_text(STAND_IN.format(log=str(tmp_path / "asked"), other=other))
+        assert compare.main(words) == code
     assert "has torch 2.0.1" in capsys.readouterr().err
     results = json.loads((tmp_path / "out" / "kvpress.json").read_text())
     assert results["machine"]["threads"] == 1 and results["machine"]["kvpress"] == "0.5.5 (transformers 5.2.0)"
@@ -160,11 +151,20 @@ def test_sides_take_turns_over_the_same_tokens(base, tmp_path, monkeypatch, caps
     assert [(x["contestant"], x["side"], x["round"], x["document"]) for x in results["records"]] == [
         (one, name, turn // 2, turn % 2) for turn, order in enumerate(turns) for one in plan for name in order
     ]
-    asked = [json.loads(line) for line in asked.read_text().splitlines()]
-    assert [x["method"] for x in asked] == ["full", *compare.METHODS] * 5  # once to warm up
-    assert [x["tokens"] for x in asked] == [None, *[65] * 5] + [None, *[80] * 5] * 4
+    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    mine = [told for name, told in asked if name == "ag"]
+    assert mine == [told for name, told in asked if name == "kvpress"]
+    assert [x["method"] for x in mine] == ["full", *compare.METHODS] * 5  # once to warm up
+    assert [x["tokens"] for x in mine] == [None, *[65] * 5] + [None, *[80] * 5] * 4
     documents = compare.texts(compare.Config(prompt=160, continuation=6, documents=2), str(base))
-    assert [(x["prompt"], x["following"]) for x in asked[6::6]] == documents * 2
+    assert [(x["prompt"], x["following"]) for x in mine[6::6]] == [(p, f) for p, f in documents] * 2
+
+
+def test_a_side_that_ends_is_named_with_what_it_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "SIDE", tmp_path / "side.py")
+    (tmp_path / "side.py").write_text("raise SystemExit('no such model')")
+    with refuses(UserError, "kvpress", "no such model", str(tmp_path / "log")):
+        compare.Process("kvpress", sys.executable, tmp_path / "log", {})
 
 
 @pytest.mark.slow
@@ -186,43 +186,3 @@ def test_kvpress_has_the_same_losses_shares_and_bytes(base, tmp_path):
             assert other["all_bytes"] == other["kv_bytes"] + masked
     finally:
         theirs.close()
-
-
-PYTHON = """\
-#!/bin/bash
-echo "${0#"$PWD/"} $*" >>calls
-case "$*" in
-    *--dry-run) exit "${WRONG:-0}" ;;
-    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" ;;
-    "-c "*) echo 2.13.0+cpu ;;
-esac
-"""
-
-
-def test_the_environment_is_made_once_and_where_it_is_told(tmp_path):
-    """The shell script, with a stand-in for Python that keeps a record of its calls."""
-    executable(tmp_path / "scripts" / "bench_kvpress.sh", (ROOT / "scripts" / "bench_kvpress.sh").read_text())
-    (tmp_path / "scripts" / "setup.sh").write_text('set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
-    executable(tmp_path / ".venv" / "bin" / "python", PYTHON)
-
-    def shell(*words, **environment):
-        (tmp_path / "calls").write_text("")
-        command = ["bash", "scripts/bench_kvpress.sh", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
-        lines = (tmp_path / "calls").read_text().splitlines()
-        return done.returncode, [line for line in lines if " -c " not in line]
-
-    run = ".venv/bin/python -m benchmarks.kvpress.compare"
-    pip = "bin/python -m pip install --quiet kvpress==0.5.5 transformers<5.3 torch==2.13.0+cpu"
-    assert shell("keeps=1", WRONG="2")[0] == 2 and not (tmp_path / "build").exists()
-    assert shell("--help")[1] == [f"{run} environment=build/kvpress --help"]
-    asked = f"{run} environment=build/kvpress prompt=512"
-    made = [".venv/bin/python -m venv build/kvpress", f"build/kvpress/{pip}"]
-    assert shell("prompt=512") == (0, [f"{asked} --dry-run", *made, asked])
-    assert shell("prompt=512") == (0, [f"{asked} --dry-run", asked])
-    (tmp_path / "build" / "kvpress" / "installed").write_text("kvpress==0.5.4")
-    assert shell("prompt=512") == (0, [f"{asked} --dry-run", *made, asked])
-    for words in (["there", "rounds=2"], ["rounds=2", "environment=there"]):
-        assert (tmp_path / "there").exists() == (words[0] != "there")
-        assert shell(*words)[0] == 0 and (tmp_path / "there" / "installed").is_file()
-    assert shell("scripts")[0] == 2 and not (tmp_path / "scripts" / "installed").exists()  # a folder of something else

@@ -84,6 +84,7 @@ class Cell:
         kept = sum(outcome.kept * outcome.tokens for outcome in outcomes) / tokens if tokens else 1.0
         lengths = [self.task.length(sample) for sample in loaded.samples]
         options = {k: v for k, v in asdict(self.task).items() if k not in ("name", "root") and v is not None}
+        tags: dict[str, Any] = {name: tag_mean(outcomes, name) for name in ("nats", "hits", "kl", "same_top1")}
         return Summary(
             key=self.key,
             policy=repr(self.policy),
@@ -106,10 +107,7 @@ class Cell:
             versions=VERSIONS,
             problem=problem,
             question=getattr(self.task, "question", None),
-            nats=tag_mean(outcomes, "nats"),
-            hits=tag_mean(outcomes, "hits"),
-            kl=tag_mean(outcomes, "kl"),
-            same_top1=tag_mean(outcomes, "same_top1"),
+            **tags,
             floor=self.task.floor(loaded.samples) if problem is None else None,
             over_budget=sum(outcome.over_budget for outcome in outcomes) if problem is None else None,
             untouched=self.untouched(loaded.samples, prefill),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,21 +35,16 @@ THEME: dict[str, str] = dict(re.findall(r"--(soft|line|gates|c\d): (#\w{6})", LI
 COLOURS = tuple(colour for name, colour in THEME.items() if re.fullmatch(r"c\d", name))
 MARKERS = "osD^vP*"  # as many as share no factor with the colours
 SMALL = 0.01  # nats, below which the scale of differences is linear
-PAGE = (3.8, 2.5)  # inches; a page scales them
 TIP = "point: "  # begins the id of a point, which becomes its title
 STYLE: Any = {
-    "axes.edgecolor": THEME["soft"],
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), THEME["soft"]),
     "axes.facecolor": "none",
-    "axes.labelcolor": THEME["soft"],
     "axes.spines.right": False,
     "axes.spines.top": False,
     "font.size": 8.0,
     "grid.color": THEME["line"],
     "svg.fonttype": "none",
-    "text.color": THEME["soft"],
     "text.parse_math": False,  # a $ in a name is one
-    "xtick.color": THEME["soft"],
-    "ytick.color": THEME["soft"],
 }
 
 
@@ -63,10 +59,17 @@ class Point(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What chooses colour and mark of a policy: its number, counted apart for gates, which share one colour."""
+    """How a policy is drawn; gates share one colour."""
 
-    number: int
+    colour: str
+    marker: str
     gated: bool
+
+    @classmethod
+    def of(cls, number: int, gated: bool) -> Look:
+        """Return the look of the policy with this number, which is counted apart for gates."""
+        colour = THEME["gates"] if gated else COLOURS[number % len(COLOURS)]
+        return cls(colour, MARKERS[number % len(MARKERS)], gated)
 
 
 @dataclass(frozen=True)
@@ -81,18 +84,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over kept shares, over positions, or over numbered parts."""
+    """Lines over kept shares, over positions in tokens, or over numbered parts."""
 
     title: str  # the task, and how many samples it has
     x_label: str
     y_label: str
     lines: Sequence[Line]  # one for each policy
-    zero: Look | None = None  # of what the others are differences to, a level at 0; None: these are no differences
-
-    @property
-    def over_shares(self) -> bool:
-        """Whether it is drawn over shares; else over positions, in tokens, or over numbered parts."""
-        return self.x_label in (KEPT, BYTES)
+    # of what the others are differences to, a level at 0; None means that these are no differences
+    zero: Look | None = None
 
     @property
     def text(self) -> str:
@@ -135,7 +134,7 @@ def every(comparison: Comparison) -> dict[str, list[Chart]]:
 @matplotlib.rc_context(STYLE)
 def svg(chart: Chart) -> Markup:
     """Draw a chart for the page, with its colours by name, its text as text, and all that it shows as its title."""
-    figure = Figure(figsize=PAGE, layout="constrained")
+    figure = Figure(figsize=(3.8, 2.5), layout="constrained")
     lines_over(figure.subplots(), chart)
     return _inline(figure, Markup('class="chart" role="img"'), Markup("<title>{}</title>").format(chart.text))
 
@@ -145,20 +144,19 @@ def legend_mark(look: Look) -> Markup:
     figure = Figure(figsize=(0.2, 0.2))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-0.7, 0.7), ylim=(-0.7, 0.7))
     axes.set_axis_off()
-    style = MarkerStyle(MARKERS[look.number % len(MARKERS)])
-    path = style.get_path().transformed(style.get_transform())
-    axes.add_patch(PathPatch(path, color=colour(look), clip_on=False))
+    style = MarkerStyle(look.marker)
+    axes.add_patch(PathPatch(style.get_path().transformed(style.get_transform()), color=look.colour, clip_on=False))
     return _inline(figure, Markup('class="mark" aria-hidden="true"'))
 
 
 def looks(comparison: Comparison) -> dict[str, Look]:
     """Return the look of each policy, by label."""
     gated = {result.summary.label: result.is_gated for result in comparison.results}
-    counts = {True: 0, False: 0}
+    counts = Counter[bool]()
     found = {}
-    for label in comparison.labels:
-        found[label] = Look(counts[gated[label]], gated[label])
-        counts[gated[label]] += 1
+    for label, own in gated.items():
+        found[label] = Look.of(counts[own], own)
+        counts[own] += 1
     return found
 
 
@@ -179,12 +177,21 @@ def leading(comparison: Comparison) -> list[Chart]:
     return found
 
 
-def _is_asked_after(result: Result) -> bool:
-    return result.summary.question == "after" and result.nats is not None
+def quality(comparison: Comparison, task: str, tag: str = "") -> list[Chart]:
+    """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors, if any."""
 
+    def point(result: Result) -> Point | None:
+        if (measured := result.measure(tag)) is None:
+            return None
+        kept, mean, error = measured
+        return Point(kept, mean, mean - error, mean + error, f"{result.summary.label}: {mean:.4f} at {kept:.1%} kept")
 
-def _continues(result: Result) -> bool:
-    return result.summary.question is None and result.summary.metric == "nats per token"
+    results = comparison.of_task(task)
+    which = "higher" if results[0].summary.higher_is_better and not tag else "lower"
+    metric = "nats per answer token" if tag else results[0].summary.metric
+    lines = _lines(comparison, results, point)
+    title = f"{task}: nats of the right answer" if tag else task
+    return [Chart(_titled(title, results), KEPT, f"{metric} ({which} is better)", lines)] if lines else []
 
 
 def over_bytes(comparison: Comparison, task: str) -> list[Chart]:
@@ -193,18 +200,43 @@ def over_bytes(comparison: Comparison, task: str) -> list[Chart]:
     The best mix of tokens and bits leads through the points than which none with as few bytes costs less.
     """
     results = [result for result in comparison.of_task(task) if result.outcomes]
-    whole = [result.summary.kv_bytes for result in results if not result.evicts]
-    if len(set(whole)) < SEVERAL or not any(_is_asked_after(result) or _continues(result) for result in results):
+    whole = {result.summary.kv_bytes for result in results if not result.evicts}
+    if len(whole) < SEVERAL or not any(_is_asked_after(result) or _continues(result) for result in results):
         return []
     chart = _over_full(comparison, task, results, over=BYTES)
     best: list[Point] = []
     for point in sorted(point for line in chart.lines for point in line.points):
         if not best or point.y < best[-1].y:
             best.append(point)
-    mix = Line(
-        Look(len(comparison.labels), gated=False), MIX, [point._replace(text=f"{MIX}: {point.text}") for point in best]
-    )
-    return [replace(chart, lines=[mix, *chart.lines])]
+    named = [point._replace(text=f"{MIX}: {point.text}") for point in best]
+    return [replace(chart, lines=[Line(Look.of(len(comparison.labels), False), MIX, named), *chart.lines])]
+
+
+def along(comparison: Comparison, task: str, what: str = "") -> list[Chart]:
+    """Return charts of a task by position, or by numbered parts such as turns, one for each budget.
+
+    Policies without a budget are in each. They show differences to the baseline, or nats where it has no result.
+    """
+    found, look = [], looks(comparison)
+    for budget in comparison.budgets or [""]:
+        results = comparison.at(task, budget)
+        bases = [(result, comparison.baseline_of(result)) for result in results if result.outcomes]
+        compared = any(base is not None for _, base in bases)
+        lines = []
+        for result, base in bases:
+            form = ".3f" if base is None else "+.3f"
+            points = [
+                Point(x, y, y - (error or 0), y + (error or 0), f"{shown(result)}: {y:{form}} {what or 'from'} {x:,}")
+                for x, (y, error) in by_position(result, base, what).items()
+            ]
+            if points and not (base is None and compared):
+                lines.append(Line(look[result.summary.label], short(shown(result)), points))
+        if lines:
+            title = _titled(f"{task} at budget {budget}" if budget else task, results)
+            y_label = f"nats a token over {comparison.baseline}" if compared else "nats a token"
+            zero = look.get(comparison.baseline) if compared else None
+            found.append(Chart(title, what or "position in the text (tokens)", y_label, lines, zero))
+    return found
 
 
 def _over_full(comparison: Comparison, title: str, results: Sequence[Result], over: str = KEPT) -> Chart:
@@ -226,57 +258,16 @@ def _over_full(comparison: Comparison, title: str, results: Sequence[Result], ov
             return Point(share, *place, f"{result.name}: {said} in {share:.1%} of the bytes")
         return Point(measured[0], *place, f"{result.summary.label}: {said} at {measured[0]:.1%} kept")
 
-    y_label = "nats over the full cache" if full else "nats"
-    lines = _lines(comparison, results, point)
-    return Chart(_titled(title, results), over, y_label, lines, looks(comparison)[full.summary.label] if full else None)
+    y_label, zero = ("nats over the full cache", looks(comparison)[full.summary.label]) if full else ("nats", None)
+    return Chart(_titled(title, results), over, y_label, _lines(comparison, results, point), zero)
 
 
-def quality(comparison: Comparison, task: str, tag: str = "") -> list[Chart]:
-    """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors, if any."""
-
-    def point(result: Result) -> Point | None:
-        if (measured := result.measure(tag)) is None:
-            return None
-        kept, mean, error = measured
-        return Point(kept, mean, mean - error, mean + error, f"{result.summary.label}: {mean:.4f} at {kept:.1%} kept")
-
-    results = comparison.of_task(task)
-    which = "higher" if results[0].summary.higher_is_better and not tag else "lower"
-    metric = "nats per answer token" if tag else results[0].summary.metric
-    lines = _lines(comparison, results, point)
-    title = f"{task}: nats of the right answer" if tag else task
-    return [Chart(_titled(title, results), KEPT, f"{metric} ({which} is better)", lines)] if lines else []
+def _is_asked_after(result: Result) -> bool:
+    return result.summary.question == "after" and result.nats is not None
 
 
-def along(comparison: Comparison, task: str, what: str = "") -> list[Chart]:
-    """Return charts of a task by position, or by numbered parts such as turns, one for each budget.
-
-    Policies without a budget are in each. They show differences to the baseline, or nats where it has no result.
-    """
-    found = []
-    for budget in comparison.budgets or [""]:
-        results = [result for result in comparison.of_task(task) if result.budget in ("", budget)]
-        bases = [(result, comparison.baseline_of(result)) for result in results if result.outcomes]
-        compared = any(base is not None for _, base in bases)
-        lines = []
-        for result, base in bases:
-            if base is None and compared:
-                continue
-            form = ".3f" if base is None else "+.3f"
-            points = [
-                Point(
-                    x, y, y - (error or 0.0), y + (error or 0.0), f"{shown(result)}: {y:{form}} {what or 'from'} {x:,}"
-                )
-                for x, (y, error) in by_position(result, base, what).items()
-            ]
-            lines += [Line(looks(comparison)[result.summary.label], short(shown(result)), points)] if points else []
-        if lines:
-            title = f"{task} at budget {budget}" if budget else task
-            y_label = f"nats a token over {comparison.baseline}" if compared else "nats a token"
-            zero = looks(comparison).get(comparison.baseline) if compared else None
-            x_label = what or "position in the text (tokens)"
-            found.append(Chart(_titled(title, results), x_label, y_label, lines, zero))
-    return found
+def _continues(result: Result) -> bool:
+    return result.summary.question is None and result.summary.metric == "nats per token"
 
 
 def _lines(comparison: Comparison, results: Sequence[Result], point: Callable[[Result], Point | None]) -> list[Line]:
@@ -311,32 +302,25 @@ def lines_over(axes: Axes, chart: Chart) -> None:
     # over the gates' thicker line, so that both are seen where these are as good
     level: Any = {"linestyle": "--", "linewidth": 1, "alpha": 0.7, "zorder": 10}
     if chart.zero is not None:
-        axes.axhline(0, color=colour(chart.zero), **level)
+        axes.axhline(0, color=chart.zero.colour, **level)
         axes.set_yscale("symlog", linthresh=SMALL, linscale=0.3)
     for line in chart.lines:
-        style: dict[str, Any] = {"color": colour(line.look), "zorder": 9 if line.look.gated else 2}
+        style: dict[str, Any] = {"color": line.look.colour, "zorder": 9 if line.look.gated else 2}
         if line.level and len(line.points) == 1:
             axes.axhline(line.points[0].y, **style | level)
         xs, ys, low, high, _ = zip(*line.points, strict=True)
         axes.plot(xs, ys, linewidth=2.2 if line.look.gated else 1.2, **style)
         axes.vlines(xs, low, high, alpha=0.45, **style)
         for number, point in enumerate(line.points):
-            axes.plot(
-                point.x,
-                point.y,
-                MARKERS[line.look.number % len(MARKERS)],
-                markersize=5,
-                label="_" if number else line.name,
-                gid=TIP + point.text,
-                **style,
-            )
+            label, tip = "_" if number else line.name, TIP + point.text
+            axes.plot(point.x, point.y, line.look.marker, markersize=5, label=label, gid=tip, **style)
     axes.set_xlim(left=0)
     if chart.zero is not None:
         axes.set_ylim(bottom=min([-SMALL / 2, *(point.low for line in chart.lines for point in line.points)]))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     percent = PercentFormatter(1, decimals=0, symbol=" %")
-    axes.xaxis.set_major_formatter(percent if chart.over_shares else StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_major_formatter(percent if chart.x_label in (KEPT, BYTES) else StrMethodFormatter("{x:,.0f}"))
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
     axes.grid(axis="y")
@@ -363,6 +347,17 @@ def depths(task: str, results: Sequence[Result]) -> Figure:
     return figure
 
 
+def _grid(number: int, columns: int, size: tuple[float, float], beside: float = 0.0) -> tuple[Figure, list[Axes]]:
+    """Return a figure with this number of axes of a size in inches, and room beside them."""
+    columns = min(columns, number)
+    rows = -(-number // columns)
+    figure = Figure((beside + columns * size[0], rows * size[1]), dpi=DPI, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in grid[number:]:
+        axes.set_visible(False)
+    return figure, list(grid[:number])
+
+
 def _inline(figure: Figure, attributes: Markup, title: str = "") -> Markup:
     """Return a figure as an element of the page: no style sheet or id of its own, colours of the page."""
     file = io.StringIO()
@@ -381,22 +376,6 @@ def _inline(figure: Figure, attributes: Markup, title: str = "") -> Markup:
     return start + Markup(body)  # nosec B704  # matplotlib escapes names
 
 
-def colour(look: Look) -> str:
-    """Return the colour of a policy."""
-    return THEME["gates"] if look.gated else COLOURS[look.number % len(COLOURS)]
-
-
 def short(name: str) -> str:
     """Leave out the middle of a long name, such as that of gates in a deep folder."""
     return name if len(name) <= LONGEST else f"{name[:9]}…{name[10 - LONGEST :]}"
-
-
-def _grid(number: int, columns: int, size: tuple[float, float], beside: float = 0.0) -> tuple[Figure, list[Axes]]:
-    """Return a figure with so many axes of a size in inches, and room beside them."""
-    columns = min(columns, number)
-    rows = -(-number // columns)
-    figure = Figure((beside + columns * size[0], rows * size[1]), dpi=DPI, layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes in grid[number:]:
-        axes.set_visible(False)
-    return figure, list(grid[:number])

@@ -132,8 +132,10 @@ class Folder:
         """Write what came out of a cell; after a crash it is there as a whole, or not at all."""
         summary, outcomes, views = ended
         samples = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in outcomes)
-        self._replace(self._beside("samples", summary.key, "jsonl"), samples)
-        self._replace(self._beside("views", summary.key, "json"), json.dumps([view.to_json() for view in views]))
+        shown = json.dumps([view.to_json() for view in views])
+        for part, ending, text in (("samples", "jsonl", samples), ("views", "json", shown)):
+            with replacing(self._beside(part, summary.key, ending)) as new:
+                new.write_text(text, encoding="utf-8")
         line = json.dumps(asdict(summary), allow_nan=False).encode() + b"\n"
         with (self.path / ROWS).open("a+b") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
@@ -192,10 +194,6 @@ class Folder:
         if not key.isalnum():  # it came out of a file: it must not lead elsewhere
             raise ValueError(f"key={key!r:.80}")
         return self.path / part / f"{key}.{ending}"
-
-    def _replace(self, path: Path, text: str) -> None:
-        with replacing(path) as new:
-            new.write_text(text, encoding="utf-8")
 
 
 def _refuse_constant(name: str) -> None:

@@ -40,7 +40,7 @@ class Progressing:
         self._show()
 
     def begin(self, name: str, together: int, samples: int) -> None:
-        """Begin with cells, so many together, and the samples of their task."""
+        """Begin with a number of cells that run together, and the samples of their task."""
         more = f" and {together - 1} more" if together > 1 else ""
         self._name, self._together, self._samples, self._outcomes = name + more, together, samples, 0
         self._show()
@@ -50,28 +50,26 @@ class Progressing:
         self._outcomes += samples
         self._show()
 
-    @property
-    def _at_work(self) -> float:
-        """What is done of the cells at work, in cells."""
-        return self._outcomes / self._samples if self._samples else 0.0
-
     def said(self) -> str:
         """Return the numbers in words."""
         parts = [f"{int(self._done)} of {self._total} cells"]
         if self._samples:
             parts.append(f"{self._outcomes // self._together} of {self._samples} samples")
         first = self._first or 0
-        here = self._done + self._at_work - first
+        done = self._with_work()
         # results of samples that run together come together, so that the first of them says nothing about time
-        if here > 0 and (self._outcomes >= self._together or self._done > first):
-            left = (self._total - self._done - self._at_work) * (self._clock() - self._begun) / here
+        if done > first and (self._outcomes >= self._together or self._done > first):
+            left = (self._total - done) * (self._clock() - self._begun) / (done - first)
             parts.append(f"about {timedelta(seconds=round(left))} left")
         return ", ".join(parts)
 
+    def _with_work(self) -> float:
+        """Return the cells that are done, with what is done of those at work."""
+        return self._done + (self._outcomes / self._samples if self._samples else 0.0)
+
     def _show(self) -> None:
         if self._console.is_terminal:
-            done = self._done + self._at_work
-            self._bar.update(self._task, completed=done, description=self._name, said=self.said())
+            self._bar.update(self._task, completed=self._with_work(), description=self._name, said=self.said())
         elif self._clock() - self._last >= SECONDS:
             self._last = self._clock()
             self._console.print(f"{self.said()} ({self._name})", soft_wrap=True, highlight=False)

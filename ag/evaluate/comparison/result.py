@@ -154,6 +154,10 @@ class Comparison:
         """Return the results of a task."""
         return self._by_task.get(task, [])
 
+    def at(self, task: str, budget: str) -> list[Result]:
+        """Return the results of a task that were run at a budget, and those without one."""
+        return [result for result in self.of_task(task) if result.budget in ("", budget)]
+
     def baseline_of(self, result: Result) -> Result | None:
         """Return what a result is tested against: the baseline at its budget, where both hold equally much."""
         other = self.baseline_at(result)
@@ -168,7 +172,7 @@ class Comparison:
         return None
 
     def uninformative(self, task: str) -> str:
-        """Say that the model cannot do a task, as its full cache shows; empty where it can, or where nobody knows."""
+        """Say that the model cannot do a task, as its full cache shows; empty where it can or that is unknown."""
         for summary in (result.summary for result in self.of_task(task) if not result.evicts):
             if summary.mean is not None and summary.floor is not None and summary.mean <= summary.floor:
                 return f"not informative for this model: {summary.metric} {summary.mean:.4f} with the full cache"

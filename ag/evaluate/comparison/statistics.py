@@ -53,7 +53,7 @@ def compare(
         mine: scores of one policy.
         theirs: scores of the other.
         parts: of each sample the differences of its parts, such as blocks of a book, and their weights; the interval is
-            then that of :func:`bootstrap_parts`. None: a sample has no parts.
+            then that of :func:`bootstrap_parts`. None means that samples have no parts.
     """
     differences = np.subtract(np.asarray(mine, np.float64), np.asarray(theirs, np.float64))
     if len(mine) != len(theirs) or not len(differences):

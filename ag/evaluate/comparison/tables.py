@@ -79,17 +79,6 @@ class Table(NamedTuple):
     foot: Sequence[Cell] = ()
 
 
-class Section(NamedTuple):
-    """What there is to say of a task."""
-
-    task: str
-    counted: str  # see :func:`counted`
-    prompts: str  # their length, and the task's options
-    uninformative: str  # see :meth:`Comparison.uninformative`
-    table: Table  # all results
-    more: Sequence[tuple[str, str, Table]]  # by position and by parts: each with its title and a note
-
-
 def markdown(comparison: Comparison) -> str:
     """Return the comparison as Markdown: verdicts, the leaderboard, a table for each task, how it was measured."""
     judged = verdicts(comparison)
@@ -102,14 +91,12 @@ def markdown(comparison: Comparison) -> str:
     for task in comparison.tasks:
         found, summary = section(comparison, task), comparison.of_task(task)[0].summary
         which = "higher" if summary.higher_is_better else "lower"
-        parts.append(f"## {task}\n\n{summary.metric}, {which} is better; {found.counted}\n")
-        parts.append(f"{found.prompts}\n")
-        if found.uninformative:
-            parts.append(f"**{found.uninformative}**\n")
-        parts.append(_markdown(found.table))
-        if OVER in [column.name for column in found.table.head]:
+        parts.append(f"## {task}\n\n{summary.metric}, {which} is better; {found['counted']}\n\n{found['prompts']}\n")
+        parts += [f"**{found['uninformative']}**\n"] if found["uninformative"] else []
+        parts.append(_markdown(found["table"]))
+        if OVER in [column.name for column in found["table"].head]:
             parts.append(f"{OVER}: {OVER_NOTE}.\n")
-        parts += [f"### {title}\n\n{note}\n\n{_markdown(table)}" for title, note, table in found.more]
+        parts += [f"### {title}\n\n{note}\n\n{_markdown(table)}" for title, note, table in found["more"]]
     if said := apart(comparison):
         parts += [f"{APART}\n", *(f"- {one}" for one in said), ""]
     parts.append("## How it was measured\n")
@@ -119,7 +106,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def printed(comparison: Comparison, width: int) -> Printed:
-    """Return the table that the command prints, without standard errors where so many columns have no room for them."""
+    """Return the table that the command prints, without standard errors where it would be wider than ``width``."""
     whole = _printed(comparison, errors=True)
     wide = Console(width=10 * width)
     return whole if wide.measure(whole).maximum <= width else _printed(comparison, errors=False)
@@ -154,22 +141,25 @@ def leaderboard(comparison: Comparison) -> Table:
     return Table(head, lines, foot)
 
 
-def section(comparison: Comparison, task: str, *columns: str) -> Section:
-    """Return what there is to say of a task; ``columns`` are further ones of its table."""
+def section(comparison: Comparison, task: str, *columns: str) -> dict[str, Any]:
+    """Return what there is to say of a task.
+
+    ``columns`` are further ones of its ``table``; ``more`` are tables by position and by parts, each with its title
+    and a note.
+    """
     summaries = [result.summary for result in comparison.of_task(task)]
-    more = []
-    if positions := along(comparison, task):
-        more.append((f"{task} by position", BY_POSITION.format(comparison.baseline), positions))
-    note = BY_PART.format(comparison.baseline, summaries[0].metric)
-    more += [(f"{task} by {what}", note, part) for what, part in by_part(comparison, task).items()]
-    return Section(
-        task=task,
-        counted=counted(comparison, task),
-        prompts=prompts(summaries),
-        uninformative=comparison.uninformative(task),
-        table=of_task(comparison, task, *columns),
-        more=more,
-    )
+    positions, note = along(comparison, task), BY_PART.format(comparison.baseline, summaries[0].metric)
+    more = [(f"{task} by {what}", note, part) for what, part in by_part(comparison, task).items()]
+    if positions is not None:
+        more.insert(0, (f"{task} by position", BY_POSITION.format(comparison.baseline), positions))
+    return {
+        "task": task,
+        "counted": counted(comparison, task),
+        "prompts": prompts(summaries),
+        "uninformative": comparison.uninformative(task),
+        "table": of_task(comparison, task, *columns),
+        "more": more,
+    }
 
 
 def of_task(comparison: Comparison, task: str, *more: str) -> Table:
@@ -204,15 +194,15 @@ def line(result: Result) -> dict[str, Cell]:
         "KV MB": Cell(f"{summary.kv_bytes / 1e6:.2f}", summary.kv_bytes),
     }
     if paired is not None:
-        found |= {"difference": _difference(paired), "p": Cell(_p(paired.p), paired.p)}
+        p = "< 0.001" if paired.p < 0.001 else f"{paired.p:.3f}"
+        found |= {"difference": Cell(_interval(paired), paired.difference), "p": Cell(p, paired.p)}
     if result.nats is not None:
         found["nats"] = Cell(_mean(*result.nats), summary.nats)
-        found["hits"] = Cell("" if summary.hits is None else f"{summary.hits:.4f}", summary.hits)
-    if summary.kl is not None and summary.same_top1 is not None:
-        found |= {"kl": Cell(f"{summary.kl:.4f}", summary.kl)}
-        found |= {"same_top1": Cell(f"{summary.same_top1:.1%}", summary.same_top1)}
     if result.paired_nats is not None:
-        found["nats difference"] = _difference(result.paired_nats)
+        found["nats difference"] = Cell(_interval(result.paired_nats), result.paired_nats.difference)
+    for name, form in (("hits", ".4f"), ("kl", ".4f"), ("same_top1", ".1%")):
+        value = getattr(summary, name)
+        found[name] = Cell("" if value is None else f"{value:{form}}", value)
     return found
 
 
@@ -295,7 +285,12 @@ def measured(summaries: Sequence[Summary]) -> list[tuple[str, str]]:
         "date": lambda summary: UNKNOWN if summary.date is None else period,
         "command": lambda summary: summary.command or UNKNOWN,
     }
-    return [(name, text) for name, say in said.items() for text in _counted(list(map(say, summaries)))]
+    found = []
+    for name, say in said.items():
+        counts = Counter(map(say, summaries))
+        for text, count in counts.items():
+            found.append((name, text if len(counts) == 1 else f"{text} ({count} of {len(summaries)} rows)"))
+    return found
 
 
 def prompts(summaries: Sequence[Summary]) -> str:
@@ -336,11 +331,9 @@ def _printed(comparison: Comparison, errors: bool) -> Printed:
         difference = cells["difference"].partition(" ")[0]
         kept = f"{'*' if result.summary.over_budget else ''}{cells['kept']}"  # little room: table.md says how many
         # the command says in a line of its own why there is none
-        score = cells["score"] if result.summary.problem is None else "none"
-        with_errors = [score, *(cells[column] for column in nats)]
-        score, *more = with_errors if errors else [text.partition(" ")[0] for text in with_errors]
-        shown = (kept, score, difference, cells["p"], *more)
-        table.add_row(result.summary.task, result.name, *shown)
+        texts = [cells["score"] if result.summary.problem is None else "none", *(cells[column] for column in nats)]
+        score, *more = texts if errors else [text.partition(" ")[0] for text in texts]
+        table.add_row(result.summary.task, result.name, kept, score, difference, cells["p"], *more)
     return table
 
 
@@ -352,14 +345,6 @@ def _weights(summary: Summary) -> str:
 def _hardware(summary: Summary) -> str:
     found = summary.hardware or UNKNOWN
     return found if summary.threads is None else f"{found}, {summary.threads} thread{'s' * (summary.threads != 1)}"
-
-
-def _counted(texts: Sequence[str]) -> list[str]:
-    """Return each text once, and where there are several in how many rows it stands."""
-    counts = Counter(texts)
-    if len(counts) == 1:
-        return [*counts]
-    return [f"{text} ({count} of {len(texts)} rows)" for text, count in counts.items()]
 
 
 def _plain(value: Any) -> str:
@@ -379,13 +364,5 @@ def _mean(mean: float, error: float | None) -> str:
     return f"{mean:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
-def _difference(paired: Paired) -> Cell:
-    return Cell(_interval(paired, 4), paired.difference)
-
-
-def _interval(paired: Paired, digits: int) -> str:
+def _interval(paired: Paired, digits: int = 4) -> str:
     return "{:+.{d}f} [{:+.{d}f}, {:+.{d}f}]".format(paired.difference, paired.low, paired.high, d=digits)
-
-
-def _p(p: float) -> str:
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"

@@ -24,7 +24,7 @@ def verdicts(comparison: Comparison) -> list[Finding]:
             found.append(Finding(task, "", [f"{task}: no verdict, {remark}"]))
             continue
         for budget in sorted(comparison.budgets, key=_from_half) or [""]:
-            if any(result.evicts for result in _at(comparison, task, budget)):
+            if any(result.evicts for result in comparison.at(task, budget)):
                 found.append(judge(comparison, task, budget))
     return found
 
@@ -105,7 +105,7 @@ def judge(comparison: Comparison, task: str, budget: str) -> Finding:
     tag = "nats" if any(result.nats is not None for result in results) else ""  # what judges; empty: the score
     known = [result for result in results if result.outcomes and (not tag or result.nats is not None)]
     compared = at_budget(known, budget)
-    absent = [one for one in _at(comparison, task, budget) if not any(one is other for other in compared)]
+    absent = [one for one in comparison.at(task, budget) if not any(one is other for other in compared)]
     reasons = {one.summary.label: reason for one in absent if (reason := _reason(one, tag))}
     left_out = [f"{label} ({reason})" for label, reason in reasons.items()]
     last = [f"Left out: {', '.join(left_out)}"] if left_out else []
@@ -180,11 +180,6 @@ def _reason(result: Result, tag: str) -> str:
     if tag and result.nats is None:
         return "its nats were not measured"
     return f"it holds {result.summary.kept:.1%} of the prompt" if result.evicts else ""
-
-
-def _at(comparison: Comparison, task: str, budget: str) -> list[Result]:
-    """Return the results of a task that were run at a budget, and those without one."""
-    return [result for result in comparison.of_task(task) if result.budget in ("", budget)]
 
 
 def _mean(result: Result, tag: str) -> float:

@@ -56,7 +56,7 @@ def fill(
     with folder.writing():
         found = folder.read()
         again = {key for key, ended in found.items() if config.retry and ended.summary.problem is not None}
-        missing = [cell for cell in cells if cell.key not in found or cell.key in again]
+        missing = [cell for cell in cells if cell.key in again or cell.key not in found]
         done = len(cells) - len(missing)
         progress = Progressing(console, len(cells))
         try:
@@ -75,9 +75,10 @@ def fill(
 
 def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress: Progressing) -> Iterator[Ended]:
     """Run cells and yield what came out of each."""
-    units = _units(cells, config.batch_policies)
-    if not units:  # neither a model nor a cluster is needed
+    if not cells:  # neither a model nor a cluster is needed
         return
+    most, by_task = config.batch_policies, [[*some] for _, some in groupby(cells, lambda cell: cell.task)]
+    units = [some[first : first + most] for some in by_task for first in range(0, len(some), most)]
     if config.cluster is None:
         worker = Worker(config, command, progress)
         for unit in units:
@@ -95,14 +96,8 @@ def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress:
             yield from ended
 
 
-def _units(cells: Sequence[Cell], most: int) -> list[list[Cell]]:
-    """Divide cells into those that one worker runs together: of one task, so many at most."""
-    by_task = (list(some) for _, some in groupby(cells, lambda cell: cell.task))  # cells come task by task
-    return [some[first : first + most] for some in by_task for first in range(0, len(some), most)]
-
-
 def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list[Cell]], list[Ended]]:
-    """Make a worker in a process of a cluster, with so many threads that sums are those of the process that asks."""
+    """Make a worker in a process of a cluster, with the threads of the process that asks, so that sums are alike."""
     torch.set_num_threads(threads)
     load(config.plugins)
     worker = Worker(config, command, Progressing(Console(quiet=True), 0))
@@ -111,11 +106,6 @@ def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list
 
 class Worker:
     """The model, and the samples of the task at hand.
-
-    Args:
-        config: settings of the comparison.
-        command: what asked for it.
-        progress: is told.
 
     Raises:
         UserError: the model cannot be had.
@@ -140,7 +130,10 @@ class Worker:
             UserError: the task's data cannot be had.
         """
         try:
-            self._load(cells[0].task)
+            if cells[0].task != self.task:
+                self.task, self.loaded = None, Loaded([])
+                self.loaded = cells[0].task.load(self.tokenizer, self.config.samples, self.max_tokens)
+                self.task = cells[0].task
         except UserError:
             raise
         except Exception as error:  # a task of a plugin may raise anything
@@ -155,12 +148,6 @@ class Worker:
         for cell, outcomes in zip(cells, done, strict=True):
             alone = ended if len(cells) == 1 else self._attempt([cell], [outcomes])
             yield from [self._ended(cell, problem=alone)] if isinstance(alone, str) else alone
-
-    def _load(self, task: Task) -> None:
-        if task != self.task:
-            self.task, self.loaded = None, Loaded([])
-            self.loaded = task.load(self.tokenizer, self.config.samples, self.max_tokens)
-            self.task = task
 
     def _attempt(self, cells: Sequence[Cell], done: list[list[Outcome]]) -> list[Ended] | str:
         """Run cells; returns what came out of them, or why that failed.
@@ -182,9 +169,9 @@ class Worker:
         mine = [outcomes for cell, outcomes in zip(cells, done, strict=True) if cell not in refused]
         policies = [cell.policy.with_tokenizer(self.tokenizer) for cell in touched]
         if not samples:
+            long, short = self.loaded.too_long, self.loaded.too_short
             raise UserError(
-                f"no sample can be run: {self.loaded.too_long} are longer than {self.max_tokens} tokens, "
-                f"{self.loaded.too_short} are too short."
+                f"no sample can be run: {long} are longer than {self.max_tokens} tokens, {short} are too short."
             )
         first = _first(mine, samples) if touched else len(samples)
         for outcomes in mine:

@@ -1,6 +1,7 @@
-"""A part of a policy or a task that fails takes its own cell with it, and no other."""
+"""A scorer, wrapper, allocator or task that fails takes its own cell with it, and no other."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +12,13 @@ from ag.engine.scorers import SCORERS
 from ag.engine.scorers.controls import KNorm
 from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.evaluate import tasks
+from ag.evaluate.comparison import work
 from ag.evaluate.comparison.compare import compare
-from tests.evaluate.conftest import words
+from ag.evaluate.tasks import Outcome
+from tests.evaluate.conftest import lines, words
 from tests.support.refused import names
-from tests.support.shapes import shaped
 
 SAMPLES = 6
-
-
 pytestmark = pytest.mark.usefixtures("no_charts")
 
 
@@ -65,16 +65,11 @@ def parts(monkeypatch):
 
 def results(comparison):
     """Scores, kept shares and views by cell; None for one that failed."""
-    return {
-        result.name: None
-        if result.summary.problem
-        else (
-            result.scores,
-            [outcome.kept for outcome in result.outcomes],
-            [view.kept.tolist() for view in result.views],
-        )
-        for result in comparison.results
-    }
+    found = {}
+    for result in comparison.results:
+        kept = [outcome.kept for outcome in result.outcomes], [view.kept.tolist() for view in result.views]
+        found[result.name] = None if result.summary.problem else (result.scores, *kept)
+    return found
 
 
 @pytest.mark.slow
@@ -91,12 +86,9 @@ def test_the_others_go_on(config, quiet, parts, tmp_path):
     names(problems["h2o+shapeless 0.5"], "RuntimeError", "test_failing_cells.py")  # and no file of torch
     names(problems["h2o@stuck 0.5"], "ArithmeticError", "no share for it", "test_failing_cells.py")
     for result in comparison.failed:
-        assert (result.summary.mean, result.summary.kept, result.summary.n, result.summary.prefill) == (
-            None,
-            None,
-            0,
-            "dense",
-        )
+        assert (result.summary.mean, result.summary.kept, result.summary.n) == (None, None, 0)
+    table = [line for line in (comparison.folder / "table.md").read_text().splitlines() if line.startswith("| ")]
+    assert len({line.count("|") for line in table[-len(listed) :]}) == 1  # a failed cell's row is as long as the others
 
 
 @pytest.mark.slow
@@ -112,60 +104,73 @@ def test_samples_that_were_done_are_not_run_again(config, quiet, monkeypatch, tm
         calls.append((listed, [sample.id for sample in samples]))
         for index, outcome in run(self, model, tokenizer, policies, samples):
             if outcome.sample == every[3] and "tova" in listed:
-                raise KeyError("tova")
+                raise MemoryError("none left")
             yield index, outcome
 
-    monkeypatch.setattr(kind, "run", fail)
     listed = ["full", "tova", "h2o"]
-    found = results(compare(config(policies=listed, budgets=[0.5], output=tmp_path / "tova"), quiet))
-    assert found == expected | {"tova 0.5": None}
+    told = config(policies=listed, budgets=[0.5], output=tmp_path / "tova")
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "run", fail)
+        failed = compare(told, quiet)
+    assert results(failed) == expected | {"tova 0.5": None}
+    assert failed.failed[0].summary.problem == "out of memory: none left"
     assert calls == [(listed, every), *(([name], every[3:]) for name in listed)]
+    assert compare(told, quiet).failed  # it runs again only when that is asked
+    told.retry = True
+    assert not compare(told, quiet).failed
+    assert len(lines(tmp_path / "tova")) == 4  # of a key the last row counts
 
 
-def test_a_policy_that_the_model_cannot_have(config, quiet, tiny_tokenizer, tmp_path):
-    shaped("deepseek_v3").save_pretrained(tmp_path / "base")
-    tiny_tokenizer.save_pretrained(tmp_path / "base")
-    listed = ["full", "expected_attention", "h2o"]
-    comparison = compare(config(model=str(tmp_path / "base"), policies=listed, budgets=[0.5]), quiet)
-    [failed] = comparison.failed
-    assert (failed.name, failed.summary.prefill) == ("expected_attention 0.5", "")
-    names(failed.summary.problem, "DeepseekV3Model", "8", "24")
-    assert [result.summary.n for result in comparison.results if result is not failed] == [SAMPLES] * 2
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 99 bytes"),
+    ],
+)
+def test_what_is_out_of_memory(error):
+    assert work._problem(error) == f"out of memory: {error}"
 
 
 def test_a_task_that_fails(config, quiet, monkeypatch):
-    kind = tasks.TASKS["needle_single"][0]
+    """While it reads, by a score that is no number, and by samples that are all too short."""
 
     def read(self, tokenizer, max_tokens):
         raise IndexError("no needle")
         yield
 
-    monkeypatch.setattr(kind, "read", read)
+    def run(self, model, tokenizer, policies, samples):
+        yield 0, Outcome("0", float("nan"), 40, 0.5, 10, 0.0)
+
+    monkeypatch.setattr(tasks.TASKS["needle_single"][0], "read", read)
     comparison = compare(config(policies=["full", "h2o"], budgets=[0.5], tasks=["needle_single", "ppl"]), quiet)
-    assert [(result.summary.task, result.summary.n) for result in comparison.results] == [
-        *[("needle_single", 0)] * 2,
-        *[("ppl", SAMPLES)] * 2,
-    ]
-    assert len(comparison.failed) == 2
+    told = [(result.summary.task, result.summary.n) for result in comparison.results]
+    assert told == [("needle_single", 0)] * 2 + [("ppl", SAMPLES)] * 2
     for result in comparison.failed:
         names(result.summary.problem, "IndexError", "no needle", "test_failing_cells.py")
+    short = config(policies=["full"], task_options={"ppl": {"prompt": 400, "continuation": 8}})
+    row = compare(short, quiet).results[0].summary
+    assert row.problem.startswith("no sample can be run") and (row.n, row.too_short) == (0, 7)
+    monkeypatch.setattr(tasks.TASKS["ppl"][0], "run", run)
+    [result] = compare(config(policies=["full"], samples=1), quiet).results
+    assert result.summary.problem == "sample 0 has the score nan."
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_what_stops_a_program_stops_it(config, quiet, monkeypatch, stop):
-    def score(self, seen):
-        raise stop
+def test_what_stops_a_program_stops_it():
+    worker = SimpleNamespace(progress=SimpleNamespace(begin=lambda *_: None), loaded=SimpleNamespace(samples=[]))
 
-    monkeypatch.setattr(KNorm, "score", score)
-    with pytest.raises(stop):
-        compare(config(policies=["full", "knorm"], budgets=[0.5]), quiet)
+    def stop(*_):
+        raise SystemExit
+
+    worker._run = stop
+    with pytest.raises(SystemExit):
+        work.Worker._attempt(worker, [SimpleNamespace(name="")], [[]])
 
 
 def test_the_command_says_which_failed(settings, parts, tmp_path, capsys):
     told = [*words(settings(tmp_path / "out")), "budgets=[0.5]"]
     assert command.main([*told, "policies=[full,lookup,h2o,h2o@stuck]"]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ag.compare: error: ")]
-    assert len(lines) == 2
-    names(lines[0], "ppl", "lookup 0.5", "KeyError")
-    names(lines[1], "ppl", "h2o@stuck 0.5", "ArithmeticError")
-    assert command.main([*told, "policies=[full,h2o]"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ag.compare: error: ")]
+    assert len(said) == 2
+    names(said[0], "ppl", "lookup 0.5", "KeyError")
+    names(said[1], "ppl", "h2o@stuck 0.5", "ArithmeticError")

@@ -12,9 +12,9 @@ from tests.support.browser import browser
 pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install -e '.[dev]'")
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+from selenium.webdriver.support.ui import Select  # noqa: E402
 
-pytestmark = pytest.mark.slow  # a browser
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # a browser
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,15 @@ def page(chromium, compared):
     assert chromium.get_log("browser") == []
 
 
+@pytest.fixture(scope="module")
+def led(tmp_path_factory):
+    """A page with a verdict, two curves and rows that it does not show."""
+    folder = tmp_path_factory.mktemp("led")
+    comparison = replace(made_up.comparison(folder), hidden=["ppl: cake 0.5"])
+    (folder / "report.html").write_text(render(comparison))
+    return folder
+
+
 def column(table, number):
     rows = table.find_elements(By.CSS_SELECTOR, "tbody tr")
     cells = [row.find_elements(By.CSS_SELECTOR, "th, td")[number] for row in rows]
@@ -51,26 +60,20 @@ def by_number(values, down=False):
     return sorted((v for v in values if v), key=float, reverse=down) + [v for v in values if not v]
 
 
-def test_sorting_by_click_and_by_keyboard(page, compared):
+def test_sorting_by_click_and_by_keyboard(page):
     table = page().find_elements(By.CSS_SELECTOR, "table.sortable")[1]
     heads = table.find_elements(By.CSS_SELECTOR, "thead th")
     assert heads[3].text.startswith("nats per token")
     before = column(table, 3)
     assert before != by_number(before)
     heads[3].find_element(By.TAG_NAME, "button").click()
-    assert heads[3].get_attribute("aria-sort") == "ascending"
-    assert column(table, 3) == by_number(before)
+    assert heads[3].get_attribute("aria-sort") == "ascending" and column(table, 3) == by_number(before)
     heads[3].find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
-    assert heads[3].get_attribute("aria-sort") == "descending"
-    assert column(table, 3) == by_number(before, down=True)
+    assert heads[3].get_attribute("aria-sort") == "descending" and column(table, 3) == by_number(before, down=True)
     differences = column(table, 4)
     heads[4].find_element(By.TAG_NAME, "button").send_keys(Keys.SPACE)
-    assert [head.get_attribute("aria-sort") for head in heads].count("ascending") == 1
     assert heads[3].get_attribute("aria-sort") is None
-    assert column(table, 4) == by_number(differences)
-    assert column(table, 4)[-1] == ""  # the baseline has no difference
-    heads[0].find_element(By.TAG_NAME, "button").click()
-    assert column(table, 0) == sorted(column(table, 0))
+    assert column(table, 4) == by_number(differences) and column(table, 4)[-1] == ""  # the baseline has no difference
 
 
 def test_the_viewer_shows_what_was_kept(page, compared):
@@ -79,8 +82,10 @@ def test_the_viewer_shows_what_was_kept(page, compared):
     selects = {name: Select(browser.find_element(By.ID, name)) for name in ("prompt", "policy", "layer", "head")}
     assert [option.text for option in selects["policy"].options] == [*compared.named]
     assert [option.text for option in selects["layer"].options] == ["all layers", "0", "1", "2"]
-    assert [option.text for option in selects["head"].options] == ["all heads", "0", "1"]
     selects["prompt"].select_by_index(1)
+    text = browser.find_element(By.ID, "text")
+    assert text.get_attribute("textContent") == "</script><script>alert(1)</script> <img "
+    assert browser.execute_script("return [document.scripts.length, document.images.length]") == [2, 0]
     for name in ("full", "h2o 0.25", "snapkv@pyramid 0.5"):
         selects["policy"].select_by_visible_text(name)
         for layer, head in ((0, 0), (2, 1)):
@@ -96,43 +101,8 @@ def test_the_viewer_shows_what_was_kept(page, compared):
     assert token.get_attribute("title") == f"token 3: kept by {kept[:, 3].sum()} of 2"
     selects["prompt"].select_by_index(2)  # the other choices stay
     assert selects["policy"].first_selected_option.text == "snapkv@pyramid 0.5"
-    assert selects["layer"].first_selected_option.text == "2"
-
-
-def test_the_viewer_works_by_keyboard(page):
-    browser = page()
-    before = browser.find_element(By.ID, "summary").text
-    browser.find_element(By.ID, "layer").send_keys(Keys.ARROW_DOWN)
-    assert browser.find_element(By.ID, "layer").get_attribute("value") == "1"
-    assert browser.find_element(By.ID, "summary").text != before
-
-
-def test_a_hostile_prompt_is_shown_and_not_run(page):
-    browser = page()
-    Select(browser.find_element(By.ID, "prompt")).select_by_index(1)
-    text = browser.find_element(By.ID, "text")
-    assert text.get_attribute("textContent") == "</script><script>alert(1)</script> <img "
-    assert browser.execute_script("return document.scripts.length") == 2
-    assert browser.execute_script("return document.images.length") == 0
-
-
-def test_an_injected_script_would_not_run(chromium, compared, tmp_path):
-    """The Content-Security-Policy lets the page's own script run, and no other."""
-    text = (compared.folder / "report.html").read_text()
-    (tmp_path / "page.html").write_text(text.replace("</main>", "<script>document.title = 'run'</script></main>"))
-    chromium.get((tmp_path / "page.html").as_uri())
-    assert chromium.title == f"What to evict: {compared.results[0].summary.model}"
-    assert chromium.find_element(By.ID, "summary").text
-    assert "Content Security Policy" in chromium.get_log("browser")[0]["message"]
-
-
-@pytest.mark.parametrize("width", [360, 768, 1200])
-def test_nothing_is_wider_than_the_screen(page, width):
-    browser = page(width)
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    wide = """return [...document.querySelectorAll("body *")].filter(e => !e.closest(".scroll *, svg *") &&
-        e.getBoundingClientRect().right > innerWidth + 1).map(e => e.tagName + e.id)"""
-    assert browser.execute_script(wide) == []
+    browser.find_element(By.ID, "layer").send_keys(Keys.ARROW_UP)
+    assert browser.find_element(By.ID, "layer").get_attribute("value") == "2"
 
 
 def test_every_control_is_named_and_reached_by_tab(page):
@@ -148,18 +118,6 @@ def test_every_control_is_named_and_reached_by_tab(page):
     assert all(figure.accessible_name for figure in browser.find_elements(By.CSS_SELECTOR, "[role=img]"))
 
 
-SCREENS = [(width, dark) for width in (1280, 390) for dark in (False, True)]
-
-
-@pytest.fixture(scope="module")
-def led(tmp_path_factory):
-    """A page with a verdict, two curves and rows that it does not show."""
-    folder = tmp_path_factory.mktemp("led")
-    comparison = replace(made_up.comparison(folder), hidden=["ppl: cake 0.5"])
-    (folder / "report.html").write_text(render(comparison))
-    return folder
-
-
 def contrast(one, two):
     """Of two colours as `rgb(r, g, b)`, as WCAG 2 defines it."""
 
@@ -172,61 +130,27 @@ def contrast(one, two):
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize(("width", "dark"), SCREENS)
-def test_the_verdict_and_two_curves_come_first(page, led, width, dark):
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_what_comes_first_fits_and_stands_out(page, led, width, dark):
+    """The verdict and two curves; colours of lines have 3 to 1 at least to the paper, what WCAG 2 asks of graphics."""
     browser = page(width, dark, led)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    wide = """return [...document.querySelectorAll("body *")].filter(e => !e.closest(".scroll *, svg *") &&
+        e.getBoundingClientRect().right > innerWidth + 1).map(e => e.tagName + e.id)"""
+    assert browser.execute_script(wide) == []
     titles = [title.text for title in browser.find_elements(By.TAG_NAME, "h2")]
     assert titles[:3] == ["Verdict", "Quality against memory", "Leaderboard"]
-    verdicts = browser.find_elements(By.CSS_SELECTOR, "#first > ul li")
-    assert [one.text.partition(", 0.")[0] for one in verdicts] == [
-        "At half the memory, needle_books: mine",
-        "At half the memory, ppl: mine",
-    ]
+    verdicts = [one.text.partition(", 0.")[0] for one in browser.find_elements(By.CSS_SELECTOR, "#first > ul li")]
+    assert verdicts == ["At half the memory, needle_books: mine", "At half the memory, ppl: mine"]
     one, two = (chart.rect for chart in browser.find_elements(By.CSS_SELECTOR, ".two .chart"))
     beside = one["y"] == two["y"] and two["x"] >= one["x"] + one["width"]
     assert beside if width > 1000 else two["y"] > one["y"] + one["height"] - 1
-    assert "n = 24" in browser.find_element(By.CSS_SELECTOR, "table thead").text
-    assert "1 row in this folder" in browser.find_element(By.ID, "hidden").text
-
-
-@pytest.mark.parametrize(("width", "dark"), SCREENS)
-def test_lines_stand_out_from_the_paper(page, led, width, dark):
-    """At least 3 to 1, what WCAG 2 asks of graphics, for every colour of lines, those of full and gates among them."""
-    browser = page(width, dark, led)
+    boxes, hints = (browser.find_elements(By.CSS_SELECTOR, name) for name in (".scroll", ".hint"))
+    more = [browser.execute_script("return arguments[0].scrollWidth > arguments[0].clientWidth", box) for box in boxes]
+    assert [hint.is_displayed() for hint in hints] == more and more[0] == (width == 390)
     paper = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
-    assert len(browser.find_elements(By.CSS_SELECTOR, "#lead ~ .legend .mark")) == 5
-    find = """return [...document.querySelectorAll("#lead ~ .charts use, #lead ~ .legend path")].map(
-        e => getComputedStyle(e).fill)"""
-    assert all(contrast(fill, paper) >= 3 for fill in browser.execute_script(find))
     for name in ("gates", *(f"c{number}" for number in range(8))):
         colour = browser.execute_script(
             "document.body.style.color = `var(--${arguments[0]})`; return getComputedStyle(document.body).color", name
         )
         assert contrast(colour, paper) >= 3, (name, colour, paper)
-
-
-@pytest.mark.parametrize("width", [1280, 390])
-def test_a_table_that_goes_on_says_so_until_its_end(page, led, width):
-    browser = page(width, False, led)
-    boxes = browser.find_elements(By.CSS_SELECTOR, ".scroll")
-    more = [browser.execute_script("return arguments[0].scrollWidth > arguments[0].clientWidth", box) for box in boxes]
-    hints = browser.find_elements(By.CSS_SELECTOR, ".hint")
-    assert [hint.is_displayed() for hint in hints] == more
-    assert more[0] == (width == 390) and more[1]
-    browser.execute_script("arguments[0].scrollLeft = 10000", boxes[1])
-    WebDriverWait(browser, 5).until_not(lambda _: hints[1].is_displayed())
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_a_token_that_more_heads_keep_has_the_stronger_colour(page, dark):
-    """In the dark too: its background differs more from the paper. The note says stronger, which is right in both."""
-    browser = page(1280, dark)
-    Select(browser.find_element(By.ID, "policy")).select_by_visible_text("h2o 0.5")
-    find = """return [...document.querySelectorAll("#text > span")].map(
-        e => [+e.style.getPropertyValue("--share"), getComputedStyle(e).backgroundColor])"""
-    shares = sorted(
-        (share, float(re.search(r"/ ([\d.]+)\)", colour)[1])) for share, colour in browser.execute_script(find)
-    )
-    assert shares[0][0] < shares[-1][0] and shares[0][1] < shares[-1][1]
-    assert "the stronger its colour" in browser.find_element(By.ID, "tokens").text
