@@ -7,15 +7,13 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from ag.errors import UserError
-from ag.serve.detokenizer import Detokenizer
 from ag.serve.request import Event, Request, Stream, Token
 from ag.serve.scheduler import Scheduler
 
@@ -39,13 +37,13 @@ class Piece:
     Attributes:
         number: of the answer among those to its request.
         text: that is new.
-        tokens: whose text it is, each with the place of its text in the answer, in characters.
+        tokens: whose text it is.
         reason: why the answer ended; None while it goes on.
     """
 
     number: int
     text: str
-    tokens: tuple[tuple[Token, int], ...] = ()
+    tokens: tuple[Token, ...] = ()
     reason: Literal["stop", "length"] | None = None
 
 
@@ -54,30 +52,28 @@ class Answers:
 
     Args:
         request: what is asked.
-        texts: of the answers, as many as it asks for.
         timed: is told the seconds that each token took, and whether it was the first of its answer.
     """
 
-    def __init__(self, request: Request, texts: Sequence[Detokenizer], timed: Callable[[float, bool], None]) -> None:
+    def __init__(self, request: Request, timed: Callable[[float, bool], None]) -> None:
         self.request = request
-        self.streams: Sequence[Stream] = ()
+        self.streams: list[Stream] = []
         #: Tokens of all answers so far.
         self.written = 0
         self.since = time.monotonic()
-        self._texts, self._timed = texts, timed
-        self._pending: list[list[tuple[Token, int]]] = [[] for _ in texts]
-        self._last = [self.since] * len(texts)  # when each answer had its last token
-        self._counts = [0] * len(texts)
+        self._timed, self._loop = timed, asyncio.get_running_loop()
+        self._last: dict[int, float] = {}  # when each answer had its last token
         self._news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
     def hear(self, number: int, event: Event) -> None:
-        """Take an event of an answer, in the thread of the event loop."""
+        """Take an event of an answer, in the thread of the scheduler, which does not wait for it to be read."""
         if isinstance(event, Token):
             now = time.monotonic()
-            self._timed(now - self._last[number], self._counts[number] == 0)
+            self._timed(now - self._last.get(number, self.since), number not in self._last)
             self._last[number] = now
-            self._counts[number] += 1
-        self._news.put_nowait((number, event))
+            self.written += 1
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._news.put_nowait, (number, event))
 
     async def __aiter__(self) -> AsyncIterator[Piece | None]:
         """Yield the pieces until every answer has ended, and None where nothing came for a while.
@@ -87,21 +83,51 @@ class Answers:
             WaitedError: when an answer did not begin in time.
             Exception: what ended an answer, where that was an error.
         """
-        left = set(range(len(self._texts)))
-        while left:
+        going: dict[int, list[Token]] = {number: [] for number in range(self.request.n)}  # tokens without their text
+        while going:
             try:
                 async with asyncio.timeout(SILENCE_SECONDS):
                     number, event = await self._news.get()
             except TimeoutError:
                 yield None
                 continue
-            if number not in left:
-                continue  # after its stop text
-            piece = self._piece(number, event)
-            if piece.reason is not None:
-                left.remove(number)
-            if piece.text or piece.tokens or piece.reason:
-                yield piece
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                yield self._end(number, going.pop(number))
+            else:
+                going[number].append(event)
+                if event.text and not self.streams[number].text.stopped:
+                    yield Piece(number, event.text, tuple(going[number]))
+                    going[number].clear()
+
+    def _end(self, number: int, tokens: list[Token]) -> Piece:
+        """Return the last piece of an answer: what was held back, without the tokens of a stop text."""
+        stream = self.streams[number]
+        if stream.reason == "cancelled":
+            raise StoppedError("the server is stopping: ask again later, or another one.")
+        if stream.reason == "timeout" and number not in self._last:
+            raise WaitedError(f"no token came within {self.request.wait_seconds} seconds: ask again later.")
+        text = "".join(token.text for token in tokens) + stream.text.rest()
+        if stream.text.stopped:
+            tokens = [token for token in tokens if token.place < stream.text.given]
+        return Piece(number, text, tuple(tokens), "stop" if stream.reason == "stop" else "length")
+
+    async def whole(self) -> list[Piece]:
+        """Return each answer in one piece."""
+        found: dict[int, list[Piece]] = {number: [] for number in range(self.request.n)}
+        async for piece in self:
+            if piece is not None:
+                found[piece.number].append(piece)
+        return [
+            Piece(
+                number,
+                "".join(piece.text for piece in pieces),
+                tuple(token for piece in pieces for token in piece.tokens),
+                pieces[-1].reason,
+            )
+            for number, pieces in found.items()
+        ]
 
     @property
     def end(self) -> str:
@@ -112,32 +138,6 @@ class Answers:
         """Ask for no more."""
         for stream in self.streams:
             stream.cancel()
-
-    def _piece(self, number: int, event: Event) -> Piece:
-        text, pending = self._texts[number], self._pending[number]
-        if isinstance(event, Exception):
-            raise event
-        if event is None:
-            reason = self.streams[number].reason
-            if reason == "cancelled":
-                raise StoppedError("the server is stopping: ask again later, or another one.")
-            if reason == "timeout" and not self._counts[number]:
-                raise WaitedError(f"no token came within {self.request.wait_seconds} seconds: ask again later.")
-            return Piece(number, text.rest(), self._taken(number), "stop" if reason == "stop" else "length")
-        self.written += 1
-        place = text.length
-        new = text.add(event.id)
-        pending.append((event, place))
-        if text.stopped:
-            self.streams[number].cancel("stop")
-            pending[:] = [(token, place) for token, place in pending if place < text.given]
-            return Piece(number, new, self._taken(number), "stop")
-        return Piece(number, new, self._taken(number) if new else ())
-
-    def _taken(self, number: int) -> tuple[tuple[Token, int], ...]:
-        taken = tuple(self._pending[number])
-        self._pending[number].clear()
-        return taken
 
 
 class Worker:
@@ -156,16 +156,13 @@ class Worker:
         self.failed = False
         self._timed = timed
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
-        self._lock = threading.Lock()
-        self._news: list[tuple[Answers, int, Event]] = []  # not yet in the event loop
 
     def start(self) -> None:
-        """Begin, for coroutines of the event loop that runs now."""
-        self._loop = asyncio.get_running_loop()
+        """Begin to answer."""
         self._thread.start()
 
     async def stop(self, seconds: float) -> None:
-        """End the thread; give up after so many seconds."""
+        """End the thread; give up after a number of seconds."""
         self.cancel()
         self.scheduler.stop()
         await asyncio.to_thread(self._thread.join, seconds)
@@ -175,8 +172,8 @@ class Worker:
         for answers in self.open:
             answers.cancel()
 
-    def submit(self, request: Request, texts: Sequence[Detokenizer]) -> Answers:
-        """Queue a request, whose answers become these texts; :meth:`close` them in the end.
+    def submit(self, request: Request) -> Answers:
+        """Queue a request; :meth:`close` its answers in the end.
 
         Raises:
             Busy: when the queue is full.
@@ -185,8 +182,8 @@ class Worker:
         """
         if self.failed:
             raise StoppedError("the scheduler has failed: start the server again.")
-        answers = Answers(request, texts, self._timed)
-        answers.streams = self.scheduler.submit(request, partial(self._hear, answers))
+        answers = Answers(request, self._timed)
+        answers.streams = self.scheduler.submit(request, answers.hear)
         self.open.add(answers)
         return answers
 
@@ -197,21 +194,6 @@ class Worker:
         read, seconds = len(answers.request.tokens), time.monotonic() - answers.since
         logger.info("%d tokens read, %d written, %.2f s, %s", read, answers.written, seconds, answers.end)
 
-    def _hear(self, answers: Answers, number: int, event: Event) -> None:
-        """Carry an event to the event loop, which is woken once for all that come before it looks."""
-        with self._lock:
-            self._news.append((answers, number, event))
-            first = len(self._news) == 1
-        if first:
-            with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        with self._lock:
-            news, self._news = self._news, []
-        for answers, number, event in news:
-            answers.hear(number, event)
-
     def _run(self) -> None:
         try:
             self.scheduler.run()
@@ -219,8 +201,7 @@ class Worker:
             self.failed = True
             logger.error("the scheduler failed: %s", where(error))
             for answers in list(self.open):
-                for number in range(answers.request.n):
-                    self._hear(answers, number, StoppedError("the scheduler has failed: start the server again."))
+                answers.hear(0, StoppedError("the scheduler has failed: start the server again."))
 
 
 def where(error: BaseException) -> str:
