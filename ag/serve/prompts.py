@@ -72,19 +72,13 @@ class Prompts:
                 asked.text,
                 "context_length_exceeded",
             )
+        least = min(room, most)
         if asked.longest is None:
-            return min(room, most if isinstance(asked, ChatAsked) else TEXT_TOKENS)
+            return least if isinstance(asked, ChatAsked) else min(least, TEXT_TOKENS)
         name, told = asked.longest
-        if told > most:
-            raise ApiError(400, f"{name}={told}: expected at most {min(room, most)} here.", name)
-        if told > room:
-            raise ApiError(
-                400,
-                f"{name}={told}: expected at most {room} behind a prompt of {prompt} tokens, in the model's context of "
-                f"{context}.",
-                name,
-                "context_length_exceeded",
-            )
+        if told > least:
+            message = f"{name}={told}: expected at most {least} here, behind a prompt of {prompt} tokens."
+            raise ApiError(400, message, name, None if told > most else "context_length_exceeded")
         return told
 
     def _text(self, asked: Asked) -> tuple[list[int], Any]:

@@ -71,27 +71,27 @@ class ApiError(Exception):
 # ---- requests
 
 
-class _Told(BaseModel):
+class _Part(BaseModel):
     """A part of a request: it has no other parameters, and a text is no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class TextPart(_Told):
+class TextPart(_Part):
     """A part of a message's content: text."""
 
     type: Literal["text"]
     text: str
 
 
-class Function(_Told):
+class Function(_Part):
     """What the assistant calls."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class ToolCall(_Told):
+class ToolCall(_Part):
     """A call of a tool by the assistant."""
 
     id: str | None = None
@@ -100,7 +100,7 @@ class ToolCall(_Told):
     index: int | None = Field(None, exclude=True)  # of a stream
 
 
-class Message(_Told):
+class Message(_Part):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -127,7 +127,7 @@ class Message(_Told):
         return for_template(told)
 
 
-class StreamOptions(_Told):
+class StreamOptions(_Part):
     """What else a stream tells."""
 
     include_usage: bool = False
@@ -138,11 +138,11 @@ Ids = Annotated[list[int], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Asked(_Told):
+class Asked(_Part):
     """The parameters of both kinds of request; null stands for the default.
 
-    A parameter that :class:`ag.serve.Request` has too, and in the same form, goes there by its name: one more of drawing
-    is a field here, a field there, and a line in :func:`ag.serve.sampler.processors`.
+    A parameter that :class:`ag.serve.Request` has too, and in the same form, goes there by its name: one more of
+    drawing is a field here, a field there, and a line in :func:`ag.serve.sampler.processors`.
     """
 
     model: str
@@ -291,11 +291,7 @@ def _refusal(error: ValidationError) -> ApiError:
     reason = " or ".join(dict.fromkeys(told)).replace(" or Input should be ", " or ")
     if first["type"] == "missing":
         return ApiError(400, f"{param}: {reason}.", param or None, "missing")
-    try:
-        value = f"{first['input']!r:.80}"
-    except ValueError:  # Python does not write a number of thousands of digits
-        value = "..."
-    return ApiError(400, f"{param}={value}: {reason}.", param or None, "invalid_value")
+    return ApiError(400, f"{param}={first['input']!r:.80}: {reason}.", param or None, "invalid_value")
 
 
 def _param(place: Sequence[int | str]) -> str:
