@@ -9,6 +9,7 @@ import hmac
 import json
 import logging
 import re
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -30,16 +31,17 @@ from ag.commands.serve import ServeConfig
 from ag.engine.block_pool import PoolFullError
 from ag.engine.policy import Policy
 from ag.errors import UserError
+from ag.serve.answers import Answers, WaitedError, where
 from ag.serve.metrics import Metrics, Told, as_text
 from ag.serve.prompts import Prompts
 from ag.serve.protocol import ApiError, Asked, ChatAsked, CompletionAsked, Form, parse
-from ag.serve.scheduler import Busy, Scheduler
-from ag.serve.worker import Answers, StoppedError, WaitedError, Worker, where
+from ag.serve.scheduler import Busy, Scheduler, StoppedError
 
 logger = logging.getLogger("ag.serve")
 
 BODY_SECONDS = 30  # in which a body has to come
 RETRY_SECONDS = 5  # after which a client may ask again
+STOPPING = "the server is stopping: ask again later, or another one."
 READ_MULTIPLE = 16  # bodies up to this many times too long are read and dropped, so that their clients see the answer
 #: Begins server-sent events, which no proxy keeps.
 EVENTS: Message = {
@@ -258,21 +260,32 @@ class Service(Endpoints):
         most = 2 * (scheduler.queue + scheduler.batch)
         super().__init__(name, shown(scheduler.policy), limits.body_bytes, most, api_key)
         self.prompts = Prompts(scheduler.tokenizer, scheduler.model.config, limits, scheduler.batch)
-        self._metrics = Metrics(scheduler.snapshot)
-        self.worker = Worker(scheduler, self._metrics.timed)
+        self.scheduler, self._metrics = scheduler, Metrics(scheduler.snapshot)
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._encoder = ThreadPoolExecutor(1, "encoder")  # one: a tokenizer cannot read two texts at once
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Begin and end the scheduler's thread."""
-        self.worker.start()
+        self.start()
         yield
-        await self.worker.stop(2)
+        self.scheduler.stop(STOPPING)
+        await asyncio.to_thread(self._thread.join, 2)
         self._encoder.shutdown(wait=False, cancel_futures=True)
+
+    def start(self) -> None:
+        """Begin to answer, in a thread of its own."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.scheduler.run()
+        except Exception as error:
+            logger.error("the scheduler failed: %s", where(error))
 
     async def tell(self) -> Told:
         """Return what is going on."""
-        return Told(self.worker.scheduler.snapshot(), [*self._metrics.collect()], not self.worker.failed)
+        return Told(self.scheduler.snapshot(), [*self._metrics.collect()], not self.scheduler.failed)
 
     async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message]:
         """Answer the body of a request: yield messages of ASGI, a start and then parts of a body. It raises nothing."""
@@ -281,8 +294,8 @@ class Service(Endpoints):
             asked: Asked = parse(ASKED[path], body)
             self.check_model(asked.model)
             request = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, asked)
-            answers = self.worker.submit(request)
-            form = Form(asked, self.worker.scheduler.vocabulary)
+            answers = Answers(request, self.scheduler, self._metrics.timed)
+            form = Form(asked, self.scheduler.vocabulary)
             if asked.stream:
                 yield EVENTS
                 async for event in self._events(answers, form):
@@ -296,7 +309,7 @@ class Service(Endpoints):
                 yield message
         finally:
             if answers is not None:
-                self.worker.close(answers)
+                answers.close()
 
     async def _events(self, answers: Answers, form: Form) -> AsyncIterator[str]:
         """Yield the server-sent events of a stream."""

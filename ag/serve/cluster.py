@@ -30,11 +30,12 @@ from ag.commands.serve import KEY_VARIABLE, ServeConfig
 from ag.config.recipes import resolve
 from ag.continuation import read_policy
 from ag.errors import UserError
+from ag.serve.answers import WaitedError
 from ag.serve.app import Endpoints, refusal, refused, shown
 from ag.serve.metrics import Told, labelled
-from ag.serve.server import DRAIN_SECONDS, announce, listen, log, serving
+from ag.serve.scheduler import StoppedError
 from ag.serve.snapshot import together
-from ag.serve.worker import StoppedError, WaitedError
+from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving
 from ag.versions import versions
 
 try:
@@ -75,11 +76,11 @@ class Replica:
         plugins.load(config.plugins)
         log()
         self._service = serving(config, None)  # the front asks for the key
-        self._service.worker.start()
+        self._service.start()
 
     def check_health(self) -> None:
         """Raise where no answer can be given any more; Ray then begins another replica."""
-        if self._service.worker.failed:
+        if self._service.scheduler.failed:
             raise StoppedError("the scheduler has failed.")
 
     async def ask(self, path: str, body: bytes, full: int = 0) -> AsyncGenerator[Message | None]:

@@ -17,9 +17,9 @@ from pydantic_core import PydanticCustomError, from_json
 
 from ag.errors import nearest
 from ag.model.chat import Part, for_template
+from ag.serve.answers import Piece
 from ag.serve.detokenizer import Vocabulary
 from ag.serve.request import Token
-from ag.serve.worker import Piece
 
 LOWEST = -9999.0  # OpenAI's log-probability of what is impossible: JSON has no infinity
 

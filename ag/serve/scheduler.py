@@ -36,6 +36,10 @@ class Busy(UserError):
     """The queue of requests is full; try again later."""
 
 
+class StoppedError(UserError):
+    """The scheduler ends, or has failed: no answer goes on."""
+
+
 @dataclass(eq=False)
 class _Answer:
     """An answer that waits, whose prompt is being read, or that is being written.
@@ -158,6 +162,9 @@ class Scheduler:
         self._crowded = False  # whether the pool ran out since an answer ended
         self._lock = threading.Condition()
         self._stopping = False
+        self._stopped: StoppedError | None = None  # by which every answer ends
+        #: Whether :meth:`run` has ended by an error.
+        self.failed = False
         self._at_once = _reads_at_once(self._cache)
         #: None means that what is read of a prompt depends on what follows, so that no prefix can be shared.
         self._prefixes = None if self._at_once or self.policy.block is not None else PrefixCache(pool)
@@ -178,6 +185,7 @@ class Scheduler:
 
         Raises:
             Busy: when the queue is full.
+            StoppedError: when every answer was ended.
             UserError: for a prompt and answer that no empty pool or no context could hold.
         """
         need = self._admission.need(request)
@@ -189,6 +197,8 @@ class Scheduler:
             stream, sampler = Stream(told, hear and partial(hear, number)), Sampler(request, number)
             answers.append(_Answer(next(self._numbers), request, stream, sampler, text, now, need))
         with self._lock:
+            if self._stopped is not None:
+                raise self._stopped
             if len(self._waiting) >= self.queue:
                 raise Busy(f"{len(self._waiting)} requests are waiting, as many as may: try again later.")
             self._waiting.append(answers)
@@ -198,18 +208,29 @@ class Scheduler:
         return [answer.stream for answer in answers]
 
     def run(self) -> None:
-        """Answer requests until :meth:`stop` is called, and those that were queued before."""
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self.busy or self._stopping)
-            if not self.busy:
-                return
-            self.step()
+        """Answer requests until :meth:`stop` is called, and those that were queued before.
 
-    def stop(self) -> None:
-        """Let :meth:`run` return when everything is answered."""
+        Raises:
+            Exception: what concerns no single request; every answer has ended by then.
+        """
+        try:
+            while True:
+                with self._lock:
+                    self._lock.wait_for(lambda: self.busy or self._stopping)
+                if not self.busy:
+                    return
+                self.step()
+        except Exception:
+            self.failed = True
+            self.stop("the scheduler has failed: start the server again.")
+            self._end_unwanted()
+            raise
+
+    def stop(self, why: str = "") -> None:
+        """Let :meth:`run` return when everything is answered; with a reason at once, every answer ends by it."""
         with self._lock:
             self._stopping = True
+            self._stopped = StoppedError(why) if why else None
             self._lock.notify()
 
     @property
@@ -478,7 +499,7 @@ class Scheduler:
     # ---- answers end
 
     def _end_unwanted(self) -> None:
-        """End the answers that were cancelled, and those whose time is over."""
+        """End the answers that were cancelled, and those whose time is over; all, where the scheduler was stopped."""
         with self._lock:
             for answers in self._waiting:
                 answers[:] = [answer for answer in answers if not self._unwanted(answer, waiting=answer.written == 0)]
@@ -492,6 +513,9 @@ class Scheduler:
 
     def _unwanted(self, answer: _Answer, waiting: bool = False) -> bool:
         """End an answer that was cancelled, or whose time is over; returns whether it was."""
+        if self._stopped is not None:
+            self._finish(answer, None, self._stopped)
+            return True
         limits = [answer.request.answer_seconds, answer.request.wait_seconds if waiting else None]
         late = any(limit is not None and self._clock() - answer.since > limit for limit in limits)
         reason: Reason | None = "cancelled" if answer.stream.cancelled else "timeout" if late else None

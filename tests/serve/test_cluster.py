@@ -28,8 +28,8 @@ from ag.config.recipes import resolve  # noqa: E402
 from ag.errors import UserError  # noqa: E402
 from ag.serve import Request, cluster  # noqa: E402
 from ag.serve.metrics import as_text, labelled  # noqa: E402
+from ag.serve.scheduler import StoppedError  # noqa: E402
 from ag.serve.snapshot import Counts, Running, Snapshot, together  # noqa: E402
-from ag.serve.worker import StoppedError  # noqa: E402
 from tests.support import ROOT, ray_worker, replicas  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer, said, saved, server  # noqa: E402
 from tests.support.refused import refuses  # noqa: E402
@@ -177,7 +177,7 @@ def test_a_replica_whose_scheduler_has_failed_is_not_healthy(tiny, tmp_path):
     async def work():
         replica = cluster.Replica(config, {})
         replica.check_health()
-        replica._service.worker.scheduler.step = None  # so that the thread ends by an error
+        replica._service.scheduler.step = None  # so that the thread ends by an error
         body = json.dumps({"model": config.name, "prompt": "x"}).encode()
         taken, begun, *_ = [message async for message in replica.ask("/v1/completions", body)]
         assert (taken, begun["status"]) == (None, 503)

@@ -79,27 +79,6 @@ def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_gemma3, tiny_t
     assert pool.has(pool.capacity)
 
 
-@pytest.mark.slow
-def test_prefixes_give_way(tiny_llama, tiny_tokenizer):
-    """Where others need their blocks those go that were not used for longest; nobody waits for that."""
-    model, draw = model_of("full", None, tiny_llama), random.Random(1)
-    pool = ag.Pool(model, 4 * 24 * ag.Pool(model, 2**14).block_nbytes())
-    scheduler = Scheduler(model, tiny_tokenizer, "full", pool)
-    systems = [text(draw, 80) for _ in range(6)]
-    requests, streams = [], []
-    for number in range(30):
-        tokens = systems[draw.randrange(6)] + text(draw, draw.randrange(1, 60))
-        requests.append(Request(tokens=tokens, max_tokens=draw.randrange(1, 40)))
-        streams += scheduler.submit(requests[-1])
-        for _ in range(draw.randrange(12)):
-            scheduler.step()
-        assert number < 20 or scheduler.snapshot().counts.reused
-    finish(scheduler)
-    assert scheduler.counts.preempted == 0 and scheduler.counts.ended.total() == 30
-    for request, stream in zip(requests, streams, strict=True):
-        assert read(stream) == alone(model, "full", request)
-
-
 @pytest.mark.parametrize("name", ["h2o, every", "flags"])
 def test_what_is_protected_is_a_part_of_a_prefix(tiny_llama, tiny_tokenizer, name):
     policy, gates, _ = POLICIES[name]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,14 +11,17 @@ import torch
 
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
 pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
+import uvicorn  # noqa: E402
 from openai.types import Completion  # noqa: E402
 from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
 
 import ag  # noqa: E402
 from ag.commands.serve import ServeConfig  # noqa: E402
 from ag.errors import UserError  # noqa: E402
-from ag.serve import Request, Scheduler, app, worker  # noqa: E402
-from ag.serve.server import listen  # noqa: E402
+from ag.serve import Request, Scheduler, answers, app  # noqa: E402
+from ag.serve.scheduler import StoppedError  # noqa: E402
+from ag.serve.server import Server  # noqa: E402
+from ag.serve.start import listen  # noqa: E402
 from tests.support.asked import KEY, Connection, asked  # noqa: E402
 from tests.support.byte_fallback import PIECES, bytes_as_tokens, fallback_tokenizer  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer, said  # noqa: E402
@@ -122,7 +126,7 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(tiny, served):
     client, _, service = served
     text = answer_of(tiny, "tell me", 60)
     before = text[: text.index(text[20:23])]
-    ended = service.worker.scheduler.counts.ended["stop"]
+    ended = service.scheduler.counts.ended["stop"]
     told = {"model": "tiny", "prompt": "tell me", "max_tokens": 60, "temperature": 0, "stop": ["nowhere", text[20:23]]}
     whole = client.completions.create(**told)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (before, "stop")
@@ -131,7 +135,7 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(tiny, served):
     assert "".join(piece.text for piece in pieces) == before and pieces[-1].finish_reason == "stop"
     offsets = [offset for piece in pieces for offset in piece.logprobs.text_offset]
     assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] < len(before)
-    assert service.worker.scheduler.counts.ended["stop"] == ended + 2  # not as answers whose clients left
+    assert service.scheduler.counts.ended["stop"] == ended + 2  # not as answers whose clients left
 
 
 def test_answers_that_are_drawn(client):
@@ -179,7 +183,7 @@ def test_twenty_at_once_with_room_for_four(tiny, served):
         answers = list(pool.map(lambda prompt: client.completions.create(prompt=prompt, **told), prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.choices[0].text == answer_of(tiny, prompt, 12)
-    idle(service.worker.scheduler)
+    idle(service.scheduler)
 
 
 # ---- tokenizers that fall back to bytes, as those of Llama 2, Mistral and Gemma do
@@ -217,7 +221,7 @@ def test_each_of_the_most_probable_tokens_has_its_name(fallback, best):
     for chosen in ALIKE:
         [choice] = client.completions.create(model="tiny", logit_bias={str(chosen): 100}, **told).choices
         request = Request(tokens=told["prompt"], max_tokens=3, logprobs=best, logit_bias={chosen: 100.0})
-        [stream] = service.worker.scheduler.submit(request)
+        [stream] = service.scheduler.submit(request)
         names, logprobs, named = choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
         for place, token in enumerate(stream):
             values = dict(token.best) | {token.id: token.logprob}
@@ -395,7 +399,7 @@ def test_times_that_are_over(tiny_llama):
 
 def test_a_stream_that_waits_is_told_so(scheduler, monkeypatch):
     """By comments, which clients skip; an answer in one piece waits without them."""
-    monkeypatch.setattr(worker, "SILENCE_SECONDS", 0.02)
+    monkeypatch.setattr(answers, "SILENCE_SECONDS", 0.02)
     step = scheduler.step
     monkeypatch.setattr(scheduler, "step", lambda: (time.sleep(0.1), step()))
     with asked(scheduler) as (client, http, _):
@@ -428,8 +432,9 @@ def test_a_slow_reader_keeps_nobody_waiting(scheduler):
 
     async def work(service, made):
         slow = Connection(made, BODY | NEVER | {"max_tokens": 60, "stream": True}, reads=False)
-        await until(lambda: scheduler.counts.ended["length"] == 1 and len(slow.sent) == 1)
+        await until(lambda: scheduler.counts.ended["length"] == 1 and not scheduler.busy)
         free = scheduler.pool.free
+        assert len(slow.sent) == 1
         slow.reads.set()
         await slow.answer
         return free, b"".join(message.get("body", b"") for message in slow.sent)
@@ -455,9 +460,9 @@ def test_a_client_that_leaves_ends_its_answer(tiny, stream):
         last = Connection(made, BODY)
         await last.answer
         await until(lambda: scheduler.counts.ended.total() == 3)
-        return last.status, service.open, len(service.worker.open)
+        return last.status, service.open
 
-    assert in_loop(scheduler, work) == (200, 0, 0)
+    assert in_loop(scheduler, work) == (200, 0)
     assert scheduler.counts.ended == {"cancelled": 2, "length": 1} and scheduler.counts.tokens < 400
     idle(scheduler)
 
@@ -490,8 +495,10 @@ def test_a_full_queue_is_told(tiny):
 
     async def work(service, made):
         told = BODY | NEVER | {"max_tokens": 400}
-        first, second = Connection(made, told), Connection(made, told)
-        await until(lambda: scheduler.snapshot().running and scheduler.snapshot().waiting)
+        first = Connection(made, told)
+        await until(lambda: scheduler.snapshot().running)
+        second = Connection(made, told)
+        await until(lambda: scheduler.snapshot().waiting)
         third = Connection(made, BODY)
         await third.answer
         for each in (first, second):
@@ -500,6 +507,21 @@ def test_a_full_queue_is_told(tiny):
         return third.status
 
     assert in_loop(scheduler, work) == 429
+
+
+def test_what_signals_do(scheduler):
+    """The first one lets answers end for a while, the second one ends at once."""
+    service = app.Service(scheduler, "tiny", ServeConfig())
+    made, service.open = Server(service, uvicorn.Config(service.app())), 1
+    assert not asyncio.run(made.on_tick(1))
+    made.handle_exit(signal.SIGTERM, None)
+    assert service.draining and not asyncio.run(made.on_tick(1))
+    made._end = 0.0  # as when their time is over
+    assert asyncio.run(made.on_tick(1)) and not made.force_exit
+    with refuses(StoppedError, "stopping"):
+        scheduler.submit(Request(tokens=[7]))
+    made.handle_exit(signal.SIGTERM, None)
+    assert made.force_exit
 
 
 def test_a_port_that_is_taken():
@@ -515,7 +537,7 @@ def test_what_prometheus_and_the_page_read(served):
     client, http, service = served
     before = http.get("/live").json()
     client.completions.create(**BODY)
-    idle(service.worker.scheduler)
+    idle(service.scheduler)
     now, text = http.get("/live").json(), http.get("/metrics").text
     assert (now["model"], now["policy"], now["status"], now["running"]) == ("tiny", "h2o 0.5", "ok", [])
     assert now["tokens"] == before["tokens"] + 4 and now["ended"] == before["ended"] + 1

@@ -1,10 +1,9 @@
-"""The thread that runs a scheduler, and how coroutines read the answers that it writes."""
+"""How coroutines read the answers that a scheduler writes in its thread."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable
@@ -14,16 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 from ag.errors import UserError
-from ag.serve.request import Event, Request, Stream, Token
+from ag.serve.request import Event, Request, Token
 from ag.serve.scheduler import Scheduler
 
 logger = logging.getLogger("ag.serve")
 
 SILENCE_SECONDS = 15.0  # after which a client hears that it still waits; proxies often close after 30 or 60
-
-
-class StoppedError(UserError):
-    """The server is stopping, or its scheduler has failed: no answer goes on."""
 
 
 class WaitedError(UserError):
@@ -52,20 +47,26 @@ class Answers:
 
     Args:
         request: what is asked.
+        scheduler: answers it, in another thread.
         timed: is told the seconds that each token took, and whether it was the first of its answer.
+
+    Raises:
+        Busy: when the queue is full.
+        StoppedError: when the scheduler has stopped or failed.
+        UserError: for a request that can never be answered.
     """
 
-    def __init__(self, request: Request, timed: Callable[[float, bool], None]) -> None:
+    def __init__(self, request: Request, scheduler: Scheduler, timed: Callable[[float, bool], None]) -> None:
         self.request = request
-        self.streams: list[Stream] = []
         #: Tokens of all answers so far.
         self.written = 0
         self.since = time.monotonic()
         self._timed, self._loop = timed, asyncio.get_running_loop()
         self._last: dict[int, float] = {}  # when each answer had its last token
         self._news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self.streams = scheduler.submit(request, self._hear)
 
-    def hear(self, number: int, event: Event) -> None:
+    def _hear(self, number: int, event: Event) -> None:
         """Take an event of an answer, in the thread of the scheduler, which does not wait for it to be read."""
         if isinstance(event, Token):
             now = time.monotonic()
@@ -79,7 +80,6 @@ class Answers:
         """Yield the pieces until every answer has ended, and None where nothing came for a while.
 
         Raises:
-            StoppedError: when the server stops before.
             WaitedError: when an answer did not begin in time.
             Exception: what ended an answer, where that was an error.
         """
@@ -104,8 +104,6 @@ class Answers:
     def _end(self, number: int, tokens: list[Token]) -> Piece:
         """Return the last piece of an answer: what was held back, without the tokens of a stop text."""
         stream = self.streams[number]
-        if stream.reason == "cancelled":
-            raise StoppedError("the server is stopping: ask again later, or another one.")
         if stream.reason == "timeout" and number not in self._last:
             raise WaitedError(f"no token came within {self.request.wait_seconds} seconds: ask again later.")
         text = "".join(token.text for token in tokens) + stream.text.rest()
@@ -129,79 +127,13 @@ class Answers:
             for number, pieces in found.items()
         ]
 
-    @property
-    def end(self) -> str:
-        """How the answers ended, in a word for each; ``open`` where one did not."""
-        return "+".join(stream.reason or "open" for stream in self.streams)
-
-    def cancel(self) -> None:
-        """Ask for no more."""
+    def close(self) -> None:
+        """Ask for no more, and write a line into the log: what the answers hold is given back."""
         for stream in self.streams:
             stream.cancel()
-
-
-class Worker:
-    """A thread that runs a scheduler. All else belongs to the event loop, which the thread never keeps waiting.
-
-    Args:
-        scheduler: answers the requests.
-        timed: see :class:`Answers`.
-    """
-
-    def __init__(self, scheduler: Scheduler, timed: Callable[[float, bool], None]) -> None:
-        self.scheduler = scheduler
-        #: The answers that somebody reads.
-        self.open: set[Answers] = set()
-        #: Whether the thread has ended by an error.
-        self.failed = False
-        self._timed = timed
-        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
-
-    def start(self) -> None:
-        """Begin to answer."""
-        self._thread.start()
-
-    async def stop(self, seconds: float) -> None:
-        """End the thread; give up after a number of seconds."""
-        self.cancel()
-        self.scheduler.stop()
-        await asyncio.to_thread(self._thread.join, seconds)
-
-    def cancel(self) -> None:
-        """Ask for no more of all that is open."""
-        for answers in self.open:
-            answers.cancel()
-
-    def submit(self, request: Request) -> Answers:
-        """Queue a request; :meth:`close` its answers in the end.
-
-        Raises:
-            Busy: when the queue is full.
-            StoppedError: when the scheduler has failed.
-            UserError: for a request that can never be answered.
-        """
-        if self.failed:
-            raise StoppedError("the scheduler has failed: start the server again.")
-        answers = Answers(request, self._timed)
-        answers.streams = self.scheduler.submit(request, answers.hear)
-        self.open.add(answers)
-        return answers
-
-    def close(self, answers: Answers) -> None:
-        """Forget answers that nobody reads any more; what they hold is given back."""
-        answers.cancel()
-        self.open.discard(answers)
-        read, seconds = len(answers.request.tokens), time.monotonic() - answers.since
-        logger.info("%d tokens read, %d written, %.2f s, %s", read, answers.written, seconds, answers.end)
-
-    def _run(self) -> None:
-        try:
-            self.scheduler.run()
-        except Exception as error:
-            self.failed = True
-            logger.error("the scheduler failed: %s", where(error))
-            for answers in list(self.open):
-                answers.hear(0, StoppedError("the scheduler has failed: start the server again."))
+        read, seconds = len(self.request.tokens), time.monotonic() - self.since
+        ends = "+".join(stream.reason or "open" for stream in self.streams)
+        logger.info("%d tokens read, %d written, %.2f s, %s", read, self.written, seconds, ends)
 
 
 def where(error: BaseException) -> str:
