@@ -40,7 +40,8 @@ def test_the_table():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("through", ["server", pytest.param("transformers", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("through", serving.BY)
 def test_each_way_of_answering(smollm2, tmp_path, through):
     pytest.importorskip("fastapi", reason="needs ag[serve]: bash scripts/test.sh")
     words = [f"model={smollm2}", f"through=[{through}]", "policies=[h2o 0.25 every]", "requests=2", "prompt=[40,50]"]
