@@ -1,11 +1,9 @@
 """Answer the same requests under several policies, at the same memory: ``python -m benchmarks.serving requests=24``.
 
 Requests arrive at random times (Poisson), with prompts and answers of random lengths; prompts are random words of one
-token each, and no answer ends before its length. ``through`` says who answers, each in a process of its own:
-
-- ``server``: ``python -m ag.serve``, asked by HTTP;
-- ``scheduler``: ``ag.serve.Scheduler``, which is what the server costs less;
-- ``transformers``: ``transformers serve`` with continuous batching, asked by HTTP. Its cache is always whole.
+token each, and no answer ends before its length. ``through`` says who answers, each in a process of its own that is
+asked by HTTP: ``server`` is ``python -m ag.serve``, and ``transformers`` its own server with continuous batching, whose
+cache is always whole.
 
 Writes ``serving.json`` into ``output``, and prints a table.
 """
@@ -14,25 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import random
-import resource
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
-from threading import Thread
 from typing import Any
 
+import httpx
+
+from ag import load_base
 from ag.config import key
 from ag.config.command_line import command, parse
 from ag.errors import UserError
+from ag.model.base import resolve
 
 PROGRAM = "serving"
 SECONDS = 3600  # longest time between two events of an answer
@@ -49,7 +48,7 @@ class Config:
         ["full", "h2o 0.25 every", "gates:recipes/gates/smollm2 0.3 every"],
         "policies, each with its budget and its schedule behind it",
     )
-    through: list[str] = key(["server", "scheduler", "transformers"], "who answers: server, scheduler, transformers")
+    through: list[str] = key(["server", "transformers"], "who answers: server, transformers")
     memory: int = key(400 * 2**20, "bytes for keys and values", low=1)
     requests: int = key(24, "requests", low=1)
     rate: float = key(60.0, "requests a minute, on average", low=0.1)
@@ -57,7 +56,7 @@ class Config:
     answer: list[int] = key([32, 128], "tokens of an answer, from and to")
     system: int = key(0, "first tokens that all prompts have in common", low=0)
     batch: int = key(64, "most answers at once", low=1)
-    prompt_lookup: int = key(0, "draft tokens in a step of the scheduler and its server", low=0)
+    prompt_lookup: int = key(0, "draft tokens in a step of the server", low=0)
     threads: int = key(2, "CPU threads of each contestant", low=1)
     seed: int = key(0, "of lengths, tokens and times")
     output: str = key("runs/bench", "folder for serving.json")
@@ -129,160 +128,103 @@ def called(by: str, policy: str) -> str:
 # ---- who answers
 
 
-def by_scheduler(config: Config, policy: str, todo: list[Ask]) -> Found:
-    """Let a scheduler answer, in this process."""
-    import torch
-
-    import ag
-    from ag.serve import Request, Scheduler
-
-    torch.set_num_threads(config.threads)
-    model, tokenizer = ag.load_base(config.model)
-    text, budget, schedule, held = parts(policy)
-    made = ag.policy(text, None if budget is None else json.loads(budget), schedule, kv_dtype=held)
-    scheduler = Scheduler(
-        model.eval(),
-        tokenizer,
-        made,
-        ag.Pool(model, config.memory, made.kv_dtype),
-        batch=config.batch,
-        prompt_lookup=config.prompt_lookup,
-    )
-    ends, found = sorted(scheduler._ends), Found(called("scheduler", policy), at_once=0)
-    times: list[list[float]] = [[] for _ in range(len(todo) + 1)]
-
-    def submit(number: int, ask: Ask) -> None:
-        def hear(_: int, event: object) -> None:
-            times[number].append(time.perf_counter())
-            found.at_once = max(found.at_once or 0, len(scheduler._running))
-            if isinstance(event, Exception):
-                raise event
-
-        never = dict.fromkeys(ends, -100.0)
-        scheduler.submit(Request(tokens=ask.tokens, max_tokens=ask.answer, logit_bias=never), hear)
-
-    worker = Thread(target=scheduler.run)
-    worker.start()
-    submit(len(todo), Ask(0.0, todo[0].tokens[:WARMUP], WARMUP))
-    while scheduler.busy:
-        time.sleep(0.01)
-    begun = time.perf_counter()
-    for number, ask in enumerate(todo):
-        time.sleep(max(0.0, begun + ask.at - time.perf_counter()))
-        submit(number, ask)
-    scheduler.stop()
-    worker.join()
-    for ask, heard in zip(todo, times, strict=False):
-        found.take(begun + ask.at, heard[:-1])  # the last event is the end
-    found.seconds, found.tokens = max(heard[-1] for heard in times[:-1]) - begun, sum(ask.answer for ask in todo)
-    found.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return found
-
-
 def by_server(config: Config, policy: str, todo: list[Ask]) -> Found:
-    """Ask a server in a process of its own by HTTP."""
+    """Ask ``python -m ag.serve``."""
     text, budget, schedule, held = parts(policy)
+    port = _free_port()
     command = [sys.executable, "-m", "ag.serve", f"model={config.model}", f"policy={text}", f"memory={config.memory}"]
     command += [] if budget is None else [f"budget={budget}", f"schedule={schedule}"]
-    command += [f"kv_dtype={held}", "served_name=base", f"batch={config.batch}"]
+    command += [f"kv_dtype={held}", "served_name=base", f"batch={config.batch}", f"port={port}"]
     command += [f"prompt_lookup={config.prompt_lookup}"]
-    port = _free_port()
-    never = {str(token): -100 for token in _ends(config.model)}
-    with _started([*command, f"port={port}"], port, config) as process:
-        body = {"model": "base", "temperature": 0, "logit_bias": never}
-        found = Found(called("server", policy), at_once=0)
-        return asyncio.run(_ask(port, body, [ask.tokens for ask in todo], todo, found, process.pid))
+    ends = load_base(config.model)[0].generation_config.eos_token_id
+    never = {str(token): -100 for token in ([ends] if isinstance(ends, int) else ends or ())}
+    body = {"model": "base", "temperature": 0, "logit_bias": never}
+    found = Found(called("server", policy), at_once=0)
+    return _asked(config, command, port, _Client(port, body, [ask.tokens for ask in todo]), found, todo)
 
 
 def by_transformers(config: Config, policy: str, todo: list[Ask]) -> Found:
-    """Ask the server of transformers in a process of its own by HTTP; it takes texts alone."""
-    import ag
-    from ag.model.base import resolve
-
-    model, tokenizer = ag.load_base(config.model)
-    port, blocks, batch, base = _free_port(), _blocks(config, model), 512 + config.batch, resolve(config.model)
+    """Ask the server of transformers, which takes texts alone."""
+    model, tokenizer = load_base(config.model)
+    port, base = _free_port(), resolve(config.model)
+    width = model.config.head_dim * model.config.num_key_value_heads * 2 * model.config.num_hidden_layers
+    blocks, batch = int(config.memory // (width * model.dtype.itemsize * BLOCK)), 512 + config.batch
     command = [str(Path(sys.executable).with_name("transformers")), "serve", base, "--device", "cpu"]
     command += ["--dtype", str(model.dtype).removeprefix("torch."), "--continuous-batching", "--port", str(port)]
     command += ["--cb-block-size", str(BLOCK), "--cb-num-blocks", str(blocks), "--cb-max-batch-tokens", str(batch)]
     settings = json.dumps({"do_sample": False, "eos_token_id": -1, "max_new_tokens": WARMUP})
-    with _started(command, port, config) as process:
-        texts = tokenizer.batch_decode([ask.tokens for ask in todo])
-        body, found = {"model": base, "generation_config": settings}, Found("transformers serve, whole cache")
-        return asyncio.run(_ask(port, body, texts, todo, found, process.pid))
+    texts = tokenizer.batch_decode([ask.tokens for ask in todo])
+    asked = _Client(port, {"model": base, "generation_config": settings}, texts)
+    return _asked(config, command, port, asked, Found("transformers serve, whole cache"), todo)
 
 
-async def _ask(
-    port: int, body: dict[str, Any], prompts: Sequence[Any], todo: list[Ask], found: Found, process: int
-) -> Found:
-    """Ask a server for completions as it is time for each request; returns what came of it.
-
-    Args:
-        port: of the server, on this machine.
-        body: what each request says beside its prompt and its length.
-        prompts: of the requests, token ids or texts.
-        todo: the requests.
-        found: is filled; where ``at_once`` is not None, it is read from the server's metrics.
-        process: of the server, whose most memory is read.
-    """
-    import httpx
-
-    limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(SECONDS)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=timeout, limits=limits) as client:
-
-        async def times(prompt: Any, length: int) -> list[float]:
-            """Return when each part of an answer came."""
-            heard = []
-            asked = {**body, "prompt": prompt, "max_tokens": length, "stream": True}
-            async with client.stream("POST", "/v1/completions", json=asked) as stream:
-                if stream.status_code != 200:
-                    raise UserError(f"server: {stream.status_code}: {(await stream.aread()).decode():.200}")
-                async for line in stream.aiter_lines():
-                    if line.startswith("data: {"):
-                        heard.append(time.perf_counter())
-            return heard
-
-        async def one(prompt: Any, ask: Ask) -> None:
-            await asyncio.sleep(max(0.0, begun + ask.at - time.perf_counter()))
-            found.take(begun + ask.at, await times(prompt, ask.answer))
-            found.seconds = max(found.seconds, time.perf_counter() - begun)
-
-        async def watch() -> None:
-            """Note how many answers a server of ours writes at once."""
-            while found.at_once is not None:
-                lines = (await client.get("/metrics")).text.splitlines()
-                running = next(line for line in lines if line.startswith('ag_answers{state="running"}'))
-                found.at_once = max(found.at_once, int(float(running.split()[-1])))
-                await asyncio.sleep(1)
-
-        await times(prompts[0][:WARMUP], WARMUP)
-        begun = time.perf_counter()
-        watching = asyncio.create_task(watch())
-        await asyncio.gather(*map(one, prompts, todo))
-        watching.cancel()
-    found.tokens = sum(ask.answer for ask in todo)
-    status = Path(f"/proc/{process}/status").read_text().splitlines()
-    found.peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-    return found
-
-
-@contextmanager
-def _started(command: list[str], port: int, config: Config) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a server and wait until it answers; it ends with the block."""
-    import httpx
-
+def _asked(config: Config, command: list[str], port: int, client: _Client, found: Found, todo: list[Ask]) -> Found:
+    """Start a server in a process of its own, and have a client ask it when it answers; it ends with this."""
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(config.threads)})
     try:
         while process.poll() is None:
             with suppress(httpx.TransportError):
                 if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                    break
+                    return asyncio.run(client.all(found, todo, process.pid))
             time.sleep(0.2)
-        else:
-            raise UserError(f"{' '.join(command)} ended with {process.returncode}; see above.")
-        yield process
+        raise UserError(f"{' '.join(command)} ended with {process.returncode}; see above.")
     finally:
         process.terminate()
         process.wait(60)
+
+
+class _Client:
+    """Asks a server for completions.
+
+    Args:
+        port: of the server, on this machine.
+        body: what each request says beside its prompt and its length.
+        prompts: of the requests, token ids or texts.
+    """
+
+    def __init__(self, port: int, body: dict[str, Any], prompts: list[Any]) -> None:
+        limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(SECONDS)
+        self._client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=timeout, limits=limits)
+        self._body, self._prompts = body, prompts
+
+    async def all(self, found: Found, todo: list[Ask], process: int) -> Found:
+        """Ask as it is time for each request; returns what came of it, with the most memory of a process."""
+        async with self._client:
+            await self._times(self._prompts[0][:WARMUP], WARMUP)
+            begun = time.perf_counter()
+
+            async def one(prompt: Any, ask: Ask) -> None:
+                await asyncio.sleep(max(0.0, begun + ask.at - time.perf_counter()))
+                found.take(begun + ask.at, await self._times(prompt, ask.answer))
+                found.seconds = max(found.seconds, time.perf_counter() - begun)
+
+            watching = asyncio.create_task(self._watch(found))
+            await asyncio.gather(*map(one, self._prompts, todo))
+            watching.cancel()
+        found.tokens = sum(ask.answer for ask in todo)
+        status = Path(f"/proc/{process}/status").read_text().splitlines()
+        found.peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+        return found
+
+    async def _times(self, prompt: Any, length: int) -> list[float]:
+        """Return when each part of an answer came."""
+        heard = []
+        body = {**self._body, "prompt": prompt, "max_tokens": length, "stream": True}
+        async with self._client.stream("POST", "/v1/completions", json=body) as stream:
+            if stream.status_code != 200:
+                raise UserError(f"server: {stream.status_code}: {(await stream.aread()).decode():.200}")
+            async for line in stream.aiter_lines():
+                if line.startswith("data: {"):
+                    heard.append(time.perf_counter())
+        return heard
+
+    async def _watch(self, found: Found) -> None:
+        """Note how many answers a server of ours writes at once."""
+        while found.at_once is not None:
+            lines = (await self._client.get("/metrics")).text.splitlines()
+            running = next(line for line in lines if line.startswith('ag_answers{state="running"}'))
+            found.at_once = max(found.at_once, int(float(running.split()[-1])))
+            await asyncio.sleep(1)
 
 
 def _free_port() -> int:
@@ -292,39 +234,22 @@ def _free_port() -> int:
     return port
 
 
-def _blocks(config: Config, model: Any) -> int:
-    """Return the blocks of transformers' cache that have the memory."""
-    width = model.config.head_dim * model.config.num_key_value_heads * 2 * model.config.num_hidden_layers
-    return int(config.memory // (width * model.dtype.itemsize * BLOCK))
-
-
 def _words(tokenizer: Any) -> list[int]:
     """Return tokens that are whole words, so that a text of them has them again."""
     return sorted(token for piece, token in tokenizer.get_vocab().items() if piece[:1] in "Ġ▁" and piece[1:].isalpha())
 
 
-def _ends(model: str) -> list[int]:
-    """Return the tokens that end a text."""
-    import ag
-
-    found = ag.load_base(model)[0].generation_config.eos_token_id
-    return [found] if isinstance(found, int) else list(found or ())
-
-
-BY = {"server": by_server, "scheduler": by_scheduler, "transformers": by_transformers}
+BY = {"server": by_server, "transformers": by_transformers}
 
 
 def measured(config: Config) -> Iterator[Found]:
-    """Measure each contestant, in a process of its own, with the same requests."""
-    from ag import load_base
-
+    """Measure each contestant with the same requests."""
     todo = asks(config, _words(load_base(config.model)[1]))
     for by in config.through:
         if by not in BY:
             raise UserError(f"through: {by!r}: expected {', '.join(BY)}.")
         for policy in config.policies[:1] if by == "transformers" else config.policies:
-            with multiprocessing.get_context("spawn").Pool(1) as one:
-                yield one.apply(BY[by], (config, policy, todo))
+            yield BY[by](config, policy, todo)
 
 
 def table(results: list[Found]) -> str:

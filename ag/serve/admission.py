@@ -49,15 +49,12 @@ class Admission:
         self._heads: int = text.num_key_value_heads
         self._windows = _windows(text, cache.num_layers)
         self._sharing = set(cache.sharing)
-        self._even = isinstance(self.policy.allocator, Uniform) and not (self.policy.by_gates and self._flags)
-        self._kept = self._told = 0.0  # tokens per KV head that flags kept of prompts, and of how many
-
-    @property
-    def _flags(self) -> bool:
-        return self.policy.by_gates and self.policy.budget is None
+        self._flags = self.policy.by_gates and self.policy.budget is None
+        self._even = isinstance(self.policy.allocator, Uniform) and not self._flags
+        self._kept = self._told = 0.0  # tokens per KV head that flags kept of prompts, and tokens of those prompts
 
     def learn(self, cache: EvictionCache, tokens: int) -> None:
-        """Take note of how much flags have kept of a prompt of so many tokens."""
+        """Take note of how much flags have kept of a prompt of this number of tokens."""
         if self._flags:
             self._kept += float(cache.store.held.double().mean())
             self._told += tokens
@@ -67,57 +64,43 @@ class Admission:
 
         The last token of an answer is not read, and so takes no room.
         """
-        prompt, read = len(request.tokens), request.max_tokens - 1
+        policy, prompt, read = self.policy, len(request.tokens), request.max_tokens - 1
         again, marks = self._reread(request), request.marks()
+        # the most tokens per KV head, the mean over heads, while the prompt is read in parts and behind it
+        reading, writing = prompt, prompt + read
+        if self._flags and self._told:
+            writing = min(prompt, int(MARGIN * prompt * self._kept / self._told) + int(marks.sum())) + read
+        elif policy.budget is not None:
+            if policy.block is not None:
+                reading = min(prompt, self._stays(marks, prompt) + policy.block)
+            if policy.steps is None:
+                writing = min(prompt, self._stays(marks, prompt)) + read
+            else:  # under ``every`` a token takes the place of another one a step later, and room is made unseen
+                writing = min(writing, self._stays(marks, writing) + min(read, max(policy.steps, 2)))
         return Need(
-            reading=self._blocks(self._in_prompt(marks) + again, prompt + again, EXPIRED + self.part),
-            writing=self._blocks(self._behind(marks, read), prompt + read, min(read, EXPIRED)),
+            reading=self._blocks(reading + again, prompt + again, EXPIRED + self.part),
+            writing=self._blocks(writing, prompt + read, min(read, EXPIRED)),
         )
 
-    # ---- tokens per KV head
-
-    # ``marks`` [T] bool: the tokens of a prompt, and which of them the request protects
-
-    def _in_prompt(self, marks: Tensor) -> int:
-        """Return the most tokens per KV head of a prompt that is read in parts: all, but where blocks are evicted."""
-        prompt = len(marks)
-        if self.policy.budget is None or self.policy.block is None:
-            return prompt
-        return min(prompt, self._stays(marks, prompt) + self.policy.block)
-
-    def _behind(self, marks: Tensor, read: int) -> int:
-        """Return the most tokens per KV head, the mean over heads, while so many tokens of the answer are read."""
-        steps, prompt = self.policy.steps, len(marks)
-        if self._flags and self._told:
-            return min(prompt, int(MARGIN * prompt * self._kept / self._told) + int(marks.sum())) + read
-        if self.policy.budget is None:
-            return prompt + read
-        if steps is None:
-            return min(prompt, self._stays(marks, prompt)) + read
-        # under ``every`` a token takes the place of another one step later, and the host makes room without knowing
-        more = max(steps, 2)
-        return min(prompt + read, self._stays(marks, prompt + read) + min(read, more))
-
     def _stays(self, marks: Tensor, seen: int) -> int:
-        """Return what a decision leaves of a text of so many tokens: the budget, or more where more is protected."""
-        budget = int(self.policy.capacity(torch.tensor([len(marks)])))
-        return max(budget, self._protected(marks, seen, budget))
+        """Return what a decision leaves of a text: the budget, or more where the request or the scorer protects more.
 
-    def _protected(self, marks: Tensor, tokens: int, capacity: int) -> int:
-        """Return how many of so many tokens the request or the scorer protects."""
+        Args:
+            marks: ``[T]`` bool, the tokens of the prompt that the request protects.
+            seen: tokens of the text.
+        """
         assert self.policy.scorer is not None
-        sinks, recent = (int(x) for x in self.policy.scorer.limits(torch.tensor([capacity])))
-        ranks = torch.arange(tokens)
-        ends = (ranks < sinks) | (ranks >= tokens - recent)
-        return int((ends | F.pad(marks, (0, tokens - len(marks)))).sum())
+        budget = self.policy.capacity(torch.tensor([len(marks)]))
+        sinks, recent = (int(x) for x in self.policy.scorer.limits(budget))
+        ranks = torch.arange(seen)
+        protected = (ranks < sinks) | (ranks >= seen - recent) | F.pad(marks, (0, seen - len(marks)))
+        return max(int(budget), int(protected.sum()))
 
     def _reread(self, request: Request) -> int:
         """Return the most tokens that are held beside a prompt while it is reread."""
         rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
         inputs = [] if rereader is None else rereader.inputs([*request.tokens])
         return max((len(asked) for _, asked in inputs), default=0)
-
-    # ---- blocks
 
     def _blocks(self, tokens: int, whole: int, lag: int) -> int:
         """Return the blocks of all layers.

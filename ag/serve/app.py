@@ -1,56 +1,249 @@
-"""The endpoints of OpenAI's API over a scheduler in this process."""
+"""The endpoints of OpenAI's API, and of those who watch: over a scheduler in this process, or whatever answers."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import hmac
 import json
-import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+import logging
+import re
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict
+from importlib.resources import files
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as Http
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
+from openai.types import Model
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from ag.commands.serve import ServeConfig
+from ag.engine.block_pool import PoolFullError
 from ag.engine.policy import Policy
 from ag.errors import UserError
-from ag.model.chat import Chat, Part, spans
-from ag.serve.detokenizer import Detokenizer
-from ag.serve.endpoints import Endpoints, refusal
-from ag.serve.metrics import Metrics
-from ag.serve.protocol import FORMS, ApiError, Asked, ChatAsked, CompletionAsked, Form, as_json, parse, usage
-from ag.serve.request import Request
-from ag.serve.scheduler import Busy, Scheduler
-from ag.serve.snapshot import Snapshot
-from ag.serve.worker import Answers, Piece, Worker
+from ag.serve.answers import Answers, WaitedError, where
+from ag.serve.metrics import Metrics, Told, as_text
+from ag.serve.prompts import Prompts
+from ag.serve.protocol import ApiError, Asked, ChatAsked, CompletionAsked, Form, parse
+from ag.serve.scheduler import Busy, Scheduler, StoppedError
 
-T = TypeVar("T")
-Spans = tuple[tuple[int, int], ...]  # the first token and the one behind the last of each
+logger = logging.getLogger("ag.serve")
+
+BODY_SECONDS = 30  # in which a body has to come
+RETRY_SECONDS = 5  # after which a client may ask again
+STOPPING = "the server is stopping: ask again later, or another one."
+READ_MULTIPLE = 16  # bodies up to this many times too long are read and dropped, so that their clients see the answer
+#: Begins server-sent events, which no proxy keeps.
+EVENTS: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+ASKED: dict[str, type[Asked]] = {"/v1/chat/completions": ChatAsked, "/v1/completions": CompletionAsked}
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What clients may ask.
+class Endpoints(ABC):
+    """The endpoints of one model.
 
-    Attributes:
-        body: bytes of a request's body.
-        answer_tokens: of one answer; also what a chat's answer may have where its client does not say.
-        wait_seconds: before a prompt is read.
-        answer_seconds: before an answer ends.
-        protect: parts of chats that are never evicted, where a client does not say.
+    Args:
+        name: of the model, for clients.
+        policy: what evicts, for those who watch.
+        body: most bytes of a request's body.
+        most: requests that may be open at once: coming in, being answered, or being sent.
+        api_key: what clients have to know; None means that anybody may ask.
     """
 
-    body: int = 2**20
-    answer_tokens: int = 1024
-    wait_seconds: float = 60.0
-    answer_seconds: float = 600.0
-    protect: tuple[Part, ...] = ()
+    def __init__(self, name: str, policy: str, body: int, most: int, api_key: str | None) -> None:
+        self.name, self.policy, self.api_key = name, policy, api_key
+        self.began = int(time.time())
+        #: Whether no request is taken any more.
+        self.draining = False
+        #: Requests for answers that are not answered yet.
+        self.open = 0
+        self._longest_body, self._most, self._page = body, most, page()
+
+    def app(self) -> FastAPI:
+        """Return the app, which begins and ends with :meth:`lifespan`."""
+        app = FastAPI(lifespan=self.lifespan, openapi_url=None)  # the pages about it come from elsewhere
+        guarded = APIRouter(dependencies=[Depends(self._check_key)])
+        for path in ASKED:
+            guarded.add_api_route(path, self.answer, methods=["POST"])
+        guarded.add_api_route("/v1/models", self.models, methods=["GET"])
+        guarded.add_api_route("/v1/models/{name:path}", self.models, methods=["GET"])
+        guarded.add_api_route("/metrics", self.metrics, methods=["GET"])
+        guarded.add_api_route("/live", self.live, methods=["GET"])
+        app.include_router(guarded)
+        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/", self.page, methods=["GET"])  # its script asks for the key
+        app.add_exception_handler(ApiError, _refuse)
+        app.add_exception_handler(HTTPException, _refuse)
+        return app
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """Do what is needed before the first request and after the last."""
+        yield
+
+    # ---- what answers
+
+    @abstractmethod
+    def ask(self, path: str, body: bytes) -> AsyncGenerator[Message]:
+        """Answer the body of a request: yield messages of ASGI, a start and then parts of a body. It raises nothing."""
+
+    @abstractmethod
+    async def tell(self) -> Told:
+        """Return what is going on.
+
+        Raises:
+            ApiError: 503, where nobody answers.
+        """
+
+    # ---- how it does
+
+    async def health(self) -> Response:
+        """Tell whether requests are taken: 200, or 503."""
+        try:
+            status = self._status(await self.tell())
+        except ApiError:
+            status = "failed"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    async def page(self) -> Response:
+        """Show what :meth:`live` tells."""
+        text, rules = self._page
+        return Response(text, media_type="text/html", headers={"Content-Security-Policy": rules})
+
+    async def live(self) -> Response:
+        """Tell the page what is going on."""
+        told = await self.tell()
+        now, names = told.snapshot, {"model": self.name, "policy": self.policy, "status": self._status(told)}
+        shown = asdict(now) | asdict(now.counts) | names | {"counts": None, "ended": now.counts.ended.total()}
+        return JSONResponse(shown | {"seconds": time.monotonic()})
+
+    async def metrics(self) -> Response:
+        """Tell Prometheus."""
+        return Response(as_text((await self.tell()).figures), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self, name: str | None = None) -> Response:
+        """List the model, or tell of it by its name."""
+        model = Model(id=self.name, created=self.began, object="model", owned_by="ag").model_dump()
+        if name is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        self.check_model(name)
+        return JSONResponse(model)
+
+    def _status(self, told: Told) -> str:
+        return "failed" if not told.works else "draining" if self.draining else "ok"
+
+    # ---- what may come in
+
+    async def answer(self, http: Http) -> Response:
+        """Answer a conversation, or continue a text."""
+        if self.open >= self._most:
+            raise refusal(Busy(f"{self._most} requests are being answered, as many as may: try again later."))
+        self.open += 1
+        try:
+            return Passed(self.ask(http.url.path, await self._body(http)), self._close)
+        except BaseException as error:
+            self._close()
+            if isinstance(error, ClientDisconnect):
+                return Response(status_code=499)  # nobody reads it
+            raise
+
+    def _close(self) -> None:
+        self.open -= 1
+
+    def check_model(self, name: str) -> None:
+        """Refuse a request for another model."""
+        if name != self.name:
+            raise ApiError(404, f"model={name[:200]!r}: expected {self.name!r}.", "model", "model_not_found")
+
+    async def _check_key(self, http: Http) -> None:
+        if self.api_key is None:
+            return
+        scheme, _, given = http.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self.api_key.encode())
+        if not right or scheme.lower() != "bearer":
+            raise ApiError(
+                401, "expected the header Authorization: Bearer KEY with this server's key.", code="invalid_api_key"
+            )
+
+    async def _body(self, http: Http) -> bytes:
+        """Read the body of a request for an answer.
+
+        Raises:
+            ApiError: when none is given any more, or the body is not JSON, too long or too slow.
+        """
+        if self.draining:
+            raise ApiError(503, "the server is stopping: ask another one.", code="draining", retry=RETRY_SECONDS)
+        if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "expected the header Content-Type: application/json.")  # no page's form can send it
+        limit = self._longest_body
+        body, length = bytearray(), 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in http.stream():
+                    length += len(part)
+                    if length <= limit:
+                        body += part
+                    elif length > READ_MULTIPLE * limit:
+                        break
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS} seconds.") from None
+        if length > limit:
+            raise ApiError(413, f"the body has more than {limit} bytes, which is the most that is read.")
+        return bytes(body)
+
+
+class Passed(Response):
+    """An answer as it comes; a client that leaves ends it.
+
+    Args:
+        messages: of ASGI.
+        close: called when all were sent, or the client has left.
+    """
+
+    def __init__(self, messages: AsyncGenerator[Message], close: Callable[[], None]) -> None:
+        super().__init__()
+        self._messages, self._end = messages, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+
+        async def leave() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(leave())
+        try:
+            await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            sending.cancel()
+            await asyncio.wait([sending])
+            self._end()
+        if not sending.cancelled():
+            sending.result()
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._messages) as messages:
+            async for message in messages:
+                await send(message)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Service(Endpoints):
@@ -60,285 +253,135 @@ class Service(Endpoints):
         scheduler: answers the requests.
         name: of the model, for clients.
         limits: what clients may ask.
-        api_key: what they have to know; None: nothing.
+        api_key: what they have to know; None means that anybody may ask.
     """
 
-    def __init__(self, scheduler: Scheduler, name: str, limits: Limits, api_key: str | None = None) -> None:
-        super().__init__(name, shown(scheduler.policy), limits.body, api_key)
-        self.limits, self.tokenizer, self.model = limits, scheduler.tokenizer, scheduler.model
-        self._metrics = Metrics(scheduler.snapshot)
-        self.worker = Worker(scheduler, self._metrics.timed)
+    def __init__(self, scheduler: Scheduler, name: str, limits: ServeConfig, api_key: str | None = None) -> None:
+        most = 2 * (scheduler.queue + scheduler.batch)
+        super().__init__(name, shown(scheduler.policy), limits.body_bytes, most, api_key)
+        self.prompts = Prompts(scheduler.tokenizer, scheduler.model.config, limits, scheduler.batch)
+        self.scheduler, self._metrics = scheduler, Metrics(scheduler.snapshot)
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._encoder = ThreadPoolExecutor(1, "encoder")  # one: a tokenizer cannot read two texts at once
-        config = self.model.config.get_text_config()
-        self._context: int | None = getattr(config, "max_position_embeddings", None)
-        self._coming = 0  # requests that are not queued yet
-        self._most = 2 * (scheduler.queue + scheduler.batch)  # requests at once, with those whose answer is being sent
-        self._vocabulary = int(config.vocab_size)
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Begin and end the scheduler's thread."""
-        self.worker.start()
+        self.start()
         yield
-        await self.worker.stop(2)
+        self.scheduler.stop(STOPPING)
+        await asyncio.to_thread(self._thread.join, 2)
         self._encoder.shutdown(wait=False, cancel_futures=True)
 
-    async def snapshot(self) -> Snapshot:
-        """Return what is going on."""
-        return self.worker.scheduler.snapshot()
+    def start(self) -> None:
+        """Begin to answer, in a thread of its own."""
+        self._thread.start()
 
-    async def figures(self) -> bytes:
-        """Return what Prometheus reads."""
-        return self._metrics.text()
-
-    async def works(self) -> bool:
-        """Tell whether there is a scheduler that answers."""
-        return not self.worker.failed
-
-    async def chat(self, http: Http) -> Response:
-        """Answer a conversation."""
-        return await self._answer(http, ChatAsked)
-
-    async def completions(self, http: Http) -> Response:
-        """Continue a text."""
-        return await self._answer(http, CompletionAsked)
-
-    # ---- an answer
-
-    async def _answer(self, http: Http, kind: type[Asked]) -> Response:
-        if self._coming + len(self.worker.open) >= self._most:
-            raise refusal(Busy(f"{self._most} requests are being answered, as many as may: try again later."))
-        self._coming += 1
+    def _run(self) -> None:
         try:
-            asked: Asked = parse(kind, await self.body(http))
-            self.check_model(asked.model)
-            prompt = await asyncio.get_running_loop().run_in_executor(self._encoder, self._prompt, asked)
-            answers = self._submit(asked, *prompt)
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
-        except (ApiError, HTTPException):
-            raise
+            self.scheduler.run()
         except Exception as error:
-            raise refusal(error) from None
+            logger.error("the scheduler failed: %s", where(error))
+
+    async def tell(self) -> Told:
+        """Return what is going on."""
+        return Told(self.scheduler.snapshot(), [*self._metrics.collect()], not self.scheduler.failed)
+
+    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message]:
+        """Answer the body of a request: yield messages of ASGI, a start and then parts of a body. It raises nothing."""
+        answers: Answers | None = None
+        try:
+            asked: Asked = parse(ASKED[path], body)
+            self.check_model(asked.model)
+            request = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, asked)
+            answers = Answers(request, self.scheduler, self._metrics.timed)
+            form = Form(asked, self.scheduler.vocabulary)
+            if asked.stream:
+                yield EVENTS
+                async for event in self._events(answers, form):
+                    yield {"type": "http.response.body", "body": event.encode(), "more_body": True}
+            else:
+                whole = form.whole(await answers.whole(), len(request.tokens), answers.written)
+                for message in _messages(Response(whole, media_type="application/json")):
+                    yield message
+        except Exception as error:
+            for message in refused(error):
+                yield message
         finally:
-            self._coming -= 1
-        form = FORMS[kind](asked, self.tokenizer)
-        if asked.stream:
-            return EventStream(self._events(answers, form), lambda: self.worker.close(answers))
-        return await self._whole(http, answers, form)
+            if answers is not None:
+                answers.close()
 
     async def _events(self, answers: Answers, form: Form) -> AsyncIterator[str]:
         """Yield the server-sent events of a stream."""
         try:
             for part in form.begin():
-                yield f"data: {as_json(part)}\n\n"
+                yield f"data: {part}\n\n"
             async for piece in answers:
-                yield ": waiting\n\n" if piece is None else f"data: {as_json(form.chunk(piece))}\n\n"
+                yield ": waiting\n\n" if piece is None else f"data: {form.chunk(piece)}\n\n"
             if form.asked.stream_options.include_usage:
-                yield f"data: {as_json(form.last(usage(len(answers.request.tokens), answers.written)))}\n\n"
+                yield f"data: {form.last(len(answers.request.tokens), answers.written)}\n\n"
             yield "data: [DONE]\n\n"
         except Exception as error:
             yield f"data: {json.dumps(refusal(error).body)}\n\n"
 
-    async def _whole(self, http: Http, answers: Answers, form: Form) -> Response:
-        """Return the answers when they are whole; a client that leaves ends them."""
-        try:
-            pieces = await _unless_gone(http, _gathered(answers))
-            if pieces is None:
-                return Response(status_code=499)
-            told = form.whole(pieces, usage(len(answers.request.tokens), answers.written))
-            return Response(as_json(told), media_type="application/json")
-        except Exception as error:
-            raise refusal(error) from None
-        finally:
-            self.worker.close(answers)
 
-    def _submit(self, asked: Asked, tokens: list[int], protect: Spans) -> Answers:
-        if asked.n > self.worker.scheduler.batch:
-            raise ApiError(400, f"n={asked.n}: expected at most {self.worker.scheduler.batch} here.", "n")
-        request = Request(
-            tokens=tokens,
-            max_tokens=self._longest(asked, len(tokens)),
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=max(asked.top_k, 0),
-            min_p=asked.min_p,
-            repetition_penalty=asked.repetition_penalty,
-            logit_bias=asked.biases(self._vocabulary),
-            seed=asked.seed,
-            logprobs=asked.best,
-            n=asked.n,
-            protect=protect,
-            wait_seconds=self.limits.wait_seconds,
-            answer_seconds=self.limits.answer_seconds,
-        )
-        # stop texts are found here: the scheduler would read the whole vocabulary for each new one
-        before = tokens if isinstance(asked, CompletionAsked) else ()
-        return self.worker.submit(request, [Detokenizer(self.tokenizer, asked.stops, before) for _ in range(asked.n)])
-
-    def _longest(self, asked: Asked, prompt: int) -> int:
-        """Return the most tokens that an answer may have."""
-        most, context = self.limits.answer_tokens, self._context
-        room = most if context is None else context - prompt
-        if context is not None and room < 1:
-            raise ApiError(
-                400,
-                f"the prompt has {prompt} tokens: expected fewer than {context}, the context of the model; shorten it.",
-                asked.text,
-                "context_length_exceeded",
-            )
-        if asked.longest is None:
-            return min(room, most if isinstance(asked, ChatAsked) else 16)  # as OpenAI's API
-        name, told = asked.longest
-        if told > most:
-            raise ApiError(400, f"{name}={told}: expected at most {min(room, most)} here.", name)
-        if told > room:
-            raise ApiError(
-                400,
-                f"{name}={told}: expected at most {room} behind a prompt of {prompt} tokens, in the model's context of "
-                f"{context}.",
-                name,
-                "context_length_exceeded",
-            )
-        return told
-
-    def _prompt(self, asked: Asked) -> tuple[list[int], Spans]:
-        """Return the ids of a prompt, and which of them are never evicted."""
-        if isinstance(asked, ChatAsked):
-            return self._conversation(asked)
-        assert isinstance(asked, CompletionAsked)
-        protect = tuple((first, behind) for first, behind in asked.protect)
-        prompt = asked.prompt
-        if isinstance(prompt, list) and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                raise ApiError(400, f"{len(prompt)} prompts: expected one; send the others by themselves.", "prompt")
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return self._checked(self.tokenizer(prompt, verbose=False)["input_ids"]), protect
-        return self._checked(prompt), protect
-
-    def _conversation(self, asked: ChatAsked) -> tuple[list[int], Spans]:
-        if self.tokenizer.chat_template is None:
-            raise ApiError(400, "the model has no chat template: use /v1/completions.", "messages")
-        chat = Chat([message.for_template() for message in asked.messages], asked.variables)
-        try:
-            chat, text = self._rendered(chat)
-            self._check_told(chat)
-            if "tools" in asked.variables and text == replace(chat, variables=asked.chat_template_kwargs).text(
-                self.tokenizer
-            ):
-                raise ApiError(400, "the chat template of the model tells it of no tools: leave them out.", "tools")
-        except UserError as error:
-            raise ApiError(400, str(error), "messages") from None
-        parts = self.limits.protect if asked.protect is None else asked.protect
-        protect = spans(self.tokenizer, text, chat.messages, parts) if parts else ()
-        tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # the template has its own
-        return self._checked(tokens), tuple(protect)
-
-    def _rendered(self, chat: Chat) -> tuple[Chat, str]:
-        """Return what the template makes of a chat, and the chat as the template takes it.
-
-        Messages of the assistant that only call tools have no content, which many templates know, or an empty one.
-        """
-        try:
-            return chat, chat.text(self.tokenizer)
-        except UserError:
-            filled = replace(chat, messages=[{"content": ""} | message for message in chat.messages])
-            if filled == chat:
-                raise
-            return filled, filled.text(self.tokenizer)
-
-    def _check_told(self, chat: Chat) -> None:
-        """Refuse calls of tools, and what tools said, where the template leaves them out.
-
-        To tell, a word that no text has stands in the place of each of them.
-        """
-        words: dict[str, str] = {}  # by parameter
-
-        def word(param: str) -> str:
-            return words.setdefault(param, uuid.uuid4().hex)
-
-        messages = [dict(message) for message in chat.messages]
-        for place, message in enumerate(messages):
-            if message["role"] == "tool":
-                message["content"] = word(f"messages[{place}].content")
-            for number, call in enumerate(message.pop("tool_calls", [])):
-                arguments = {"text": word(f"messages[{place}].tool_calls[{number}]")}
-                called = call | {"function": call["function"] | {"arguments": arguments}}
-                message["tool_calls"] = [*message.get("tool_calls", []), called]
-        text = replace(chat, messages=messages).text(self.tokenizer) if words else ""
-        for param in words:
-            if words[param] not in text:
-                raise ApiError(
-                    400,
-                    f"{param}: the chat template of the model leaves it out: say it in the content of a message of the "
-                    "assistant or the user.",
-                    param,
-                )
-
-    def _checked(self, tokens: list[int]) -> list[int]:
-        if not tokens:
-            raise ApiError(400, "the prompt is empty: expected one token or more.", "prompt")
-        if not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-            raise ApiError(400, f"prompt: expected tokens of 0 to {self._vocabulary - 1}.", "prompt")
-        return tokens
+# ---- refusals
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events.
-
-    Args:
-        events: as text.
-        close: called when all were sent, or the client has left, be it before the first one.
-    """
-
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
-        self._close = close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._close()
+async def _refuse(http: Http, error: Exception) -> Response:
+    return _response(error)
 
 
-async def _gathered(answers: Answers) -> list[Piece]:
-    """Return each answer in one piece."""
-    whole = [Piece(number, "") for number in range(answers.request.n)]
-    texts: list[list[str]] = [[] for _ in whole]
-    tokens: list[list[Any]] = [[] for _ in whole]
-    async for piece in answers:
-        if piece is None:
-            continue
-        texts[piece.number].append(piece.text)
-        tokens[piece.number] += piece.tokens
-        whole[piece.number] = piece
-    return [
-        replace(piece, text="".join(text), tokens=tuple(told))
-        for piece, text, told in zip(whole, texts, tokens, strict=True)
-    ]
+def _response(error: Exception) -> Response:
+    """Return an error in OpenAI's form."""
+    told = refusal(error)
+    headers = {} if told.retry is None else {"Retry-After": str(told.retry)}
+    if told.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(told.body, told.status, headers)
 
 
-async def _unless_gone(http: Http, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return what comes of some work, or None when the client leaves before."""
+def refused(error: Exception) -> list[Message]:
+    """Return the messages of ASGI that tell of an error in OpenAI's form."""
+    return _messages(_response(error))
 
-    async def gone() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
-    finally:
-        working.cancel()
-        leaving.cancel()
+def refusal(error: Exception) -> ApiError:
+    """Return what a client is told of an error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, f"{error.detail}.")
+    if isinstance(error, Busy):
+        return ApiError(429, str(error), code="queue_full", retry=RETRY_SECONDS)
+    if isinstance(error, StoppedError | WaitedError | PoolFullError):
+        return ApiError(503, str(error), retry=RETRY_SECONDS)
+    if isinstance(error, UserError):
+        return ApiError(400, str(error))
+    logger.error("a request failed: %s", where(error))
+    return ApiError(500, "the server failed at this request.")
+
+
+def _messages(response: Response) -> list[Message]:
+    """Return the messages of ASGI that a response is."""
+    start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+    return [start, {"type": "http.response.body", "body": bytes(response.body), "more_body": True}]
+
+
+# ---- what is shown
 
 
 def shown(chosen: Policy) -> str:
     """Return a policy as those see it who watch."""
     return str(chosen.spec) + (f" {chosen.budget}" if chosen.budget else "")
+
+
+def page() -> tuple[str, str]:
+    """Return the page that shows a server at work, and the Content-Security-Policy that runs nothing else."""
+    text = files("ag.serve").joinpath("page.html").read_text(encoding="utf-8")
+    rules = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
+    for tag in ("style", "script"):
+        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        rules.append(f"{tag}-src 'sha256-{digest}'")
+    return text, "; ".join([*rules, "frame-ancestors 'none'"])

@@ -1,8 +1,8 @@
 """The server on several machines: replicas of the model under Ray Serve, and a front that clients reach.
 
-The front reads a request, asks a replica, and passes on what the replica's own app answers, piece by piece. The turns
-of a conversation go to one replica, which holds what they begin with, unless its queue is full. Consistent hashing
-chooses it, so that fronts need not know of each other, and few conversations move when replicas come and go.
+The front reads a request, asks a replica, and passes on what the replica answers, piece by piece. The turns of a
+conversation go to one replica, which holds what they begin with, unless its queue is full. Consistent hashing chooses
+it, so that fronts need not know of each other, and few conversations move when replicas come and go.
 """
 
 from __future__ import annotations
@@ -15,21 +15,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from typing import Any, cast
 
 import torch
 from fastapi import FastAPI
-from fastapi import Request as Http
-from fastapi.responses import Response
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 from pydantic_core import from_json
-from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message
 
 from ag import plugins
 from ag.cluster import LIBRARIES, Room, check_versions, connected, resources
@@ -37,12 +30,12 @@ from ag.commands.serve import KEY_VARIABLE, ServeConfig
 from ag.config.recipes import resolve
 from ag.continuation import read_policy
 from ag.errors import UserError
-from ag.serve.app import shown
-from ag.serve.endpoints import Endpoints, refusal
-from ag.serve.protocol import ApiError
-from ag.serve.snapshot import Snapshot, together
+from ag.serve.answers import WaitedError
+from ag.serve.app import Endpoints, refusal, refused, shown
+from ag.serve.metrics import Told, labelled
+from ag.serve.scheduler import StoppedError
+from ag.serve.snapshot import together
 from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving
-from ag.serve.worker import StoppedError, WaitedError
 from ag.versions import versions
 
 try:
@@ -83,40 +76,29 @@ class Replica:
         plugins.load(config.plugins)
         log()
         self._service = serving(config, None)  # the front asks for the key
-        self._app = self._service.app()
-        self._service.worker.start()
+        self._service.start()
 
     def check_health(self) -> None:
         """Raise where no answer can be given any more; Ray then begins another replica."""
-        if self._service.worker.failed:
+        if self._service.scheduler.failed:
             raise StoppedError("the scheduler has failed.")
 
-    async def ask(self, path: str, body: bytes, full: int = 0) -> AsyncIterator[Message | None]:
-        """Answer a request.
+    async def ask(self, path: str, body: bytes, full: int = 0) -> AsyncGenerator[Message | None]:
+        """Answer a request, as :meth:`Endpoints.ask`; None comes as soon as it is taken.
 
         Args:
             path: of the endpoint.
             body: JSON, as it came.
             full: replicas that had no room for it, which :class:`Ring` reads.
-
-        Yields:
-            None as soon as it is taken, then what the app sends (messages of ASGI).
         """
         yield None
-        told: asyncio.Queue[Message | None] = asyncio.Queue()
-        working = asyncio.ensure_future(self._app(_scope(path), _only(body), told.put))
-        working.add_done_callback(lambda _: told.put_nowait(None))
-        try:
-            while (message := await told.get()) is not None:
+        async with aclosing(self._service.ask(path, body)) as messages:
+            async for message in messages:
                 yield message
-        finally:
-            working.cancel()  # a client that left
 
-    async def tell(self) -> tuple[str, Snapshot, bytes, bool]:
-        """Return its name, what it is doing, what Prometheus reads of it, and whether it answers."""
-        name = str(serve.get_replica_context().replica_id.unique_id)
-        service = self._service
-        return name, await service.snapshot(), await service.figures(), await service.works()
+    async def tell(self) -> tuple[str, Told]:
+        """Return its name, and what is going on."""
+        return str(serve.get_replica_context().replica_id.unique_id), await self._service.tell()
 
 
 class Ring(ConsistentHashRouter):
@@ -138,151 +120,86 @@ class Front(Endpoints):
         replicas: answer.
         config: of the server.
         policy: what evicts, for those who watch.
-        api_key: what clients have to know; None: nothing.
+        api_key: what clients have to know; None means that anybody may ask.
     """
 
     def __init__(self, replicas: DeploymentHandle[Replica], config: ServeConfig, policy: str, api_key: str | None):
-        super().__init__(str(config.name), policy, config.body_bytes, api_key)
+        super().__init__(str(config.name), policy, config.body_bytes, FRONT_REQUESTS, api_key)
         self._replicas, self._wait_seconds = replicas, config.wait_seconds
-        self._open = 0  # requests that are not answered yet
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self.app()
 
-    async def chat(self, http: Http) -> Response:
-        """Answer a conversation."""
-        return await self._pass_on(http)
-
-    async def completions(self, http: Http) -> Response:
-        """Continue a text."""
-        return await self._pass_on(http)
-
-    async def snapshot(self) -> Snapshot:
-        """Return what is going on."""
-        return together([snapshot for _, snapshot, _, _ in await self._told()])
-
-    async def figures(self) -> bytes:
-        """Return what Prometheus reads."""
-        return labelled({name: figures.decode() for name, _, figures, _ in await self._told()})
-
-    async def works(self) -> bool:
-        """Tell whether there is a scheduler that answers."""
-        with suppress(ApiError):
-            return any(works for *_, works in await self._told())
-        return False
-
-    async def drain(self) -> int:
-        """Take no more requests; returns how many are not answered yet."""
-        self.draining = True
-        return self._open
-
-    async def _told(self) -> list[tuple[str, Snapshot, bytes, bool]]:
-        """Return what each replica tells of itself."""
+    async def tell(self) -> Told:
+        """Return what is going on in all replicas."""
         try:
             asked = self._replicas.broadcast("tell")
             found = await asked.results_async(timeout_s=LOOK_SECONDS, return_exceptions=True)
         except (TimeoutError, DeploymentUnavailableError):
             found = []
-        told = [one for one in found if not isinstance(one, BaseException)]
+        told = {one[0]: one[1] for one in found if not isinstance(one, BaseException)}
         if not told:
             raise refusal(StoppedError("no replica answers: ask again later."))
-        return told
+        return Told(
+            together([one.snapshot for one in told.values()]),
+            labelled({name: one.figures for name, one in told.items()}),
+            any(one.works for one in told.values()),
+        )
 
-    async def _pass_on(self, http: Http) -> Response:
-        """Answer by what a replica says."""
-        try:
-            body = await self.body(http)
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
-        self._open += 1
-        try:
-            return await self._asked(http.url.path, body)
-        except BaseException:
-            self._close()
-            raise
+    async def drain(self) -> int:
+        """Take no more requests; returns how many are not answered yet."""
+        self.draining = True
+        return self.open
 
-    async def _asked(self, path: str, body: bytes) -> Response:
-        """Have a replica answer; where one has no room, or dies before it has said anything, another one."""
+    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message]:
+        """Answer the body of a request by what a replica says."""
+        try:
+            begin, answer = await self._begun(path, body)
+        except UserError as error:
+            for message in refused(error):
+                yield message
+            return
+        try:
+            yield begin
+            async for message in answer:
+                yield message
+        except RayActorError:  # in the middle of a stream
+            gone = refusal(StoppedError("the replica that wrote this answer has ended: ask again."))
+            event = f"data: {json.dumps(gone.body)}\n\n"
+            yield {"type": "http.response.body", "body": event.encode(), "more_body": True}
+        finally:
+            answer.cancel()
+
+    async def _begun(self, path: str, body: bytes) -> tuple[Message, Any]:
+        """Have a replica answer; where one has no room, or dies before it has said anything, another one.
+
+        Returns:
+            The message with status and headers, and what gives the others.
+
+        Raises:
+            StoppedError: when the replicas that were asked have ended.
+            WaitedError: when there was no replica for too long.
+        """
         session, full, pause = conversation(body), 0, 0.0
         for left in reversed(range(TRIES)):
             await asyncio.sleep(pause)
             answer: Any = self._replicas.options(stream=True, session_id=session).ask.remote(path, body, full=full)
             try:
-                await self._taken(answer)
+                async with asyncio.timeout(self._wait_seconds):
+                    await anext(answer)  # until a replica has taken the request
                 begin = await anext(answer)
             except (RayActorError, DeploymentUnavailableError):
                 pause = 2 * pause or LOST_SECONDS
                 continue
             except BaseException as error:
                 answer.cancel()
-                raise (refusal(error) if isinstance(error, UserError) else error) from None
+                if not isinstance(error, TimeoutError):
+                    raise
+                raise WaitedError(f"no replica came within {self._wait_seconds} seconds: ask again later.") from None
             if begin["status"] != 429 or not left:
-                return Passed(begin, answer, self._close)
+                return begin, answer
             full += 1
-        raise refusal(StoppedError("the replicas that were asked have ended: ask again later."))
-
-    async def _taken(self, answer: Any) -> None:
-        """Wait until a replica begins with a request: there may be none for a while."""
-        try:
-            async with asyncio.timeout(self._wait_seconds):
-                await anext(answer)
-        except TimeoutError:
-            raise WaitedError(f"no replica came within {self._wait_seconds} seconds: ask again later.") from None
-
-    def _close(self) -> None:
-        self._open -= 1
-
-
-class Passed(Response):
-    """What a replica answers, as it comes.
-
-    Args:
-        begin: the message with status and headers.
-        answer: gives the others.
-        close: called when all were sent, or the client has left.
-    """
-
-    def __init__(self, begin: Message, answer: Any, close: Any) -> None:
-        super().__init__()
-        self._begin, self._answer, self._end = begin, answer, close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
-        streams = any(b"text/event-stream" in value for _, value in self._begin["headers"])
-        try:
-            await send(self._begin)
-            async for message in self._answer:
-                await send(message)
-        except RayActorError:
-            if not streams:
-                raise
-            gone = refusal(StoppedError("the replica that wrote this answer has ended: ask again."))
-            await send({"type": "http.response.body", "body": f"data: {json.dumps(gone.body)}\n\n".encode()})
-        finally:
-            self._answer.cancel()
-            self._end()
-
-
-class _All(Collector):
-    """Metrics of several processes."""
-
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Sequence[Metric]:
-        return self._families
-
-
-def labelled(figures: Mapping[str, str]) -> bytes:
-    """Return figures of replicas, by their names, in Prometheus' text format, with the label ``replica``."""
-    families: dict[str, Metric] = {}
-    for name, text in figures.items():
-        for one in text_string_to_metric_families(text):
-            family = families.setdefault(one.name, Metric(one.name, one.documentation, one.type))
-            family.samples += [sample._replace(labels=sample.labels | {"replica": name}) for sample in one.samples]
-    registry = CollectorRegistry()
-    registry.register(_All([*families.values()]))
-    return generate_latest(registry)
+        raise StoppedError("the replicas that were asked have ended: ask again later.")
 
 
 def conversation(body: bytes) -> str:
@@ -303,26 +220,6 @@ def conversation(body: bytes) -> str:
     except (ValueError, AttributeError, KeyError, TypeError):
         return ""
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()
-
-
-def _scope(path: str) -> Scope:
-    """Return what ASGI says of a request."""
-    headers = [(b"content-type", b"application/json")]
-    asgi = {"version": "3.0", "spec_version": "2.4"}
-    told = {"type": "http", "asgi": asgi, "http_version": "1.1", "scheme": "http", "method": "POST", "path": path}
-    return told | {"raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": headers}
-
-
-def _only(body: bytes) -> Receive:
-    """Return what gives an app a body, and then nothing: a client that leaves cancels the app."""
-    parts = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if not parts:
-            await asyncio.Event().wait()
-        return parts.pop()
-
-    return receive
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:
@@ -346,29 +243,30 @@ def application(config: ServeConfig, api_key: str | None) -> serve.Application:
     if more:
         scaling = AutoscalingConfig(min_replicas=least, max_replicas=more[0], target_ongoing_requests=config.batch / 2)
         number = {"autoscaling_config": scaling}
+    both: dict[str, Any] = {
+        "graceful_shutdown_timeout_s": DRAIN_SECONDS,
+        "health_check_period_s": HEALTH_SECONDS,
+        "logging_config": LOGGING,
+    }
     model: Any = serve.deployment(
         Replica,
         name="model",
         ray_actor_options={"num_cpus": room.cpus, "num_gpus": room.gpus},
         max_ongoing_requests=2 * (config.queue + config.batch),  # above what its own queue lets in, for those who look
-        graceful_shutdown_timeout_s=DRAIN_SECONDS,
-        health_check_period_s=HEALTH_SECONDS,
-        logging_config=LOGGING,
         max_constructor_retry_count=TRIES,
         request_router_config=RequestRouterConfig(
             request_router_class=Ring,  # type: ignore[arg-type]
             request_router_kwargs={"num_fallback_replicas": TRIES - 1},
         ),
         **number,
+        **both,
     )
     front: Any = serve.deployment(
         serve.ingress()(Front),
         name="front",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=FRONT_REQUESTS,
-        graceful_shutdown_timeout_s=DRAIN_SECONDS,
-        health_check_period_s=HEALTH_SECONDS,
-        logging_config=LOGGING,
+        **both,
     )
     replicas = model.bind(config, versions(*LIBRARIES))
     return cast(serve.Application, front.bind(replicas, config, shown(read_policy(config)), api_key))
@@ -380,7 +278,7 @@ def run_on(address: str, config: ServeConfig, api_key: str | None) -> int:
     Args:
         address: of the cluster, as of :data:`ag.cluster.CLUSTER`.
         config: of the server.
-        api_key: what clients have to know; None: nothing.
+        api_key: what clients have to know; None means that anybody may ask.
 
     Raises:
         UserError: when there is no such cluster, it has no room or answers already, or no replica could begin.

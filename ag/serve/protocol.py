@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from openai import BaseModel as Answer
-from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
+from openai.types import Completion, CompletionChoice
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import completion_create_params as chat_params
-from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
-from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
-from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
-from openai.types.chat.chat_completion_token_logprob import TopLogprob
-from openai.types.completion_choice import Logprobs
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from ag.errors import nearest
 from ag.model.chat import Part, for_template
-from ag.serve.detokenizer import Spelling
+from ag.serve.answers import Piece
+from ag.serve.detokenizer import Vocabulary
 from ag.serve.request import Token
-from ag.serve.worker import Piece
 
 LOWEST = -9999.0  # OpenAI's log-probability of what is impossible: JSON has no infinity
 
-#: Values of parameters that are not supported which ask for nothing.
+#: Parameters of OpenAI's API that are not supported, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -75,44 +68,40 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class TextPart(BaseModel):
-    """A part of a message's content: text."""
+# ---- requests
+
+
+class _Part(BaseModel):
+    """A part of a request: it has no other parameters, and a text is no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class TextPart(_Part):
+    """A part of a message's content: text."""
 
     type: Literal["text"]
     text: str
 
 
-class Function(BaseModel):
+class Function(_Part):
     """What the assistant calls."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class ToolCall(BaseModel):
+class ToolCall(_Part):
     """A call of a tool by the assistant."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: Function
-    index: int | None = None  # of a stream
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the call as chat templates take it."""
-        named = {} if self.id is None else {"id": self.id}
-        return {"type": self.type, "function": self.function.model_dump()} | named
+    index: int | None = Field(None, exclude=True)  # of a stream
 
 
-class Message(BaseModel):
+class Message(_Part):
     """A message of a conversation."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: str | None = None
@@ -130,20 +119,16 @@ class Message(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
-        told = self.model_dump(exclude={"tool_calls"})
+        told = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             told["content"] = "".join(part.text for part in self.content)
         if self.role == "developer":
             told["role"] = "system"
-        if self.tool_calls:
-            told["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return for_template(told)
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(_Part):
     """What else a stream tells."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False  # padding of the answer, which this server never adds
@@ -153,10 +138,12 @@ Ids = Annotated[list[int], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Asked(BaseModel):
-    """The parameters of both kinds of request; null stands for the default."""
+class Asked(_Part):
+    """The parameters of both kinds of request; null stands for the default.
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    A parameter that :class:`ag.serve.Request` has too, and in the same form, goes there by its name: one more of
+    drawing is a field here, a field there, and a line in :func:`ag.serve.sampler.processors`.
+    """
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -179,7 +166,7 @@ class Asked(BaseModel):
 
     @property
     def longest(self) -> tuple[str, int] | None:
-        """Most tokens of the answer, behind the name of the parameter that says so; None: the client does not say."""
+        """Most tokens of the answer, behind the name of its parameter; None means that the client does not say."""
         return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
 
     @field_validator("stream_options")
@@ -190,13 +177,8 @@ class Asked(BaseModel):
         return told
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """The texts that end the answer."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
     def best(self) -> int | None:
-        """How many of the most probable tokens to name at each place; None: no log-probabilities."""
+        """How many of the most probable tokens to name at each place; None means that none is asked for."""
         raise NotImplementedError
 
     def biases(self, vocabulary: int) -> dict[int, float]:
@@ -207,9 +189,8 @@ class Asked(BaseModel):
         """
         for name in self.logit_bias:
             if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocabulary):
-                raise ApiError(
-                    400, f"logit_bias: {name[:80]!r}: expected tokens of 0 to {vocabulary - 1}.", "logit_bias"
-                )
+                message = f"logit_bias: {name[:80]!r}: expected tokens of 0 to {vocabulary - 1}."
+                raise ApiError(400, message, "logit_bias")
         return {int(name): bias for name, bias in self.logit_bias.items()}
 
 
@@ -226,7 +207,7 @@ class ChatAsked(Asked):
     tools: list[dict[str, Any]] = Field(default_factory=list)  # which the chat template tells the model of
     tool_choice: Literal["none", "auto"] = "auto"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # variables of it, such as enable_thinking
-    protect: list[Part] | None = None  # parts of the chat that are never evicted; None: those of the server
+    protect: list[Part] | None = None  # parts of the chat that are never evicted; None means those of the server
 
     @field_validator("top_logprobs")
     @classmethod
@@ -243,13 +224,13 @@ class ChatAsked(Asked):
 
     @property
     def longest(self) -> tuple[str, int] | None:
-        """Most tokens of the answer, behind the name of the parameter that says so; None: the client does not say."""
+        """Most tokens of the answer, behind the name of its parameter; None means that the client does not say."""
         named = self.max_completion_tokens
         return super().longest if named is None else ("max_completion_tokens", named)
 
     @property
     def best(self) -> int | None:
-        """How many of the most probable tokens to name at each place; None: no log-probabilities."""
+        """How many of the most probable tokens to name at each place; None means that none is asked for."""
         return self.top_logprobs if self.logprobs else None
 
 
@@ -265,7 +246,7 @@ class CompletionAsked(Asked):
 
     @property
     def best(self) -> int | None:
-        """How many of the most probable tokens to name at each place; None: no log-probabilities."""
+        """How many of the most probable tokens to name at each place; None means that none is asked for."""
         return self.logprobs
 
 
@@ -308,9 +289,9 @@ def _refusal(error: ValidationError) -> ApiError:
     # why a value of the right kind does not fit, or all the kinds that would
     told = [found["msg"] for found in alike if not found["type"].endswith("_type")] or [x["msg"] for x in alike]
     reason = " or ".join(dict.fromkeys(told)).replace(" or Input should be ", " or ")
-    missing = first["type"] == "missing"
-    value = "" if missing else f"={_shown(first['input'])}"
-    return ApiError(400, f"{param}{value}: {reason}.", param or None, "missing" if missing else "invalid_value")
+    if first["type"] == "missing":
+        return ApiError(400, f"{param}: {reason}.", param or None, "missing")
+    return ApiError(400, f"{param}={first['input']!r:.80}: {reason}.", param or None, "invalid_value")
 
 
 def _param(place: Sequence[int | str]) -> str:
@@ -319,146 +300,84 @@ def _param(place: Sequence[int | str]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
 
 
-def _shown(value: Any) -> str:
-    try:
-        return f"{value!r:.80}"
-    except ValueError:  # Python writes no number of so many digits
-        return "..."
+# ---- answers
 
 
-class Form(ABC):
-    """The form of an answer to one request, whole or in pieces.
+class _Going(CompletionChoice):
+    """A choice of a text, which may go on."""
+
+    finish_reason: Literal["stop", "length"] | None  # type: ignore[assignment]  # OpenAI's type knows none that does
+
+
+class _Completion(Completion):
+    choices: list[_Going]  # type: ignore[assignment]
+
+
+class Form:
+    """The form of the answers to one request, whole or in pieces; as JSON, by OpenAI's types.
 
     Args:
         asked: the request.
-        tokenizer: a fast one, which knows the texts of tokens.
+        vocabulary: knows the texts of tokens.
     """
 
-    prefix: ClassVar[str]
+    def __init__(self, asked: Asked, vocabulary: Vocabulary) -> None:
+        self.asked, self.text_of, self._chat = asked, vocabulary.text, isinstance(asked, ChatAsked)
+        name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": name, "created": int(time.time()), "model": asked.model}
 
-    def __init__(self, asked: Asked, tokenizer: Any) -> None:
-        self.asked, self.text_of = asked, Spelling(tokenizer)
-        self.head: dict[str, Any] = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": asked.model,
-        }
+    def begin(self) -> list[str]:
+        """Return what a stream begins with: of a chat the role of each answer."""
+        role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return [self._piece([{"index": number, **role}]) for number in range(self.asked.n)] if self._chat else []
 
-    def begin(self) -> list[Answer]:
-        """Return what a stream begins with."""
-        return []
-
-    @abstractmethod
-    def chunk(self, piece: Piece) -> Answer:
+    def chunk(self, piece: Piece) -> str:
         """Return a piece of an answer for a stream."""
+        said = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
+        return self._piece([self._choice(piece, said)])
 
-    @abstractmethod
-    def last(self, usage: CompletionUsage) -> Answer:
+    def last(self, prompt: int, written: int) -> str:
         """Return the end of a stream that tells how many tokens there were."""
+        return self._piece([], usage=_usage(prompt, written))
 
-    @abstractmethod
-    def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> Answer:
-        """Return the answers, each in one piece."""
-
-
-class ChatForm(Form):
-    """The form of ``/v1/chat/completions``."""
-
-    prefix = "chatcmpl"
-
-    def begin(self) -> list[Answer]:
-        """Return the role of each answer."""
-        return [self._chunk(number, ChoiceDelta(role="assistant", content="")) for number in range(self.asked.n)]
-
-    def chunk(self, piece: Piece) -> Answer:
-        """Return a piece of an answer for a stream."""
-        delta = ChoiceDelta(content=piece.text) if piece.text else ChoiceDelta()
-        logprobs = self._logprobs(piece)
-        told = None if logprobs is None else ChunkLogprobs(content=logprobs)
-        return self._chunk(piece.number, delta, logprobs=told, finish_reason=piece.reason)
-
-    def last(self, usage: CompletionUsage) -> Answer:
-        """Return the end of a stream that tells how many tokens there were."""
-        return ChatCompletionChunk(object="chat.completion.chunk", choices=[], usage=usage, **self.head)
-
-    def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> Answer:
-        """Return the answers, each in one piece."""
+    def whole(self, answers: Sequence[Piece], prompt: int, written: int) -> str:
+        """Return the answers, each in one piece, and how many tokens the prompt and they have."""
         choices = []
         for piece in answers:
-            logprobs = self._logprobs(piece)
-            choices.append(
-                Choice(
-                    index=piece.number,
-                    message=ChatCompletionMessage(role="assistant", content=piece.text, refusal=None),
-                    logprobs=None if logprobs is None else ChoiceLogprobs(content=logprobs),
-                    finish_reason=piece.reason or "stop",
-                )
-            )
-        return ChatCompletion(object="chat.completion", choices=choices, usage=usage, **self.head)
+            message = {"role": "assistant", "content": piece.text, "refusal": None}
+            choices.append(self._choice(piece, {"message": message} if self._chat else {"text": piece.text}))
+        kind, name = (ChatCompletion, "chat.completion") if self._chat else (_Completion, "text_completion")
+        return _json(kind, object=name, choices=choices, usage=_usage(prompt, written), **self._head)
 
-    def _chunk(self, number: int, delta: ChoiceDelta, **told: Any) -> Answer:
-        choice = ChunkChoice(index=number, delta=delta, **{"finish_reason": None, **told})
-        return ChatCompletionChunk(object="chat.completion.chunk", choices=[choice], **self.head)
+    def _piece(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        kind, name = (ChatCompletionChunk, "chat.completion.chunk") if self._chat else (_Completion, "text_completion")
+        return _json(kind, object=name, choices=choices, **more, **self._head)
 
-    def _logprobs(self, piece: Piece) -> list[ChatCompletionTokenLogprob] | None:
-        if self.asked.best is None:
-            return None
-        return [
-            ChatCompletionTokenLogprob(
-                **self._named(token.id, token.logprob or 0.0),
-                top_logprobs=[TopLogprob(**self._named(*best)) for best in token.best],
-            )
-            for token, _ in piece.tokens
-        ]
+    def _choice(self, piece: Piece, said: dict[str, Any]) -> dict[str, Any]:
+        logprobs = None
+        if self.asked.best is not None:
+            logprobs = self._of_chat(piece.tokens) if self._chat else self._of_text(piece.tokens)
+        return {"index": piece.number, "logprobs": logprobs, "finish_reason": piece.reason, **said}
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.text_of(token)  # a part of a character is no text: then there are no bytes of it
+    # ---- log-probabilities
+
+    def _of_chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        def value(token: int, logprob: float | None) -> dict[str, Any]:
+            text = self.text_of(token)  # a part of a character is no text: then there are no bytes of it
+            known = None if "\ufffd" in text else list(text.encode())
+            return {"token": text, "bytes": known, "logprob": _finite(logprob)}
+
+        best = [[value(*other) for other in token.best] for token in tokens]
+        found = [value(token.id, token.logprob) for token in tokens]
+        return {"content": [one | {"top_logprobs": others} for one, others in zip(found, best, strict=True)]}
+
+    def _of_text(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {
-            "token": text,
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-            "logprob": max(logprob, LOWEST),
+            "tokens": [self.text_of(token.id) for token in tokens],
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [self._best(token) for token in tokens],
+            "text_offset": [token.place for token in tokens],
         }
-
-
-class CompletionForm(Form):
-    """The form of ``/v1/completions``."""
-
-    prefix = "cmpl"
-
-    def chunk(self, piece: Piece) -> Answer:
-        """Return a piece of an answer for a stream."""
-        # constructed without checks: OpenAI's type knows no choice that goes on
-        choice = CompletionChoice.model_construct(
-            index=piece.number, text=piece.text, logprobs=self._logprobs(piece), finish_reason=piece.reason
-        )
-        return Completion.model_construct(object="text_completion", choices=[choice], **self.head)
-
-    def last(self, usage: CompletionUsage) -> Answer:
-        """Return the end of a stream that tells how many tokens there were."""
-        return Completion(object="text_completion", choices=[], usage=usage, **self.head)
-
-    def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> Answer:
-        """Return the answers, each in one piece."""
-        choices = [
-            CompletionChoice(
-                index=piece.number,
-                text=piece.text,
-                logprobs=self._logprobs(piece),
-                finish_reason=piece.reason or "stop",
-            )
-            for piece in answers
-        ]
-        return Completion(object="text_completion", choices=choices, usage=usage, **self.head)
-
-    def _logprobs(self, piece: Piece) -> Logprobs | None:
-        if self.asked.best is None:
-            return None
-        return Logprobs(
-            tokens=[self.text_of(token.id) for token, _ in piece.tokens],
-            token_logprobs=[max(token.logprob or 0.0, LOWEST) for token, _ in piece.tokens],
-            top_logprobs=[self._best(token) for token, _ in piece.tokens],
-            text_offset=[place for _, place in piece.tokens],
-        )
 
     def _best(self, token: Token) -> dict[str, float]:
         """Return the log-probabilities of the most probable tokens and of the one that was chosen.
@@ -466,22 +385,21 @@ class CompletionForm(Form):
         The chosen one is named by its text, as in ``tokens``; of others that are spelled alike the most probable one
         is, and the rest by their ids.
         """
-        values = dict(token.best) | {token.id: token.logprob or 0.0}
+        values = dict(token.best) | {token.id: token.logprob}
         names: dict[str, int] = {}
         for other in [token.id, *values]:
             names.setdefault(self.text_of(other), other)
         texts = {other: text for text, other in names.items()}
-        return {texts.get(other, f"token_id:{other}"): max(value, LOWEST) for other, value in values.items()}
+        return {texts.get(other, f"token_id:{other}"): _finite(value) for other, value in values.items()}
 
 
-def usage(prompt: int, written: int) -> CompletionUsage:
-    """Return how many tokens a prompt and its answers have."""
-    return CompletionUsage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)
+def _finite(logprob: float | None) -> float:
+    return max(logprob or 0.0, LOWEST)
 
 
-def as_json(answer: Answer) -> str:
-    """Return an answer as JSON, without fields that nobody set."""
-    return answer.model_dump_json(exclude_unset=True)
+def _usage(prompt: int, written: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
-FORMS: Mapping[type[Asked], type[Form]] = {ChatAsked: ChatForm, CompletionAsked: CompletionForm}
+def _json(kind: type[Answer], **fields: Any) -> str:
+    return kind.model_validate(fields).to_json(indent=None)

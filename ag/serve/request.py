@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ag.engine.protection import marked
 from ag.errors import UserError, require
+from ag.serve.detokenizer import Detokenizer
 
 #: Why an answer ended: its text did, it has ``max_tokens``, its reader left, or time ran out.
 Reason = Literal["stop", "length", "cancelled", "timeout"]
@@ -23,21 +24,24 @@ class Request:
 
     Attributes:
         tokens: ids of the prompt.
-        max_tokens: most tokens of the answer.
-        temperature: of drawing; 0: the most probable token each time.
+        max_tokens: most tokens of an answer.
+        temperature: divides logits before a token is drawn; 0 takes the most probable token each time.
         top_p: tokens are drawn from the most probable ones that have this probability together.
-        top_k: and from so many; 0: any number.
-        min_p: and from those at least this times as probable as the most probable one.
-        repetition_penalty: what logits of tokens that came before are divided by, 0.01 to 100.
+        top_k: tokens are drawn from this number of the most probable ones; 0 means that there is no such limit.
+        min_p: tokens are drawn from those at least this times as probable as the most probable one.
+        repetition_penalty: divides the logits of tokens that came before, 0.01 to 100.
         logit_bias: added to logits, by token.
-        seed: of drawing; None: another one each time.
-        stop: texts that end the answer.
-        logprobs: how many of the most probable tokens to name at each place, with log-probabilities; None: none.
+        seed: of drawing; None means that each answer has another one.
+        stop: texts that end an answer and are no part of it.
+        continues: whether an answer goes on with the text of the prompt; False means that it begins a text of its own,
+            whose first word has no space in front.
+        logprobs: how many of the most probable tokens to name at each place, with log-probabilities; None means that no
+            log-probabilities are returned.
         n: answers.
-        protect: tokens of the prompt that never go, whatever the policy: pairs (first token, the one behind the last),
-            counted from 0.
-        wait_seconds: longest time before the prompt is read; None: any.
-        answer_seconds: longest time before the answer ends; None: any.
+        protect: tokens of the prompt that are never evicted, whatever the policy: pairs (first token, the one behind
+            the last), counted from 0.
+        wait_seconds: longest time before the prompt is read; None means that it may wait for ever.
+        answer_seconds: longest time before the answer ends; None means that there is no such limit.
 
     Raises:
         UserError: for a value out of range.
@@ -53,6 +57,7 @@ class Request:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    continues: bool = True
     logprobs: int | None = None
     n: int = 1
     protect: tuple[tuple[int, int], ...] = ()
@@ -68,6 +73,7 @@ class Request:
         require(self, "top_k", self.top_k >= 0, "0 or more")
         require(self, "min_p", 0 <= self.min_p <= 1, "0 to 1")
         require(self, "repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100")
+        require(self, "stop", all(self.stop), "texts that are not empty")
         require(self, "logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more, or None")
         require(self, "n", self.n >= 1, "1 or more")
         inside = all(0 <= first < behind <= len(self.tokens) for first, behind in self.protect)
@@ -85,11 +91,16 @@ class Token:
 
     Attributes:
         id: in the vocabulary.
-        logprob: its log-probability under the model, before anything changes the logits; None: nobody asked.
-        best: the most probable tokens and their log-probabilities, where somebody asked.
+        text: of the answer that is certain since this token; "" where it is, or may be, a part of something longer.
+        place: characters of the answer before the token.
+        logprob: its log-probability under the model, before anything changes the logits; None means that the request
+            did not ask for it.
+        best: the most probable tokens and their log-probabilities, where the request asked for them.
     """
 
     id: int
+    text: str = ""
+    place: int = 0
     logprob: float | None = None
     best: tuple[tuple[int, float], ...] = ()
 
@@ -102,16 +113,20 @@ class Stream:
     """One answer as it comes: iterating waits for its tokens. Any thread may read or cancel it.
 
     Args:
+        text: of the answer; at the end its ``rest()`` is what was held back, if anything.
         hear: takes each event in the thread of the scheduler, at once and without waiting; then nothing is left to
-            iterate over. None: events wait to be read.
+            iterate over. None means that events wait to be read.
     """
 
-    def __init__(self, hear: Callable[[Event], None] | None = None) -> None:
+    def __init__(self, text: Detokenizer, hear: Callable[[Event], None] | None = None) -> None:
+        self.text = text
         #: Why the answer ended; None while it goes on.
         self.reason: Reason | None = None
+        #: Whether the reader asked for no more.
+        self.cancelled = False
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._give = hear or self._events.put
-        self._ended: Reason | None = None  # by its reader
+        #: Gives the reader an event.
+        self.put = hear or self._events.put
 
     def __iter__(self) -> Iterator[Token]:
         """Yield the tokens.
@@ -124,24 +139,6 @@ class Stream:
                 raise event
             yield event
 
-    def cancel(self, reason: Reason = "cancelled") -> None:
-        """Ask for no more: what the answer holds is free before the next token of the others.
-
-        Args:
-            reason: why the answer ends: ``stop`` where its reader has found the end of its text. The first one counts.
-        """
-        self._ended = self._ended or reason
-
-    @property
-    def cancelled(self) -> Reason | None:
-        """Why nobody wants the rest; None: somebody does."""
-        return self._ended
-
-    def put(self, token: Token) -> None:
-        """Give the reader a token."""
-        self._give(token)
-
-    def end(self, reason: Reason | None = None, error: Exception | None = None) -> None:
-        """Tell the reader that there is no more, and why."""
-        self.reason = reason
-        self._give(error)
+    def cancel(self) -> None:
+        """Ask for no more: what the answer holds is free before the next token of the others."""
+        self.cancelled = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -13,12 +12,11 @@ from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    StopStringCriteria,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from ag.serve.request import Reason, Request, Token
+from ag.serve.request import Request, Token
 
 
 class Sampler:
@@ -26,15 +24,12 @@ class Sampler:
 
     Args:
         request: says how.
-        tokenizer: knows what text tokens are, for ``stop``.
-        ends: ids of tokens that end a text.
         number: of the answer among those to the request, which moves the seed.
     """
 
-    def __init__(self, request: Request, tokenizer: Any, ends: Collection[int], number: int = 0) -> None:
-        self.request, self.ends = request, ends
-        self._processors = _processors(request)
-        self._stop = StopStringCriteria(tokenizer, list(request.stop)) if request.stop else None
+    def __init__(self, request: Request, number: int = 0) -> None:
+        self._greedy, self._best = request.temperature == 0, request.logprobs
+        self._processors = processors(request)
         self._draw = torch.Generator()
         if request.seed is None:
             self._draw.seed()
@@ -42,28 +37,21 @@ class Sampler:
             self._draw.manual_seed(request.seed + number)
 
     def __call__(self, text: Tensor, logits: Tensor) -> Token:
-        """Choose the token that follows a text.
+        """Choose the token that follows a text; its own text is not known here.
 
         Args:
             text: ids ``[T]``, prompt and answer so far, on the CPU.
             logits: ``[V]`` float32, on the CPU.
         """
         scores: Tensor = self._processors(cast("Any", text[None]), cast("Any", logits[None]))[0]
-        if self.request.temperature:
-            chosen = int(torch.multinomial(scores.softmax(-1), 1, generator=self._draw))
-        else:
-            chosen = int(scores.argmax())
-        if self.request.logprobs is None:
+        drawn = scores.argmax() if self._greedy else torch.multinomial(scores.softmax(-1), 1, generator=self._draw)
+        chosen = int(drawn)
+        if self._best is None:
             return Token(chosen)
         known = logits.log_softmax(-1)
-        values, ids = known.topk(self.request.logprobs)
-        return Token(chosen, float(known[chosen]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
-
-    def ended(self, text: Tensor, count: int) -> Reason | None:
-        """Return why a text ``[T]`` whose last ``count`` tokens are the answer ends; None: it goes on."""
-        if int(text[-1]) in self.ends or (self._stop is not None and bool(self._stop(text[None], None))):
-            return "stop"
-        return "length" if count >= self.request.max_tokens else None
+        values, ids = known.topk(self._best)
+        best = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return Token(chosen, logprob=float(known[chosen]), best=best)
 
 
 class _Temperature(LogitsProcessor):
@@ -78,21 +66,16 @@ class _Temperature(LogitsProcessor):
         return cast("torch.FloatTensor", (apart / self.temperature).to(scores.dtype))
 
 
-def _processors(request: Request) -> LogitsProcessorList:
+def processors(request: Request) -> LogitsProcessorList:
     """Return what changes the logits, in the order of ``model.generate``."""
-    found = LogitsProcessorList()
-    if request.logit_bias:
-        found.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in request.logit_bias.items()]))
-    if request.repetition_penalty != 1:
-        found.append(RepetitionPenaltyLogitsProcessor(request.repetition_penalty))
-    if not request.temperature:
-        return found
-    if request.temperature != 1:
-        found.append(_Temperature(request.temperature))
-    if request.top_k:
-        found.append(TopKLogitsWarper(request.top_k))
-    if request.top_p < 1:
-        found.append(TopPLogitsWarper(request.top_p))
-    if request.min_p:
-        found.append(MinPLogitsWarper(request.min_p))
-    return found
+    bias = [[[token], value] for token, value in request.logit_bias.items()]
+    drawn = request.temperature > 0
+    table: list[tuple[Any, Any, bool]] = [  # what changes logits, what it is told, and whether it changes anything
+        (SequenceBiasLogitsProcessor, bias, bool(bias)),
+        (RepetitionPenaltyLogitsProcessor, request.repetition_penalty, request.repetition_penalty != 1),
+        (_Temperature, request.temperature, drawn and request.temperature != 1),
+        (TopKLogitsWarper, request.top_k, drawn and request.top_k > 0),
+        (TopPLogitsWarper, request.top_p, drawn and request.top_p < 1),
+        (MinPLogitsWarper, request.min_p, drawn and request.min_p > 0),
+    ]
+    return LogitsProcessorList(make(told) for make, told, changes in table if changes)

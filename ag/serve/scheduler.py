@@ -8,15 +8,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from ag.engine.block_pool import Pool, PoolFullError
 from ag.engine.cache import EvictionCache
@@ -24,8 +25,8 @@ from ag.engine.policy import Policy, policy
 from ag.engine.step_runner import StepRunner
 from ag.errors import UserError
 from ag.serve.admission import Admission, Need
-from ag.serve.answer import Answer, Prompt
-from ag.serve.prefix_cache import PrefixCache
+from ag.serve.detokenizer import Detokenizer, Vocabulary
+from ag.serve.prefix_cache import PrefixCache, key_of
 from ag.serve.request import Event, Reason, Request, Stream
 from ag.serve.sampler import Sampler
 from ag.serve.snapshot import Counts, Running, Snapshot
@@ -33,6 +34,78 @@ from ag.serve.snapshot import Counts, Running, Snapshot
 
 class Busy(UserError):
     """The queue of requests is full; try again later."""
+
+
+class StoppedError(UserError):
+    """The scheduler ends, or has failed: no answer goes on."""
+
+
+@dataclass(eq=False)
+class _Answer:
+    """An answer that waits, whose prompt is being read, or that is being written.
+
+    Attributes:
+        number: of the answer, counted from the first one that was asked for.
+        request: what is asked.
+        stream: where its tokens go.
+        sampler: chooses them.
+        text: ids ``[T]`` on the CPU, of the prompt and of the answer so far.
+        since: when it was asked for, in seconds of the scheduler's clock.
+        need: blocks that it may take.
+        read: tokens of the text that the model has read, while the answer is in the batch.
+    """
+
+    number: int
+    request: Request
+    stream: Stream
+    sampler: Sampler
+    text: Tensor
+    since: float
+    need: Need
+    read: int = 0
+
+    @property
+    def prompt(self) -> Tensor:
+        """The ids of the prompt."""
+        return self.text[: len(self.request.tokens)]
+
+    @property
+    def written(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.text) - len(self.request.tokens)
+
+    def key(self) -> Tensor:
+        """Return the text so far with what is protected, as a :class:`PrefixCache` compares texts."""
+        return key_of(self.text, self.request.marks())
+
+    def coming(self, drafts: int) -> Tensor:
+        """Return the ids that the model reads next: one of the text, and up to ``drafts`` more of it or looked up."""
+        known = self.text[self.read :][: 1 + drafts]
+        more = min(1 + drafts - len(known), self.request.max_tokens - self.written - 1)
+        if more <= 0 or self.read + len(known) < len(self.text):
+            return known
+        lookup = PromptLookupCandidateGenerator(num_output_tokens=more, max_length=sys.maxsize)
+        found, _ = lookup.get_candidates(cast("Any", self.text[None]))
+        return torch.cat([known, found[0, len(self.text) :]])
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt that is being read, part by part.
+
+    Attributes:
+        answers: that begin with it.
+        cache: what is held of it.
+        read: tokens read so far.
+        shared: of these, tokens of a cached prefix.
+        mark: where the prefix ends that it has in common with other texts; 0 means that none does behind ``shared``.
+    """
+
+    answers: list[_Answer]
+    cache: EvictionCache
+    read: int
+    shared: int
+    mark: int
 
 
 class Scheduler:
@@ -45,7 +118,7 @@ class Scheduler:
 
     Args:
         model: causal language model in evaluation mode.
-        tokenizer: its tokenizer.
+        tokenizer: its tokenizer, a fast one.
         spec: the policy, or its text; see :func:`ag.policy`.
         pool: holds the keys and values of all requests.
         budget: for a text: tokens per KV head, or a share of each prompt.
@@ -57,7 +130,7 @@ class Scheduler:
         clock: seconds, for the limits of requests.
 
     Raises:
-        UserError: when the pool was made for another model.
+        UserError: when the pool was made for another model, or the tokenizer is not a fast one.
     """
 
     def __init__(
@@ -76,25 +149,29 @@ class Scheduler:
     ) -> None:
         made = spec if isinstance(spec, Policy) else policy(spec, budget)
         self.model, self.tokenizer, self.pool = model, tokenizer, pool
-        self.policy = made.with_tokenizer(tokenizer)
+        self.policy, self.vocabulary = made.with_tokenizer(tokenizer), Vocabulary(tokenizer)
         self.prefill_tokens, self.batch, self.queue = prefill_tokens, batch, queue
         self.counts = Counts()
         self._clock, self._numbers = clock, count()
         self._cache = EvictionCache(model, self.policy, pool=pool)  # of the batch
         self._next = StepRunner(model, self._cache)
         self._drafts = prompt_lookup if self._cache.is_croppable else 0
-        self._running: list[Answer] = []  # the sequences of the batch
-        self._reading: Prompt | None = None
-        self._waiting: deque[list[Answer]] = deque()  # the answers to each request
+        self._running: list[_Answer] = []  # the sequences of the batch
+        self._reading: _Prompt | None = None
+        self._waiting: deque[list[_Answer]] = deque()  # the answers to each request
         self._crowded = False  # whether the pool ran out since an answer ended
         self._lock = threading.Condition()
         self._stopping = False
+        self._stopped: StoppedError | None = None  # by which every answer ends
+        #: Whether :meth:`run` has ended by an error.
+        self.failed = False
         self._at_once = _reads_at_once(self._cache)
-        #: None means that what is read of a prompt depends on what follows.
+        #: None means that what is read of a prompt depends on what follows, so that no prefix can be shared.
         self._prefixes = None if self._at_once or self.policy.block is not None else PrefixCache(pool)
         self._admission = Admission(self._cache, model.config, sys.maxsize if self._at_once else prefill_tokens)
         ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-        self._ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+        #: Ids of tokens that end a text.
+        self.ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
         self._show()
 
     # ---- for other threads
@@ -108,24 +185,20 @@ class Scheduler:
 
         Raises:
             Busy: when the queue is full.
+            StoppedError: when every answer was ended.
             UserError: for a prompt and answer that no empty pool or no context could hold.
         """
         need = self._admission.need(request)
         self._check(request, need)
         text, now = torch.tensor(request.tokens, dtype=torch.long), self._clock()
-        answers = [
-            Answer(
-                number=next(self._numbers),
-                request=request,
-                stream=Stream(hear and partial(hear, number)),
-                sampler=Sampler(request, self.tokenizer, self._ends, number),
-                text=text,
-                since=now,
-                need=need,
-            )
-            for number in range(request.n)
-        ]
+        answers = []
+        for number in range(request.n):
+            told = Detokenizer(self.vocabulary, request.stop, request.continues)
+            stream, sampler = Stream(told, hear and partial(hear, number)), Sampler(request, number)
+            answers.append(_Answer(next(self._numbers), request, stream, sampler, text, now, need))
         with self._lock:
+            if self._stopped is not None:
+                raise self._stopped
             if len(self._waiting) >= self.queue:
                 raise Busy(f"{len(self._waiting)} requests are waiting, as many as may: try again later.")
             self._waiting.append(answers)
@@ -135,19 +208,29 @@ class Scheduler:
         return [answer.stream for answer in answers]
 
     def run(self) -> None:
-        """Answer requests until :meth:`stop` is called, and those that were queued before."""
-        while True:
-            with self._lock:
-                while not (busy := self.busy) and not self._stopping:
-                    self._lock.wait()
-            if not busy:
-                return
-            self.step()
+        """Answer requests until :meth:`stop` is called, and those that were queued before.
 
-    def stop(self) -> None:
-        """Let :meth:`run` return when everything is answered."""
+        Raises:
+            Exception: what concerns no single request; every answer has ended by then.
+        """
+        try:
+            while True:
+                with self._lock:
+                    self._lock.wait_for(lambda: self.busy or self._stopping)
+                if not self.busy:
+                    return
+                self.step()
+        except Exception:
+            self.failed = True
+            self.stop("the scheduler has failed: start the server again.")
+            self._end_unwanted()
+            raise
+
+    def stop(self, why: str = "") -> None:
+        """Let :meth:`run` return when everything is answered; with a reason at once, every answer ends by it."""
         with self._lock:
             self._stopping = True
+            self._stopped = StoppedError(why) if why else None
             self._lock.notify()
 
     @property
@@ -158,13 +241,7 @@ class Scheduler:
     def snapshot(self) -> Snapshot:
         """Return what is going on, as it was after the last step; who waits is known to the moment."""
         with self._lock:
-            waiting = sum(map(len, self._waiting))
-        now, (answers, held, shown) = self._clock(), self._shown
-        running = tuple(
-            Running(number, prompt, written, now - since, tuple(layers))
-            for (number, prompt, written, since), layers in zip(answers, held.tolist(), strict=True)
-        )
-        return replace(shown, waiting=waiting, running=running)
+            return replace(self._shown, waiting=sum(map(len, self._waiting)))
 
     # ---- a step
 
@@ -182,24 +259,23 @@ class Scheduler:
 
     def _show(self) -> None:
         """Leave for other threads what :meth:`snapshot` returns; they read it as one object."""
-        answers = [(x.number, len(x.request.tokens), x.written, x.since) for x in self._running]
-        self._shown = (
-            answers,
-            self._cache.store.held.float().mean(2).T,
-            Snapshot(
-                waiting=0,
-                reading=0 if self._reading is None else len(self._reading.answers),
-                running=(),
-                blocks=self.pool.capacity,
-                free=self.pool.free,
-                block_nbytes=self.pool.block_nbytes(),
-                prefixes=0 if self._prefixes is None else len(self._prefixes),
-                prefix_blocks=0 if self._prefixes is None else self._prefixes.num_blocks,
-                counts=replace(self.counts, ended=self.counts.ended.copy()),
+        held, now = self._cache.store.held.float().mean(2).T.tolist(), self._clock()
+        self._shown = Snapshot(
+            waiting=0,
+            reading=0 if self._reading is None else len(self._reading.answers),
+            running=tuple(
+                Running(x.number, len(x.request.tokens), x.written, now - x.since, tuple(layers))
+                for x, layers in zip(self._running, held, strict=True)
             ),
+            blocks=self.pool.capacity,
+            free=self.pool.free,
+            block_nbytes=self.pool.block_nbytes(),
+            prefixes=0 if self._prefixes is None else len(self._prefixes),
+            prefix_blocks=0 if self._prefixes is None else self._prefixes.num_blocks,
+            counts=replace(self.counts, ended=self.counts.ended.copy()),
         )
 
-    # ---- answers come
+    # ---- requests are admitted
 
     def _check(self, request: Request, need: Need) -> None:
         """Refuse a request that no context or no empty pool could hold."""
@@ -235,7 +311,7 @@ class Scheduler:
         self._reading = self._prompt(answers)
         return True
 
-    def _prompt(self, answers: list[Answer]) -> Prompt:
+    def _prompt(self, answers: list[_Answer]) -> _Prompt:
         """Return a prompt of which nothing is read yet but a cached prefix, if there is one."""
         first, cache, shared, mark = answers[0], None, 0, 0
         if self._prefixes is not None:
@@ -249,14 +325,17 @@ class Scheduler:
             cache = EvictionCache(self.model, self.policy, pool=self.pool)
         cache.expect(torch.ones(1, len(first.prompt), dtype=torch.bool), first.prompt[None])
         cache.protect(first.request.protect)
-        return Prompt(answers, cache, read=shared, shared=shared, mark=mark if mark > shared else 0)
+        return _Prompt(answers, cache, read=shared, shared=shared, mark=mark if mark > shared else 0)
 
-    def _read_part(self, prompt: Prompt, tokens: int) -> int:
+    # ---- prompts are read
+
+    def _read_part(self, prompt: _Prompt, tokens: int) -> int:
         """Read a part of a prompt; at its end its answers join the batch. Returns how many tokens were read."""
         text, until = prompt.answers[0].prompt, prompt.mark or None
         part = text[prompt.read : until][: None if self._at_once else tokens]
         try:
-            logits = self._fed(prompt.cache, part)
+            ids = part[None].to(self.model.device)
+            out = self.model(input_ids=ids, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1)
             prompt.read += len(part)
             if prompt.read == prompt.mark:
                 self._cache_prefix(prompt)
@@ -267,7 +346,7 @@ class Scheduler:
             self._admission.learn(prompt.cache, len(text))
             for answer in list(prompt.answers):
                 fork = prompt.cache if answer is prompt.answers[-1] else deepcopy(prompt.cache)
-                self._begin(prompt, answer, fork, logits)
+                self._begin(prompt, answer, fork, out.logits[0, -1].float().cpu())
         except PoolFullError as error:
             self._put_off(prompt, error)
             return tokens
@@ -276,21 +355,14 @@ class Scheduler:
         self._reading = None
         return len(part)
 
-    def _fed(self, cache: EvictionCache, tokens: Tensor) -> Tensor:
-        """Read tokens ``[T]`` behind those of a cache; returns the logits ``[V]`` of the next one, on the CPU."""
-        ids = tokens[None].to(self.model.device)
-        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits: Tensor = out.logits[0, -1]
-        return logits.float().cpu()
-
-    def _cache_prefix(self, prompt: Prompt) -> None:
+    def _cache_prefix(self, prompt: _Prompt) -> None:
         """Cache what was read of a prompt so far, where there is room for its rest and its answers too."""
         read, prompt.mark, first = prompt.mark, 0, prompt.answers[0]
         rest = first.need.reading * (len(first.prompt) - read) // len(first.prompt)
         if self._prefixes is not None and self.pool.free >= rest + first.need.writing * len(prompt.answers):
             self._prefixes.add(first.key()[:read], deepcopy(prompt.cache))
 
-    def _begin(self, prompt: Prompt, answer: Answer, cache: EvictionCache, logits: Tensor) -> None:
+    def _begin(self, prompt: _Prompt, answer: _Answer, cache: EvictionCache, logits: Tensor) -> None:
         """Let an answer join the batch behind its prompt; a preempted one has its tokens, and chooses none."""
         answer.read = len(answer.request.tokens)
         if answer.written or self._add(answer, logits):
@@ -342,7 +414,7 @@ class Scheduler:
         out = self.model(input_ids=ids, attention_mask=mask, past_key_values=self._cache, use_cache=True)
         return [x[width - len(tokens) :] for x, tokens in zip(out.logits.float().cpu(), coming, strict=True)]
 
-    def _take(self, answer: Answer, read: Tensor, logits: Tensor) -> bool:
+    def _take(self, answer: _Answer, read: Tensor, logits: Tensor) -> bool:
         """Go on with an answer, of which tokens ``[T]`` were read; returns whether more is to come.
 
         Those that it has already are skipped; drafts count as read for as long as they are what is chosen.
@@ -360,26 +432,30 @@ class Scheduler:
                 return False
         return True
 
-    def _add(self, answer: Answer, logits: Tensor) -> bool:
+    def _add(self, answer: _Answer, logits: Tensor) -> bool:
         """Choose the next token of an answer; returns whether it goes on."""
+        told = answer.stream.text
         try:
             token = answer.sampler(answer.text, logits)
         except Exception as error:  # such as probabilities that are none, at a temperature near 0
             self._finish(answer, None, error)
             return False
         answer.text = torch.cat([answer.text, torch.tensor([token.id])])
-        answer.stream.put(token)
+        answer.stream.put(replace(token, place=told.length, text=told.add(token.id)))
         self.counts.tokens += 1
         if answer.written == 1:
             self.counts.started += 1
             self.counts.first_seconds += self._clock() - answer.since
-        reason: Reason | None = answer.sampler.ended(answer.text, answer.written)
-        if reason is not None:
-            self._finish(answer, reason)
-            if self._prefixes is not None:
-                with self._lock:
-                    self._prefixes.remember(answer.key())
-        return reason is None
+        if token.id in self.ends or told.stopped:
+            self._finish(answer, "stop")
+        elif answer.written >= answer.request.max_tokens:
+            self._finish(answer, "length")
+        else:
+            return True
+        if self._prefixes is not None:
+            with self._lock:
+                self._prefixes.remember(answer.key())
+        return False
 
     # ---- the pool is full
 
@@ -405,7 +481,7 @@ class Scheduler:
         for answer in reversed(preempted):
             self._queue_first([answer])
 
-    def _put_off(self, prompt: Prompt, error: PoolFullError) -> None:
+    def _put_off(self, prompt: _Prompt, error: PoolFullError) -> None:
         """Give the blocks of a prompt back until others have answered; where there are none it cannot be answered."""
         self._reading = None
         if not self._running:
@@ -414,7 +490,7 @@ class Scheduler:
         prompt.cache.reset()
         self._queue_first(prompt.answers)
 
-    def _queue_first(self, answers: list[Answer]) -> None:
+    def _queue_first(self, answers: list[_Answer]) -> None:
         """Let answers wait before all others, until some answer has ended."""
         self._crowded = True
         with self._lock:
@@ -423,7 +499,7 @@ class Scheduler:
     # ---- answers end
 
     def _end_unwanted(self) -> None:
-        """End the answers that were cancelled, and those whose time is over."""
+        """End the answers that were cancelled, and those whose time is over; all, where the scheduler was stopped."""
         with self._lock:
             for answers in self._waiting:
                 answers[:] = [answer for answer in answers if not self._unwanted(answer, waiting=answer.written == 0)]
@@ -435,17 +511,22 @@ class Scheduler:
                 self._reading = None
         self._remove([place for place, answer in enumerate(self._running) if self._unwanted(answer)])
 
-    def _unwanted(self, answer: Answer, waiting: bool = False) -> bool:
+    def _unwanted(self, answer: _Answer, waiting: bool = False) -> bool:
+        """End an answer that was cancelled, or whose time is over; returns whether it was."""
+        if self._stopped is not None:
+            self._finish(answer, None, self._stopped)
+            return True
         limits = [answer.request.answer_seconds, answer.request.wait_seconds if waiting else None]
         late = any(limit is not None and self._clock() - answer.since > limit for limit in limits)
-        reason = answer.stream.cancelled or ("timeout" if late else None)
+        reason: Reason | None = "cancelled" if answer.stream.cancelled else "timeout" if late else None
         if reason is not None:
             self._finish(answer, reason)
         return reason is not None
 
-    def _finish(self, answer: Answer, reason: Reason | None, error: Exception | None = None) -> None:
+    def _finish(self, answer: _Answer, reason: Reason | None, error: Exception | None = None) -> None:
         self.counts.ended[reason or "error"] += 1
-        answer.stream.end(reason, error)
+        answer.stream.reason = reason
+        answer.stream.put(error)
 
     def _remove(self, places: list[int]) -> None:
         """Take sequences out of the batch."""
@@ -454,7 +535,7 @@ class Scheduler:
             self._running = [answer for place, answer in enumerate(self._running) if place not in places]
             self._crowded = False
 
-    def _fail(self, answers: list[Answer], cache: EvictionCache, error: Exception) -> None:
+    def _fail(self, answers: list[_Answer], cache: EvictionCache, error: Exception) -> None:
         """End answers that the model or the policy failed at; what waits goes on."""
         cache.reset()
         for answer in answers:

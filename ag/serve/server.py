@@ -14,44 +14,13 @@ from ag.errors import UserError
 try:
     import uvicorn
 
-    from ag.serve.app import Service
+    from ag.serve.app import STOPPING, Service
     from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     raise UserError(f"ag.serve needs {missing}: pip install 'ag[serve]'.") from error
 
 CLOSE_SECONDS = 2  # which the connections have after that
-
-
-class Server(uvicorn.Server):
-    """A server that answers what it has begun before it ends.
-
-    Args:
-        service: whose app it serves.
-        config: of uvicorn.
-    """
-
-    def __init__(self, service: Service, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._service = service
-        self._end: float | None = None  # when running answers are given up
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take no more requests after SIGTERM or Ctrl-C; end at once when it comes again."""
-        if self._end is not None:
-            self.should_exit = self.force_exit = True
-            return
-        self._service.draining = True
-        self._end = time.monotonic() + DRAIN_SECONDS
-
-    async def on_tick(self, counter: int) -> bool:
-        """Tell, ten times a second, whether to end."""
-        if self._end is not None:
-            over = time.monotonic() > self._end
-            if over:
-                self._service.worker.cancel()
-            self.should_exit |= over or not self._service.worker.open
-        return await super().on_tick(counter)
 
 
 def run(asked: Invocation[ServeConfig]) -> int:
@@ -81,3 +50,34 @@ def run(asked: Invocation[ServeConfig]) -> int:
     )
     Server(service, settings).run([listener])
     return 0
+
+
+class Server(uvicorn.Server):
+    """A server that answers what it has begun before it ends.
+
+    Args:
+        service: whose app it serves.
+        config: of uvicorn.
+    """
+
+    def __init__(self, service: Service, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._service = service
+        self._end: float | None = None  # when running answers are given up
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take no more requests after SIGTERM or Ctrl-C; end at once when it comes again."""
+        if self._end is not None:
+            self.should_exit = self.force_exit = True
+            return
+        self._service.draining = True
+        self._end = time.monotonic() + DRAIN_SECONDS
+
+    async def on_tick(self, counter: int) -> bool:
+        """Tell, ten times a second, whether to end."""
+        if self._end is not None:
+            over = time.monotonic() > self._end
+            if over:
+                self._service.scheduler.stop(STOPPING)
+            self.should_exit |= over or not self._service.open
+        return await super().on_tick(counter)

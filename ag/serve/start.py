@@ -12,9 +12,9 @@ from ag.commands.serve import ServeConfig
 from ag.continuation import load, read_policy
 from ag.engine.block_pool import Pool
 from ag.errors import UserError
-from ag.serve.app import Limits, Service
+from ag.serve.answers import where
+from ag.serve.app import Service
 from ag.serve.scheduler import Scheduler
-from ag.serve.worker import where
 
 DRAIN_SECONDS = 24.0  # which running answers have after SIGTERM; orchestrators kill after 30
 
@@ -33,14 +33,7 @@ def serving(config: ServeConfig, api_key: str | None) -> Service:
         queue=config.queue,
         prompt_lookup=config.prompt_lookup,
     )
-    limits = Limits(
-        body=config.body_bytes,
-        answer_tokens=config.answer_tokens,
-        wait_seconds=config.wait_seconds,
-        answer_seconds=config.answer_seconds,
-        protect=tuple(config.protect),
-    )
-    return Service(scheduler, config.name or Path(str(model.config.name_or_path)).name, limits, api_key)
+    return Service(scheduler, config.name or Path(str(model.config.name_or_path)).name, config, api_key)
 
 
 def announce(name: str, host: str, port: int, open_to_all: bool) -> None:
@@ -65,14 +58,6 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-class _Line(logging.Formatter):
-    """One line each, errors by their type and place alone: their texts may quote prompts."""
-
-    def formatException(self, info: Any) -> str:
-        """Return where an error was raised, of its type, itself and its traceback."""
-        return where(info[1])
-
-
 def log() -> None:
     """Have a line on stderr for each request."""
     handler = logging.StreamHandler()
@@ -81,3 +66,11 @@ def log() -> None:
         logging.getLogger(name).setLevel(level)
         logging.getLogger(name).addHandler(handler)
         logging.getLogger(name).propagate = False
+
+
+class _Line(logging.Formatter):
+    """One line each, errors by their type and place alone: their texts may quote prompts."""
+
+    def formatException(self, info: Any) -> str:
+        """Return where an error was raised, of its type, itself and its traceback."""
+        return where(info[1])

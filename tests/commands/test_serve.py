@@ -36,7 +36,7 @@ def test_a_share_is_a_budget():
     assert (config.budget, config.share) == (0.3, None)
 
 
-@pytest.mark.parametrize("name", ["fastapi", "openai", "prometheus_client", "uvicorn"])
+@pytest.mark.parametrize("name", ["openai", "uvicorn"])
 def test_without_the_extra(name):
     """The error says how to install it; the scheduler and help do without."""
     code = f"import sys; sys.modules[{name!r}] = None; import ag.serve; from ag.commands.serve import main; "

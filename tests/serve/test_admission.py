@@ -33,6 +33,8 @@ UNEVEN = {
     "gates": ag.policy("gates", 0.3, "every"),
     "wrapped": ag.policy("h2o+vatp", 30, "every", sinks=2),
 }
+NAMES = [*EXACT, *UNEVEN, "window"]
+QUICK = "full", "every", "global", "window"
 
 
 def model_of(name, tiny_llama, tiny_mistral):
@@ -69,7 +71,7 @@ def peaks(scheduler, requests, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("name", [*EXACT, *UNEVEN, "window"])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in NAMES])
 def test_no_answer_takes_more_than_it_is_admitted_with(tiny_llama, tiny_mistral, tiny_tokenizer, monkeypatch, name):
     """Alone, and with others in one batch; the prompt comes in parts."""
     model, draw = model_of(name, tiny_llama, tiny_mistral), random.Random(name)

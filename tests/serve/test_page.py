@@ -12,7 +12,7 @@ import httpx  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
-from ag.serve.page import page  # noqa: E402
+from ag.serve.app import page  # noqa: E402
 from tests.support.browser import browser  # noqa: E402
 from tests.support.http_server import VOCABULARY, saved, server  # noqa: E402
 
@@ -26,6 +26,7 @@ def test_nothing_comes_from_elsewhere_and_only_its_own_script_runs():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_it_shows_what_is_answered(tiny_llama, tmp_path):
     folder = saved(tiny_llama(vocab_size=VOCABULARY, max_position_embeddings=8192), tmp_path)
     keys = ("policy=h2o", "share=0.25", "memory=64MiB", "answer_tokens=8000", "served_name=<b>tiny</b>")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from ag.engine.block_pool import PoolFullError
 from ag.errors import UserError
 from ag.serve import Request, Scheduler
 from ag.serve.admission import Need
-from ag.serve.sampler import _processors
+from ag.serve.sampler import processors
 from ag.serve.scheduler import Busy
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
@@ -44,7 +43,7 @@ def pool_of(model, blocks):
 @pytest.mark.parametrize(
     ("name", "count"),
     [("every", 20), ("flags", 20)]
-    + [pytest.param(name, 60 if name == "every" else 40, marks=pytest.mark.slow) for name in POLICIES],
+    + [pytest.param(x, 30, marks=pytest.mark.slow) for x in ("full", "h2o", "snapkv", "streaming_llm")],
 )
 def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, name, count):
     """Requests come at random, in a pool that is too small for all of them: some wait, some share, some leave."""
@@ -119,9 +118,7 @@ def test_a_step_without_room_for_copies_loses_no_token(tiny_llama, tiny_tokenize
     assert pool.free == pool.capacity
 
 
-@pytest.mark.parametrize(
-    "name", ["full", "flags", *(pytest.param(x, marks=pytest.mark.slow) for x in ("h2o", "snapkv"))]
-)
+@pytest.mark.parametrize("name", ["full", "flags", pytest.param("snapkv", marks=pytest.mark.slow)])
 def test_drafts_change_no_answer(tiny_llama, tiny_tokenizer, name):
     """Texts that repeat themselves, greedy and drawn; some answers are preempted."""
     model, policy, draw = model_for(tiny_llama, name), POLICIES[name], random.Random(7)
@@ -196,6 +193,7 @@ def test_what_ends_an_answer(tiny_llama, tiny_tokenizer):
     answer = alone(model, "full", whole)
     said = tiny_tokenizer.decode(answer[3:5])
     place = next(i for i in range(1, 25) if said in tiny_tokenizer.decode(answer[:i]))
+    before = tiny_tokenizer.decode(answer, skip_special_tokens=True).partition(said)[0]
     (stops,) = scheduler.submit(Request(tokens=whole.tokens, max_tokens=24, stop=(said,)))
     (leaves,) = scheduler.submit(whole)
     (late,) = scheduler.submit(Request(tokens=whole.tokens, max_tokens=24, answer_seconds=5))
@@ -210,7 +208,9 @@ def test_what_ends_an_answer(tiny_llama, tiny_tokenizer):
     assert leaves.reason == "cancelled" and waits.reason == "timeout" and pool.capacity - pool.free < 1.1 * taken
     now[0] = 6.0
     finish(scheduler)
-    assert (read(stops), stops.reason) == (answer[:place], "stop")
+    tokens = list(stops)
+    assert ([token.id for token in tokens], stops.reason) == (answer[:place], "stop")
+    assert "".join(token.text for token in tokens) == before
     begun = read(late)
     assert late.reason == "timeout" and 0 < len(begun) < 24 and begun == answer[: len(begun)]
     assert (read(forced), forced.reason) == ([7, 7], "length")
@@ -240,7 +240,7 @@ def test_an_error_concerns_its_own_request(tiny_llama, tiny_tokenizer, monkeypat
     assert pool.free == pool.capacity
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-42, 1e-38, 1e-20])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-42, 1e-20])
 def test_the_lower_a_temperature_the_more_greedy(tiny_llama, tiny_tokenizer, temperature):
     """However low it is there are probabilities; drawn answers are the greedy one long before it is 0."""
     model, draw = model_for(tiny_llama, "full"), random.Random(8)
@@ -256,48 +256,11 @@ def test_the_lower_a_temperature_the_more_greedy(tiny_llama, tiny_tokenizer, tem
 def test_probabilities_are_those_of_the_logits_over_the_temperature(temperature):
     logits = 9 * torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
     logits[0, 3] = -torch.inf
-    [found] = _processors(Request(tokens=[7], temperature=temperature))(torch.tensor([[7]]), logits).softmax(-1)
+    [found] = processors(Request(tokens=[7], temperature=temperature))(torch.tensor([[7]]), logits).softmax(-1)
     expected = (logits[0].double() / temperature).softmax(-1)
     # a probability moves by what its logit does, which is rounded once: half an eps of up to twice the largest one
     eps, largest = torch.finfo(torch.float32).eps, float(logits[logits.isfinite()].abs().max())
     assert float((found - expected).abs().max()) <= 4 * eps * largest / temperature
-
-
-def test_threads(tiny_llama, tiny_tokenizer):
-    """Requests from many threads, while another one runs the batch."""
-    model, draw = model_for(tiny_llama, "h2o"), random.Random(5)
-    pool = ag.Pool(model, 2**21)
-    scheduler = Scheduler(model, tiny_tokenizer, "h2o", pool, 0.5)
-    worker = threading.Thread(target=scheduler.run)
-    worker.start()
-    requests = [Request(tokens=text(draw, 30 + i), max_tokens=5) for i in range(12)]
-    found = {}
-
-    def ask(number):
-        (stream,) = scheduler.submit(requests[number])
-        found[number] = read(stream)
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    scheduler.stop()
-    worker.join(60)
-    assert not worker.is_alive()
-    assert found == {number: alone(model, ag.policy("h2o", 0.5), request) for number, request in enumerate(requests)}
-
-
-def test_events_are_heard_as_they_come(tiny_llama, tiny_tokenizer):
-    model, draw, heard = model_for(tiny_llama, "full"), random.Random(6), []
-    scheduler = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**20))
-    request = Request(tokens=text(draw, 20), max_tokens=3, temperature=2.0, seed=1, n=2)
-    streams = scheduler.submit(request, lambda number, event: heard.append((number, event)))
-    finish(scheduler)
-    for number, stream in enumerate(scheduler.submit(request)):
-        finish(scheduler)
-        assert [event for place, event in heard if place == number] == [*stream, None]
-    assert [stream.reason for stream in streams] == ["length"] * 2
 
 
 def test_what_is_refused(tiny_llama, tiny_tokenizer):

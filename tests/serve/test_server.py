@@ -1,27 +1,38 @@
-"""The real server in a process of its own, asked by the real client of OpenAI and by raw connections."""
+"""The server in this process, asked by the real client of OpenAI."""
 
 import asyncio
 import json
 import signal
-import socket
-import threading
 import time
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 import torch
 
-import ag
-
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
 pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
+import uvicorn  # noqa: E402
+from openai.types import Completion  # noqa: E402
+from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
 
-from tests.support.http_server import VOCABULARY, byte_tokenizer, saved, server  # noqa: E402
+import ag  # noqa: E402
+from ag.commands.serve import ServeConfig  # noqa: E402
+from ag.errors import UserError  # noqa: E402
+from ag.serve import Request, Scheduler, answers, app  # noqa: E402
+from ag.serve.scheduler import StoppedError  # noqa: E402
+from ag.serve.server import Server  # noqa: E402
+from ag.serve.start import listen  # noqa: E402
+from tests.support.asked import KEY, Connection, asked  # noqa: E402
+from tests.support.byte_fallback import PIECES, bytes_as_tokens, fallback_tokenizer  # noqa: E402
+from tests.support.http_server import VOCABULARY, byte_tokenizer, said  # noqa: E402
+from tests.support.refused import refuses  # noqa: E402
+from tests.support.served import alone  # noqa: E402
 
 TOKENIZER = byte_tokenizer()
-KEY = "a key of a test"
-MEMORY = 200 * 2112  # pages: of one answer of 400 tokens, or four prompts of 100
+POLICY = ag.policy("h2o", 0.5)
+MEMORY = 200 * 2112  # blocks: of four prompts of 100 tokens
+BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
+NEVER = {"logit_bias": {"2": -100}}  # no end before the last token
 
 
 @pytest.fixture(scope="module")
@@ -30,82 +41,54 @@ def tiny(tiny_llama):
 
 
 @pytest.fixture(scope="module")
-def served(tiny, tmp_path_factory):
-    folder = saved(tiny, tmp_path_factory.mktemp("secret-folder"))
-    keys = ("policy=h2o", "share=0.5", f"memory={MEMORY}", "answer_tokens=400", "served_name=tiny", "queue=60")
-    with server(folder, *keys, AG_API_KEY=KEY) as (address, _):
-        yield address, folder
+def served(tiny):
+    with asked(Scheduler(tiny, byte_tokenizer(), POLICY, ag.Pool(tiny, MEMORY)), answer_tokens=90) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def client(served):
-    with openai.OpenAI(base_url=f"{served[0]}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
-        yield client
+    return served[0]
 
 
-def post(address, body, kind="completions", **headers):
-    told = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"} | headers
-    content = body if isinstance(body, bytes) else json.dumps(body)
-    return httpx.post(f"{address}/v1/{kind}", content=content, headers=told, timeout=60)
+@pytest.fixture
+def scheduler(tiny):
+    return Scheduler(tiny, byte_tokenizer(), "full", ag.Pool(tiny, 2**22), queue=2, batch=1)
 
 
-def alone(model, prompt, tokens, share=0.5):
-    """The greedy answer of ``model.generate``, as ids."""
-    ids = torch.tensor([TOKENIZER(prompt)["input_ids"] if isinstance(prompt, str) else prompt])
-    cache = ag.EvictionCache(model, "h2o", share)
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
-    return out[0, ids.shape[1] :].tolist()
+def answer_of(model, prompt, tokens):
+    """Text of the greedy answer of ``model.generate``."""
+    return said(alone(model, POLICY, Request(tokens=TOKENIZER(prompt)["input_ids"], max_tokens=tokens)))
 
 
-def said(tokens):
-    """Text of an answer: half a character at its end, which is one U+FFFD, is not given."""
-    return TOKENIZER.decode(tokens, skip_special_tokens=True).removesuffix("\ufffd")
+def events(answer):
+    """The events of a stream, and whether it came to its end."""
+    told = [x.removeprefix("data: ") for x in answer.text.split("\n\n") if x.startswith("data: ")]
+    return [json.loads(x) for x in told if x != "[DONE]"], told[-1] == "[DONE]"
 
 
-def metrics(address):
-    """What Prometheus reads, by name and labels."""
-    text = httpx.get(f"{address}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
-    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, _, value in lines}
-
-
-def idle(address):
-    """Wait until every page is free but for common beginnings, and nobody waits; returns what Prometheus reads then."""
-    end = time.monotonic() + 30
-    while True:
-        now = metrics(address)
-        states = [now[f'ag_answers{{state="{state}"}}'] for state in ("waiting", "reading", "running")]
-        if sum(states) == 0 and now['ag_blocks{state="taken"}'] == now["ag_prefix_blocks"]:
-            return now
+def idle(scheduler):
+    """Wait until nobody is answered and all blocks are free, but for those of prefixes."""
+    end = time.monotonic() + 60
+    while scheduler.busy or scheduler.pool.free + scheduler.snapshot().prefix_blocks != scheduler.pool.capacity:
         assert time.monotonic() < end
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
-def generated(model, prompt, tokens):
-    """The greedy answer of ``model.generate`` with a full cache, as ids."""
-    ids = torch.tensor([TOKENIZER(prompt)["input_ids"]])
-    return model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :].tolist()
+# ---- answers
 
 
 def test_a_text_is_continued_as_by_the_model_alone(tiny, client):
-    for number, prompt in enumerate(("hello there", "a", "What is it? " * 9)):
-        tokens = alone(tiny, prompt, 9)
-        whole = client.completions.create(model="tiny", prompt=prompt, max_tokens=9, temperature=0)
-        streamed = client.completions.create(
-            model="tiny",
-            prompt=TOKENIZER(prompt)["input_ids"],
-            max_tokens=9,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        *pieces, last = streamed
-        assert whole.choices[0].text == "".join(piece.choices[0].text for piece in pieces) == said(tokens), number
+    for prompt in ("hello there", "a", "What is it? " * 9):
+        told = {"model": "tiny", "max_tokens": 9, "temperature": 0}
+        whole = client.completions.create(prompt=prompt, **told)
+        ids, usage = TOKENIZER(prompt)["input_ids"], {"stream_options": {"include_usage": True}}
+        *pieces, last = client.completions.create(prompt=ids, stream=True, **usage, **told)
+        assert whole.choices[0].text == "".join(piece.choices[0].text for piece in pieces) == answer_of(tiny, prompt, 9)
         assert whole.choices[0].finish_reason == pieces[-1].choices[0].finish_reason == "length"
         assert [piece.choices[0].finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
-        count = (len(TOKENIZER(prompt)["input_ids"]), 9)
-        for told in (whole.usage, last.usage):
-            assert (told.prompt_tokens, told.completion_tokens, told.total_tokens) == (*count, sum(count))
+        for found in (whole.usage, last.usage):
+            assert (found.prompt_tokens, found.completion_tokens, found.total_tokens) == (len(ids), 9, len(ids) + 9)
 
 
 def test_a_conversation_is_put_into_the_template(tiny, client):
@@ -115,201 +98,166 @@ def test_a_conversation_is_put_into_the_template(tiny, client):
         {"role": "assistant", "content": "Yes?", "refusal": None},
         {"role": "user", "content": "Go on."},
     ]
-    tokens = alone(tiny, "system: Be kind.\nuser: Hello\nassistant: Yes?\nuser: Go on.\nassistant:", 12)
-    asked = {"model": "tiny", "messages": messages, "temperature": 0}
-    whole = client.chat.completions.create(**asked, max_completion_tokens=12)
-    assert whole.choices[0].message.content == said(tokens) and whole.choices[0].message.role == "assistant"
-    pieces = list(client.chat.completions.create(**asked, max_tokens=12, stream=True))
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == said(tokens)
-    assert pieces[0].choices[0].delta.role == "assistant" and pieces[-1].choices[0].finish_reason == "length"
-    assert client.chat.completions.create(**asked).usage.completion_tokens == 400  # answer_tokens
+    expected = answer_of(tiny, "system: Be kind.\nuser: Hello\nassistant: Yes?\nuser: Go on.\nassistant:", 12)
+    told = {"model": "tiny", "messages": messages, "temperature": 0}
+    [choice] = client.chat.completions.create(**told, max_completion_tokens=12).choices
+    assert choice.message.model_dump(exclude_unset=True) == {"role": "assistant", "content": expected, "refusal": None}
+    pieces = [piece.choices[0] for piece in client.chat.completions.create(**told, max_tokens=12, stream=True)]
+    assert "".join(piece.delta.content or "" for piece in pieces) == expected
+    assert pieces[0].delta.role == "assistant" and pieces[-1].finish_reason == "length"
+    assert client.chat.completions.create(**told).usage.completion_tokens == 90  # answer_tokens
 
 
-def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(tiny, client):
-    prompt = "tell me"
-    text = said(alone(tiny, prompt, 60))
-    stop = text[20:23]
-    before = text[: text.index(stop)]
-    asked = {"model": "tiny", "prompt": prompt, "max_tokens": 60, "temperature": 0, "stop": ["nowhere", stop]}
-    whole = client.completions.create(**asked)
+def test_answers_have_the_types_of_openai(served):
+    """Strictly; its client would take others too."""
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "logprobs": True}
+    for body, kind, whole, piece in (
+        (BODY | {"logprobs": 2}, "completions", Completion, None),
+        (chat | {"top_logprobs": 2, "n": 2}, "chat/completions", ChatCompletion, ChatCompletionChunk),
+    ):
+        whole.model_validate(served[1].post(f"/v1/{kind}", json=body).json(), strict=True)
+        pieces, ended = events(served[1].post(f"/v1/{kind}", json=body | {"stream": True}))
+        assert ended and {found["object"] for found in pieces} <= {"text_completion", "chat.completion.chunk"}
+        for found in pieces if piece else ():
+            piece.model_validate(found, strict=True)
+
+
+def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(tiny, served):
+    client, _, service = served
+    text = answer_of(tiny, "tell me", 60)
+    before = text[: text.index(text[20:23])]
+    ended = service.scheduler.counts.ended["stop"]
+    told = {"model": "tiny", "prompt": "tell me", "max_tokens": 60, "temperature": 0, "stop": ["nowhere", text[20:23]]}
+    whole = client.completions.create(**told)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (before, "stop")
     assert whole.usage.completion_tokens < 60
-    pieces = [piece.choices[0] for piece in client.completions.create(**asked, stream=True, logprobs=0)]
+    pieces = [piece.choices[0] for piece in client.completions.create(**told, stream=True, logprobs=0)]
     assert "".join(piece.text for piece in pieces) == before and pieces[-1].finish_reason == "stop"
     offsets = [offset for piece in pieces for offset in piece.logprobs.text_offset]
     assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] < len(before)
+    assert service.scheduler.counts.ended["stop"] == ended + 2  # not as answers whose clients left
 
 
 def test_answers_that_are_drawn(client):
-    asked = {"model": "tiny", "prompt": "once", "max_tokens": 12, "temperature": 1.3, "top_p": 0.9, "n": 2, "seed": 4}
+    told = {"model": "tiny", "prompt": "once", "max_tokens": 12, "temperature": 1.3, "top_p": 0.9, "n": 2, "seed": 4}
     more = {"top_k": 60, "min_p": 0.001, "repetition_penalty": 1.1}
-    first, again = (client.completions.create(**asked, extra_body=more).choices for _ in range(2))
+    first, again = (client.completions.create(**told, extra_body=more).choices for _ in range(2))
     assert [choice.text for choice in first] == [choice.text for choice in again]
     assert first[0].text != first[1].text and [choice.index for choice in first] == [0, 1]
-    pieces = [piece.choices[0] for piece in client.completions.create(**asked, stream=True, extra_body=more)]
+    pieces = [piece.choices[0] for piece in client.completions.create(**told, stream=True, extra_body=more)]
     for number in (0, 1):
         assert "".join(piece.text for piece in pieces if piece.index == number) == first[number].text
-    forced = client.completions.create(model="tiny", prompt="x", max_tokens=3, logit_bias={"70": 100}, temperature=0)
+    told = {"model": "tiny", "prompt": "x", "temperature": 0}
+    forced = client.completions.create(**told, max_tokens=3, logit_bias={"70": 100})
     assert forced.choices[0].text == TOKENIZER.decode([70] * 3)
-    penalised = client.completions.create(
-        model="tiny", prompt="x", max_tokens=30, temperature=0, logprobs=1, extra_body={"repetition_penalty": 100}
-    )
-    tokens = penalised.choices[0].logprobs.token_logprobs
-    assert len(set(zip(penalised.choices[0].logprobs.tokens, tokens, strict=True))) == len(tokens)
+    penalised = client.completions.create(**told, max_tokens=30, logprobs=1, extra_body={"repetition_penalty": 100})
+    logprobs = penalised.choices[0].logprobs
+    assert len(set(zip(logprobs.tokens, logprobs.token_logprobs, strict=True))) == 30
 
 
 def test_log_probabilities_are_those_of_the_model(tiny, client):
     """With little text nothing is evicted yet that the budget's half could show: here all is kept."""
-    prompt, bias = "abc", {"70": 100}
     ids = torch.tensor([[*TOKENIZER("user: abc\nassistant:")["input_ids"], 70]])
-    cache = ag.EvictionCache(tiny, "h2o", 0.5)
+    cache = ag.EvictionCache(tiny, POLICY)
     with torch.no_grad():
-        known = [
-            tiny(ids[:, :-1], past_key_values=cache).logits[0, -1],
-            tiny(ids[:, -1:], past_key_values=cache).logits[0, -1],
-        ]
-    answer = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": prompt}],
-        max_tokens=2,
-        logit_bias=bias,
-        logprobs=True,
-        top_logprobs=3,
-    )
-    for logits, told in zip(known, answer.choices[0].logprobs.content, strict=True):
+        known = [tiny(part, past_key_values=cache).logits[0, -1] for part in (ids[:, :-1], ids[:, -1:])]
+    told = {"model": "tiny", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}
+    told |= {"logit_bias": {"70": 100}, "logprobs": True, "top_logprobs": 3}
+    answer = client.chat.completions.create(**told)
+    for logits, found in zip(known, answer.choices[0].logprobs.content, strict=True):
         logprobs = logits.float().log_softmax(-1)
-        assert told.token == TOKENIZER.decode([70]) and bytes(told.bytes).decode() == told.token
-        assert told.logprob == pytest.approx(float(logprobs[70]), rel=1e-4)
+        assert found.token == TOKENIZER.decode([70]) and bytes(found.bytes).decode() == found.token
+        assert found.logprob == pytest.approx(float(logprobs[70]), rel=1e-4)
         best = logprobs.topk(3)
-        assert [other.logprob for other in told.top_logprobs] == pytest.approx(best.values.tolist(), rel=1e-4)
-        assert [other.token for other in told.top_logprobs] == [TOKENIZER.decode([x]) for x in best.indices.tolist()]
+        assert [other.logprob for other in found.top_logprobs] == pytest.approx(best.values.tolist(), rel=1e-4)
+        assert [other.token for other in found.top_logprobs] == [TOKENIZER.decode([x]) for x in best.indices.tolist()]
 
 
 @pytest.mark.slow
-def test_fifty_at_once_with_room_for_four(tiny, served):
+def test_twenty_at_once_with_room_for_four(tiny, served):
     """Each answer is that of the request alone; others wait."""
-    address, _ = served
-    prompts = [f"{number:2} {'ask ' * 25}"[: 100 - number % 3] for number in range(50)]
-
-    async def ask():
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=120) as client:
-            asked = [
-                client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0)
-                for prompt in prompts
-            ]
-            return await asyncio.gather(*asked)
-
-    for prompt, answer in zip(prompts, asyncio.run(ask()), strict=True):
-        assert answer.choices[0].text == said(alone(tiny, prompt, 12))
-    idle(address)
+    client, _, service = served
+    prompts = [f"{number:2} {'ask ' * 25}"[: 100 - number % 3] for number in range(20)]
+    with ThreadPoolExecutor(20) as pool:
+        told = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+        answers = list(pool.map(lambda prompt: client.completions.create(prompt=prompt, **told), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.choices[0].text == answer_of(tiny, prompt, 12)
+    idle(service.scheduler)
 
 
-def test_a_client_that_leaves_ends_its_answer(served, client):
-    """In the middle of a stream, before a whole answer, and while it waits; others are answered meanwhile."""
-    address, _ = served
-    cancelled = 'ag_answers_ended_total{reason="cancelled"}'
-    before = idle(address)[cancelled]
-    asked = {"model": "tiny", "prompt": "x" * 40, "max_tokens": 400, "temperature": 0}
-    stream = client.completions.create(**asked, stream=True)
-    for _ in range(3):
-        next(stream)
-    stream.close()
-    for seconds in (0.05, 0.2):
-        with pytest.raises(openai.APITimeoutError):
-            client.with_options(timeout=seconds).completions.create(**asked)
-    assert client.completions.create(model="tiny", prompt="x", max_tokens=3).usage.completion_tokens == 3
-    assert idle(address)[cancelled] == before + 3
+# ---- tokenizers that fall back to bytes, as those of Llama 2, Mistral and Gemma do
+
+SIZE = len(fallback_tokenizer())
+#: Tokens that are spelled alike, or like half a character, and such as differ by the space in front.
+ALIKE = [*bytes_as_tokens(b"A\xe4"), *(SIZE - len(PIECES) + PIECES.index(piece) for piece in ("A", "the", "▁the"))]
 
 
-@pytest.mark.slow
-def test_a_slow_reader_keeps_nobody_waiting(served, client):
-    """One that reads nothing has its answer written and its pages given back; then it reads all of it."""
-    address, _ = served
-    host, port = address.removeprefix("http://").split(":")
-    body = json.dumps(
-        {"model": "tiny", "prompt": "x", "max_tokens": 400, "stream": True, "logprobs": 20, "logit_bias": {"2": -100}}
-    )
-    with socket.create_connection((host, int(port))) as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        head = ["POST /v1/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", "Connection: close"]
-        head += ["Content-Type: application/json", f"Content-Length: {len(body)}", "", body]
-        slow.sendall("\r\n".join(head).encode())
-        for _ in range(5):
-            short = client.completions.create(model="tiny", prompt="y", max_tokens=20, logit_bias={"2": -100})
-            assert short.usage.completion_tokens == 20
-        received = b""
-        while part := slow.recv(65536):
-            received += part
-            time.sleep(0.001)
-    assert b"data: [DONE]" in received and b'"finish_reason":"length"' in received
-    idle(address)
+@pytest.fixture(scope="module")
+def fallback(tiny_llama):
+    model = tiny_llama(vocab_size=SIZE, num_hidden_layers=1, eos_token_id=2)
+    with asked(Scheduler(model, fallback_tokenizer(), "full", ag.Pool(model, 2**22))) as found:
+        yield found
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "param", "words"),
+    "prompt", ["語" * 3, "the word", bytes_as_tokens("語語".encode())[:-1], [1, *bytes_as_tokens(b"\xff")]]
+)
+def test_every_drawn_answer_comes(fallback, prompt):
+    """Of a random model, behind whole characters and half of one: whole and streamed they are one text."""
+    told = {"model": "tiny", "prompt": prompt, "temperature": 2, "max_tokens": 12, "n": 3, "seed": 0}
+    whole = fallback[0].completions.create(**told).choices
+    pieces = [piece.choices[0] for piece in fallback[0].completions.create(**told, stream=True)]
+    for number, choice in enumerate(whole):
+        assert "".join(piece.text for piece in pieces if piece.index == number) == choice.text
+        assert choice.text and "語" not in choice.text and "word" not in choice.text
+
+
+@pytest.mark.parametrize("best", [0, 5, 20])
+def test_each_of_the_most_probable_tokens_has_its_name(fallback, best):
+    """Tokens that are spelled alike too, and the one that was chosen, which is named as it is among the tokens."""
+    client, _, service = fallback
+    told = {"prompt": bytes_as_tokens(b"xyz"), "max_tokens": 3, "temperature": 0, "logprobs": best}
+    for chosen in ALIKE:
+        [choice] = client.completions.create(model="tiny", logit_bias={str(chosen): 100}, **told).choices
+        request = Request(tokens=told["prompt"], max_tokens=3, logprobs=best, logit_bias={chosen: 100.0})
+        [stream] = service.scheduler.submit(request)
+        names, logprobs, named = choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+        for place, token in enumerate(stream):
+            values = dict(token.best) | {token.id: token.logprob}
+            # as near as two batches of other sizes are
+            assert [*named[place].values()] == pytest.approx([*values.values()], rel=1e-4)
+            assert named[place][names[place]] == logprobs[place] == pytest.approx(token.logprob, rel=1e-4)
+        assert place == 2
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
     [
-        ("completions", {"max_tokens": 0}, "max_tokens", ["0", "1"]),
-        ("completions", {"max_tokens": 401}, "max_tokens", ["401", "400"]),
-        ("completions", {"temperature": "hot"}, "temperature", ["hot", "number"]),
-        ("completions", {"temprature": 1}, "temprature", ["temperature"]),
-        ("completions", {"prompt": []}, "prompt", ["[]"]),
-        ("completions", {"prompt": [1, 2, 400]}, "prompt", ["259"]),
-        ("completions", {"prompt": ["a", "b"]}, "prompt", ["2 prompts"]),
-        ("completions", {"prompt": ""}, "prompt", ["empty"]),
-        ("completions", {"stop": [""]}, "stop[0]", ["1 character"]),
-        ("completions", {"echo": True}, "echo", ["not supported"]),
-        ("completions", {"logit_bias": {"-1": 1}}, "logit_bias", ["-1", "259"]),
-        ("completions", {"n": 65}, "n", ["65", "64"]),
-        ("completions", {"seed": 2**63}, "seed", [str(2**63)]),
-        ("chat/completions", {"messages": []}, "messages", ["at least 1"]),
-        (
-            "chat/completions",
-            {"messages": [{"role": "robot", "content": "x"}]},
-            "messages[0].role",
-            ["robot", "assistant"],
-        ),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type",
-            ["image_url", "text"],
-        ),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]},
-            "messages",
-            ["system comes first"],
-        ),
-        ("chat/completions", {"tools": [{"type": "function"}]}, "tools", ["chat template", "leave them out"]),
-        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format", ["not supported"]),
+        ({"max_tokens": 91}, "max_tokens", ["91", "90"]),
+        ({"prompt": [1, 2, 400]}, "prompt", ["259"]),
+        ({"prompt": ["a", "b"]}, "prompt", ["2 prompts: expected one"]),
+        ({"prompt": [[3, 4], [5]]}, "prompt", ["2 prompts: expected one"]),
+        ({"prompt": ""}, "prompt", ["empty"]),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", ["-1", "259"]),
+        ({"n": 65}, "n", ["65", "64"]),
+        ({"protect": [[0, 9]]}, None, ["protect=((0, 9),)", "5 tokens"]),
+        ({"prompt": "x" * 400, "max_tokens": 90, "n": 4}, None, ["pool", "shorten"]),
+        ({"temprature": 1}, "temprature", ["did you mean temperature?"]),
     ],
 )
-def test_what_is_wrong_with_a_request(served, kind, change, param, words):
-    content = {"messages": [{"role": "user", "content": "x"}]} if kind == "chat/completions" else {"prompt": "x"}
-    answer = post(served[0], {"model": "tiny", "stream": True} | content | change, kind)
-    told = answer.json()["error"]
-    assert (answer.status_code, told["type"], told["param"]) == (400, "invalid_request_error", param)
-    assert all(word in told["message"] for word in words), told["message"]
-
-
-def test_parameters_that_ask_for_nothing_are_taken(client):
-    answer = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "x"}],
-        max_tokens=2,
-        tools=[],
-        response_format={"type": "text"},
-        frequency_penalty=0,
-        user="me",
-        stop=None,
-        store=False,
-    )
-    assert answer.usage.completion_tokens == 2
+def test_what_is_wrong_with_a_request(client, change, param, words):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**BODY | {"extra_body": change, "stream": True})
+    assert (refused.value.param, refused.value.type) == (param, "invalid_request_error")
+    assert all(word in refused.value.message for word in words), refused.value.message
 
 
 def test_bodies_that_are_none(served):
-    address, _ = served
-    right = {"model": "tiny", "prompt": "x"}
+    http = served[1]
     for body, status, word in [
         (b"{", 400, "JSON"),
         (b'{"model": "tiny", "prompt": "\xff\xfe"}', 400, "UTF-8"),
@@ -317,126 +265,284 @@ def test_bodies_that_are_none(served):
         (b"[" * 100_000, 400, "JSON"),
         (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413, str(2**20)),
     ]:
-        answer = post(address, body)
+        answer = http.post("/v1/completions", content=body)
         assert answer.status_code == status and word in answer.json()["error"]["message"]
-    assert post(address, right, **{"Content-Type": "text/plain"}).status_code == 415
-    assert post(address, right | {"model": "gpt-4"}).json()["error"]["code"] == "model_not_found"
-    for key in ("", "Bearer", "Bearer another", f"Basic {KEY}", "Bearer \xe4".encode("latin-1")):
-        answer = post(address, right, Authorization=key)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-    assert httpx.get(f"{address}/v1/models").status_code == 401
-    assert httpx.get(f"{address}/nothing").json()["error"]["message"] == "Not Found."
+    assert http.post("/v1/completions", json=BODY, headers={"Content-Type": "text/plain"}).status_code == 415
+    assert http.get("/nothing").json()["error"]["message"] == "Not Found."
 
 
-def test_a_prompt_that_no_context_and_no_pool_holds(served, client):
-    with pytest.raises(openai.BadRequestError, match="512") as refused:
-        client.completions.create(model="tiny", prompt="x" * 505, max_tokens=16)
-    assert refused.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="pool"):
-        client.completions.create(model="tiny", prompt="x" * 300, max_tokens=100, n=4)
-
-
-def test_idle_connections_take_nobodys_place(served, client):
-    """More of them than requests are taken at once."""
-    host, port = served[0].removeprefix("http://").split(":")
-    with ExitStack() as stack:
-        for _ in range(2 * (60 + 64) + 10):
-            stack.enter_context(socket.create_connection((host, int(port))))
-        assert httpx.get(f"{served[0]}/health").status_code == 200
-        assert client.completions.create(model="tiny", prompt="x", max_tokens=3).usage.completion_tokens == 3
-
-
-def test_the_model_is_listed(client):
+def test_models_and_keys(served):
+    client, http, _ = served
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "ag"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.completions.create(**BODY | {"model": "gpt-4"})
+    assert refused.value.code == "model_not_found"
+    for right in ("Bearer", "bearer", "BEARER", "bearer "):
+        assert http.get("/v1/models", headers={"Authorization": f"{right} {KEY}"}).status_code == 200
+    for wrong in ("", "Bearer", KEY, f"Basic {KEY}", f"Bearer {KEY.upper()}", f"Bearer{KEY}", b"Bearer \xe4"):
+        answer = http.get("/v1/models", headers={"Authorization": wrong})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    for path, status in {"/metrics": 401, "/live": 401, "/health": 200, "/": 200}.items():
+        assert http.get(path, headers={"Authorization": ""}).status_code == status
 
 
-def test_logs_name_no_prompt_no_key_and_no_folder(served, client):
-    _, folder = served
-    client.completions.create(model="tiny", prompt="a very secret thing", max_tokens=3)
-    log = (folder / "stderr").read_text()
-    assert "3 written" in log
-    for secret in ("secret", KEY, "folder"):
-        assert secret not in log
+@pytest.mark.parametrize("length", [1, 10, 11, 39, 40, 500])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_the_longest_answer_is_the_one_that_is_named(tiny_llama, name, length):
+    """Whatever is asked, a refusal names the most that is taken, and its parameter, or a prompt that is too long."""
+    model = tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=1, max_position_embeddings=40)
+    scheduler = Scheduler(model, byte_tokenizer(), "full", ag.Pool(model, 2**20))
+    scheduler.tokenizer.chat_template = "{{ messages[0].content }}"
+    words, most = "x" * length, min(30, 40 - length)
+    chat = name == "max_completion_tokens"
+    told = {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
+    told |= {"model": "tiny"} | NEVER
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    with asked(scheduler, answer_tokens=30) as (_, http, _):
+        lengths = (10**9, 31, max(most + 1, 1), max(most, 1))
+        *refused, last = (http.post(path, json=told | {name: much}) for much in lengths)
+    if most > 0:
+        assert (last.status_code, last.json()["usage"]["completion_tokens"]) == (200, most)
+    for answer in [*refused, *([] if most > 0 else [last])]:
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == (name if most > 0 else [*told][0])
+        expected = f"expected at most {most} " if most > 0 else f"has {length} tokens: expected fewer than 40,"
+        assert expected in error["message"]
+        assert error["code"] == "context_length_exceeded" or most > 0
 
 
-@pytest.mark.slow
-def test_a_full_queue_is_told(tiny, tmp_path):
-    folder = saved(tiny, tmp_path)
-    with server(folder, "memory=4MiB", "queue=1", "batch=1", "served_name=tiny") as (address, _):
-        asked = {"model": "tiny", "prompt": "x" * 100, "max_tokens": 400, "temperature": 0}
-        threads = [threading.Thread(target=post, args=(address, asked)) for _ in range(2)]
-        for thread, state in zip(threads, ("running", "waiting"), strict=True):
-            thread.start()
-            while metrics(address)[f'ag_answers{{state="{state}"}}'] == 0:
-                assert thread.is_alive()
-        answer = post(address, asked)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
-        assert int(answer.headers["Retry-After"]) > 0
-        for thread in threads:
-            thread.join()
+def test_a_model_without_a_template_takes_texts_alone(scheduler):
+    scheduler.tokenizer.chat_template = None
+    with asked(scheduler) as (client, _, _), pytest.raises(openai.BadRequestError, match="/v1/completions"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
 
 
-@pytest.mark.slow
-def test_sigterm_lets_answers_end_and_takes_no_more(tiny_llama, tmp_path):
-    """The answer takes seconds, so that it is still written when somebody else asks."""
-    tiny, length = tiny_llama(vocab_size=VOCABULARY, max_position_embeddings=8192), 4000
-    keys = ("memory=32MiB", "served_name=tiny", f"answer_tokens={length}")
-    with server(saved(tiny, tmp_path), *keys) as (address, process):
-        openai_client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-        with openai_client as client, httpx.Client() as watcher:  # made before, which takes a while
-            stream = client.completions.create(model="tiny", prompt="x", max_tokens=length, stream=True, temperature=0)
-            begun = next(stream)
-            began = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            while watcher.get(f"{address}/health").status_code == 200:
-                time.sleep(0.01)
-            answer = post(address, {"model": "tiny", "prompt": "x"})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
-            pieces = [begun, *stream]
-        assert process.wait(30) == 0
-        assert time.monotonic() - began < 30
-    assert "".join(piece.choices[0].text for piece in pieces) == said(generated(tiny, "x", length))
-    assert pieces[-1].choices[0].finish_reason in ("length", "stop")
+def test_what_is_never_evicted(scheduler, monkeypatch):
+    """Spans of a text, the parts of a chat that the client names, and else those of the server."""
+    requests, submit = [], scheduler.submit
+    monkeypatch.setattr(scheduler, "submit", lambda request, hear: requests.append(request) or submit(request, hear))
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    chat = {"model": "tiny", "messages": messages, "max_tokens": 2}
+    with asked(scheduler, protect=["system"]) as (client, _, _):
+        client.completions.create(**BODY, extra_body={"protect": [[0, 2], [4, 5]]})
+        for more in ({}, {"protect": ["template"]}, {"protect": []}):
+            client.chat.completions.create(**chat, extra_body=more)
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**chat, extra_body={"protect": ["user"]})
+    assert refused.value.param == "protect[0]"
+    # system: Be kind.\nuser: Hi\nassistant:
+    spans = [((0, 2), (4, 5)), ((8, 16),), ((0, 8), (16, 23), (25, 36)), ()]
+    assert [request.protect for request in requests] == spans
 
 
-@pytest.mark.slow
-def test_a_thousand_requests_leave_nothing_behind(served):
-    """Whole answers and streams, some of which are left: pages, files and memory are as after the first two hundred."""
-    address, _ = served
+# ---- what goes wrong
 
-    async def ask(requests):
-        turns = asyncio.Semaphore(16)
 
-        async def one(client, number):
-            asked = {"model": "tiny", "prompt": f"{number} {'ask ' * (number % 20)}", "max_tokens": 6, "stop": ["?!"]}
-            async with turns:
-                if number % 3 == 0:
-                    return await client.completions.create(**asked, n=2)
-                stream = await client.completions.create(**asked, stream=True)
-                async for _ in stream:
-                    if number % 3 == 1:
-                        break
-                await stream.close()
+def test_a_scheduler_that_fails_is_told_to_all(scheduler, monkeypatch, caplog):
+    """Running answers end by an error, streams too; later requests are refused, and the server is not healthy."""
 
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
-            await asyncio.gather(*(one(client, number) for number in range(requests)))
+    def broken():
+        while len(scheduler._waiting) < 2:
+            time.sleep(0.01)
+        raise RuntimeError("text of a prompt")
 
-    def settled():
-        """The figures when the connections are closed too."""
-        lowest = idle(address)
-        for _ in range(20):
-            time.sleep(0.1)
-            now = idle(address)
-            lowest = now if now["process_open_fds"] < lowest["process_open_fds"] else lowest
-        return lowest
+    monkeypatch.setattr(scheduler, "step", broken)
+    with asked(scheduler) as (_, http, _), ThreadPoolExecutor(2) as pool:
+        post = lambda stream: http.post("/v1/completions", json=BODY | {"stream": stream})  # noqa: E731
+        whole, stream = pool.map(post, (False, True))
+        later, health = post(False), http.get("/health")
+    assert [whole.status_code, later.status_code, health.status_code] == [503] * 3
+    assert stream.status_code == 200 and events(stream)[0][-1]["error"]["type"] == "server_error"
+    assert "RuntimeError at test_server.py:" in caplog.text and "text of a prompt" not in caplog.text
 
-    asyncio.run(ask(200))
-    before = settled()
-    asyncio.run(ask(1000))
-    after = settled()
-    assert after["process_open_fds"] == before["process_open_fds"]
-    # 8 KiB a request, less than the state that one answer has while it is read
-    assert after["process_resident_memory_bytes"] - before["process_resident_memory_bytes"] < 1000 * 8 * 2**10
+
+def test_an_error_of_one_request_is_its_own(scheduler, monkeypatch, caplog):
+    """Of the model, told without its text; the next request is answered."""
+
+    def wrong(*args, **told):
+        raise KeyError("text of a prompt")
+
+    with asked(scheduler) as (client, http, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler.model, "forward", wrong)
+            failed = http.post("/v1/completions", json=BODY)
+        assert client.completions.create(**BODY).usage.completion_tokens == 4
+    assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
+    assert "text of a prompt" not in failed.text + caplog.text and "KeyError at test_server.py:" in caplog.text
+
+
+def test_times_that_are_over(tiny_llama):
+    """A request that waited too long is refused, an answer that took too long is cut."""
+    model, now = tiny_llama(vocab_size=VOCABULARY, max_position_embeddings=2**14), [0.0]
+    scheduler = Scheduler(model, byte_tokenizer(), "full", ag.Pool(model, 2**24), batch=1, clock=lambda: now[0])
+    told = BODY | NEVER | {"max_tokens": 10_000}
+    limits = {"answer_tokens": 10_000, "wait_seconds": 5, "answer_seconds": 50}
+    with asked(scheduler, **limits) as (_, http, _), ThreadPoolExecutor(2) as pool:
+        first = pool.submit(http.post, "/v1/completions", json=told)
+        while not scheduler.snapshot().running:
+            time.sleep(0.01)
+        second = pool.submit(http.post, "/v1/completions", json=told)
+        while not scheduler.snapshot().waiting:
+            time.sleep(0.01)
+        now[0] = 6.0
+        waited = second.result()
+        assert not first.done()
+        now[0] = 51.0
+        cut = first.result().json()
+    assert (waited.status_code, "5" in waited.json()["error"]["message"]) == (503, True)
+    assert waited.headers["Retry-After"]
+    assert cut["choices"][0]["finish_reason"] == "length" and 0 < cut["usage"]["completion_tokens"] < 10_000
+
+
+def test_a_stream_that_waits_is_told_so(scheduler, monkeypatch):
+    """By comments, which clients skip; an answer in one piece waits without them."""
+    monkeypatch.setattr(answers, "SILENCE_SECONDS", 0.02)
+    step = scheduler.step
+    monkeypatch.setattr(scheduler, "step", lambda: (time.sleep(0.1), step()))
+    with asked(scheduler) as (client, http, _):
+        stream = http.post("/v1/completions", json=BODY | {"stream": True})
+        whole = client.completions.create(**BODY)
+    assert ": waiting" in stream.text.split("\n\n")
+    assert all(x == ": waiting" or x.startswith("data: ") for x in stream.text.split("\n\n")[:-1])
+    assert "".join(x["choices"][0]["text"] for x in events(stream)[0]) == whole.choices[0].text
+
+
+def in_loop(scheduler, work):
+    """Run ``work(service, app)`` in an event loop, with the service at work."""
+
+    async def run():
+        service = app.Service(scheduler, "tiny", ServeConfig(), KEY)
+        made = service.app()
+        async with made.router.lifespan_context(made):
+            return await asyncio.wait_for(work(service, made), 60)
+
+    return asyncio.run(run())
+
+
+async def until(holds):
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
+def test_a_slow_reader_keeps_nobody_waiting(scheduler):
+    """One that reads nothing has its answer written and its blocks given back; then it reads all of it."""
+
+    async def work(service, made):
+        slow = Connection(made, BODY | NEVER | {"max_tokens": 60, "stream": True}, reads=False)
+        await until(lambda: scheduler.counts.ended["length"] == 1 and not scheduler.busy)
+        free = scheduler.pool.free
+        assert len(slow.sent) == 1
+        slow.reads.set()
+        await slow.answer
+        return free, b"".join(message.get("body", b"") for message in slow.sent)
+
+    free, body = in_loop(scheduler, work)
+    assert free == scheduler.pool.capacity and body.endswith(b"data: [DONE]\n\n")
+    assert b'"finish_reason":"length"' in body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_answer(tiny, stream):
+    """While its answer is written, while it waits, and before its request has come; others are answered meanwhile."""
+    scheduler = Scheduler(tiny, byte_tokenizer(), "full", ag.Pool(tiny, 2**22), batch=1)
+    told = BODY | NEVER | {"max_tokens": 400, "stream": stream}
+
+    async def work(service, made):
+        running, waiting = Connection(made, told), Connection(made, told)
+        coming = Connection(made, b"{", whole=False)
+        await until(lambda: scheduler.counts.tokens > 3 and scheduler.snapshot().waiting and service.open == 3)
+        for left in (coming, waiting, running):
+            left.leave()
+            await left.answer
+        last = Connection(made, BODY)
+        await last.answer
+        await until(lambda: scheduler.counts.ended.total() == 3)
+        return last.status, service.open
+
+    assert in_loop(scheduler, work) == (200, 0)
+    assert scheduler.counts.ended == {"cancelled": 2, "length": 1} and scheduler.counts.tokens < 400
+    idle(scheduler)
+
+
+def test_requests_that_come_slowly_are_as_many_as_may_be(scheduler, monkeypatch):
+    """Then others are told so, as by a full queue. A body has its time to come, and then it is refused."""
+
+    async def work(service, made):
+        slow = [Connection(made, json.dumps(BODY).encode(), whole=False) for _ in range(6)]  # twice queue and batch
+        await until(lambda: service.open == 6)
+        more = Connection(made, BODY)
+        await more.answer
+        slow[0].come(b" ", whole=True)
+        for each in slow[1:]:
+            each.leave()
+        for each in slow:
+            await each.answer
+        monkeypatch.setattr(app, "BODY_SECONDS", 0.05)
+        late = Connection(made, b"{", whole=False)
+        await late.answer
+        return [each.status for each in (*slow, more, late)], dict(more.sent[0]["headers"]), more.sent[1]["body"]
+
+    statuses, headers, body = in_loop(scheduler, work)
+    assert statuses == [200, *[499] * 5, 429, 408] and int(headers[b"retry-after"]) > 0
+    assert json.loads(body)["error"]["code"] == "queue_full"
+
+
+def test_a_full_queue_is_told(tiny):
+    scheduler = Scheduler(tiny, byte_tokenizer(), "full", ag.Pool(tiny, 2**22), queue=1, batch=1)
+
+    async def work(service, made):
+        told = BODY | NEVER | {"max_tokens": 400}
+        first = Connection(made, told)
+        await until(lambda: scheduler.snapshot().running)
+        second = Connection(made, told)
+        await until(lambda: scheduler.snapshot().waiting)
+        third = Connection(made, BODY)
+        await third.answer
+        for each in (first, second):
+            each.leave()
+            await each.answer
+        return third.status
+
+    assert in_loop(scheduler, work) == 429
+
+
+def test_what_signals_do(scheduler):
+    """The first one lets answers end for a while, the second one ends at once."""
+    service = app.Service(scheduler, "tiny", ServeConfig())
+    made, service.open = Server(service, uvicorn.Config(service.app())), 1
+    assert not asyncio.run(made.on_tick(1))
+    made.handle_exit(signal.SIGTERM, None)
+    assert service.draining and not asyncio.run(made.on_tick(1))
+    made._end = 0.0  # as when their time is over
+    assert asyncio.run(made.on_tick(1)) and not made.force_exit
+    with refuses(StoppedError, "stopping"):
+        scheduler.submit(Request(tokens=[7]))
+    made.handle_exit(signal.SIGTERM, None)
+    assert made.force_exit
+
+
+def test_a_port_that_is_taken():
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with refuses(UserError, f"port={port}", "port=0"):
+            listen("127.0.0.1", port)
+    with refuses(UserError, "host=192.0.2.1", "port=0"):  # of no machine
+        listen("192.0.2.1", 0)
+
+
+def test_what_prometheus_and_the_page_read(served):
+    client, http, service = served
+    before = http.get("/live").json()
+    client.completions.create(**BODY)
+    idle(service.scheduler)
+    now, text = http.get("/live").json(), http.get("/metrics").text
+    assert (now["model"], now["policy"], now["status"], now["running"]) == ("tiny", "h2o 0.5", "ok", [])
+    assert now["tokens"] == before["tokens"] + 4 and now["ended"] == before["ended"] + 1
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(figures["ag_answer_tokens_total"]) == now["tokens"]
+    assert float(figures['ag_blocks{state="free"}']) == now["free"] and 'ag_answers{state="waiting"}' in figures
+    assert float(figures["ag_time_to_first_token_seconds_count"]) == now["started"]
+    assert float(figures['ag_answers_ended_total{reason="length"}']) > 0 and "process_open_fds" in figures

@@ -1,52 +1,40 @@
-"""Chats with tools and thoughts: what the template is told, what is refused, and beginnings that it writes anew."""
+"""Chats with tools and thoughts: what the template is told, what is refused, and prefixes that it writes anew."""
 
-import asyncio
 import json
 
-import httpx
 import pytest
 
-pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
+openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
 pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 
 import ag  # noqa: E402
-from ag.serve import Scheduler, app  # noqa: E402
+from ag.serve import Scheduler  # noqa: E402
 from ag.serve.detokenizer import Detokenizer  # noqa: E402
+from tests.support.asked import asked  # noqa: E402
 from tests.support.gates_for import gates_for  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer  # noqa: E402
 from tests.support.reasoning import CHAT, TEMPLATE, TOOLS, call  # noqa: E402
 from tests.support.served import alone  # noqa: E402
 
-POLICIES = {
-    "full": ("full", {}),
-    "snapkv": ("snapkv", {"budget": 40, "window": 8}),
-    "flags": ("flags", {}),
-}
+POLICIES = {"snapkv": ag.policy("snapkv", 40, window=8), "flags": ag.policy("flags")}
 
 
 @pytest.fixture
-def asked(tiny_llama):
-    """`asked(bodies, policy, template)`: the answers one after the other, the requests, and the scheduler."""
+def ask(tiny_llama):
+    """`ask(bodies, policy, template)`: the answers one after the other, the requests, and the scheduler."""
 
-    def ask(bodies, policy="full", template=TEMPLATE, **options):
+    def ask(*bodies, policy="snapkv", template=TEMPLATE):
         model = tiny_llama(vocab_size=VOCABULARY, eos_token_id=2, pad_token_id=0)
         if policy == "flags":
             ag.attach(model, gates_for(model, covers="all", scope="causal", recent_tokens=4))
-        pool, requests = ag.Pool(model, 2**22), []
-        scheduler = Scheduler(model, byte_tokenizer(), ag.policy(policy, **options), pool)
+        scheduler, requests = Scheduler(model, byte_tokenizer(), POLICIES[policy], ag.Pool(model, 2**22)), []
         scheduler.tokenizer.chat_template = template
         submit = scheduler.submit
         scheduler.submit = lambda request, hear: requests.append(request) or submit(request, hear)
-
-        async def work():
-            made = app.Service(scheduler, "tiny", app.Limits()).app()
-            async with made.router.lifespan_context(made):
-                transport = httpx.ASGITransport(made)
-                async with httpx.AsyncClient(transport=transport, base_url="http://ag") as client:
-                    told = {"model": "tiny", "temperature": 0, "max_tokens": 8}
-                    return [await client.post("/v1/chat/completions", json=told | body) for body in bodies]
-
-        return asyncio.run(work()), requests, scheduler
+        with asked(scheduler) as (_, http, _):
+            told = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+            answers = [http.post("/v1/chat/completions", json=told | body) for body in bodies]
+        return answers, requests, scheduler
 
     return ask
 
@@ -57,24 +45,19 @@ def said(request):
 
 def as_openai(messages):
     """Messages as OpenAI's clients send them: arguments are JSON, and what is not said is null."""
-    return [
-        {"content": None, "refusal": None, "annotations": []}
-        | message
-        | (
-            {"tool_calls": call(json.dumps(message["tool_calls"][0]["function"]["arguments"]))}
-            if "tool_calls" in message
-            else {}
-        )
-        for message in messages
-    ]
+    told = [{"content": None, "refusal": None, "annotations": []} | message for message in messages]
+    for message in told:
+        if "tool_calls" in message:
+            message["tool_calls"] = call(json.dumps(message["tool_calls"][0]["function"]["arguments"]))
+    return told
 
 
-def test_the_template_is_told_of_tools_calls_and_thoughts(asked):
+def test_the_template_is_told_of_tools_calls_and_thoughts(ask):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     body = {"messages": as_openai(CHAT[:4]), "tools": TOOLS}
     changes = [{}, {"tool_choice": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}]
-    answers, requests, _ = asked([body | change for change in changes])
+    answers, requests, _ = ask(*(body | change for change in changes))
     assert [answer.status_code for answer in answers] == [200] * 3
     variables = [{"tools": TOOLS}, {}, {"tools": TOOLS, "enable_thinking": False}]
     expected = [
@@ -89,34 +72,26 @@ def test_the_template_is_told_of_tools_calls_and_thoughts(asked):
 @pytest.mark.parametrize(
     ("change", "param", "message"),
     [
-        ({"messages": [{"role": "tool"}]}, "messages[0].content", "required"),
-        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content", "required"),
-        ({"messages": [{"role": "user", "tool_calls": call("{}")}]}, "messages[0].content", "required"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
-            "messages[0].tool_calls[0].function.name",
-            "required",
-        ),
-        ({"tools": [3]}, "tools[0]", "dictionary"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "'auto'"),
+        ({"messages": [{"role": "system", "content": "x"}] * 2}, "messages", "one system"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "messages", "chat_template"),
         ({"messages": [CHAT[1]] * 2 + [{"role": "tool", "content": "x"}]}, "messages", "no such call"),
+        ({"tools": [{"type": "function"}]}, "messages", "template"),
     ],
 )
-def test_what_is_refused(asked, change, param, message):
-    template = TEMPLATE + "{% if messages[-1].role == 'tool' %}{{ raise_exception('no such call') }}{% endif %}"
-    [answer], requests, _ = asked([{"messages": CHAT[:2]} | change], template=template)
+def test_what_the_template_refuses(ask, change, param, message):
+    template = TEMPLATE + (
+        "{% if messages[-1].role == 'tool' %}{{ raise_exception('no such call') }}{% endif %}"
+        "{% if messages[1].role == 'system' %}{{ raise_exception('one system') }}{% endif %}"
+    )
+    [answer], requests, _ = ask({"messages": CHAT[:2]} | change, template=template)
     told = answer.json()["error"]
     assert (answer.status_code, told["param"]) == (400, param) and message in told["message"] and requests == []
 
 
-def test_tools_that_the_template_does_not_know_are_refused(asked):
+def test_tools_that_the_template_does_not_know_are_refused(ask):
     template = TEMPLATE.replace("tools or []", "[]")
-    answers, _, _ = asked(
-        [{"messages": CHAT[:2], "tools": TOOLS}, {"messages": CHAT[:2], "tools": []}], "full", template
-    )
-    assert [answer.status_code for answer in answers] == [400, 200]
-    assert answers[0].json()["error"]["param"] == "tools"
+    (wrong, right), *_ = ask(*({"messages": CHAT[:2], "tools": tools} for tools in (TOOLS, [])), template=template)
+    assert [wrong.status_code, right.status_code, wrong.json()["error"]["param"]] == [400, 200, "tools"]
 
 
 #: Templates that leave out something of tools, and what of the chat they leave out.
@@ -133,46 +108,41 @@ SILENT = {
 
 @pytest.mark.parametrize("content", [None, "I look."])
 @pytest.mark.parametrize("name", SILENT)
-def test_what_tools_were_asked_and_said_is_told_or_refused(asked, name, content):
+def test_what_tools_were_asked_and_said_is_told_or_refused(ask, name, content):
     """Whether the template writes a content that is null, or cannot."""
     chat = as_openai(CHAT[:4])
     chat[2] |= {"content": content, "tool_calls": chat[2]["tool_calls"] * 2}
     (old, new), param = SILENT[name]
     assert old in TEMPLATE
     for template in (TEMPLATE, TEMPLATE.replace("{{ m.content or '' }}", "{{ m.content + '' }}")):
-        [told], [request], _ = asked([{"messages": chat}], template=template)
+        [told], [request], _ = ask({"messages": chat}, template=template)
         assert told.status_code == 200 and said(request).count('<call>rain {"town": "Oslo"}</call>') == 2
-        [silent], requests, _ = asked([{"messages": chat}], template=template.replace(old, new))
+        [silent], requests, _ = ask({"messages": chat}, template=template.replace(old, new))
         error = silent.json()["error"]
         assert (silent.status_code, error["param"], requests) == (400, param, [])
         assert "chat template" in error["message"] and "content" in error["message"]
 
 
-def test_calls_and_results_without_words_are_told(asked):
+def test_calls_and_results_without_words_are_told(ask):
     """Nothing is left out where there is nothing to tell."""
     chat = [*CHAT[1:2], {"role": "assistant", "tool_calls": call("{}")}, {"role": "tool", "content": ""}]
-    [answer], [request], _ = asked([{"messages": chat}])
+    [answer], [request], _ = ask({"messages": chat})
     assert answer.status_code == 200 and "<call>rain {}</call>" in said(request)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_turns_whose_thoughts_are_dropped_share_what_is_the_same(asked, name):
+def test_turns_whose_thoughts_are_dropped_share_what_is_the_same(ask, name):
     """Each answer is that of its request alone; what is reused ends where the template writes the text anew."""
-    policy, options = POLICIES[name]
     system = {"role": "system", "content": "Be brief, and kind to all who ask about the weather by the river. " * 2}
-    chat = [system, *CHAT[1:]]
-    # a call, its result, the answer's question, the next question, which drops the thoughts, and the one after it
-    ends = [2, 4, 6]
-    bodies = [{"messages": chat[:end], "tools": TOOLS} for end in ends]
-    bodies.append({"messages": [*chat, {"role": "user", "content": "Is it windy?"}], "tools": TOOLS})
-    answers, requests, scheduler = asked(bodies * 2, policy, **options)
+    chat = [system, *CHAT[1:], {"role": "user", "content": "Is it windy?"}]
+    # a call, its result, the next question, which drops the thoughts, and the one after it
+    bodies = [{"messages": chat[:end], "tools": TOOLS} for end in (2, 4, 6, 8)]
+    answers, requests, scheduler = ask(*bodies * 2, policy=name)
     texts = [said(request) for request in requests]
     assert "<think>I have to look." in texts[1] and "<think>I have to look." not in texts[2]
     for answer, request in zip(answers, requests, strict=True):
-        reader = Detokenizer(byte_tokenizer())  # which gives out whole characters
-        expected = (
-            "".join(reader.add(token) for token in alone(scheduler.model, scheduler.policy, request)) + reader.rest()
-        )
+        reader = Detokenizer(scheduler.vocabulary)  # which gives out whole characters
+        expected = "".join(map(reader.add, alone(scheduler.model, scheduler.policy, request))) + reader.rest()
         assert answer.json()["choices"][0]["message"]["content"] == expected
         assert answer.json()["usage"]["prompt_tokens"] == len(request.tokens)
     shared = len("tool: rain\nsystem: ") + len(system["content"])

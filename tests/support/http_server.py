@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.support.warm import started
 
@@ -30,6 +32,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     made.chat_template = TEMPLATE
     return made
+
+
+def said(tokens: Sequence[int]) -> str:
+    """Text of an answer: what is no character is U+FFFD, and half a character at its end is not given."""
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    pieces = byte_tokenizer().convert_ids_to_tokens([*tokens])
+    spelled = bytes(letters[piece] for piece in pieces if piece in letters)
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(spelled)
 
 
 def saved(model: PreTrainedModel, folder: Path) -> Path:

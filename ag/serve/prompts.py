@@ -1,0 +1,149 @@
+"""From what a client asks to the request that a scheduler answers: templates, tokens, lengths, what is protected."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import fields, replace
+from typing import Any
+
+from ag.commands.serve import ServeConfig
+from ag.errors import UserError
+from ag.model.chat import Chat, spans
+from ag.serve.protocol import ApiError, Asked, ChatAsked, CompletionAsked
+from ag.serve.request import Request
+
+TEXT_TOKENS = 16  # of an answer to a text whose client names no length, as OpenAI's API has it
+
+_PARAMETERS = {field.name for field in fields(Request)}
+
+
+class Prompts:
+    """Makes requests of what clients ask.
+
+    Args:
+        tokenizer: of the model.
+        model: its configuration.
+        limits: what clients may ask.
+        batch: most answers at once.
+    """
+
+    def __init__(self, tokenizer: Any, model: Any, limits: ServeConfig, batch: int) -> None:
+        self.tokenizer, self.limits, self._batch = tokenizer, limits, batch
+        self._context: int | None = getattr(model.get_text_config(), "max_position_embeddings", None)
+        self._vocabulary = int(model.get_text_config().vocab_size)
+
+    def __call__(self, asked: Asked) -> Request:
+        """Return the request.
+
+        Raises:
+            ApiError: for what this model, its tokenizer or its template cannot do.
+            UserError: for a value out of range.
+        """
+        if asked.n > self._batch:
+            raise ApiError(400, f"n={asked.n}: expected at most {self._batch} here.", "n")
+        tokens, protect = self._chat(asked) if isinstance(asked, ChatAsked) else self._text(asked)
+        if not tokens:
+            raise ApiError(400, "the prompt is empty: expected one token or more.", "prompt")
+        if not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
+            raise ApiError(400, f"prompt: expected tokens of 0 to {self._vocabulary - 1}.", "prompt")
+        same = {name: getattr(asked, name) for name in type(asked).model_fields if name in _PARAMETERS}
+        other: dict[str, Any] = {
+            "tokens": tokens,
+            "max_tokens": self._longest(asked, len(tokens)),
+            "top_k": max(asked.top_k, 0),
+            "logit_bias": asked.biases(self._vocabulary),
+            "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
+            "continues": isinstance(asked, CompletionAsked),
+            "logprobs": asked.best,
+            "protect": tuple((first, behind) for first, behind in protect),
+            "wait_seconds": self.limits.wait_seconds,
+            "answer_seconds": self.limits.answer_seconds,
+        }
+        return Request(**(same | other))
+
+    def _longest(self, asked: Asked, prompt: int) -> int:
+        """Return the most tokens that an answer may have."""
+        most, context = self.limits.answer_tokens, self._context
+        room = most if context is None else context - prompt
+        if room < 1:
+            raise ApiError(
+                400,
+                f"the prompt has {prompt} tokens: expected fewer than {context}, the context of the model; shorten it.",
+                asked.text,
+                "context_length_exceeded",
+            )
+        least = min(room, most)
+        if asked.longest is None:
+            return least if isinstance(asked, ChatAsked) else min(least, TEXT_TOKENS)
+        name, told = asked.longest
+        if told > least:
+            message = f"{name}={told}: expected at most {least} here, behind a prompt of {prompt} tokens."
+            raise ApiError(400, message, name, None if told > most else "context_length_exceeded")
+        return told
+
+    def _text(self, asked: Asked) -> tuple[list[int], Any]:
+        """Return the ids of a text, and the spans of it that are never evicted."""
+        assert isinstance(asked, CompletionAsked)
+        prompt = asked.prompt
+        if isinstance(prompt, list) and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
+                raise ApiError(400, f"{len(prompt)} prompts: expected one; send the others by themselves.", "prompt")
+            prompt = prompt[0]
+        return self.tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt, asked.protect
+
+    # ---- chats
+
+    def _chat(self, asked: ChatAsked) -> tuple[list[int], Any]:
+        """Return the ids of a chat, and the spans of it that are never evicted."""
+        if self.tokenizer.chat_template is None:
+            raise ApiError(400, "the model has no chat template: use /v1/completions.", "messages")
+        try:
+            chat, text = self._rendered(Chat([message.for_template() for message in asked.messages], asked.variables))
+            self._check_told(chat)
+            silent = "tools" in asked.variables and replace(chat, variables=asked.chat_template_kwargs)
+            if silent and silent.text(self.tokenizer) == text:
+                raise ApiError(400, "the chat template of the model tells it of no tools: leave them out.", "tools")
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from None
+        parts = self.limits.protect if asked.protect is None else asked.protect
+        protect = spans(self.tokenizer, text, chat.messages, parts) if parts else ()
+        # the template writes the special tokens itself
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], protect
+
+    def _rendered(self, chat: Chat) -> tuple[Chat, str]:
+        """Return the chat as the template takes it, and what the template makes of it.
+
+        Messages of the assistant that only call tools have no content, which many templates know, or an empty one.
+        """
+        try:
+            return chat, chat.text(self.tokenizer)
+        except UserError:
+            filled = replace(chat, messages=[{"content": ""} | message for message in chat.messages])
+            if filled == chat:
+                raise
+            return filled, filled.text(self.tokenizer)
+
+    def _check_told(self, chat: Chat) -> None:
+        """Refuse calls of tools, and what tools said, where the template leaves them out.
+
+        To tell, a word that no text has stands in the place of each of them.
+        """
+        words: dict[str, str] = {}  # by parameter
+        messages = [dict(message) for message in chat.messages]
+        for place, message in enumerate(messages):
+            if message["role"] == "tool":
+                message["content"] = words[f"messages[{place}].content"] = uuid.uuid4().hex
+            calls = message.pop("tool_calls", [])
+            for number, call in enumerate(calls):
+                word = words[f"messages[{place}].tool_calls[{number}]"] = uuid.uuid4().hex
+                called = call | {"function": call["function"] | {"arguments": {"text": word}}}
+                message["tool_calls"] = [*message.get("tool_calls", []), called]
+        text = replace(chat, messages=messages).text(self.tokenizer) if words else ""
+        for param, word in words.items():
+            if word not in text:
+                raise ApiError(
+                    400,
+                    f"{param}: the chat template of the model leaves it out: say it in the content of a message of the "
+                    "assistant or the user.",
+                    param,
+                )
