@@ -54,6 +54,8 @@ def killed(name: str, tree: Path) -> str | None:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     finally:
         file.write_text(text)
+    if done.returncode < 0:  # what is written in C++ may crash
+        return f"{MUTANTS[name]['tests']} (signal {-done.returncode})"
     if done.returncode not in (0, 1):
         raise SystemExit(f"{name}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}")
     return next((x.split()[1] for x in done.stdout.splitlines() if x.startswith(("FAILED ", "ERROR "))), None)

@@ -154,7 +154,7 @@ def test_half_precision(version, dtype):
 
 
 @both
-@pytest.mark.parametrize("length", [17, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("length", [17, pytest.param(2, marks=pytest.mark.nightly)])
 def test_strides_odd_sizes_and_values_of_another_width(version, length):
     """Flags and padding are transposed, as gates and collators give them."""
     (q, k, v, keep), masks, *options = given(length, 3, 1, 5, padding="left", sinks=2, recent=3)
