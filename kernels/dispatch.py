@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import itertools
 import logging
@@ -15,9 +16,10 @@ import torch
 from ag.errors import UserError
 
 VARIABLE = "AG_KERNELS"
-VERSIONS = ("triton", "cpp", "chunked", "reference")
+#: Names of versions, and the modules of an operation's package that hold them, in functions named like the operation.
+VERSIONS = {"triton": "triton", "cpp": "cpu", "chunked": "chunked", "reference": "reference"}
 INSTALLED = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which must be set before Triton is imported
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on any device; set before Triton is imported
 log = logging.getLogger(__name__)
 Chosen = TypeVar("Chosen")
 _remembered: list[Any] = []
@@ -58,6 +60,13 @@ def pick(operation: str, versions: dict[str, str | None], forced: str | None) ->
     return chosen
 
 
+def function(operation: str, versions: dict[str, str | None], forced: str | None) -> Callable[..., Any]:
+    """Return the function of the version that :func:`pick` names; its module is imported when it is first needed."""
+    module = importlib.import_module(f"ag.kernels.{operation}.{VERSIONS[pick(operation, versions, forced)]}")
+    found: Callable[..., Any] = getattr(module, operation)
+    return found
+
+
 def no_triton(device: str, dtype: torch.dtype, size: int, largest: int = 256) -> str | None:
     """Return why Triton cannot run an operation, or None.
 
@@ -76,11 +85,6 @@ def no_triton(device: str, dtype: torch.dtype, size: int, largest: int = 256) ->
     if INTERPRETED and dtype == torch.bfloat16:
         return "Triton's interpreter has no bfloat16 products"
     return f"the head size {size} is above {largest}" if size > largest else None
-
-
-def interpreting() -> bool:
-    """Whether Triton's interpreter runs the kernels, on any device."""
-    return INTERPRETED
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ag.kernels import codes
-from ag.kernels.dispatch import interpreting
+from ag.kernels.dispatch import INTERPRETED
 
 LOG2E = 1.4426950408889634
 TALLEST = 128  # rows of the largest tile
@@ -56,7 +56,7 @@ def tuned(key: list[str], shapes: list[triton.Config], room: int, **smallest: in
         sizes = ((x, x.kwargs.get("KEYS", x.kwargs["ROWS"])) for x in configs)
         return [x for x, size in sizes if size <= allowed and size % block == 0][:TIMED] or configs[-1:]
 
-    few = [shape(4, 1, **smallest)] if interpreting() else shapes
+    few = [shape(4, 1, **smallest)] if INTERPRETED else shapes
     decorate: Callable[[Any], Any] = triton.autotune(
         few, key=key, prune_configs_by={"early_config_prune": fitting}, cache_results=True
     )
@@ -88,7 +88,7 @@ def cap2(cap: float | None) -> float | None:
 
 def key_block(q: torch.Tensor) -> int:
     """Return how many keys a tile holds for the type and head size of ``q``."""
-    if interpreting() or q.element_size() == 4:
+    if INTERPRETED or q.element_size() == 4:
         return 16
     return 64 if q.shape[-1] <= 128 else 32
 

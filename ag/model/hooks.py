@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -34,10 +34,15 @@ from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.softmax import PLAIN, Softmax
 from ag.model.products import ThreadedLayers
+from ag.model.rope import rotate as rotate
+from ag.model.structure import USE_ANOTHER, own_config, unwrapped
+from ag.model.structure import UnsupportedModelError as UnsupportedModelError
+from ag.model.structure import decoder_of as decoder_of
+from ag.model.structure import device_of as device_of
+from ag.model.structure import lm_head as lm_head
+from ag.model.structure import lm_logits as lm_logits
 
 IMPLEMENTATION = "ag"
-PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # kinds of adapters of PEFT that bring a cache of their own
-USE_ANOTHER = "use a model such as Llama, Mistral, Qwen2 or Qwen3."
 #: Implementations that need a mask to be causal, in whose place sdpa computes the same.
 BY_MASK = (None, "eager", "flex_attention")
 #: What models may say to the attention function beside what an :class:`AttentionCall` holds, without changing what that
@@ -47,10 +52,6 @@ HARMLESS = frozenset(
     + ["use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"]
     + ["num_items_in_batch", "token_type_ids", "mm_token_type_ids"]
 )
-
-
-class UnsupportedModelError(UserError, TypeError):
-    """A model class that cannot take a custom attention function."""
 
 
 @dataclass
@@ -161,16 +162,6 @@ class Attachment:
     unturned: str | None = None  # see ag.model.support.check_rotations; None: not asked yet
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Return the device a module runs on: that of its weights, or, while these are offloaded, of accelerate's hooks."""
-    device = next(module.parameters()).device
-    if device.type != "meta":
-        return device
-    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
-    found = (getattr(hook, "execution_device", None) for hook in hooks)
-    return torch.device(next((device for device in found if device is not None), "cpu"))
-
-
 def instrument(model: nn.Module) -> Attachment:
     """Install the hooks and the attention function once; a second call returns the first one's record.
 
@@ -258,73 +249,6 @@ def restore(model: nn.Module) -> None:
     del decoder._ag_attachment
 
 
-def decoder_of(model: nn.Module) -> Any:
-    """Return the stack of layers inside a causal language model, through PEFT's wrapper.
-
-    Raises:
-        TypeError: when there is none, or it does not use the attention interface.
-    """
-    base = unwrapped(model)
-    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
-    layers = getattr(decoder, "layers", ())
-    supported = isinstance(base, PreTrainedModel) and base._supports_attention_backend
-    if not (supported and layers and all(getattr(layer, "self_attn", None) is not None for layer in layers)):
-        raise UnsupportedModelError(
-            f"{type(base).__name__} does not use the attention interface of transformers (layers with self_attn and "
-            f"_supports_attention_backend); {USE_ANOTHER}"
-        )
-    return decoder
-
-
-def lm_head(model: nn.Module) -> nn.Module:
-    """Return the language model head."""
-    head: nn.Module = unwrapped(model).get_output_embeddings()
-    return head
-
-
-def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Compute the logits of final hidden states ``[..., d]`` as the model does: by its head, its scales, its soft cap.
-
-    The model's own forward pass runs, on a shallow copy that has the states in place of the stack of layers.
-    """
-    base, decoder = unwrapped(model), decoder_of(model)
-    states = hidden.reshape(1, -1, hidden.shape[-1])
-    reader = next(name for name, part in base.named_children() if any(module is decoder for module in part.modules()))
-    behind = copy.copy(base)
-    behind._modules = base._modules | {reader: _Read(states)}
-    out = type(base).forward(behind, inputs_embeds=states, use_cache=False, return_dict=True)
-    logits: Tensor = out.logits
-    return logits.view(*hidden.shape[:-1], logits.shape[-1])
-
-
-class _Read:
-    """A stack of layers that has read its tokens: it returns itself as its output, which has nothing but the states."""
-
-    def __init__(self, states: Tensor) -> None:
-        self.last_hidden_state = states
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _Read:
-        return self
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    @property
-    def decoder(self) -> _Read:
-        """Stand for the part of it that some models call (OPT)."""
-        return self
-
-
-def unwrapped(model: Any) -> Any:
-    """Return a model of transformers without the wrappers of ``torch.compile`` and PEFT."""
-    model = getattr(model, "_orig_mod", model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return getattr(model, "_orig_mod", model)
-
-
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and tell the cache the text and where the prompt ends, which chunks and drafts do not show."""
     cache, kwargs = interceptor_in(kwargs), _renamed(type(model), kwargs)
@@ -332,14 +256,11 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     tokens: Tensor | None = next((x for x in given if x is not None), None)
     if cache is None or tokens is None:
         return type(model).generate(model, *args, **kwargs)
+    check_adapter(getattr(model.prepare_inputs_for_generation, "__self__", model))  # PEFT puts its own method there
     mask, ids = kwargs.get("attention_mask"), tokens if tokens.ndim == 2 else None
     valid = _inferred(model, tokens, kwargs) if mask is None else mask.bool()
     check_end(valid)
-    virtual = _virtual_tokens(getattr(model.prepare_inputs_for_generation, "__self__", model))
-    if virtual:
-        _check_virtual(model, cache, kwargs)
-        valid = F.pad(valid, (virtual, 0), value=True)
-    cache.expect(valid, None if virtual else ids)
+    cache.expect(valid, ids)
     text = None
     try:
         output = type(model).generate(model, *args, **kwargs)
@@ -348,6 +269,16 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         return output
     finally:
         cache.saw(text)
+
+
+def check_adapter(model: Any) -> None:
+    """Refuse an active adapter of PEFT that puts keys, values or embeddings of its own before the text."""
+    config = getattr(model, "active_peft_config", None)
+    if config is not None and config.is_prompt_learning:
+        raise UnsupportedModelError(
+            f"The model has an adapter of the type {config.peft_type.value}, whose tokens, or a cache of PEFT's, come "
+            "before the text: expected LoRA, or another type that adapts weights."
+        )
 
 
 def check_end(mask: Tensor) -> None:
@@ -365,40 +296,6 @@ def _inferred(model: Any, tokens: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
     known = pad is not None and pad not in (ends if isinstance(ends, list | tuple) else [ends])
     text = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
     return tokens.ne(pad) if known and tokens.ndim == 2 else text
-
-
-def _virtual_tokens(model: Any) -> int:
-    """Return how many embeddings PEFT puts before the tokens of a prompt, as prompt tuning and p-tuning do.
-
-    Raises:
-        UnsupportedModelError: for an adapter that comes in a cache of its own.
-    """
-    config = getattr(model, "active_peft_config", None)
-    if config is None or not config.is_prompt_learning:
-        return 0
-    if config.peft_type in PREFIXES:
-        raise UnsupportedModelError(
-            f"{config.peft_type.value}: PEFT hands its prefix to the model in a cache of its own, in place of any "
-            "other; use prompt tuning, p-tuning or LoRA."
-        )
-    count: int = config.num_virtual_tokens
-    return count
-
-
-def _check_virtual(model: Any, cache: Interceptor, kwargs: Mapping[str, Any]) -> None:
-    """Refuse what PEFT does not do with virtual tokens, with no cache whatever."""
-    kind: Any = type(model)
-    name, prepare = cache_argument(kind), model.prepare_inputs_for_generation
-    if name not in prepare.__code__.co_consts:
-        does = f"puts them before every token, as it does not find the cache, which this transformers calls {name}"
-        fix = "use a transformers that calls it past_key_values, or a newer PEFT"
-    elif _setting(model, "prefill_chunk_size", kwargs) is not None:
-        does, fix = "reads one token of each chunk", "leave prefill_chunk_size out"
-    elif getattr(cache, "seen_tokens", 0):
-        does, fix = "takes them for tokens of the text that goes on", "call cache.reset(), and give the whole text"
-    else:
-        return
-    raise UserError(f"model.generate behind virtual tokens: PEFT {does}; {fix}.")
 
 
 def _setting(model: Any, name: str, kwargs: Mapping[str, Any]) -> Any:
@@ -543,42 +440,6 @@ def _wide(index: Tensor, like: Tensor) -> Tensor:
     return index[:, :, None].expand(-1, -1, like.shape[-1])
 
 
-def rope_of(decoder: Any, layer: int) -> tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], float]:
-    """Return what makes cosines and sines ``[B, T, D]`` like x for positions ``[B, T]`` in a layer, and their scaling.
-
-    Some models have a RoPE for each type of layers (Gemma 3).
-    """
-    rotary = decoder.rotary_emb
-    if not isinstance(rotary.rope_type, dict):
-        return rotary, rotary.attention_scaling
-    kind = decoder.config.layer_types[layer]
-    return partial(rotary, layer_type=kind), getattr(rotary, f"{kind}_attention_scaling")
-
-
-def rotate(decoder: Any, x: Tensor, positions: Tensor, span: int = 1, layer: int = 0) -> Tensor:
-    """Rotate queries or keys further by positions, as the model's RoPE does; negative ones turn back.
-
-    Args:
-        decoder: the model's stack of layers.
-        x: ``[B, H, n, D]``, already scaled as the model's RoPE scales (yarn).
-        positions: ``[B or 1, H or 1, n or 1]``, whole or not.
-        span: rotate by the mean of so many positions, from each of these on.
-        layer: index of the layer, where layers have several RoPEs.
-    """
-    apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb
-    positions = positions.expand(len(x), -1, -1)
-    steps = (positions[..., None] + torch.arange(span, device=positions.device)).flatten(1)
-    rope, scaling = rope_of(decoder, layer)
-    cos, sin = (part / scaling for part in rope(x.float(), steps))
-    cos, sin = (  # a rotation is linear in both
-        part.unflatten(1, (*positions.shape[1:], span)).mean(3).expand(-1, x.shape[1], -1, -1).flatten(0, 1)
-        for part in (cos, sin)
-    )
-    flat = x.float().flatten(0, 1)
-    turned: Tensor = apply(flat[:, None], flat[:, None][:, :0], cos, sin)[0]
-    return turned.view_as(x).to(x.dtype)
-
-
 def _before_attention(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     interceptor = interceptor_in(kwargs)
     kwargs.pop("gating", None)
@@ -639,12 +500,6 @@ def _refuse_arguments(module: nn.Module, mask: Any, unknown: list[str]) -> NoRet
     raise UnsupportedModelError(
         f"{type(module).__name__} {does}, which gates and eviction caches leave out; {USE_ANOTHER}"
     )
-
-
-def own_config(module: Any) -> PretrainedConfig:
-    """Return the configuration of an attention module as the model made it."""
-    config: PretrainedConfig = vars(module).get("_ag_own_config", module.config)
-    return config
 
 
 def causal_attention(module: nn.Module) -> Callable[..., Any]:

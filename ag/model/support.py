@@ -10,19 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ag.errors import UserError
-from ag.model.hooks import (
-    PREFIXES,
-    USE_ANOTHER,
-    AttentionCall,
-    Interceptor,
-    UnsupportedModelError,
-    causal_attention,
-    decoder_of,
-    device_of,
-    rope_of,
-    rotate,
-    unwrapped,
-)
+from ag.model.hooks import AttentionCall, Interceptor, causal_attention, check_adapter
+from ag.model.rope import rope_of, rotate
+from ag.model.structure import USE_ANOTHER, UnsupportedModelError, decoder_of, device_of, unwrapped
 
 SERVED = ("full_attention", "sliding_attention")  # layer types whose cache holds a key and a value of each token
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # of transformers, by which a model finds its attention function
@@ -36,7 +26,7 @@ def check_attention(model: nn.Module) -> None:
         UnsupportedModelError: naming the layer's class, what it does, and what was expected.
     """
     decoder, base = decoder_of(model), unwrapped(model)
-    _check_adapters(model)
+    check_adapter(model)
     for part in base.modules():
         if (
             part is not decoder
@@ -71,17 +61,6 @@ def check_attention(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} learns its positions and counts them by the mask: expected rotary ones; "
             f"{USE_ANOTHER}"
-        )
-
-
-def _check_adapters(model: Any) -> None:
-    """Refuse adapters of PEFT that put keys and values of their own before the text, in a cache of their own."""
-    kinds = [str(config.peft_type.value) for config in getattr(model, "peft_config", {}).values()]
-    found = [kind for kind in kinds if kind in PREFIXES]
-    if found:
-        raise UserError(
-            f"The model has an adapter of the type {found[0]}, whose keys and values come in a cache of PEFT's: "
-            "expected LoRA, or another type without a cache."
         )
 
 

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from ag.kernels.attention_stats import cpu
-from ag.kernels.attention_stats.chunked import chunked_attention_stats
 from ag.kernels.attention_stats.reference import Kind as Kind
-from ag.kernels.attention_stats.reference import reference_attention_stats
-from ag.kernels.dispatch import VARIABLE, no_triton, pick, remembered
+from ag.kernels.dispatch import VARIABLE, function, no_triton, remembered
 from ag.kernels.softmax import PLAIN, Softmax
 
 
@@ -57,17 +55,9 @@ def _version(
     device: str, queries: torch.dtype, keys: torch.dtype, size: int, forced: str | None
 ) -> Callable[..., Tensor]:
     wide = f"{torch.float64} is more than float32" if torch.float64 in (queries, keys) else None
-    version = pick(
-        "attention_stats",
-        {
-            "triton": no_triton(device, queries, size) if queries == keys else "queries and keys differ in type",
-            "cpp": wide or cpu.KERNEL.unavailable(device),
-            "chunked": None,
-            "reference": None,
-        },
-        forced,
-    )
-    chosen = {"cpp": cpu.attention_stats, "chunked": chunked_attention_stats}.get(version, reference_attention_stats)
-    if version == "triton":
-        from ag.kernels.attention_stats.triton import triton_attention_stats as chosen
-    return chosen
+    versions = {
+        "triton": no_triton(device, queries, size) if queries == keys else "queries and keys differ in type",
+        "cpp": wide or cpu.KERNEL.unavailable(device),
+        "reference": None,
+    }
+    return function("attention_stats", versions, forced)

@@ -1,4 +1,4 @@
-"""Statistics of attention from its whole matrix: the oracle of the fast versions."""
+"""Statistics of attention from its matrix, some queries after another, on any device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ag.kernels.softmax import PLAIN, Softmax, weigh
 
 Kind = Literal["sum", "max", "squares"]
 KINDS: tuple[Kind, ...] = ("sum", "max", "squares")
+BLOCK = 128  # queries handled at once
 
 
-def reference_attention_stats(
+def attention_stats(
     kind: Kind,
     q: Tensor,
     k: Tensor,
@@ -25,21 +26,27 @@ def reference_attention_stats(
     factors: Tensor | None = None,
     softmax: Softmax = PLAIN,
 ) -> Tensor:
-    """Compute :func:`ag.kernels.attention_stats.attention_stats` with n^2 memory."""
+    """Compute :func:`ag.kernels.attention_stats.attention_stats` with ``O(B H BLOCK N)`` memory."""
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
-    heads = q.shape[1]
-    distance = query_ranks[:, None, :, None] - key_ranks[:, :, None]
-    visible = (distance >= 0) & (key_ranks >= 0)[:, :, None]
-    if window is not None:
-        visible &= distance < window
-    counted = visible & (distance >= skip)
-    visible, counted = (x.repeat_interleave(heads // x.shape[1], 1) for x in (visible, counted))
-    there = (key_ranks >= 0).expand(-1, k.shape[1], -1)
+    heads, there = q.shape[1], key_ranks >= 0
     k = k.masked_fill(~there[..., None], 0.0).repeat_interleave(heads // k.shape[1], 1)
-    s = softmax.capped((q @ k.mT) * scaling).masked_fill(~visible, float("-inf"))
-    weights = weigh(s, softmax.by_head(4)).masked_fill(~counted, 0.0)
-    if factors is not None:
-        weights = weights * factors[:, None, :, None].to(weights.dtype)
-    if kind == "max":
-        return weights.amax(2)
-    return (weights if kind == "sum" else weights**2).sum(2)
+    found = k.new_zeros(*k.shape[:3])
+    for start in range(0, q.shape[2], BLOCK):
+        block = slice(start, start + BLOCK)
+        if not bool((query_ranks[:, block] >= 0).any()):
+            continue
+        distance = query_ranks[:, None, block, None] - key_ranks[:, :, None]
+        visible = (distance >= 0) & there[:, :, None]
+        if window is not None:
+            visible &= distance < window
+        counted = visible & (distance >= skip)
+        visible, counted = (x.repeat_interleave(heads // x.shape[1], 1) for x in (visible, counted))
+        s = softmax.capped((q[:, :, block] @ k.mT) * scaling).masked_fill(~visible, float("-inf"))
+        weights = weigh(s, softmax.by_head(4)).masked_fill(~counted, 0.0)
+        if factors is not None:
+            weights = weights * factors[:, None, block, None].to(weights.dtype)
+        if kind == "max":
+            found = found.maximum(weights.amax(2))
+        else:
+            found = found + (weights if kind == "sum" else weights**2).sum(2)
+    return found

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from ag.kernels.attention_stats.reference import KINDS, Kind
-from ag.kernels.dispatch import interpreting
+from ag.kernels.dispatch import INTERPRETED
 from ag.kernels.softmax import PLAIN, Softmax
 from ag.kernels.tiles import (
     FLOAT32,
@@ -139,7 +139,7 @@ def _spans(ranks: Tensor, span: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.compiler.disable
-def triton_attention_stats(
+def attention_stats(
     kind: Kind,
     q: Tensor,
     k: Tensor,
@@ -157,7 +157,7 @@ def triton_attention_stats(
     own, ranks = query_ranks.int().contiguous(), key_ranks.int().contiguous()
     lse = torch.empty(batch, heads, count, dtype=torch.float32, device=q.device)
     out = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    strides, span = (q.stride()[:3], k.stride()[:3]), 16 if interpreting() else 64
+    strides, span = (q.stride()[:3], k.stride()[:3]), 16 if INTERPRETED else 64
     size, block = size_class(length), key_block(q)
     of_keys, of_queries = _spans(ranks.flatten(0, 1), span), _spans(own, span)
     sizes = (heads, heads // kv_heads, ranks.shape[1], dim, padded(dim), block, span, 128)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ag.kernels.dispatch import VARIABLE, no_triton, pick
-from ag.kernels.gated_attention.arguments import autocast, check
-from ag.kernels.gated_attention.chunked import chunked_gated_attention
-from ag.kernels.gated_attention.reference import reference_gated_attention
+from ag.kernels.gated_attention import chunked, reference
+from ag.kernels.gated_attention.masks import Masks
 from ag.kernels.softmax import PLAIN, Softmax
 
 
@@ -60,19 +59,38 @@ def gated_attention(
         ValueError: for shapes that do not fit, or ``recent`` below 1.
         UserError: ``AG_KERNELS`` asks for a version that cannot run.
     """
-    check("gated_attention", q, k, v, recent)
+    q, k, v = checked("gated_attention", q, k, v, recent)
     if keep is not None and keep.shape != k.shape[:3]:
         raise ValueError(f"gated_attention: keep {tuple(keep.shape)}: expected {tuple(k.shape[:3])}.")
     if first is not None and first.shape != (q.shape[0], q.shape[2]):
         raise ValueError(f"gated_attention: first {tuple(first.shape)}: expected {(q.shape[0], q.shape[2])}.")
-    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
-    device = q.device.type
-    q, k, v = autocast(q, k, v)
+    device, scaling = q.device.type, q.shape[-1] ** -0.5 if scaling is None else scaling
     no_card = softmax.bent or no_triton(device, q.dtype, max(q.shape[-1], v.shape[-1]))
     versions = {"triton": no_card, "chunked": None, "reference": None}
     version = pick("gated_attention", versions, os.environ.get(VARIABLE))
-    attend = chunked_gated_attention if version == "chunked" else reference_gated_attention
+    attend = chunked.gated_attention if version == "chunked" else reference.gated_attention
     if version == "triton":
-        from ag.kernels.gated_attention.triton import triton_gated_attention as attend
+        from ag.kernels.gated_attention.triton import gated_attention as attend
     with torch.autocast(device, enabled=False):
-        return attend(q, k, v, keep, key_valid, scaling, recent, sinks, window, dense_until, first, softmax)
+        return attend(q, k, v, keep, Masks(key_valid, recent, sinks, window, dense_until, first), scaling, softmax)
+
+
+def checked(operation: str, q: Tensor, k: Tensor, v: Tensor, recent: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v in the type of the autocast that is on, as torch's own attention takes them.
+
+    Raises:
+        ValueError: unless q is ``[B, H, T, D]``, k and v ``[B, Hkv, T, D]``, and a query sees its own token.
+    """
+    batch, heads, length, dim = q.shape
+    kv_heads = k.shape[1]
+    if k.shape != (batch, kv_heads, length, dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
+        raise ValueError(
+            f"{operation}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected q [B, H, T, D] and "
+            "k, v [B, Hkv, T, D] with H a multiple of Hkv."
+        )
+    if recent < 1:
+        raise ValueError(f"{operation}: recent={recent}: expected at least 1, the query's own token.")
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ag.kernels.gated_attention.masks import pair_masks, sink_mask
+from ag.kernels.gated_attention.masks import Masks
 from ag.kernels.softmax import PLAIN, Softmax
 
 BLOCK = 64  # queries of a tile, where it does not grow too large
@@ -38,30 +38,17 @@ class _Problem:
     """
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keep: Tensor | None,
-        key_valid: Tensor | None,
-        scaling: float,
-        recent: int,
-        sinks: int,
-        window: int | None,
-        dense_until: Tensor | None,
-        first: Tensor | None,
-        cap: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, masks: Masks, scaling: float, cap: float | None
     ) -> None:
         self.batch, self.kv_heads, self.length, _ = k.shape
         self.group = q.shape[1] // self.kv_heads
         self.pairs = self.batch * self.kv_heads
         self.q, self.k, self.v = self.by_pair(q), k.flatten(0, 1), v.flatten(0, 1)
-        self.key_valid, self.scaling, self.recent, self.window = key_valid, scaling, recent, window
-        self.dense_until, self.first, self.cap = dense_until, first, cap
+        self.masks, self.scaling, self.cap = masks, scaling, cap
         self.acc = torch.promote_types(q.dtype, torch.float32)
-        self.sink = sink_mask(key_valid, sinks, self.batch, self.length, q.device, first)
+        self.sink = masks.sink(k)
         self.keep = None if keep is None else keep.to(self.acc).flatten(0, 1)
-        self.valid = None if key_valid is None else self._each(key_valid)
+        self.valid = None if masks.key_valid is None else self._each(masks.key_valid)
         self.weight, self.free = self.keep, None
         if self.keep is not None:
             self.free = ~self._each(self.sink) if self.valid is None else ~self._each(self.sink) & self.valid
@@ -81,14 +68,14 @@ class _Problem:
         """Visit every tile."""
         size = TILE.get(self.q.device.type, TILE["cuda"]) // max(1, self.group * self.length)
         width = min(max(size, 16), BLOCK if self.q.device.type == "cpu" else 4 * BLOCK)
-        pairs = max(1, size // width)
-        dense = (0, 0) if self.dense_until is None else (int(self.dense_until.min()), int(self.dense_until.max()))
-        borders = None if self.first is None else self.first.tolist()
+        pairs, (_, recent, _, window, dense_until, first) = max(1, size // width), self.masks
+        dense = (0, 0) if dense_until is None else (int(dense_until.min()), int(dense_until.max()))
+        borders = None if first is None else first.tolist()
         for start in range(0, self.length, width):
             stop = min(start + width, self.length)
-            oldest = 0 if self.window is None else max(0, start - self.window + 1)
+            oldest = 0 if window is None else max(0, start - window + 1)
             opened = stop <= dense[0]
-            uneven = self.window is not None or (start < dense[1] and not opened)
+            uneven = window is not None or (start < dense[1] and not opened)
             for pair in range(0, self.pairs, pairs):
                 part = slice(pair, min(pair + pairs, self.pairs))
                 begin, by_pair = oldest, uneven
@@ -96,7 +83,7 @@ class _Problem:
                     documents = borders[part.start // self.kv_heads : (part.stop - 1) // self.kv_heads + 1]
                     begin = max(oldest, min(row[start] for row in documents))
                     by_pair = uneven or max(row[stop - 1] for row in documents) > begin
-                near = 0 if by_pair else max(0, start - self.recent + 1 - begin)
+                near = 0 if by_pair else max(0, start - recent + 1 - begin)
                 yield _Tile(part, slice(start, stop), slice(begin, stop), near, opened)
 
     def logits(self, tile: _Tile) -> Tensor:
@@ -133,18 +120,8 @@ class _Problem:
 
         Each is ``[p or 1, 1, rows, columns - near]``; without flags the last two are None.
         """
-        index = torch.arange(self.length, device=self.q.device)
         columns = slice(tile.columns.start + tile.near, tile.columns.stop)
-        visible, protected = pair_masks(
-            index[tile.rows],
-            index[columns],
-            None if self.key_valid is None else self.key_valid[:, columns],
-            self.sink[:, columns],
-            self.recent,
-            self.window,
-            self.dense_until,
-            None if self.first is None else self.first[:, tile.rows],
-        )
+        visible, protected = self.masks.pairs(tile.rows, columns, self.sink)
         visible, protected = (x[:, 0] if len(x) == 1 else self._each(x[:, 0])[tile.part] for x in (visible, protected))
         if self.keep is None:
             return ~visible[:, None], None, None
@@ -197,21 +174,18 @@ class _ChunkedGatedAttention(torch.autograd.Function):
             top += total.log().masked_fill_(total == 0, float("inf"))
             lse[tile.part, :, tile.rows] = problem.unfolded(top)[..., 0]
         out, lse = out.view(*q.shape[:3], -1), lse.view(q.shape[:3])
-        ctx.save_for_backward(q, k, v, keep, beside, out, lse, *(x for x in options if isinstance(x, Tensor)))
-        ctx.options = tuple(None if isinstance(x, Tensor) else x for x in options)
-        ctx.tensors = tuple(isinstance(x, Tensor) for x in options)
+        ctx.save_for_backward(q, k, v, keep, beside, out, lse)
+        ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, keep, beside, out, lse, *rest = ctx.saved_tensors
-        saved = iter(rest)
-        options = [next(saved) if tensor else x for tensor, x in zip(ctx.tensors, ctx.options, strict=True)]
+        q, k, v, keep, beside, out, lse = ctx.saved_tensors
         d_sinks = None
         if beside is not None and ctx.needs_input_grad[4]:
             d_sinks = sink_gradient(beside, lse, out, grads[0])
         v, out = _centred(v, out)
-        problem = _Problem(q, k, v, keep, *options)
+        problem = _Problem(q, k, v, keep, *ctx.options)
         d_out = problem.by_pair(grads[0])
         delta = (d_out.to(problem.acc) * problem.by_pair(out).to(problem.acc)).sum(-1, keepdim=True)
         total = problem.by_pair(lse)[..., None]
@@ -258,7 +232,7 @@ class _ChunkedGatedAttention(torch.autograd.Function):
             d_flags = (d_keep * problem.free).view(keep.shape).to(keep.dtype)
         dq, dk, dv = dq.mul_(problem.scaling).view(q.shape), dk.mul_(problem.scaling).mT, dv.mT
         dk, dv = dk.reshape(k.shape).to(k.dtype), dv.reshape(v.shape).to(v.dtype)
-        return dq, dk, dv, d_flags, d_sinks, *(None for _ in options)
+        return dq, dk, dv, d_flags, d_sinks, None, None, None
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, out: Tensor, d_out: Tensor) -> Tensor:
@@ -275,25 +249,14 @@ def sink_gradient(sinks: Tensor, lse: Tensor, out: Tensor, d_out: Tensor) -> Ten
     return -paid.sum((0, 2)).to(sinks.dtype)
 
 
-def chunked_gated_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    key_valid: Tensor | None,
-    scaling: float,
-    recent: int = 1,
-    sinks: int = 0,
-    window: int | None = None,
-    dense_until: Tensor | None = None,
-    first: Tensor | None = None,
-    softmax: Softmax = PLAIN,
+def gated_attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, masks: Masks, scaling: float, softmax: Softmax = PLAIN
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_attention.gated_attention` with ``O(B H T)`` memory beside its arguments.
 
     The softmax runs in float32 (float64 for float64 arguments) whatever the type of q; only the row sums are saved, so
     that the backward computes each tile again.
     """
-    options = (key_valid, scaling, recent, sinks, window, dense_until, first, softmax.cap)
-    out: Tensor = _ChunkedGatedAttention.apply(q, k, v, keep, softmax.sinks, *options)  # type: ignore[no-untyped-call]
+    given = (q, k, v, keep, softmax.sinks, masks, scaling, softmax.cap)
+    out: Tensor = _ChunkedGatedAttention.apply(*given)  # type: ignore[no-untyped-call]
     return out

@@ -2,8 +2,48 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Masks(NamedTuple):
+    """The masks of B rows of T tokens; see :func:`ag.kernels.gated_attention.gated_attention`."""
+
+    key_valid: Tensor | None = None
+    recent: int = 1
+    sinks: int = 0
+    window: int | None = None
+    dense_until: Tensor | None = None
+    first: Tensor | None = None
+
+    def sink(self, like: Tensor) -> Tensor:
+        """Return which tokens are sinks, ``[B, T]``, of keys or queries ``[B, heads, T, D]``."""
+        return sink_mask(self.key_valid, self.sinks, like.shape[0], like.shape[2], like.device, self.first)
+
+    def pairs(self, rows: slice, columns: slice, sink: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the visible and the protected pairs of a tile, both ``[B or 1, 1, rows, columns]`` bool.
+
+        Args:
+            rows: indices of queries.
+            columns: indices of keys.
+            sink: ``[B, T]`` bool, from :meth:`sink`.
+        """
+        queries = torch.arange(rows.start, rows.stop, device=sink.device)
+        keys = torch.arange(columns.start, columns.stop, device=sink.device)
+        distance = queries[:, None] - keys
+        visible = (distance >= 0)[None, None]
+        if self.window is not None:
+            visible = visible & (distance < self.window)
+        if self.first is not None:
+            visible = visible & (keys >= self.first[:, rows, None])[:, None]
+        if self.key_valid is not None:
+            visible = visible & self.key_valid[:, None, None, columns]
+        protected = (distance < self.recent)[None, None] | sink[:, None, None, columns]
+        if self.dense_until is not None:
+            protected = protected | (queries < self.dense_until[:, None])[:, None, :, None]
+        return visible, protected
 
 
 def sink_mask(
@@ -22,39 +62,3 @@ def sink_mask(
     if first is not None:
         rank = rank - (rank - valid.long()).gather(1, first)
     return valid & (rank <= sinks)
-
-
-def pair_masks(
-    rows: Tensor,
-    columns: Tensor,
-    key_valid: Tensor | None,
-    sink: Tensor,
-    recent: int,
-    window: int | None,
-    dense_until: Tensor | None,
-    first: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the visible and the protected pairs of a tile, both ``[B or 1, 1, rows, columns]`` bool.
-
-    Args:
-        rows: query indices ``[R]``.
-        columns: key indices ``[C]``.
-        key_valid: ``[B, C]`` bool or None.
-        sink: ``[B, C]`` bool, from :func:`sink_mask`.
-        recent: distance below which a pair is protected.
-        window: distance from which a pair is invisible, or None.
-        dense_until: ``[B]`` or None; queries below it ignore the flags.
-        first: ``[B, R]`` or None; columns below it are invisible.
-    """
-    distance = rows[:, None] - columns[None, :]
-    visible = (distance >= 0)[None, None]
-    if window is not None:
-        visible = visible & (distance < window)
-    if first is not None:
-        visible = visible & (columns >= first[:, :, None])[:, None]
-    if key_valid is not None:
-        visible = visible & key_valid[:, None, None, :]
-    protected = (distance < recent)[None, None] | sink[:, None, None, :]
-    if dense_until is not None:
-        protected = protected | (rows[None, :] < dense_until[:, None])[:, None, :, None]
-    return visible, protected

@@ -5,34 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ag.kernels.gated_attention.masks import pair_masks, sink_mask
+from ag.kernels.gated_attention.masks import Masks
 from ag.kernels.softmax import PLAIN, Softmax
 
 
-def reference_gated_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    key_valid: Tensor | None,
-    scaling: float,
-    recent: int = 1,
-    sinks: int = 0,
-    window: int | None = None,
-    dense_until: Tensor | None = None,
-    first: Tensor | None = None,
-    softmax: Softmax = PLAIN,
+def gated_attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, masks: Masks, scaling: float, softmax: Softmax = PLAIN
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_attention.gated_attention` by autograd over whole matrices.
 
     The gradients of q, k and v come from autograd. That of the flags is written out, because it is held for evicted
     tokens: ``dL/dm_t = sum_j e^{s_jt - lse_j} (dO_j . v_t - dO_j . o_j)`` over the pairs that are not protected.
     """
-    batch, heads, length, _ = q.shape
-    group = heads // k.shape[1]
-    index = torch.arange(length, device=q.device)
-    sink = sink_mask(key_valid, sinks, batch, length, q.device, first)
-    visible, protected = pair_masks(index, index, key_valid, sink, recent, window, dense_until, first)
+    group, everything = q.shape[1] // k.shape[1], slice(0, q.shape[2])
+    visible, protected = masks.pairs(everything, everything, masks.sink(k))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     s = softmax.capped((q @ k.mT) * scaling)
     m = torch.ones_like(s)

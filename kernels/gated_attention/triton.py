@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from ag.kernels.gated_attention.chunked import sink_gradient
-from ag.kernels.gated_attention.masks import sink_mask
+from ag.kernels.gated_attention.masks import Masks
 from ag.kernels.softmax import PLAIN, Softmax
 from ag.kernels.tiles import (
     FLOAT32,
@@ -274,7 +274,7 @@ KEYS = tuned(KEY, OF_KEYS, 2**14, ROWS=16, KEYS=32)(_backward_keys)
 
 
 def _tables(
-    keep: Tensor | None, key_valid: Tensor | None, sinks: int, block: int, first: Tensor | None = None
+    keep: Tensor | None, masks: Masks, block: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return what the kernels read about the keys; all of it is ``O(B Hkv T)``.
 
@@ -283,14 +283,13 @@ def _tables(
         ``listing``: the blocks that hold a kept key, in order, then the others, ``[B, Hkv, blocks]``;
         ``before``: how many blocks with a kept key come before each, ``[B, Hkv, blocks + 1]``.
     """
-    padding = padding_bias(key_valid)
+    padding = padding_bias(masks.key_valid)
     if keep is None:
         return None, padding, None, None
-    batch, _, length = keep.shape
-    sink = sink_mask(key_valid, sinks, batch, length, keep.device, first)
-    gate = keep.float().log2().masked_fill_(sink[:, None], 0.0)
-    if key_valid is not None:
-        gate.masked_fill_(~key_valid[:, None], float("-inf"))
+    length = keep.shape[2]
+    gate = keep.float().log2().masked_fill_(masks.sink(keep)[:, None], 0.0)
+    if masks.key_valid is not None:
+        gate.masked_fill_(~masks.key_valid[:, None], float("-inf"))
     alive = nn.functional.pad(gate > float("-inf"), (0, -length % block)).unflatten(-1, (-1, block)).any(-1)
     listing = alive.to(torch.uint8).argsort(stable=True, dim=-1, descending=True).int().contiguous()
     return gate.contiguous(), padding, listing, nn.functional.pad(alive.cumsum(-1), (1, 0)).int()
@@ -309,19 +308,15 @@ class _TritonGatedAttention(torch.autograd.Function):
         v: Tensor,
         keep: Tensor | None,
         beside: Tensor | None,
-        key_valid: Tensor | None,
+        masks: Masks,
         scaling: float,
-        recent: int,
-        sinks: int,
-        window: int | None,
-        dense_until: Tensor | None,
-        first: Tensor | None,
     ) -> Tensor:
         q, k, v = (readable(x) for x in (q, k, v))
         batch, heads, length, _ = q.shape
+        _, recent, _, window, dense_until, first = masks
         recent, window = min(recent, length), None if window is None or window >= length else window
         block = key_block(max(q, v, key=lambda x: x.shape[-1]))
-        tables = _tables(keep, key_valid, sinks, block, first)
+        tables = _tables(keep, masks, block)
         dense = None if dense_until is None or keep is None else dense_until.int().contiguous()
         floors = None if first is None else first.int().contiguous()
         out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty(*q.shape[:3], v.shape[-1])
@@ -334,14 +329,14 @@ class _TritonGatedAttention(torch.autograd.Function):
                 *(q, k, v, out, lse, *_strides(q, k, v, out)),
                 *(gate, padding, dense, floors, listing, before, *numbers, *sizes, logits2(beside)),
             )
-        ctx.save_for_backward(q, k, v, out, lse, *tables, dense, floors, keep, key_valid, beside)
-        ctx.constants = numbers, sizes, sinks
+        ctx.save_for_backward(q, k, v, out, lse, *tables, dense, floors, keep, beside)
+        ctx.constants = numbers, sizes, masks
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, gate, padding, listing, before, dense, floors, keep, key_valid, beside = ctx.saved_tensors
-        numbers, sizes, sinks = ctx.constants
+        q, k, v, out, lse, gate, padding, listing, before, dense, floors, keep, beside = ctx.saved_tensors
+        numbers, sizes, masks = ctx.constants
         batch, heads, length, _ = q.shape
         d_out, d_sinks = readable(grads[0]), None
         if beside is not None and ctx.needs_input_grad[4]:
@@ -364,32 +359,19 @@ class _TritonGatedAttention(torch.autograd.Function):
                 *(gate, padding, dense, floors, ends, before, *numbers, *sizes),
             )
         if d_keep is not None:
-            first = None if floors is None else floors.long()
-            d_keep.masked_fill_(sink_mask(key_valid, sinks, batch, length, q.device, first)[:, None], 0.0)
+            d_keep.masked_fill_(masks.sink(q)[:, None], 0.0)
             d_keep = d_keep.to(keep.dtype)
-        return dq, dk, dv, d_keep, d_sinks, *(None for _ in range(7))
+        return dq, dk, dv, d_keep, d_sinks, None, None
 
 
 @torch.compiler.disable
-def triton_gated_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    key_valid: Tensor | None,
-    scaling: float,
-    recent: int = 1,
-    sinks: int = 0,
-    window: int | None = None,
-    dense_until: Tensor | None = None,
-    first: Tensor | None = None,
-    softmax: Softmax = PLAIN,
+def gated_attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, masks: Masks, scaling: float, softmax: Softmax = PLAIN
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_attention.gated_attention` with ``O(B H T)`` memory beside its arguments.
 
     Blocks of keys that are all evicted are not read, except by the flags' gradient. Sums run in float32; products of
     float32 arguments are as exact as float32 is, not TF32 (:data:`ag.kernels.tiles.FLOAT32`).
     """
-    options = (key_valid, scaling, recent, sinks, window, dense_until, first)
-    out: Tensor = _TritonGatedAttention.apply(q, k, v, keep, softmax.sinks, *options)
+    out: Tensor = _TritonGatedAttention.apply(q, k, v, keep, softmax.sinks, masks, scaling)
     return out

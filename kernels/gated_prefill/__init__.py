@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ag.kernels.dispatch import VARIABLE, no_triton, pick
-from ag.kernels.gated_attention import gated_attention
-from ag.kernels.gated_attention.arguments import autocast, check
-from ag.kernels.gated_prefill.chunked import chunked_gated_prefill
-from ag.kernels.gated_prefill.reference import reference_gated_prefill
+from ag.kernels.gated_attention import checked, gated_attention
+from ag.kernels.gated_attention.masks import Masks
+from ag.kernels.gated_prefill import chunked, reference
 from ag.kernels.softmax import PLAIN, Softmax
 
 
@@ -41,19 +40,17 @@ def gated_prefill(
         ValueError: for shapes that do not fit, ``keep`` that is not bool, or ``recent`` below 1.
         UserError: ``AG_KERNELS`` asks for a version that cannot run (see ag.kernels.dispatch).
     """
-    check("gated_prefill", q, k, v, recent)
+    q, k, v = checked("gated_prefill", q, k, v, recent)
     if keep.shape != k.shape[:3] or keep.dtype != torch.bool:
         raise ValueError(f"gated_prefill: keep {tuple(keep.shape)} {keep.dtype}: expected {tuple(k.shape[:3])}, bool.")
-    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
-    device = q.device.type
-    q, k, v = autocast(q, k, v)
+    device, scaling = q.device.type, q.shape[-1] ** -0.5 if scaling is None else scaling
     no_card = softmax.bent or no_triton(device, q.dtype, max(q.shape[-1], v.shape[-1]))
     versions = {"triton": no_card, "chunked": None, "reference": None}
     version = pick("gated_prefill", versions, os.environ.get(VARIABLE))
-    attend = chunked_gated_prefill if version == "chunked" else reference_gated_prefill
+    attend = chunked.gated_prefill if version == "chunked" else reference.gated_prefill
     if version == "triton":
-        from ag.kernels.gated_prefill.triton import triton_gated_prefill as attend
+        from ag.kernels.gated_prefill.triton import gated_prefill as attend
     with torch.no_grad(), torch.autocast(device, enabled=False):
         if version == "chunked" and device != "cpu":
             return gated_attention(q, k, v, keep.float(), key_valid, scaling, recent, sinks, window, softmax=softmax)
-        return attend(q, k, v, keep, key_valid, scaling, recent, sinks, window, softmax)
+        return attend(q, k, v, keep, Masks(key_valid, recent, sinks, window), scaling, softmax)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.kernels.gated_attention.masks import sink_mask
+from ag.kernels.gated_attention.masks import Masks
 from ag.kernels.gated_prefill.reference import visible_pairs
 from ag.kernels.softmax import PLAIN, Softmax, weigh
 
@@ -15,17 +15,8 @@ BLOCK = 128  # queries handled at once
 LONG = 4096  # of a head that keeps more tokens, half as many queries are handled at once
 
 
-def chunked_gated_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor,
-    key_valid: Tensor | None,
-    scaling: float,
-    recent: int = 1,
-    sinks: int = 0,
-    window: int | None = None,
-    softmax: Softmax = PLAIN,
+def gated_prefill(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, masks: Masks, scaling: float, softmax: Softmax = PLAIN
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_prefill.gated_prefill`; the work is that of the kept pairs and the diagonal.
 
@@ -35,40 +26,30 @@ def chunked_gated_prefill(
     """
     batch, heads, length, _ = q.shape
     if length <= SHORT and softmax.plain:
-        return _masked(q, k, v, keep, key_valid, scaling, recent, sinks, window)
+        return _masked(q, k, v, keep, masks, scaling)
     kv_heads, group = k.shape[1], heads // k.shape[1]
     out = torch.zeros_like(q[..., :1].expand(*q.shape[:3], v.shape[-1]), memory_format=torch.contiguous_format)
-    stays = keep | sink_mask(key_valid, sinks, batch, length, q.device)[:, None]
+    stays = keep | masks.sink(k)[:, None]
     goes = ~stays
-    if key_valid is not None:
-        stays, goes = stays & key_valid[:, None], goes & key_valid[:, None]
+    if masks.key_valid is not None:
+        stays, goes = stays & masks.key_valid[:, None], goes & masks.key_valid[:, None]
     for b in range(batch):
         for h in range(kv_heads):
             part = slice(h * group, (h + 1) * group)
             mine = q[b, part], k[b, h], v[b, h], stays[b, h], goes[b, h]
-            out[b, part] = _one(*mine, scaling, recent, window, softmax.of_heads(part))
+            out[b, part] = _one(*mine, masks.recent, masks.window, scaling, softmax.of_heads(part))
     return out
 
 
-def _masked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor,
-    key_valid: Tensor | None,
-    scaling: float,
-    recent: int,
-    sinks: int,
-    window: int | None,
-) -> Tensor:
+def _masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, masks: Masks, scaling: float) -> Tensor:
     """Attend with PyTorch's own attention, the query heads of a KV head as the heads of a sequence."""
     batch, heads, length, _ = q.shape
     rows, group = keep.shape[0] * keep.shape[1], heads // k.shape[1]
-    hidden = ~visible_pairs(keep, key_valid, recent, sinks, window).reshape(rows, 1, length, length)
+    hidden = ~visible_pairs(keep, masks).reshape(rows, 1, length, length)
     bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
     q, k, v = (x.reshape(rows, -1, length, x.shape[-1]).expand(-1, group, -1, -1) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, bias, scale=scaling)
-    if key_valid is not None:  # a padding query may see nothing
+    if masks.key_valid is not None:  # a padding query may see nothing
         out = out.masked_fill(hidden.all(-1, keepdim=True), 0.0)
     return out.reshape(batch, heads, length, -1)
 
@@ -79,9 +60,9 @@ def _one(
     v: Tensor,
     stays: Tensor,
     goes: Tensor,
-    scaling: float,
     recent: int,
     window: int | None,
+    scaling: float,
     softmax: Softmax,
 ) -> Tensor:
     """Attend from the query heads ``[G, T, D]`` of one KV head; ``goes`` are the evicted keys, seen while recent."""

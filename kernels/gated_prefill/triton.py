@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from ag.kernels.gated_attention.masks import sink_mask
+from ag.kernels.gated_attention.masks import Masks
 from ag.kernels.gated_attention.triton import attend
 from ag.kernels.softmax import PLAIN, Softmax
 from ag.kernels.tiles import (
@@ -85,17 +85,8 @@ PREFILL = tuned(["D", "E", "size"], ROWS, 2**15, ROWS=16)(_prefill)
 
 
 @torch.compiler.disable
-def triton_gated_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor,
-    key_valid: Tensor | None,
-    scaling: float,
-    recent: int = 1,
-    sinks: int = 0,
-    window: int | None = None,
-    softmax: Softmax = PLAIN,
+def gated_prefill(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, masks: Masks, scaling: float, softmax: Softmax = PLAIN
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_prefill.gated_prefill`; the work is that of the kept pairs and the diagonal.
 
@@ -104,19 +95,21 @@ def triton_gated_prefill(
     """
     q, k, v = (readable(x) for x in (q, k, v))
     batch, heads, length, dim = q.shape
-    recent, window = min(recent, length), None if window is None or window >= length else window
-    stays = keep | sink_mask(key_valid, sinks, batch, length, q.device)[:, None]
-    if key_valid is not None:
-        stays = stays & key_valid[:, None]
+    recent, window = min(masks.recent, length), masks.window
+    window = None if window is None or window >= length else window
+    stays = keep | masks.sink(k)[:, None]
+    if masks.key_valid is not None:
+        stays = stays & masks.key_valid[:, None]
     stays = stays.contiguous()  # flags come transposed, and the tables below keep an argument's strides
     gate = torch.zeros(stays.shape, dtype=torch.float32, device=q.device).masked_fill_(~stays, float("-inf"))
     kept = stays.to(torch.uint8).argsort(stable=True, dim=-1, descending=True).int()
     before = nn.functional.pad(stays.cumsum(-1), (1, 0)).int()
     out = torch.empty_like(q) if v.shape[-1] == dim else q.new_empty(*q.shape[:3], v.shape[-1])
     block = key_block(max(q, v, key=lambda x: x.shape[-1]))
+    padding = padding_bias(masks.key_valid)
     with torch.cuda.device_of(q):
         PREFILL[lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,)](
-            *(q, k, v, out, *(x.stride()[:3] for x in (q, k, v, out)), gate, padding_bias(key_valid), kept, before),
+            *(q, k, v, out, *(x.stride()[:3] for x in (q, k, v, out)), gate, padding, kept, before),
             *(scaling * LOG2E, recent, window, length, size_class(length), heads, heads // k.shape[1]),
             *(dim, padded(dim), v.shape[-1], padded(v.shape[-1]), block, logits2(softmax.sinks)),
         )

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ag.kernels.dispatch import VARIABLE, pick, remembered
+from ag.kernels.dispatch import VARIABLE, function, remembered
 from ag.kernels.gemv import cpu
-from ag.kernels.gemv.reference import reference_gemv
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -45,4 +44,4 @@ def version(
     if dtype not in (torch.float32, torch.bfloat16) or states != dtype:
         reason = f"states of {states} and a weight of {dtype} are not both float32 or bfloat16"
     versions = {"cpp": reason or cpu.KERNEL.unavailable(device), "reference": None}
-    return cpu.gemv if pick("gemv", versions, forced) == "cpp" else reference_gemv
+    return function("gemv", versions, forced)

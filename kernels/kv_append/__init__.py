@@ -7,10 +7,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ag.kernels.dispatch import VARIABLE, no_triton, pick, remembered
+from ag.kernels.dispatch import VARIABLE, function, no_triton, remembered
 from ag.kernels.kv_append import cpu
-from ag.kernels.kv_append.chunked import chunked_kv_append
-from ag.kernels.kv_append.reference import reference_kv_append
 from ag.kernels.native import TYPES
 from ag.kernels.pages import WIDEST, Facts, Pages
 
@@ -40,17 +38,9 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
 def _version(facts: Facts, forced: str | None) -> Callable[..., None]:
     wide = facts.coded and facts.dtypes[0] not in TYPES
     reason = f"codes are not made of {facts.dtypes[0]}" if wide else facts.gaps
-    version = pick(
-        "kv_append",
-        {
-            "triton": no_triton(facts.device, facts.dtypes[0], facts.stored, WIDEST),
-            "cpp": reason or cpu.KERNEL.unavailable(facts.device),
-            "chunked": None,
-            "reference": None,
-        },
-        forced,
-    )
-    chosen = {"cpp": cpu.kv_append, "chunked": chunked_kv_append}.get(version, reference_kv_append)
-    if version == "triton":
-        from ag.kernels.kv_append.triton import triton_kv_append as chosen
-    return chosen
+    versions = {
+        "triton": no_triton(facts.device, facts.dtypes[0], facts.stored, WIDEST),
+        "cpp": reason or cpu.KERNEL.unavailable(facts.device),
+        "reference": None,
+    }
+    return function("kv_append", versions, forced)

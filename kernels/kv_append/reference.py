@@ -1,28 +1,23 @@
-"""New tokens into blocks, token by token: the oracle of the fast versions."""
+"""New tokens into blocks by PyTorch's index operations, on any device."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ag.kernels.pages import Pages, coded
 
 
-def reference_kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
-    """Do what :func:`ag.kernels.kv_append.kv_append` does."""
+def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
+    """Do what :func:`ag.kernels.kv_append.kv_append` does; on a card the host waits to learn which tokens there are."""
     page, heads = pages.keys.shape[1], k.shape[1]
-    keys, values = coded(pages, k, v)
-    for row, table in enumerate(pages.table.tolist()):
-        sequence, head = divmod(row, heads)
-        length = int(pages.lengths[row])
-        for t, rank in enumerate(ranks[sequence].tolist()):
-            if rank < 0:
-                continue
-            at = table[length // page], length % page
-            pages.keys[at], pages.values[at] = keys[sequence, head, t], values[sequence, head, t]
-            pages.ranks[at] = rank
-            if pages.gate is not None:
-                said = torch.ones(()) if gate is None else gate[sequence, head, t]
-                pages.gate[at] = said.to(pages.gate.dtype)
-            length += 1
-        pages.lengths[row] = length
+    rank = ranks.repeat_interleave(heads, 0)  # [R, T]
+    there = rank >= 0
+    slots = (pages.lengths.long()[:, None] + there.cumsum(1) - 1).clamp_min(0)
+    chosen = there.nonzero(as_tuple=True)
+    slots = slots[chosen]
+    at = pages.table.long()[chosen[0], slots // page] * page + slots % page
+    said = rank.new_ones(rank.shape) if gate is None else gate.flatten(0, 1)
+    fresh = [*(x.flatten(0, 1) for x in coded(pages, k, v)), rank, said]
+    for column, x in zip(pages.columns, fresh, strict=False):
+        column.view(-1, *column.shape[2:]).index_copy_(0, at, x[chosen].to(column.dtype))
+    pages.lengths.add_(there.sum(1).to(pages.lengths.dtype))

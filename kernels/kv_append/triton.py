@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ag.kernels.dispatch import interpreting
+from ag.kernels.dispatch import INTERPRETED
 from ag.kernels.pages import Pages, coded
 from ag.kernels.tiles import copy_tokens, places
 
@@ -44,14 +44,14 @@ def _append(keys, values, held, gate, table, lengths, after, k, v, ranks, said, 
 
 
 @torch.compiler.disable
-def triton_kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
+def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
     """Do what :func:`ag.kernels.kv_append.kv_append` does on the card, which is never waited for."""
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in coded(pages, k, v))
     (_, heads, count, dim), width, rows = k.shape, v.shape[3], len(pages.table)
     column, lengths = pages.gate, pages.lengths
     said = None if gate is None or column is None else gate.to(column.dtype).contiguous()
     column, said = (x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x for x in (column, said))
-    tokens = 16 if interpreting() else min(64, triton.next_power_of_2(count))
+    tokens = 16 if INTERPRETED else min(64, triton.next_power_of_2(count))
     blocks = triton.cdiv(count, tokens)
     after = lengths if blocks == 1 else torch.empty_like(lengths)  # other programs of a row read its length
     with torch.cuda.device_of(k):

@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ag.kernels.dispatch import VARIABLE, no_triton, pick, remembered
+from ag.kernels.dispatch import VARIABLE, function, no_triton, remembered
 from ag.kernels.kv_compact import cpu
-from ag.kernels.kv_compact.chunked import chunked_kv_compact
 from ag.kernels.kv_compact.reference import Worst as Worst
-from ag.kernels.kv_compact.reference import reference_kv_compact
 from ag.kernels.pages import WIDEST, Facts, Pages
 
 
@@ -39,17 +37,9 @@ def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = (
 
 @remembered
 def _version(facts: Facts, gaps: str | None, forced: str | None) -> Callable[..., None]:
-    version = pick(
-        "kv_compact",
-        {
-            "triton": no_triton(facts.device, facts.dtypes[0], facts.stored, WIDEST),
-            "cpp": facts.gaps or gaps or cpu.KERNEL.unavailable(facts.device),
-            "chunked": None,
-            "reference": None,
-        },
-        forced,
-    )
-    chosen = {"cpp": cpu.kv_compact, "chunked": chunked_kv_compact}.get(version, reference_kv_compact)
-    if version == "triton":
-        from ag.kernels.kv_compact.triton import triton_kv_compact as chosen
-    return chosen
+    versions = {
+        "triton": no_triton(facts.device, facts.dtypes[0], facts.stored, WIDEST),
+        "cpp": facts.gaps or gaps or cpu.KERNEL.unavailable(facts.device),
+        "reference": None,
+    }
+    return function("kv_compact", versions, forced)

@@ -1,4 +1,4 @@
-"""Rows in blocks closed up, as lists and sorts: the oracle of the fast versions."""
+"""Rows in blocks closed up by PyTorch's sorts and index operations, on any device."""
 
 from __future__ import annotations
 
@@ -29,44 +29,28 @@ class Worst(NamedTuple):
     protected: Tensor | None = None  # [B, M] bool, by rank; ranks from M on are not protected so
 
 
-def reference_kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = ()) -> None:
-    """Do what :func:`ag.kernels.kv_compact.kv_compact` does."""
-    stays = best(pages, keep) if isinstance(keep, Worst) else keep
-    page = pages.keys.shape[1]
-    for row, table in enumerate(pages.table.tolist()):
-        length = int(pages.lengths[row])
-        kept = stays[row, :length].nonzero()[:, 0].tolist()
-        holes = [slot for slot in range(len(kept)) if not stays[row, slot]]
-        for hole, slot in zip(holes, [slot for slot in kept if slot >= len(kept)], strict=True):
-            source, target = ((table[x // page], x % page) for x in (slot, hole))
-            for column in pages.columns:
-                column[target] = column[source].clone()
-            for record in records:
-                record[row, :, hole] = record[row, :, slot]
-        for record in records:
-            record[row, :, len(kept) : length] = 0
-        pages.lengths[row] = len(kept)
-
-
-def best(pages: Pages, worst: Worst) -> Tensor:
-    """Return ``[R, N]`` bool, the slots that stay; N is the width of the table."""
-    score, rivals, ranks = going_first(pages, worst)
-    keep = torch.ones_like(rivals)
-    for row, going in enumerate((pages.lengths - worst.stays).clamp_min(0).tolist()):
-        slots = rivals[row].nonzero()[:, 0].tolist()
-        slots.sort(key=lambda slot: (float(score[row, slot]), -int(ranks[row, slot])))
-        keep[row, slots[:going]] = False
-    return keep
-
-
-def going_first(pages: Pages, worst: Worst) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores ``[R, N]`` by which tokens go, the lowest first; which tokens may go; and all ranks.
-
-    The score is ``-inf`` for what has expired, and ``inf`` for what may not go. Takes note of scores that are not
-    finite.
-    """
-    heads = len(pages.table) // len(worst.sinks)
+def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = ()) -> None:
+    """Do what :func:`ag.kernels.kv_compact.kv_compact` does; on a card the host waits to learn what moves."""
     index, there = gathered(pages.table, pages.lengths, pages.keys.shape[1])
+    if isinstance(keep, Worst):
+        keep = _best(pages, keep, index, there)
+    keep = F.pad(keep, (0, index.shape[1] - keep.shape[1])) & there
+    kept, slots = keep.sum(1, keepdim=True), torch.arange(keep.shape[1], device=keep.device)
+    holes, movers = (x.nonzero(as_tuple=True) for x in ((slots < kept) & ~keep, (slots >= kept) & keep))
+    target, source = index[holes], index[movers]  # row by row as many of each
+    for column in pages.columns:
+        flat = column.view(-1, *column.shape[2:])
+        flat.index_copy_(0, target, flat[source])
+    for record in records:
+        record[holes[0], :, holes[1]] = record[movers[0], :, movers[1]]
+        free = torch.arange(record.shape[2], device=record.device) >= kept
+        record.masked_fill_(free[:, None], 0.0)
+    pages.lengths.copy_(kept[:, 0])
+
+
+def _best(pages: Pages, worst: Worst, index: Tensor, there: Tensor) -> Tensor:
+    """Return ``[R, N]`` bool, the slots that stay, of rows whose slots lie at ``index``, where there is a token."""
+    heads = len(pages.table) // len(worst.sinks)
     ranks = pages.ranks.flatten()[index].masked_fill(~there, -1).long()
     sinks, recent_from, expired_to = (
         x.repeat_interleave(heads)[:, None] for x in (worst.sinks, worst.recent_from, worst.expired_to)
@@ -79,7 +63,10 @@ def going_first(pages: Pages, worst: Worst) -> tuple[Tensor, Tensor, Tensor]:
         protected |= (ranks < marks.shape[1]) & marks.gather(1, ranks.clamp(0, marks.shape[1] - 1))
     expired = there & (ranks <= expired_to)
     rivals = there & ~protected & ~expired
-    surplus = (pages.lengths > worst.stays)[:, None]
-    worst.found.logical_or_((rivals & surplus & ~score.isfinite()).any())
+    surplus = (pages.lengths - worst.stays).clamp_min(0)[:, None]
+    worst.found.logical_or_((rivals & (surplus > 0) & ~score.isfinite()).any())
     score = score.masked_fill(~rivals, float("inf")).masked_fill(expired, float("-inf"))
-    return score, rivals | expired, ranks
+    newest = ranks.argsort(dim=1, descending=True)  # of equal scores the newer token goes first
+    order = newest.gather(1, score.gather(1, newest).argsort(dim=1, stable=True))
+    first = torch.arange(order.shape[1], device=order.device) < surplus
+    return ~(torch.zeros_like(rivals).scatter_(1, order, first) & (rivals | expired))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ag.kernels.dispatch import interpreting
+from ag.kernels.dispatch import INTERPRETED
 from ag.kernels.kv_compact.reference import Worst
 from ag.kernels.pages import Pages
 from ag.kernels.tiles import copy_tokens, places
@@ -146,7 +146,7 @@ def _carry(record, lengths, before, moves, source, target, N, S, C, TILE: tl.con
 
 
 @torch.compiler.disable
-def triton_kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = ()) -> None:
+def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = ()) -> None:
     """Do what :func:`ag.kernels.kv_compact.kv_compact` does on the card, which is never waited for."""
     keys, values, ranks, gate, table, lengths, *_ = pages
     (rows, most), (_, page, dim), width = table.shape, keys.shape, values.shape[2]
@@ -166,8 +166,8 @@ def triton_kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tens
     else:
         mask = keep.contiguous().view(torch.uint8)
         columns = mask.shape[1]
-    tile = 16 if interpreting() else min(2048, triton.next_power_of_2(max(slots, 1)))
-    tokens = 16 if interpreting() else 32
+    tile = 16 if INTERPRETED else min(2048, triton.next_power_of_2(max(slots, 1)))
+    tokens = 16 if INTERPRETED else 32
     blocks = triton.cdiv(slots, tokens)
     flags = gate.view(torch.uint8) if gate is not None and gate.dtype == torch.bool else gate
     with torch.cuda.device_of(keys):

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ag.kernels.dispatch import VARIABLE, no_triton, pick, remembered
+from ag.kernels.dispatch import VARIABLE, function, no_triton, remembered
 from ag.kernels.native import TYPES
 from ag.kernels.paged_attention import cpu
-from ag.kernels.paged_attention.reference import reference_paged_attention
 from ag.kernels.pages import Facts, Pages
 from ag.kernels.softmax import PLAIN, Softmax
 
@@ -67,16 +66,9 @@ def _version(facts: Facts, dtype: torch.dtype, forced: str | None) -> Callable[.
     wide = None
     if keys not in TYPES or values != keys:
         wide = f"keys of {keys} and values of {values} are not both float32, bfloat16 or float16"
-    version = pick(
-        "paged_attention",
-        {
-            "triton": mixed or no_triton(facts.device, dtype, max(facts.channels)),
-            "cpp": wide or facts.gaps or cpu.KERNEL.unavailable(facts.device),
-            "reference": None,
-        },
-        forced,
-    )
-    chosen = {"cpp": cpu.paged_attention}.get(version, reference_paged_attention)
-    if version == "triton":
-        from ag.kernels.paged_attention.triton import triton_paged_attention as chosen
-    return chosen
+    versions = {
+        "triton": mixed or no_triton(facts.device, dtype, max(facts.channels)),
+        "cpp": wide or facts.gaps or cpu.KERNEL.unavailable(facts.device),
+        "reference": None,
+    }
+    return function("paged_attention", versions, forced)

@@ -13,7 +13,7 @@ BLOCK = 256  # queries that meet the rows at once
 NEWEST = torch.iinfo(torch.int32).max  # a rank that no token exceeds
 
 
-def reference_paged_attention(
+def paged_attention(
     q: Tensor,
     pages: Pages,
     ranks: Tensor | None,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ag.kernels.dispatch import interpreting
+from ag.kernels.dispatch import INTERPRETED
 from ag.kernels.pages import Pages
 from ag.kernels.softmax import PLAIN, Softmax
 from ag.kernels.tiles import (
@@ -128,7 +128,7 @@ ATTEND = tuned(["QUERIES", "D", "E", "CODED", "size"], TOKENS, 2**14, ROWS=16)(_
 
 
 @torch.compiler.disable
-def triton_paged_attention(
+def paged_attention(
     q: Tensor,
     pages: Pages,
     ranks: Tensor | None,
@@ -147,9 +147,9 @@ def triton_paged_attention(
     page, width = pages.keys.shape[1], pages.channels[1]
     slots, queries = most * page, batch * heads // rows * count
     large = (q.element_size() > 2) + (max(dim, width) > 128)  # so that a block's output fits in registers
-    block = min(padded(queries), 16 if interpreting() else 64 >> large)
+    block = min(padded(queries), 16 if INTERPRETED else 64 >> large)
     blocks = triton.cdiv(queries, block)
-    chunk = 32 if interpreting() else max(256, triton.next_power_of_2(rows * blocks * slots // CHUNKS + 1))
+    chunk = 32 if INTERPRETED else max(256, triton.next_power_of_2(rows * blocks * slots // CHUNKS + 1))
     chunks = triton.cdiv(slots, chunk)
     gates = None if pages.gate is None or recent is None else pages.gate.view(torch.uint8)
     partial = torch.empty(rows * chunks, queries, width, dtype=torch.float32, device=q.device)
@@ -157,7 +157,7 @@ def triton_paged_attention(
     out = torch.empty(batch, heads, count, width, dtype=q.dtype, device=q.device)
     weights = torch.empty(batch, heads, slots, dtype=torch.float32, device=q.device) if weigh else None
     lengths, longest = pages.lengths.contiguous(), slots if weigh else 0
-    piece = 16 if interpreting() else PIECE
+    piece = 16 if INTERPRETED else PIECE
     pieces = max(1, triton.cdiv(longest, piece))
     with torch.cuda.device_of(q):
         if chunks:

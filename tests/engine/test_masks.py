@@ -6,12 +6,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from transformers import DynamicCache, GenerationMixin, LlamaForCausalLM
+from transformers import DynamicCache, GenerationMixin
 
 import ag
 from ag.errors import UserError
-from ag.model.hooks import cache_argument
 from tests.support.batches import columns, padded, row
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
@@ -355,75 +353,3 @@ def test_a_prompt_for_several_policies_is_padded_on_the_left(llama):
         ag.engine.read_prompt(llama, ["full", ag.policy("h2o", 4)], IDS[:2, :9], mask)
     with refuses(UserError, "packing"):
         ag.Gating(gates_for(llama), mask)
-
-
-# ---- virtual tokens of PEFT
-
-VIRTUAL = {
-    "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=20),
-    "p-tuning": lambda: PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=20, encoder_hidden_size=32),
-}
-GENERATES = cache_argument(LlamaForCausalLM) == "past_key_values"  # the name by which PEFT looks for a cache
-
-
-@pytest.fixture(params=VIRTUAL)
-def tuned(tiny_llama, request):
-    return get_peft_model(tiny_llama(), VIRTUAL[request.param]()).eval()
-
-
-def half():
-    """A batch of 30 and 20 tokens, of which a half stays with 20 virtual ones: 25 and 20."""
-    mask = torch.ones(2, 30, dtype=torch.long)
-    mask[1, :10] = 0
-    return {"input_ids": IDS[:2, :30], "attention_mask": mask}
-
-
-def assert_half(cache):
-    """The last tokens are no draft."""
-    for heads in columns(cache):
-        assert [[len(head) for head in row] for row in heads] == [[25, 25], [20, 20]]
-        for length, kept in zip((50, 40), heads, strict=True):
-            assert all(set(range(length - 4, length)) <= set(head) for head in kept)
-
-
-def test_virtual_tokens_are_part_of_the_prompt(tuned):
-    cache = ag.EvictionCache(tuned, "snapkv", 0.5, window=4)
-    with torch.no_grad():
-        tuned(**half(), past_key_values=cache)
-    assert_half(cache)
-
-
-@pytest.mark.skipif(GENERATES, reason="this PEFT finds the cache")
-def test_virtual_tokens_that_would_come_before_every_token(tuned):
-    cache = ag.EvictionCache(tuned, "snapkv", 0.5, window=4)
-    with refuses(UserError, "PEFT", "cache"):
-        tuned.generate(**half(), past_key_values=cache, **GREEDY)
-    assert cache.seen_tokens == 0
-
-
-@pytest.mark.skipif(not GENERATES, reason="this PEFT does not find the cache of this transformers")
-def test_generation_behind_virtual_tokens(tuned):
-    cache = ag.EvictionCache(tuned, "snapkv", 0.5, window=4)
-    tuned.generate(**half(), past_key_values=cache, **GREEDY | {"max_new_tokens": 1})
-    assert_half(cache)
-    with refuses(UserError, "virtual tokens", "cache.reset()"):
-        tuned.generate(torch.cat([IDS[:2, :30]] * 2, 1), past_key_values=cache, **GREEDY)
-    assert cache.seen_tokens == 50
-    cache.reset()
-    with refuses(UserError, "prefill_chunk_size"):
-        tuned.generate(**half(), past_key_values=cache, **GREEDY, prefill_chunk_size=8)
-    assert cache.seen_tokens == 0
-    full = (ag.EvictionCache(tuned, "full"), DynamicCache())
-    got, want = (tuned.generate(**half(), past_key_values=each, **GREEDY | LOGITS).logits for each in full)
-    hold(torch.stack(got), torch.stack(want), of_logits(tuned.get_base_model()))
-
-
-def test_a_prefix_in_a_cache_of_its_own_is_refused(tiny_llama):
-    base = tiny_llama()
-    model = get_peft_model(base, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=20)).eval()
-    with refuses(UserError, "PREFIX_TUNING"):
-        ag.EvictionCache(model, "full")
-    cache = ag.EvictionCache(base, "full")
-    with refuses(UserError, "PREFIX_TUNING"):
-        model.generate(IDS[:1], past_key_values=cache, **GREEDY)
-    assert cache.seen_tokens == 0

@@ -6,27 +6,29 @@ of bfloat16, which the interpreter cannot multiply.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ag.kernels.gated_attention import chunked, reference
+from ag.kernels.gated_attention.masks import Masks
+from ag.kernels.gated_prefill import reference as prefill_reference
+from tests.support.bounds import Right, right
 
 REHEARSAL = os.environ.get("AG_GPU_REHEARSAL") == "1"
 DEVICE = "cpu" if REHEARSAL else "cuda"
 FEW: dict[str, Any] = {"num_hidden_layers": 1} if REHEARSAL else {}  # in the interpreter each layer takes its time
 
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
-STEP = 2.0**-10  # of a change of the operands: far above roundings of float64, far below what bends a result
-ROUNDINGS, STORED = 16, 4  # of operands and results that are counted: of float32, and of the 16 bits that hold them
 DIMS = (64, 80, 96, 128, 256)
 #: Head sizes and types. The interpreter's tiles are the same for all, and tests/kernels shows its numbers.
 PAIRS = [(64, torch.float32), (80, torch.float16)] if REHEARSAL else list(product(DIMS, PRECISIONS))
 GROUPS = (1, 4, 8)
-LENGTHS = (1, 2, 63, 64, 65, 127, 1000, 4097, 8193)
+LENGTHS = (2, 3, 63, 64, 65, 127, 1000, 4097, 8193)
 REHEARSED = {63: 15, 64: 16, 65: 17, 127: 18, 1000: 20, 4097: 31, 8193: 33}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -108,6 +110,15 @@ def arguments(
     return [q, k, v], None if flags is None else keep, options
 
 
+def of_masks(version: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let a version take the operation's options."""
+    return lambda q, k, v, keep=None, scaling=None, **masks: version(q, k, v, keep, Masks(**masks), scaling)
+
+
+formula, plain_torch = of_masks(reference.gated_attention), of_masks(chunked.gated_attention)
+prefill_formula = of_masks(prefill_reference.gated_prefill)
+
+
 def run(
     function: Callable[..., Tensor], tensors: list[Tensor], weight: Tensor, options: dict[str, Any]
 ) -> list[Tensor]:
@@ -116,39 +127,6 @@ def run(
     out = function(*leaves, **options)
     (out * weight.to(out.dtype)).sum().backward()
     return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
-
-
-class Right(NamedTuple):
-    """What is right, and how far a kernel may be from it.
-
-    Attributes:
-        value: float64.
-        moved: norm of what a relative change of 1 of all operands, up or down at random, and of the result would do.
-        terms: of the longest sum.
-    """
-
-    value: Tensor
-    moved: float
-    terms: int
-
-    def allowed(self, dtype: torch.dtype) -> float:
-        """Return the norm of what rounding may do in a kernel whose operands have this type, and whose sums float32.
-
-        A float32 sum of n terms in any order moves by some sqrt(n) of its roundings.
-        """
-        stored = 0.0 if dtype == torch.float32 else STORED * torch.finfo(dtype).eps
-        return (stored + (ROUNDINGS + math.sqrt(self.terms)) * torch.finfo(torch.float32).eps) * self.moved
-
-
-def right(function: Callable[..., Sequence[Tensor]], *operands: Tensor) -> list[Right]:
-    """Compute what a function gives in float64, and by how much that moves with its operands."""
-    operands = tuple(x.double() for x in operands)
-    draw = torch.Generator(DEVICE).manual_seed(0)
-    signs = (torch.randint(0, 2, x.shape, generator=draw, device=x.device) * 2 - 1 for x in operands)
-    plain = function(*operands)
-    moved = function(*(x * (1 + STEP * sign) for x, sign in zip(operands, signs, strict=True)))
-    terms = max(max(x.shape) for x in operands)
-    return [Right(x, float((y - x).norm()) / STEP + float(x.norm()), terms) for x, y in zip(plain, moved, strict=True)]
 
 
 def part(options: dict[str, Any], b: int) -> dict[str, Any]:
@@ -199,20 +177,6 @@ def by_head(
         return [torch.cat([torch.cat([one(b, h) for h in range(q.shape[1])], 1) for b in range(len(q))])]
 
     return right(computed, q, *others)[0]
-
-
-def near(got: Tensor, want: Right, what: str, dtype: torch.dtype = torch.float32) -> None:
-    """Hold a result to what is right, by the norm of the difference.
-
-    Args:
-        got: the result of a kernel.
-        want: what it should be.
-        what: a name for messages.
-        dtype: of the kernel's operands.
-    """
-    assert got.shape == want.value.shape and bool(torch.isfinite(got).all()), what
-    error, allowed = float((got.double() - want.value).norm()), want.allowed(dtype)
-    assert error <= allowed, f"{what}: off by {error:.3g}, allowed {allowed:.3g}"
 
 
 def scattered(lengths: list[int], dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

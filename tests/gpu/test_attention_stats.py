@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from ag.kernels.attention_stats import attention_stats
-from ag.kernels.attention_stats.reference import KINDS, reference_attention_stats
-from tests.gpu.cases import DEVICE, covering, draw, here, name, near, right
+from ag.kernels.attention_stats import attention_stats, reference
+from ag.kernels.attention_stats.reference import KINDS
+from tests.gpu.cases import DEVICE, covering, draw, here, name
+from tests.support.bounds import near, right
 
 pytestmark = pytest.mark.gpu
 CASES = ("plain", "window", "padding", "any-order")
@@ -34,7 +35,7 @@ def by_head(kind, q, k, own, held, *others, **options):
         for h in range(q.shape[1]):
             of = slice(h // group, h // group + 1)
             ranks = held[:, of] if held.shape[1] > 1 else held
-            heads.append(reference_attention_stats(kind, q[:, h : h + 1], k[:, of], own, ranks, *others, **options))
+            heads.append(reference.attention_stats(kind, q[:, h : h + 1], k[:, of], own, ranks, *others, **options))
         return [torch.cat(heads, 1)]
 
     return right(computed, q, k)[0]

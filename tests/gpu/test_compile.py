@@ -47,13 +47,6 @@ def test_a_compiled_model_decodes_as_the_plain_one(tiny_llama, triton_only, fres
         hold(got, want, of_logits(model), policy[0])
 
 
-def test_a_step_is_not_one_graph(tiny_llama, fresh):
-    model = tiny_llama(num_hidden_layers=1).to(DEVICE)
-    whole = torch.compile(model, fullgraph=True, backend="eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
-        decoded(model, whole, ("full",), steps=1)
-
-
 def test_capturing_a_step_is_refused(tiny_llama, triton_only, monkeypatch):
     """A replayed graph would store every token in the slot of the captured one."""
     model = tiny_llama(num_hidden_layers=1).to(DEVICE)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.gpu.cases import DEVICE, REHEARSAL
 from tests.gpu.runs import check_losses, continued, train, weights
@@ -26,20 +25,3 @@ def test_one_rank_is_a_run_alone(recipe, alone, tmp_path, strategy):
     for name, mine in weights(again).items():
         torch.testing.assert_close(mine, weights(run)[name], rtol=bound["rtol"], atol=bound["abs"])
     assert (run / "export" / "adapter" / "adapter_model.safetensors").is_file()
-
-
-def test_collectives(tmp_path):
-    """What training asks of the process group: sums, a gather, a broadcast, a barrier."""
-    backend = "gloo" if DEVICE == "cpu" else "nccl"
-    dist.init_process_group(backend, init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
-        x = torch.arange(4.0, device=DEVICE)
-        total, parts = x.clone(), [torch.zeros_like(x)]
-        dist.all_reduce(total)
-        dist.all_gather(parts, x)
-        dist.broadcast(x, 0)
-        dist.barrier()
-        assert dist.get_backend() == backend
-        assert torch.equal(total, x) and torch.equal(parts[0], x)
-    finally:
-        dist.destroy_process_group()

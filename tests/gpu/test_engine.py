@@ -6,13 +6,13 @@ import torch
 import ag
 from ag.engine.block_pool import BLOCK
 from tests.gpu.cases import DEVICE, FEW, REHEARSAL, here, name
-from tests.gpu.waiting import no_waiting, pretended
+from tests.gpu.waiting import no_waiting
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
 
 pytestmark = pytest.mark.gpu
 STEPS = 3 + 2 * BLOCK  # each row takes another block on the way
-NEW = 3 if REHEARSAL else 8  # steps without one
+NEW = 8  # steps without one
 
 
 def step(model, cache, ids, **options):
@@ -76,90 +76,47 @@ def test_logits_are_those_of_the_plain_versions(tiny_llama, monkeypatch, policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_decoding_step_does_not_wait(tiny_llama, triton_only, monkeypatch, policy):
-    uneven = policy in ("tova@pyramid", "cake")  # over layers
-    model = tiny_llama(num_hidden_layers=1 if REHEARSAL and not uneven else 2).to(DEVICE)
+def test_a_decoding_step_does_not_wait(tiny_llama, triton_only, card, policy):
+    model = tiny_llama(num_hidden_layers=2).to(DEVICE)
     if policy == "gates":
         ag.attach(model, gates_for(model, recent_tokens=3))
     cache = ag.EvictionCache(model, policy, **POLICIES[policy])
     ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long, device=DEVICE)
     mask[1, :9] = 0  # padding of the prompt is remembered; a mask of the new tokens would have to be read
-    with monkeypatch.context() as patch:
-        if REHEARSAL:  # the prompt is not what is tested, and takes the interpreter long
-            patch.setenv("AG_KERNELS", "chunked")
-        step(model, cache, ids, attention_mask=mask)
+    step(model, cache, ids, attention_mask=mask)
     places, new = mask.sum(1, keepdim=True), tokens(2, 1)
     for index in range(3):  # what they launch is compiled
         step(model, cache, new, position_ids=places + index)
     blocks = cache.store.owned.clone()
-    steps = 3 + NEW if REHEARSAL and policy not in ("full", "h2o") else STEPS
-    with no_waiting(model, cache, new, places):
-        for index in range(3, steps):
+    with no_waiting():
+        for index in range(3, STEPS):
             step(model, cache, new, position_ids=places + index)
-    assert cache.seen_tokens == 40 + steps
-    if steps == STEPS:
-        assert bool((cache.store.owned > blocks).all())
+    assert cache.seen_tokens == 40 + STEPS and bool((cache.store.owned > blocks).all())
     assert policy == "full" or cache.kept_share() < 1
 
 
-def test_a_windowed_model_does_not_wait(tiny_mistral, triton_only):
+def test_a_windowed_model_does_not_wait(tiny_mistral, triton_only, card):
     model = tiny_mistral(**FEW).to(DEVICE)
     cache = ag.EvictionCache(model, "full")
     step(model, cache, tokens(2, 40))
     new = tokens(2, 1)
     step(model, cache, new)
-    with no_waiting(model, cache, new):
+    with no_waiting():
         step(model, cache, new)
     assert cache.seen_tokens == 42
 
 
 @pytest.mark.parametrize("policy", ["h2o", "tova", "streaming_llm"])
-def test_a_step_that_evicts_does_not_wait(tiny_llama, triton_only, policy):
+def test_a_step_that_evicts_does_not_wait(tiny_llama, triton_only, card, policy):
     model = tiny_llama(**FEW).to(DEVICE)
     cache, new = ag.EvictionCache(model, policy, 20, "every"), tokens(2, 1)
     step(model, cache, tokens(2, 40))
     for _ in range(3):
         step(model, cache, new)
-    with no_waiting(model, cache, new):
+    with no_waiting():
         for _ in range(NEW):
             step(model, cache, new)
     assert cache.store.lengths[0].tolist() == [[20, 20]] * 2
-
-
-def test_what_has_to_wait(tiny_llama, triton_only):
-    """A step with a mask, and an eviction after which the card says how many tokens each head was left."""
-    model = tiny_llama(**FEW).to(DEVICE)
-    cache, new = ag.EvictionCache(model, "tova@heads", 20, "every"), tokens(1, 1)
-    step(model, cache, tokens(1, 40))
-    step(model, cache, new)
-    with pytest.raises(RuntimeError, match="synchronizing"), no_waiting(model, cache, new):
-        step(model, cache, new)
-    cache = ag.EvictionCache(model, "full")
-    step(model, cache, tokens(1, 40))
-    step(model, cache, new)
-    mask = torch.ones(1, 42, dtype=torch.long, device=DEVICE)
-    with pytest.raises(RuntimeError, match="synchronizing"), no_waiting(model, cache, new, mask):
-        step(model, cache, new, attention_mask=mask)
-
-
-def test_the_stand_in_for_a_card_tells_its_tensors_from_the_hosts():
-    there, mine = torch.arange(4), torch.arange(4)
-    with pretended([there]):
-        assert int(mine.max()) == 3 and mine[mine > 2].tolist() == [3]
-        found = (there + mine).clamp(max=2)
-        torch.repeat_interleave(mine, there, output_size=6)
-        for wait in (
-            lambda: int(found.sum()),
-            lambda: bool((found > 1).any()),
-            lambda: mine[found > 1],
-            lambda: found.nonzero(),
-            lambda: torch.repeat_interleave(mine, there),
-            lambda: there.tolist(),
-            lambda: mine.to(there.device),
-            lambda: there.copy_(mine),
-        ):
-            with pytest.raises(RuntimeError, match="synchronizing"):
-                wait()
 
 
 def test_evicted_memory_is_free(tiny_llama, card):
@@ -184,18 +141,15 @@ def test_evicted_memory_is_free(tiny_llama, card):
 
 
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
-def test_gates_on_every_token_do_not_wait(tiny_llama, triton_only, monkeypatch, kind):
+def test_gates_on_every_token_do_not_wait(tiny_llama, triton_only, card, kind):
     """Flags and the gate's memory are the card's business until much lies in rows that no query sees."""
     model = tiny_llama(**{"num_hidden_layers": 2} | FEW).to(DEVICE)
     window = {"window": 4} if kind == "attention" else {}
     ag.attach(model, gates_for(model, kind=kind, covers="all", recent_tokens=3, sink_tokens=2, **window))
     cache, new = ag.EvictionCache(model, "gates"), tokens(2, 1)
-    with monkeypatch.context() as patch:
-        if REHEARSAL:
-            patch.setenv("AG_KERNELS", "chunked")
-        step(model, cache, tokens(2, 40))
+    step(model, cache, tokens(2, 40))
     step(model, cache, new)
-    with no_waiting(model, cache, new):
+    with no_waiting():
         for _ in range(10):
             step(model, cache, new)
     held = cache.kept_positions(-1)[0][0].tolist()

@@ -6,9 +6,21 @@ import pytest
 import torch
 
 from ag.kernels.gated_attention import gated_attention
-from ag.kernels.gated_attention.chunked import chunked_gated_attention
-from ag.kernels.gated_attention.reference import reference_gated_attention
-from tests.gpu.cases import DEVICE, FLAGS, OPTIONS, arguments, covering, draw, exact, here, name, near, right, run
+from tests.gpu.cases import (
+    DEVICE,
+    FLAGS,
+    OPTIONS,
+    arguments,
+    covering,
+    draw,
+    exact,
+    formula,
+    here,
+    name,
+    plain_torch,
+    run,
+)
+from tests.support.bounds import near, right
 
 pytestmark = pytest.mark.gpu
 NAMES = ["out", "dq", "dk", "dv", "dkeep"]
@@ -19,7 +31,7 @@ def compare(function, tensors, keep, options):
     rest = options if keep is not None else {"keep": None, **options}
     weight = torch.randn(tensors[0].shape, device=DEVICE).to(tensors[0].dtype)
     got = run(function, tensors, weight, rest)
-    want = exact(reference_gated_attention, tensors, weight, rest)
+    want = exact(formula, tensors, weight, rest)
     for what, mine, theirs in zip(NAMES, got, want, strict=keep is not None):
         near(mine, theirs, f"{what} of {tuple(tensors[0].shape)}", tensors[0].dtype)
     again = run(function, tensors, weight, rest)
@@ -41,8 +53,8 @@ def test_plain_torch(dtype, case):
     """The version without Triton; torch's default leaves TF32 out of float32 products."""
     tensors, keep, options = arguments(length=here(301), group=4, dim=64, dtype=dtype, flags="soft", **OPTIONS[case])
     weight = torch.randn(tensors[0].shape, device=DEVICE)
-    got = run(chunked_gated_attention, [*tensors, keep], weight, options)
-    want = exact(reference_gated_attention, [*tensors, keep], weight.to(tensors[0].dtype), options)
+    got = run(plain_torch, [*tensors, keep], weight, options)
+    want = exact(formula, [*tensors, keep], weight.to(tensors[0].dtype), options)
     for what, mine, theirs in zip(NAMES, got, want, strict=True):
         near(mine, theirs, what, tensors[0].dtype)
 
@@ -57,31 +69,6 @@ def test_products_of_float32_err_as_float32_does(triton_only, dim):
     a, b = draw(32, dim) * scale, draw(32, dim) / scale
     exact, terms = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
     assert bool(((product(a, b).double() - exact).abs() <= (6 + dim) * 2.0**-23 * terms).all())
-
-
-def test_tf32_for_torch_leaves_the_kernels_exact(triton_only):
-    """Lightning and many scripts set this: it is for torch's own products."""
-    tensors, keep, options = arguments(length=here(301), group=4, dim=64, dtype=torch.float32)
-    weight = draw(*tensors[0].shape)
-    want = run(gated_attention, [*tensors, keep], weight, options)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        got = run(gated_attention, [*tensors, keep], weight, options)
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
-def test_blocks_of_evicted_keys_are_skipped_without_a_change(triton_only, dtype):
-    tensors, keep, options = arguments(length=here(700), group=4, dim=64, dtype=dtype, recent=5, sinks=2)
-    keep[:, :, here(700) // 4 : here(700) // 2] = 0
-    weight = draw(*tensors[0].shape)
-    want = exact(reference_gated_attention, [*tensors, keep], weight, options)[:4]
-    got = run(lambda *x, **o: gated_attention(*x, keep, **o), tensors, weight, options)  # no flag gradient
-    for what, mine, theirs in zip(NAMES, got, want, strict=False):
-        near(mine, theirs, what, tensors[0].dtype)
 
 
 def test_dense_attention(triton_only):

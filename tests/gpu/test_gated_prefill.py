@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ag.kernels.gated_prefill import gated_prefill
-from ag.kernels.gated_prefill.reference import reference_gated_prefill
-from tests.gpu.cases import OPTIONS, arguments, by_head, covering, here, name, near
+from tests.gpu.cases import OPTIONS, arguments, by_head, covering, here, name, prefill_formula
+from tests.support.bounds import near
 
 pytestmark = pytest.mark.gpu
 CASES = ("plain", "protected", "window", "left-padding", "right-padding")
@@ -19,7 +19,7 @@ def test_output(triton_only, dim, dtype, sizes, case, flags):
         )
         near(
             gated_prefill(q, k, v, keep.bool(), **options),
-            by_head(reference_gated_prefill, q, k, v, options=options, keep=keep.bool()),
+            by_head(prefill_formula, q, k, v, options=options, keep=keep.bool()),
             case,
             q.dtype,
         )
@@ -41,7 +41,7 @@ def test_evicted_keys_are_not_read(triton_only):
 
 def test_every_version_gives_the_same(monkeypatch):
     (q, k, v), keep, options = arguments(length=here(1000), group=4, dim=64, dtype=torch.float32, recent=5, sinks=3)
-    want = by_head(reference_gated_prefill, q, k, v, options=options, keep=keep.bool())
+    want = by_head(prefill_formula, q, k, v, options=options, keep=keep.bool())
     for version in ("triton", "chunked", "reference"):
         monkeypatch.setenv("AG_KERNELS", version)
         near(gated_prefill(q, k, v, keep.bool(), **options), want, version)

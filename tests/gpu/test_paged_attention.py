@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ag.kernels.paged_attention import paged_attention
-from ag.kernels.paged_attention.reference import reference_paged_attention
+from ag.kernels.paged_attention import paged_attention, reference
 from ag.kernels.pages import Pages
-from ag.kernels.softmax import PLAIN, Softmax, weigh
-from tests.gpu.cases import DEVICE, PAIRS, draw, here, name, near, right, scattered
+from ag.kernels.softmax import PLAIN, Softmax
+from tests.gpu.cases import DEVICE, PAIRS, draw, here, name, scattered
+from tests.support.bounds import near, right
 
 pytestmark = pytest.mark.gpu
 
@@ -47,32 +47,15 @@ def weighed(q, pages, scaling, softmax=PLAIN):
     return paged_attention(q, pages, None, scaling, softmax=softmax, weigh=True)
 
 
-def by_reference(q, pages, *options):
-    """The reference in float64."""
+def exactly(q, pages, *options, softmax=PLAIN, weigh=False):
+    """The reference in float64: the output, and the weights of one query."""
 
     def computed(q, keys, values):
-        return [reference_paged_attention(q, pages._replace(keys=keys, values=values), *options)[0]]
+        held = pages._replace(keys=keys, values=values)
+        found = reference.paged_attention(q, held, *options, softmax=softmax, weigh=weigh)
+        return [x.double() for x in found if x is not None]
 
-    return right(computed, q, pages.keys, pages.values)[0]
-
-
-def by_row(q, pages, scaling, softmax=PLAIN):
-    """The outputs, and the weights by slot, in float64."""
-
-    table, lengths = pages.table, pages.lengths
-
-    def computed(q, *columns):
-        queries = q.view(len(table), -1, q.shape[-1])
-        out, weights = torch.zeros_like(queries), queries.new_zeros(*queries.shape[:2], table.shape[1] * 16)
-        for row, count in enumerate(lengths.tolist()):
-            k, v = (x[row, :count] for x in columns)
-            s = softmax.capped(queries[row] @ k.T * scaling)
-            sinks = softmax.by_row(*queries.shape[:2])
-            weights[row, :, :count] = weigh(s, None if sinks is None else sinks[row, :, None])
-            out[row] = weights[row, :, :count] @ v
-        return out.view(q.shape), weights.view(*q.shape[:2], -1)
-
-    return right(computed, q, *(x[table.long().clamp_min(0)].flatten(1, 2) for x in (pages.keys, pages.values)))
+    return right(computed, q, pages.keys, pages.values)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), PAIRS, ids=name)
@@ -80,7 +63,7 @@ def test_output_and_weights(triton_only, dim, dtype):
     torch.manual_seed(dim)
     for (what, lengths), group in zip(ROWS.items(), (1, 8, 4, 4), strict=True):
         given = rows(lengths, group, dim, dtype)[:2]
-        wanted, shares = by_row(*given, 0.1)
+        wanted, shares = exactly(*given, None, 0.1, weigh=True)
         got, _ = paged_attention(*given, None, 0.1)
         near(got, wanted, what, got.dtype)
         assert torch.equal(got, paged_attention(*given, None, 0.1)[0])
@@ -94,7 +77,7 @@ def test_capped_logits_and_sink_logits(triton_only, dim, dtype):
     torch.manual_seed(dim)
     given = rows(ROWS["empty"], 4, dim, dtype)[:2]
     softmax = Softmax(3.0, torch.linspace(-2, 4, given[0].shape[1], device=DEVICE))
-    wanted, shares = by_row(*given, 0.1, softmax)
+    wanted, shares = exactly(*given, None, 0.1, softmax=softmax, weigh=True)
     out, weights = weighed(*given, 0.1, softmax)
     near(out, wanted, "output", out.dtype)
     near(weights, shares, "weights")
@@ -105,23 +88,8 @@ def test_output_behind_masks(triton_only, dim, dtype):
     torch.manual_seed(dim)
     for what, (lengths, count, group, window, recent) in CASES.items():
         q, pages, ranks = rows(lengths, group, dim, dtype, count)
-        want = by_reference(q, pages, ranks, 0.1, window, recent)
+        (want,) = exactly(q, pages, ranks, 0.1, window, recent)
         near(paged_attention(q, pages, ranks, 0.1, window, recent)[0], want, what, q.dtype)
-
-
-def test_nothing_waits_for_the_card(triton_only, card):
-    one, several = (
-        rows(*CASES[case][:1], 4, 64, torch.bfloat16, count) for case, count in (("draft", 1), ("gates", 63))
-    )
-    calls = (lambda: weighed(*one[:2], 0.1), lambda: paged_attention(*several, 0.1, 200, 16)[:1])
-    wanted = [call() for call in calls]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = [call() for call in calls]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for got, want in zip(found, wanted, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 def test_a_cuda_graph_follows_rows_that_grow(triton_only, card):
@@ -138,7 +106,7 @@ def test_a_cuda_graph_follows_rows_that_grow(triton_only, card):
         pages.lengths.copy_(now)
         q.normal_()
         graph.replay()
-        wanted, shares = by_row(q, pages, 0.1)
+        wanted, shares = exactly(q, pages, None, 0.1, weigh=True)
         near(out, wanted, "replayed")
         near(weights, shares, "replayed weights")
 
@@ -154,4 +122,4 @@ def test_a_pool_of_more_than_2_31_elements(triton_only, card):
         x[table.long()] = torch.randn(2, 2, 16, dim, device=DEVICE).bfloat16()
     ranks = torch.zeros(pages, 16, dtype=torch.int32, device=DEVICE)
     given = draw(2, 4, 1, dim, dtype=torch.bfloat16), Pages(keys, values, ranks, None, table, lengths)
-    near(paged_attention(*given, None, 0.1)[0], by_row(*given, 0.1)[0], "out", keys.dtype)
+    near(paged_attention(*given, None, 0.1)[0], exactly(*given, None, 0.1)[0], "out", keys.dtype)

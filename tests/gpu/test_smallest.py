@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from ag.kernels.attention_stats import attention_stats
-from ag.kernels.attention_stats.reference import KINDS, reference_attention_stats
+from ag.kernels.attention_stats import reference as stats_reference
+from ag.kernels.attention_stats.reference import KINDS
 from ag.kernels.gated_attention import gated_attention
-from ag.kernels.gated_attention.reference import reference_gated_attention
 from ag.kernels.gated_prefill import gated_prefill
-from ag.kernels.gated_prefill.reference import reference_gated_prefill
 from ag.kernels.kv_append import kv_append
-from ag.kernels.kv_append.reference import reference_kv_append
+from ag.kernels.kv_append import reference as append_reference
 from ag.kernels.kv_compact import Worst, kv_compact
-from ag.kernels.kv_compact.reference import reference_kv_compact
+from ag.kernels.kv_compact import reference as compact_reference
 from ag.kernels.paged_attention import paged_attention
-from ag.kernels.paged_attention.reference import reference_paged_attention
+from ag.kernels.paged_attention import reference as paged_reference
 from ag.kernels.pages import Pages
 from ag.kernels.softmax import PLAIN, Softmax
-from tests.gpu.cases import DEVICE, arguments, draw, exact, near, right, run
+from tests.gpu.cases import DEVICE, arguments, draw, exact, formula, prefill_formula, run
+from tests.support.bounds import near, right
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("triton_only")]
 SMALL = {"length": 19, "group": 2, "dim": 20, "dtype": torch.float32}
@@ -32,14 +32,14 @@ def test_gated_attention():
     )
     weight = draw(*tensors[0].shape)
     got = run(gated_attention, [*tensors, keep], weight, options)
-    want = exact(reference_gated_attention, [*tensors, keep], weight, options)
+    want = exact(formula, [*tensors, keep], weight, options)
     for what, mine, theirs in zip(["out", "dq", "dk", "dv", "dkeep"], got, want, strict=True):
         near(mine, theirs, what)
 
 
 def test_gated_prefill():
     (q, k, v), keep, options = arguments(**SMALL, padding="left", window=11, recent=2, sinks=1)
-    (want,) = right(lambda *x: [reference_gated_prefill(*x, keep.bool(), **options)], q, k, v)
+    (want,) = right(lambda *x: [prefill_formula(*x, keep.bool(), **options)], q, k, v)
     near(gated_prefill(q, k, v, keep.bool(), **options), want, "out")
 
 
@@ -50,7 +50,7 @@ def test_attention_stats():
     options = {"window": 11, "skip": 1, "factors": torch.rand(own.shape, device=DEVICE)}
     options["softmax"] = Softmax(3.0, torch.linspace(-1, 1, q.shape[1], device=DEVICE))
     for kind in KINDS:
-        function = lambda *x, kind=kind: [reference_attention_stats(kind, *x, own, held, 0.3, **options)]  # noqa: E731
+        function = lambda *x, kind=kind: [stats_reference.attention_stats(kind, *x, own, held, 0.3, **options)]  # noqa: E731
         (want,) = right(function, q, k)
         near(attention_stats(kind, q, k, own, held, 0.3, **options), want, kind)
 
@@ -80,7 +80,7 @@ def test_kv_append():
         ranks = torch.tensor(at, device=DEVICE)
         given = draw(2, 2, len(at[0]), 20), draw(2, 2, len(at[0]), 12), ranks, draw(2, 2, len(at[0])) > 0
         kv_append(mine, *given)
-        reference_kv_append(theirs, *given)
+        append_reference.kv_append(theirs, *given)
     assert mine.lengths.tolist() == [3, 3, 4, 4]
     same(mine, theirs)
 
@@ -92,7 +92,7 @@ def test_kv_compact():
     limits = (torch.tensor(x, device=DEVICE) for x in ([1, 0], [5, 9], [-1, -1]))
     worst = Worst(torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=DEVICE), score, *limits, found)
     both = []
-    for compact in (kv_compact, reference_kv_compact):
+    for compact in (kv_compact, compact_reference.kv_compact):
         pages, (_, noted) = rows_of_tokens(), rows_in_pages()
         pages.ranks.copy_(torch.arange(32, device=DEVICE).view(8, 4) % 11)
         noted += (torch.arange(8, device=DEVICE) < pages.lengths[:, None])[:, None] * pages.lengths[:, None, None]
@@ -126,7 +126,7 @@ def test_paged_attention():
         q, options = draw(2, 4, count, 20), (ranks, 0.3, window, recent, PLAIN, count == 1)
 
         def computed(q, keys, values, options=options):
-            found = reference_paged_attention(q, pages._replace(keys=keys, values=values), *options)
+            found = paged_reference.paged_attention(q, pages._replace(keys=keys, values=values), *options)
             return [x for x in found if x is not None]
 
         want = right(computed, q, pages.keys, pages.values)

@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ag.engine import EvictionCache
-from tests.gpu.cases import REHEARSAL
 from tests.support.tape import WAITS
 
 
@@ -75,40 +73,11 @@ class Lists(TorchFunctionMode):
 
 
 @contextmanager
-def pretended(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Raise ``RuntimeError`` where the host would wait for these tensors, or for what comes of them, on a card."""
-    waits = Waits(tensors)
-    with Lists(waits), waits:
-        yield
-
-
-@contextmanager
-def no_waiting(model: nn.Module, cache: EvictionCache, *inputs: Tensor) -> Iterator[None]:
+def no_waiting() -> Iterator[None]:
     """Raise ``RuntimeError`` where the host waits for the card."""
-    if not REHEARSAL:
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-        return
-    tensors = [*model.parameters(), *model.buffers(), *inputs]
-    tensors += [x for x in vars(cache).values() if isinstance(x, Tensor)]
-    store, state, evictor = cache.store, cache.sequences, cache.evictor
-    for name in ("table", "lengths"):  # on a CPU what is said to lie on the card may be that of the host
-        setattr(store, name, getattr(store, name).clone())
-    store._moved()
-    if state._prompts is not None:
-        lengths, marks = state._prompts.lengths_there.clone(), state._prompts.protected_there
-        marks = None if marks is None else marks.clone()
-        state._prompts = state._prompts._replace(lengths_there=lengths, protected_there=marks)
-        tensors += [lengths] if marks is None else [lengths, marks]
-    tensors += [*cache.pool.columns(), store.table, store.lengths, state.next_ranks, state.mask]
-    if evictor is not None and evictor._step is not None:
-        evictor._step = evictor._step._replace(**{name: x.clone() for name, x in evictor._step._asdict().items()})
-        tensors += [*evictor._step[1:]]
-    if evictor is not None and evictor._found is not None:
-        tensors.append(evictor._found)
-    with pretended(tensors):
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
         yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -4,85 +4,117 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ag.kernels.gated_attention import gated_attention
-from ag.kernels.gated_prefill import gated_prefill
-from ag.kernels.gated_prefill.chunked import chunked_gated_prefill
-from ag.kernels.gated_prefill.reference import reference_gated_prefill
-from tests.support.bounds import bounded, hold
+from ag.kernels.gated_attention import chunked as gated_chunked
+from ag.kernels.gated_attention import reference as gated_reference
+from ag.kernels.gated_attention.masks import Masks
+from ag.kernels.gated_prefill import gated_prefill, reference
+from ag.kernels.softmax import PLAIN, Softmax
+from tests.support.bounds import near, right
+from tests.support.compiled import INTERPRETED, versions
+from tests.support.hard import HARD, SCALING, hard
 
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0, 5.0, -3.0])
 CASES = {
     "plain": {},
     "recent": {"recent": 5},
     "recent-over-blocks": {"recent": 150},
     "sinks": {"sinks": 3},
-    "window": {"window": 17},
+    "narrow-window": {"window": 4, "recent": 9},
     "window-sinks-recent": {"window": 140, "sinks": 4, "recent": 3},
-    "right-padding": {"padding": "right", "sinks": 1},
+    "right-padding-window": {"padding": "right", "sinks": 1, "window": 19},
     "left-padding": {"padding": "left", "sinks": 2, "recent": 2},
-    "left-padding-window": {"padding": "left", "window": 33},
+    "all": {"padding": "left", "window": 33, "recent": 5, "sinks": 2, "softmax": Softmax(None, SINKS)},
+    "all kept": {"share": 1.0},
+    "capped": {"softmax": Softmax(3.0), "padding": "left"},
+    "capped-beside-sinks": {"softmax": Softmax(3.0, SINKS), "window": 140, "sinks": 4, "recent": 3},
 }
+SHAPES = [(53, 2, 1, 20)] if INTERPRETED else [(63, 4, 4, 20), (131, 6, 2, 60), (400, 3, 1, 16)]
+both = versions("gated_prefill", "chunked", "triton")
 
 
-def inputs(length, heads, kv_heads, dim, share=0.3, padding=None, **options):
+def given(length, heads, kv_heads, dim, share=0.3, padding=None, softmax=PLAIN, **masks):
+    """Draw q, k, v and flags as a gate makes them, and make the masks; the softmax has a sink logit for each head."""
     make = torch.Generator().manual_seed(length + heads)
-    draw = lambda n: torch.randn(2, length, n, dim, generator=make, dtype=torch.float64).transpose(1, 2)  # noqa: E731
-    q, k, v = draw(heads), draw(kv_heads), draw(kv_heads)
-    keep = (torch.rand(2, length, kv_heads, generator=make) < share).mT  # as a gate makes them
-    keep[0, 0] = False  # a head that keeps nothing
-    valid = None
+    q, k, v = (torch.randn(2, length, n, dim, generator=make).transpose(1, 2) for n in (heads, kv_heads, kv_heads))
+    keep = (torch.rand(2, length, kv_heads, generator=make) < share).mT
+    keep[0, 0] = share == 1  # a head that keeps nothing
     if padding:
         valid = torch.arange(length).expand(2, length) < torch.tensor([[length], [length - length // 3]])
-        valid = valid if padding == "right" else valid.flip(1)
-    return (q, k, v, keep), options | {"key_valid": valid, "scaling": 0.3}
+        masks["key_valid"] = valid if padding == "right" else valid.flip(1)
+    return (q, k, v, keep), Masks(**masks), 0.3, softmax.of_heads(slice(heads))
 
 
-def exactly(tensors, dtype=torch.float64):
-    """q, k and v as operands of a computation in a type, and the flags."""
-    return [*(bounded(x, dtype) for x in tensors[:3]), tensors[3]]
+def check(version, operands, *options, dtype=torch.float32):
+    *operands, keep = operands
+    operands = [x.to(dtype) for x in operands]
+    (want,) = right(lambda *x: [reference.gated_prefill(*x, keep, *options)], *operands)
+    near(version(*operands, keep, *options), want)
 
 
-@pytest.mark.parametrize("short", [0, 256], ids=["blocks", "short"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize(("length", "heads", "kv_heads", "dim"), [(63, 4, 4, 20), (131, 6, 2, 60), (400, 3, 1, 16)])
-def test_chunked_equals_reference_and_gated_attention(monkeypatch, length, heads, kv_heads, dim, case, short):
-    monkeypatch.setattr("ag.kernels.gated_prefill.chunked.SHORT", short)
-    tensors, options = inputs(length, heads, kv_heads, dim, **CASES[case])
-    want = reference_gated_prefill(*exactly(tensors), **options)
-    hold(chunked_gated_prefill(*tensors, **options), want)
-    hold(gated_attention(*tensors[:3], tensors[3].double(), **options), want)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_reference_is_gated_attention_under_hard_flags(case):
+    (q, k, v, keep), *options = given(40, 4, 2, 8, **case)
+    q, k, v = q.double(), k.double(), v.double()
+    want = gated_reference.gated_attention(q, k, v, keep.double(), *options)
+    torch.testing.assert_close(reference.gated_prefill(q, k, v, keep, *options), want, rtol=1e-9, atol=1e-9)
+    found = gated_chunked.gated_attention(q, k, v, keep.double(), *options)  # which runs on CUDA without Triton
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("short", [0, 256], ids=["blocks", "short"])
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_nothing_or_everything_kept(monkeypatch, share, short):
-    monkeypatch.setattr("ag.kernels.gated_prefill.chunked.SHORT", short)
-    tensors, options = inputs(200, 4, 2, 8, share)
-    if share:
-        tensors[3][:] = True
-    out = gated_prefill(*tensors, **options)
-    hold(out, reference_gated_prefill(*exactly(tensors), **options))
-    if not share:  # each token sees itself alone
-        assert torch.equal(out, tensors[2].repeat_interleave(2, 1))
+def chosen():
+    """One shape a case by day, in the interpreter one case that has every mask."""
+    for n, shape in enumerate(SHAPES):
+        for i, case in enumerate(CASES):
+            by_day = case == "all" if INTERPRETED else i % len(SHAPES) == n
+            if not (INTERPRETED and "capped" in case):
+                yield pytest.param(shape, case, marks=[] if by_day else pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("short", [0, 256], ids=["blocks", "short"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_lower_precision(monkeypatch, dtype, short):
-    monkeypatch.setattr("ag.kernels.gated_prefill.chunked.SHORT", short)
-    tensors, options = inputs(131, 6, 2, 32, recent=3, sinks=4)
-    rounded = [x.to(dtype) for x in tensors[:3]]
-    out = gated_prefill(*rounded, tensors[3], **options)
-    assert out.dtype == dtype
-    hold(out, reference_gated_prefill(*exactly([*rounded, tensors[3]], dtype), **options))
+@both
+@pytest.mark.parametrize(("shape", "case"), list(chosen()), ids=str)
+def test_versions_equal_the_reference(monkeypatch, version, shape, case):
+    """In blocks; up to 256 tokens are one block under a mask too."""
+    for short in (256, 0):
+        monkeypatch.setattr("ag.kernels.gated_prefill.chunked.SHORT", short)
+        check(version, *given(*shape, **CASES[case]))
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("length", [33, 300] if not INTERPRETED else [33])
+def test_half_precision(version, dtype, length):
+    check(version, *given(length, 6, 2, 32, recent=3, sinks=4), dtype=dtype)
+
+
+@both
+@pytest.mark.parametrize("name", HARD if not INTERPRETED else HARD[4:])
+def test_hard_inputs(version, name):
+    q, k, v, keep = hard(name, 40 if INTERPRETED else 300)
+    check(version, (q, k, v, keep.bool()), Masks(recent=4, sinks=1), SCALING)
+
+
+@versions("gated_prefill", "triton")
+def test_evicted_keys_are_not_read(version):
+    (q, k, v, keep), *options = given(80, 2, 1, 16)
+    keep[:, :, 20] = False
+    k[:, :, 20] = v[:, :, 20] = torch.nan
+    out = version(q, k, v, keep, *options)
+    assert out[:, :, :16].isfinite().all() and out[:, :, 32:].isfinite().all()  # tiles of 16 beside its own
+    assert not out[:, :, 20].isfinite().any()
+
+
+def test_each_token_sees_itself_where_nothing_is_kept():
+    (q, k, v, keep), *_ = given(300, 4, 2, 8, 0.0)
+    assert torch.equal(gated_prefill(q, k, v, keep), v.repeat_interleave(2, 1))
 
 
 def test_work_falls_with_the_evicted_share():
     counts = {}
     for share in (0.25, 1.0):
-        (q, k, v, _), options = inputs(4096, 1, 1, 8)
+        (q, k, v, _), *_ = given(4096, 1, 1, 8)
         keep = torch.arange(4096).expand(2, 1, -1) % 4 < 4 * share
         with FlopCounterMode(display=False) as counter:
-            gated_prefill(q, k, v, keep, **options)
+            gated_prefill(q, k, v, keep)
         counts[share] = counter.get_total_flops()
     assert counts[1.0] == pytest.approx(4 * 2 * 8 * 4096 * (4096 + 128) / 2, rel=0.05)
     assert counts[0.25] < 0.3 * counts[1.0]

@@ -3,18 +3,11 @@
 import pytest
 import torch
 
-from ag.kernels.codes import Format
-from ag.kernels.kv_append import cpu, kv_append, reference_kv_append
-from ag.kernels.kv_append.chunked import chunked_kv_append
-from tests.support.compiled import needs
+from ag.kernels.kv_append import kv_append
+from tests.support.compiled import INTERPRETED, versions
 from tests.support.paged import pages_of, read
 
-VERSIONS = [
-    pytest.param(reference_kv_append, id="reference"),
-    pytest.param(cpu.kv_append, id="cpp", marks=needs(cpu.KERNEL)),
-    pytest.param(chunked_kv_append, id="chunked"),
-    pytest.param(kv_append, id="picked"),
-]
+every = versions("kv_append", "reference", "cpp", "triton")
 CASES = {
     "one": {"tokens": 1},
     "many": {"tokens": 37},
@@ -33,7 +26,7 @@ CASES = {
 }
 
 
-def check(append, case, seed=0):
+def check(version, case, seed=0):
     """Append twice, and compare every column with lists of what came."""
     c = {"batch": 2, "heads": 3, "tokens": 5, "absent": 0.0, "page": 4, "dim": 4, "width": 4} | case
     dtype, gate = c.get("dtype", torch.float32), c.get("gate")
@@ -56,7 +49,7 @@ def check(append, case, seed=0):
             k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
         said = torch.rand(shape, generator=generator) if gate and c.get("said", True) else None
         said = said > 0.5 if said is not None and gate == torch.bool else said
-        append(pages, k, v, ranks, said)
+        version(pages, k, v, ranks, said)
         for row in range(count):
             b, h = divmod(row, c["heads"])
             for t in range(c["tokens"]):
@@ -73,32 +66,19 @@ def check(append, case, seed=0):
             assert read(pages, pages.gate, r).tolist() == [token[3] for token in row]
 
 
-@pytest.mark.parametrize("append", VERSIONS)
-@pytest.mark.parametrize("case", CASES)
-def test_rows_equal_lists(append, case):
-    check(append, CASES[case], len(case))
+by_day = ("padding", "strided", "not_asked") if INTERPRETED else CASES
 
 
-@pytest.mark.parametrize("append", VERSIONS[1:])
-@pytest.mark.parametrize("dim", [5, 64, 96])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_codes_are_the_same_bytes_in_every_version(append, dim, dtype):
-    generator = torch.Generator().manual_seed(dim)
-    k, v = (torch.randn(1, 2, 7, dim, generator=generator).to(dtype) * 3 for _ in range(2))
-    k[0, 0, 2] = 0.25  # a group without a range
-    coded = Format.of("int8", k, v)
-    written = []
-    for version in (reference_kv_append, append):
-        pages = pages_of([0, 0], 4, 3, coded.keys.nbytes, coded.values.nbytes, torch.float32)
-        empty = (torch.zeros(x.shape, dtype=torch.uint8) for x in (pages.keys, pages.values))
-        pages = pages._replace(format=coded, **dict(zip(("keys", "values"), empty, strict=True)))
-        version(pages, k, v, torch.tensor([[0, 1, -1, 2, 3, -1, 4]]))
-        written.append([read(pages, x, row) for x in (pages.keys, pages.values) for row in (0, 1)])
-    assert all(torch.equal(x, y) for x, y in zip(*written, strict=True))
-    assert len(written[0][0]) == 5
+@every
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[] if x in by_day else pytest.mark.nightly) for x in CASES])
+def test_rows_equal_lists(version, case):
+    check(version, CASES[case], len(case))
 
 
-def test_another_type_is_refused():
+def test_the_operation_picks_a_version_and_refuses_another_type(fresh, caplog):
+    caplog.set_level("INFO", logger="ag.kernels.dispatch")
+    check(kv_append, {"gate": torch.bool})
+    assert "kv_append: " in caplog.text
     pages, k = pages_of([0]), torch.zeros(1, 1, 2, 4, dtype=torch.float16)
     with pytest.raises(TypeError, match=r"float16.*float32"):
         kv_append(pages, k, k, torch.zeros(1, 2, dtype=torch.long))

@@ -3,17 +3,11 @@
 import pytest
 import torch
 
-from ag.kernels.kv_compact import Worst, cpu, kv_compact, reference_kv_compact
-from ag.kernels.kv_compact.chunked import chunked_kv_compact
-from tests.support.compiled import needs
+from ag.kernels.kv_compact import Worst, kv_compact
+from tests.support.compiled import INTERPRETED, versions
 from tests.support.paged import pages_of, places, read
 
-VERSIONS = [
-    pytest.param(reference_kv_compact, id="reference"),
-    pytest.param(cpu.kv_compact, id="cpp", marks=needs(cpu.KERNEL)),
-    pytest.param(chunked_kv_compact, id="chunked"),
-    pytest.param(kv_compact, id="picked"),
-]
+every = versions("kv_compact", "reference", "cpp", "triton")
 CASES = {
     "plain": {},
     "one_goes": {"count": 1},
@@ -27,7 +21,7 @@ CASES = {
     "bfloat16": {"dtype": torch.bfloat16, "gate": torch.bool, "width": 7},
     "probabilities": {"gate": torch.float32, "page": 3},
     "one_token_blocks": {"page": 1, "records": (1,)},
-    "wide": {"lengths": (4000, 3000, 300, 0, 900, 1), "page": 16, "count": 40, "records": (1,)},
+    "wide": {"lengths": (1400, 900, 300, 0, 600, 1), "page": 16, "count": 40, "records": (1,)},
 }
 
 
@@ -63,26 +57,34 @@ def drawn(case, seed):
     return c, generator, *rows_of(c, generator, seed)
 
 
-@pytest.mark.parametrize("compact", VERSIONS)
+@every
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
-@pytest.mark.parametrize("case", ["plain", "records", "bfloat16", "probabilities", "one_token_blocks"])
-def test_a_mask_keeps_what_it_marks(compact, case, share):
+@pytest.mark.parametrize("case", ["records"] if INTERPRETED else ["records", "bfloat16", "probabilities"])
+def test_a_mask_keeps_what_it_marks(version, case, share):
     _, generator, pages, records = drawn(CASES[case], 3)
     keep = torch.rand(len(pages.table), pages.table.shape[1] * pages.keys.shape[1], generator=generator) < share
     before = [contents(pages, records, row) for row in range(len(keep))]
-    compact(pages, keep, records)
+    version(pages, keep, records)
     for row, tokens in enumerate(before):
         kept = [token for slot, token in enumerate(tokens) if keep[row, slot]]
-        stayed, moved = kept[: len(kept)], contents(pages, records, row)
-        assert sorted(moved) == sorted(stayed)
+        moved = contents(pages, records, row)
+        assert sorted(moved) == sorted(kept)
         for slot in range(len(kept)):  # what need not move lies where it lay
             assert not keep[row, slot] or moved[slot] == tokens[slot]
     assert all(bool((x[row, :, int(pages.lengths[row]) :] == 0).all()) for x in records for row in range(len(keep)))
 
 
-@pytest.mark.parametrize("compact", VERSIONS)
-@pytest.mark.parametrize("case", CASES)
-def test_the_worst_go(compact, case):
+by_day = ("spans", "expired") if INTERPRETED else CASES
+some = [case for case in CASES if not (INTERPRETED and case == "wide")]  # whose rows the interpreter takes minutes for
+
+
+@every
+@pytest.mark.parametrize("few", [0, 8] if INTERPRETED else [0])
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[] if x in by_day else pytest.mark.nightly) for x in some])
+def test_the_worst_go(monkeypatch, version, case, few):
+    """In Triton found one by one, and bit by bit."""
+    if INTERPRETED:
+        monkeypatch.setattr("ag.kernels.kv_compact.triton.FEW", few)
     c, generator, pages, records = drawn(CASES[case], len(case))
     batch, heads, slots = 3, 2, pages.table.shape[1] * c["page"]
     score = torch.randn(batch, heads if c.get("of_head", True) else 1, slots, generator=generator)
@@ -106,14 +108,14 @@ def test_the_worst_go(compact, case):
                 going.append((number, -rank, slot))
         gone = {slot for *_, slot in sorted(going)[: max(len(ranks) - int(left[row]), 0)]}
         want.append(sorted(token for slot, token in enumerate(tokens) if slot not in gone))
-    compact(pages, Worst(left, score, sinks, recent_from, expired_to, found, stays), records)
+    version(pages, Worst(left, score, sinks, recent_from, expired_to, found, stays), records)
     assert [sorted(contents(pages, records, row)) for row in range(len(want))] == want
     assert int(found) == 0
 
 
-@pytest.mark.parametrize("compact", VERSIONS)
+@every
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_scores_that_are_not_finite_are_found(compact, value):
+def test_scores_that_are_not_finite_are_found(version, value):
     for protected, slot, expected in ((0, 3, 1), (5, 3, 0), (0, 19, 1)):
         pages = pages_of([20])
         pages.ranks.flatten()[places(pages, 0)] = torch.arange(20).int()
@@ -122,7 +124,7 @@ def test_scores_that_are_not_finite_are_found(compact, value):
         score[0, 0, 25] = value  # a free slot
         found = torch.zeros(1, dtype=torch.int32)
         last = torch.tensor([20])
-        compact(pages, Worst(torch.tensor([19]).int(), score, torch.tensor([protected]), last, last * 0 - 1, found))
+        version(pages, Worst(torch.tensor([19]).int(), score, torch.tensor([protected]), last, last * 0 - 1, found))
         assert int(found) == expected
 
 

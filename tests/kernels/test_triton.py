@@ -1,23 +1,24 @@
-"""Runs the tests of the Triton kernels, `*/test_*_triton.py`, under Triton's interpreter: no GPU is needed.
+"""Runs the tests of the Triton kernels under Triton's interpreter: no GPU is needed.
 
-The variable must be set before Triton is imported, hence a process of its own; in any other they skip.
+The variable must be set before Triton is imported, hence a process of its own. There tests that are parametrized by
+versions (tests/support/compiled.py) have that in Triton; files named so are skipped in any other process.
 """
 
 from pathlib import Path
 
 import pytest
 
+from tests.support.compiled import INTERPRETED
 from tests.support.inner import passed
-from tests.support.warm import started
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="elsewhere: this is that process")
 @pytest.mark.timeout(1800)  # beside other work
-@pytest.mark.parametrize("first", [0, 1])  # every other file, for two processors
-def test_under_the_interpreter(first):
+def test_under_the_interpreter(pytestconfig):
     pytest.importorskip("triton", reason="needs Triton")
-    files = sorted(HERE.parent.glob("*/test_*_triton.py"))
-    interpreted = {"TRITON_INTERPRET": "1"}
-    assert "skipped" not in passed(*files[first::2], python=started(**interpreted), **interpreted)
+    given = ["--all"] if pytestconfig.getoption("all") else []
+    others = [x for x in TESTS.glob("*/test_*_triton.py") if x.parent.name != "kernels"]
+    passed(TESTS / "kernels", *others, "-k", "triton", *given, TRITON_INTERPRET="1")

@@ -19,15 +19,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.autotuner import Autotuner  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from ag.kernels.attention_stats.triton import triton_attention_stats  # noqa: E402
-from ag.kernels.gated_attention.triton import triton_gated_attention  # noqa: E402
-from ag.kernels.gated_prefill.triton import triton_gated_prefill  # noqa: E402
-from ag.kernels.kv_append.triton import triton_kv_append  # noqa: E402
+from ag.kernels.attention_stats.triton import attention_stats  # noqa: E402
+from ag.kernels.gated_attention.masks import Masks  # noqa: E402
+from ag.kernels.gated_attention.triton import gated_attention  # noqa: E402
+from ag.kernels.gated_prefill.triton import gated_prefill  # noqa: E402
+from ag.kernels.kv_append.triton import kv_append  # noqa: E402
 from ag.kernels.kv_compact import Worst  # noqa: E402
-from ag.kernels.kv_compact.triton import triton_kv_compact  # noqa: E402
+from ag.kernels.kv_compact.triton import kv_compact  # noqa: E402
 from ag.kernels.paged_attention import triton as paged  # noqa: E402
 from ag.kernels.pages import Pages  # noqa: E402
-from ag.kernels.softmax import Softmax  # noqa: E402
+from ag.kernels.softmax import PLAIN, Softmax  # noqa: E402
 from tests.support.paged import coded  # noqa: E402
 
 SHARED = {89: 99, 90: 227}  # KiB of shared memory that a block may take
@@ -82,64 +83,52 @@ def draw(heads, dim, dtype=torch.bfloat16, length=300):
     return torch.randn(2, length, heads, dim).to(dtype).transpose(1, 2).requires_grad_()
 
 
-def cases(names, *rows):
-    """Parametrize a test by these arguments, after the card that ``compiled`` stands for."""
-    ids = ["-".join(map(str, ("sm", *("+".join(sorted(x)) if isinstance(x, set) else x for x in row)))) for row in rows]
-    return pytest.mark.parametrize(("compiled", *names), rows, indirect=["compiled"], ids=ids)
+def cases(*rows):
+    """Parametrize a test by card, head size, type and whether every mask is given: the first row by day."""
+    marked = []
+    for row in rows:
+        name = "-".join(map(str, ("sm", *row)))
+        marked.append(pytest.param(*row, marks=pytest.mark.nightly if marked else (), id=name))
+    return pytest.mark.parametrize(("compiled", "dim", "dtype", "masked"), marked, indirect=["compiled"])
 
 
 HALF, WHOLE = torch.bfloat16, torch.float32
-ALL = {"keep", "valid", "window", "dense", "first"}
-#: The last says which of two forms of a call is compiled: each meets every card, head size and type.
-EVERY = [
-    (89, 128, HALF, False),
-    (89, 256, HALF, True),
-    (90, 128, HALF, True),
-    (90, 256, HALF, False),
-    (89, 128, WHOLE, True),
-    (90, 256, WHOLE, False),
-]
+#: Each of two forms of a call meets every card, head size and type.
+EVERY = [(90, 128, HALF, True), (89, 128, HALF, False), (89, 256, HALF, True), (90, 256, HALF, False)]
+EVERY += [(89, 128, WHOLE, True), (90, 256, WHOLE, False)]
 
 
 @pytest.mark.slow
-@cases(
-    ("dim", "dtype", "given"),
-    *((*case[:3], {"keep"}) for case in EVERY),
-    (89, 128, HALF, ALL),
-    (90, 128, HALF, ALL),
-    (89, 128, HALF, set()),
-    (90, 256, HALF, {"keep", "first"}),
-    (90, 256, WHOLE, ALL),
-    (90, 60, torch.float16, {"keep"}),
-    (90, 64, WHOLE, {"valid"}),
-)
-def test_gated_attention_compiles(compiled, dim, dtype, given):
-    keep = torch.rand(2, 2, 300, requires_grad=True) if "keep" in given else None
-    valid = torch.ones(2, 300, dtype=torch.bool) if "valid" in given else None
-    window, dense = 100 if "window" in given else None, torch.tensor([3, 4]) if "dense" in given else None
-    first = torch.arange(300).expand(2, -1) // 70 * 70 if "first" in given else None
-    q, k, v = draw(4, dim, dtype), draw(2, dim, dtype), draw(2, dim, dtype)
-    triton_gated_attention(q, k, v, keep, valid, 0.1, 4, 4, window, dense, first).sum().backward()
+@cases(*EVERY, (89, 128, HALF, True), (90, 256, WHOLE, True), (90, 60, torch.float16, False), (90, 64, WHOLE, None))
+def test_gated_attention_compiles(compiled, dim, dtype, masked):
+    keep = None if masked is None else torch.rand(2, 2, 300, requires_grad=True)
+    masks, q, k, v = Masks(), draw(4, dim, dtype), draw(2, dim, dtype), draw(2, dim, dtype)
+    if masked:
+        first = torch.arange(300).expand(2, -1) // 70 * 70
+        masks = Masks(torch.ones(2, 300, dtype=torch.bool), 4, 4, 100, torch.tensor([3, 4]), first)
+    sinks = Softmax(None, torch.zeros(4, dtype=dtype)) if masked else PLAIN
+    gated_attention(q, k, v, keep, masks, 0.1, sinks).sum().backward()
     assert set(compiled) == {"_forward", "_backward_queries", "_backward_keys"}
     assert all("mma" in kernel.asm["ptx"] for kernels in compiled.values() for kernel in kernels)
 
 
 @pytest.mark.slow
-@cases(("dim", "dtype", "masked"), *EVERY)
+@cases(*EVERY)
 def test_attention_stats_compile(compiled, dim, dtype, masked):
     q, k, ranks = draw(4, dim, dtype).detach(), draw(2, dim, dtype).detach(), torch.arange(300).expand(2, -1)
     given = {"window": 100, "skip": 4, "softmax": Softmax(50.0, torch.zeros(4))} if masked else {}
     for kind in ("max", "squares") if masked else ("sum",):
-        triton_attention_stats(kind, q, k, ranks, ranks[:, None], 0.1, **given)
+        attention_stats(kind, q, k, ranks, ranks[:, None], 0.1, **given)
     assert set(compiled) == {"_row_sums", "_columns"}
 
 
 @pytest.mark.slow
-@cases(("dim", "dtype"), *(case[:3] for case in EVERY))
-def test_gated_prefill_compiles(compiled, dim, dtype):
+@cases(*EVERY)
+def test_gated_prefill_compiles(compiled, dim, dtype, masked):
     q, k, v = (draw(heads, dim, dtype).detach() for heads in (4, 2, 2))
-    valid = torch.ones(2, 300, dtype=torch.bool)
-    triton_gated_prefill(q, k, v, torch.rand(2, 2, 300) > 0.5, valid, 0.1, 3, 3, 100)
+    masks = Masks(torch.ones(2, 300, dtype=torch.bool), 3, 3, 100) if masked else Masks()
+    sinks = Softmax(None, torch.zeros(4, dtype=dtype)) if masked else PLAIN
+    gated_prefill(q, k, v, torch.rand(2, 2, 300) > 0.5, masks, 0.1, sinks)
     assert set(compiled) == {"_prefill"}
 
 
@@ -151,55 +140,33 @@ def in_pages(dim, dtype):
 
 
 @pytest.mark.slow
-@cases(("dim", "dtype", "one"), *EVERY)
-def test_paged_attention_compiles(compiled, dim, dtype, one):
-    """One query that sees all and is weighed, or several behind masks."""
-    q, pages = torch.randn(2, 4, 1 if one else 50, dim).to(dtype), in_pages(dim, dtype)
-    masks = (None, 0.1) if one else (torch.arange(50).expand(2, -1), 0.1, 20, 4)
-    paged.triton_paged_attention(q, pages, *masks, weigh=one)
+@cases(*EVERY)
+def test_paged_attention_compiles(compiled, dim, dtype, masked):
+    """One query that sees all and is weighed, and several behind masks, beside sinks; of numbers and of codes."""
+    q, ranks, softmax = torch.randn(2, 4, 50, dim).to(dtype), torch.arange(50).expand(2, -1), PLAIN
+    if masked:
+        softmax = Softmax(50.0, torch.zeros(4, dtype=dtype))
+    for pages in (in_pages(dim, dtype), coded(in_pages(dim, dtype))):
+        paged.paged_attention(q[:, :, :1], pages, None, 0.1, softmax=softmax, weigh=True)
+        paged.paged_attention(q, pages, ranks, 0.1, *((20, 4) if masked else ()), softmax=softmax)
     assert set(compiled) == {"_attend", "_combine"}
 
 
 @pytest.mark.slow
-@cases(("dtype",), (89, HALF), (90, HALF), (89, WHOLE))
-def test_pages_of_codes_compile(compiled, dtype):
-    pages, q = coded(in_pages(128, dtype), "int8"), torch.randn(2, 4, 1, 128).to(dtype)
-    paged.triton_paged_attention(q, pages, None, 0.1, weigh=True)
-    paged.triton_paged_attention(q.expand(-1, -1, 50, -1), pages, torch.arange(50).expand(2, -1), 0.1, 20, 4)
-    assert set(compiled) == {"_attend", "_combine"}
-
-
-@pytest.mark.slow
-@cases(("dim", "dtype"), (90, 64, HALF), (89, 256, HALF), (90, 128, WHOLE))
-def test_capped_logits_and_sink_logits_compile(compiled, dim, dtype):
-    sinks = torch.zeros(4, dtype=dtype)
-    q, pages, ranks = torch.randn(2, 4, 50, dim).to(dtype), in_pages(dim, dtype), torch.arange(50).expand(2, -1)
-    paged.triton_paged_attention(q[:, :, :1], pages, ranks[:, :1], 0.1, 20, 4, Softmax(50.0, sinks), weigh=True)
-    paged.triton_paged_attention(q, pages, None, 0.1, softmax=Softmax(50.0, sinks))
-    assert set(compiled) == {"_attend", "_combine"}
-    compiled.clear()
-    q, k, v = (draw(heads, dim, dtype) for heads in (4, 2, 2))
-    keep = torch.rand(2, 2, 300)
-    triton_gated_attention(q, k, v, keep, None, 0.1, softmax=Softmax(None, sinks)).sum().backward()
-    triton_gated_prefill(q.detach(), k.detach(), v.detach(), keep > 0.5, None, 0.1, softmax=Softmax(None, sinks))
-    assert set(compiled) == {"_forward", "_backward_queries", "_backward_keys", "_prefill"}
-
-
-@pytest.mark.slow
-@cases(("dim", "dtype", "coding"), (89, 60, HALF, False), (90, 256, WHOLE, False), (90, 128, HALF, True))
-def test_kv_append_compiles(compiled, dim, dtype, coding):
+@cases((90, 128, HALF, True), (89, 60, HALF, False), (90, 256, WHOLE, False))
+def test_kv_append_compiles(compiled, dim, dtype, masked):
     x, pages = torch.randn(2, 2, 50, dim).to(dtype), in_pages(dim, dtype)
-    triton_kv_append(coded(pages, "int8") if coding else pages, x, x, torch.arange(50).expand(2, -1))
-    x, said = x[:, :, :1], torch.ones(2, 2, 1).bool()
-    triton_kv_append(coded(pages, "int8") if coding else pages, x, x, torch.tensor([[7], [-1]]), said)
+    pages = coded(pages) if masked else pages
+    kv_append(pages, x, x, torch.arange(50).expand(2, -1))
+    kv_append(pages, x[:, :, :1], x[:, :, :1], torch.tensor([[7], [-1]]), torch.ones(2, 2, 1).bool())
     assert set(compiled) == {"_append"}
 
 
 @pytest.mark.slow
-@cases(("dim", "dtype"), (89, 60, HALF), (90, 256, WHOLE))
-def test_kv_compact_compiles(compiled, dim, dtype):
+@cases((90, 128, HALF, True), (89, 60, HALF, True), (90, 256, WHOLE, True))
+def test_kv_compact_compiles(compiled, dim, dtype, masked):
     every, records = torch.zeros(2).long(), [torch.zeros(4, 3, 32)]
     worst = Worst(torch.ones(4).int(), torch.randn(2, 2, 32), every, every + 9, every - 1, torch.zeros(1).int())
     for keep in (torch.rand(4, 32) > 0.5, worst, worst._replace(protected=torch.rand(2, 9) > 0.5)):
-        triton_kv_compact(in_pages(dim, dtype), keep, records)
+        kv_compact(in_pages(dim, dtype), keep, records)
     assert set(compiled) == {"_choose", "_move", "_carry"}

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PaliGemmaForConditionalGeneration
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 import ag
 from ag.errors import UserError
-from ag.model.hooks import UnsupportedModelError, decoder_of, lm_logits
+from ag.model.structure import UnsupportedModelError, decoder_of, lm_logits
 from tests.support.bounds import hold, of_logits
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
@@ -56,6 +57,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 #: Those whose logits are more than the product of the head: it is scaled, or capped.
 MORE_THAN_A_HEAD = {"gemma2", "vaultgemma", "granite", "granitemoe", "cohere", "cohere2", "nanochat"}
+#: Windows, caps, sink logits, compressed keys, layers without RoPE, and refusals; the others run nightly.
+BY_DAY = {"llama", "gemma2", "gpt_oss", "deepseek_v3", "cohere2", "nemotron", "opt", "granite"}
 COLUMNS = ("gates", "`h2o`", "`expected_attention`", "`positions=slot`")
 PROMPT, NEW = 40, 6
 SUMS = 32  # orders of summation may differ by so many times what rounding does to the model's own logits
@@ -175,9 +178,14 @@ def lines_of_page() -> dict[str, str]:
     return {name: line for line, name in found if name != "model_type"}
 
 
+def by_day(*names: str) -> list[Any]:
+    """Parameters of which those in BY_DAY alone run by day."""
+    return [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in names]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", by_day(*ARCHITECTURES))
 def test_the_table_in_docs_is_what_runs(name: str) -> None:
     assert lines_of_page()[name] == line(name, outcome(name))
 
@@ -187,7 +195,7 @@ def test_the_table_in_docs_has_every_architecture() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name, row in lines_of_page().items() if "(layers with self_attn" not in row])
+@pytest.mark.parametrize("name", by_day(*(name for name, row in lines_of_page().items() if "| yes |" in row)))
 def test_logits_of_states_are_those_of_the_model(name: str) -> None:
     model, ids = tiny(name), torch.stack([text(9, 1), text(9, 2)])
     head = model.get_output_embeddings()
@@ -197,6 +205,98 @@ def test_logits_of_states_are_those_of_the_model(name: str) -> None:
     hold(lm_logits(model, states), want, bound)
     hold(lm_logits(model, states[0, 3]), want[0, 3], bound)
     assert (float((head(states) - want).abs().max()) > bound) == (name in MORE_THAN_A_HEAD)
+
+
+# ---- every other type of transformers
+
+TYPES = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in ARCHITECTURES]  # those have a test each
+LARGEST, LENGTH = 3_000_000, 24  # parameters of a model, tokens
+
+
+def small(name: str) -> Any:
+    """A random model of a type, or None where its configuration cannot be told to be small."""
+    kind = type(AutoConfig.for_model(name))
+    known = {word for base in kind.__mro__ for word in getattr(base, "__annotations__", {})}
+    known |= set(inspect.signature(kind.__init__).parameters)
+    config = kind(**{word: value for word, value in SMALL.items() if word in known})
+    with torch.device("meta"):
+        size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    if size > LARGEST:
+        return None
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@torch.no_grad()
+def comes_of(name: str) -> str:
+    """What came of a type: ``untried`` where the model does not run by itself, ``refused``, ``served`` or ``wrong``."""
+    ids = text(LENGTH, 4)[None]
+    try:
+        model = small(name)
+        if model is None:
+            return "untried"
+        own = model(ids, use_cache=False).logits
+        more = model.double()(ids, use_cache=False).logits
+        model.float()
+    except Exception:  # of transformers, whatever it is
+        return "untried"
+    bound = SUMS * float((own - more).abs().max())
+    try:
+        cache = ag.EvictionCache(model, "full")
+        got = torch.cat([model(part, past_key_values=cache).logits for part in ids.split([LENGTH - 3, 2, 1], 1)], 1)
+        evicting = ag.EvictionCache(model, "h2o", 0.5)
+        model.generate(ids, past_key_values=evicting, max_new_tokens=2, do_sample=False)
+    except UserError:
+        return "refused"
+    return "served" if float((got - own).abs().max()) <= bound else "wrong"
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_every_type_of_transformers_is_served_right_or_refused() -> None:
+    found: dict[str, str] = {}
+    for name in TYPES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found[name] = comes_of(name)
+            except Exception as error:  # every one is named at the end
+                found[name] = f"{type(error).__name__}: {error}"[:200]
+    strange = {name: said for name, said in found.items() if said not in ("untried", "refused", "served")}
+    assert strange == {}
+    assert sum(said != "untried" for said in found.values()) >= 30
+
+
+@pytest.mark.parametrize("name", ["gemma3", "paligemma", "gemma4_text", "gemma3n_text"])
+def test_what_cannot_be_served_is_refused_before_the_first_pass(name: str) -> None:
+    """Masks made for images beside text, heads whose sizes differ by layer, and keys taken from other layers."""
+    kinds = ["sliding_attention", "full_attention"]
+    sizes = {**{key: value for key, value in SMALL.items() if "expert" not in key}, "layer_types": kinds}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    per_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+    given: dict[str, Any] = {
+        "gemma3": {"text_config": sizes, "vision_config": vision},
+        "paligemma": {
+            "text_config": sizes | {"model_type": "gemma2"},
+            "vision_config": vision | {"projection_dim": 32},
+            "projection_dim": 32,
+        },
+        "gemma4_text": sizes | {"global_head_dim": 16, "num_kv_shared_layers": 0} | per_layer,
+        "gemma3n_text": sizes
+        | per_layer
+        | {"num_kv_shared_layers": 2, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4}
+        | {"num_hidden_layers": 4, "layer_types": kinds * 2},
+    }[name]
+    config = type(AutoConfig.for_model(name))(**given)
+    make: Any = PaliGemmaForConditionalGeneration if name == "paligemma" else AutoModelForCausalLM.from_config
+    model = make(config)
+    with pytest.raises(UserError, match="masks|heads of 16|another layer"):
+        ag.EvictionCache(model, "full")
+    if name == "gemma4_text":
+        with pytest.raises(UserError, match="differ in size"):
+            ag.AttentionGates(model.config, ag.GateConfig())
 
 
 def write() -> None:

@@ -2,10 +2,7 @@
 
 import json
 import shutil
-import socket
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +14,7 @@ from ag.config import LoraConfig, ModelConfig
 from ag.model import base as models
 from ag.models import main
 from ag.wheels import SMOLLM2, Source
-from tests.support.bounded import STORED
-from tests.support.bounds import bounded, hold
+from tests.support.bounds import near, right
 from tests.support.refused import refuses
 from tests.support.shapes import shaped
 
@@ -48,7 +44,7 @@ class TestResolve:
         assert models.resolve(str(folder)) == str(folder)
         assert models.resolve("meta-llama/Llama-2-7b-hf") == "meta-llama/Llama-2-7b-hf"
 
-    @pytest.mark.parametrize("name", ["./none", "/none", "~/none", "some/folder/deep", "an empty folder"])
+    @pytest.mark.parametrize("name", ["./none", "some/folder/deep", "an empty folder"])
     def test_path_without_a_model(self, name: str, tmp_path: Path) -> None:
         name = str(tmp_path) if name == "an empty folder" else name
         with refuses(models.ModelError, f"model.name='{name}'", "config.json"):
@@ -91,17 +87,6 @@ class TestResolve:
         assert models._cached_snapshot(None) is None
         (tmp_path / "tokenizer.json").touch()
         assert models._cached_snapshot(None) == str(tmp_path)
-
-    def test_silent_hub_costs_seconds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A server that accepts and never answers."""
-        monkeypatch.setattr(models.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(models, "HUB_TIMEOUT", 0.5)
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            monkeypatch.setattr(models.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-            start = time.monotonic()
-            problem = models._ask_hub("some/model", None)
-        assert problem is not None and "imeout" in problem
-        assert time.monotonic() - start < 20
 
 
 class TestLoadBase:
@@ -147,14 +132,6 @@ class TestLoadBase:
         with refuses(models.ModelError, "quantization=nf4", "model.quantization=none"):
             models.load_base(ModelConfig(name=str(folder), quantization="nf4"))
 
-    def test_nf4_goes_to_the_gpu_of_its_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        config = ModelConfig(quantization="nf4", dtype="bfloat16")
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setenv("LOCAL_RANK", "2")
-        assert models._quantization(config, None)["device_map"] == {"": "cuda:2"}
-        assert models._quantization(config, "cpu")["device_map"] == {"": "cpu"}
-        assert models._quantization(config, None)["quantization_config"].bnb_4bit_compute_dtype == torch.bfloat16
-
     def test_flash_attention(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = ModelConfig(name=str(folder), attn_implementation="flash_attention_2")
         monkeypatch.setattr(models, "is_flash_attn_2_available", lambda: False)
@@ -170,12 +147,6 @@ class TestLoadBase:
         for part in ("'nobody/nothing'", "offline mode", str(models.constants.HF_HUB_CACHE), "check the spelling"):
             assert part in str(caught.value)
         assert "\n" not in str(caught.value)
-
-    def test_folder_without_tokenizer(self, folder: Path) -> None:
-        (folder / "tokenizer.json").unlink()
-        (folder / "tokenizer_config.json").unlink()
-        with refuses(models.ModelError, "tiny"):
-            models.load_base(ModelConfig(name=str(folder)))
 
     def test_damaged_weights(self, folder: Path) -> None:
         weights = folder / "model.safetensors"
@@ -227,11 +198,8 @@ class TestAddLora:
         plain = F.linear(x, layer.base_layer.weight)
         assert torch.equal(layer(x), plain)
         torch.nn.init.normal_(b, generator=torch.Generator().manual_seed(0))
-        product = bounded(x) @ bounded(layer.base_layer.weight).T
-        added = 6.0 / 4 * (bounded(x) @ bounded(a).T @ bounded(b).T)
-        expected, half = product + added, STORED * torch.finfo(torch.bfloat16).eps  # of both and of their sum
-        rounded = half * sum(part.exact.abs() for part in (product, added, expected))
-        hold(layer(x), expected.exact, expected.error + rounded)
+        merged = lambda x, w, a, b: [x @ w.T + 6.0 / 4 * (x @ a.T @ b.T)]  # noqa: E731
+        near(layer(x), *right(merged, x, layer.base_layer.weight, a, b))
 
     def test_works_on_nf4(self, folder: Path) -> None:
         base, tokenizer = models.load_base(ModelConfig(name=str(folder), quantization="nf4"), device="cpu")
@@ -240,19 +208,9 @@ class TestAddLora:
         model(input_ids=ids, labels=ids).loss.backward()
         assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 
-    def test_all_linear_is_every_layer_but_the_head(self, tiny_llama) -> None:
-        base = tiny_llama()
-        layers = {name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
-        assert "lm_head" in layers
-        model = models.add_lora(base, LoraConfig(targets=["all-linear"]))
-        adapted = {name.removeprefix("base_model.model.").split(".lora_A")[0] for name, _ in model.named_parameters()}
-        assert adapted & layers == layers - {"lm_head"}
-        assert sum("lora_A" in name for name, _ in model.named_parameters()) == len(layers) - 1
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_all_linear_takes_in_stacked_experts(self, recwarn, dtype: torch.dtype) -> None:
+    def test_all_linear_is_every_layer_but_the_head_and_stacked_experts(self, recwarn) -> None:
         """Of the two matrices that Mixtral stacks in one parameter, each has the rank that was asked for."""
-        model = models.add_lora(shaped("mixtral").to(dtype), LoraConfig(rank=2, targets=["all-linear"]))
+        model = models.add_lora(shaped("mixtral").bfloat16(), LoraConfig(rank=2, targets=["all-linear"]))
         assert [str(warning.message) for warning in recwarn] == []
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         assert {p.dtype for p in trained.values()} == {torch.float32}
@@ -260,21 +218,11 @@ class TestAddLora:
         router, gate_up, down = 2 * (64 + 4), 2 * 2 * 4 * (64 + 256), 2 * 4 * (128 + 64)  # 4 experts of 128
         assert sum(p.numel() for p in trained.values()) == 3 * (attention + router + gate_up + down)
 
-    @pytest.mark.parametrize(
-        ("shape", "lora", "parts"),
-        [
-            (
-                "mixtral",
-                {"targets": ["all-linear"], "dropout": 0.1},
-                ["lora.dropout=0.1", "k_proj,o_proj,q_proj,v_proj"],
-            ),
-            ("deepseek_v3", {"targets": ["gate_proj"]}, ["lora.targets=['gate_proj']", "up_proj", "o_proj"]),
-        ],
-    )
-    def test_what_peft_refuses(self, shape: str, lora: dict[str, Any], parts: list[str]) -> None:
-        with refuses(models.ModelError, type(shaped(shape)).__name__, *parts) as caught:
-            models.add_lora(shaped(shape), LoraConfig(**lora))
-        assert "\n" not in str(caught.value)
+    def test_what_peft_refuses(self) -> None:
+        with refuses(models.ModelError, "MixtralForCausalLM", "lora.dropout=0.1", "k_proj,o_proj,q_proj,v_proj"):
+            models.add_lora(shaped("mixtral"), LoraConfig(targets=["all-linear"], dropout=0.1))
+        with refuses(models.ModelError, "DeepseekV3ForCausalLM", "lora.targets=['gate_proj']", "up_proj", "o_proj"):
+            models.add_lora(shaped("deepseek_v3"), LoraConfig(targets=["gate_proj"]))
 
     @pytest.mark.parametrize("targets", [["q_proj", "c_attn"], []])
     def test_unknown_target_lists_the_choice(self, tiny_llama, targets: list[str]) -> None:

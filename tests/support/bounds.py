@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,17 +19,20 @@ __all__ = [
     "conditioned",
     "hold",
     "in_float64",
+    "near",
     "of_float32",
     "of_logits",
     "of_nats",
     "of_pass",
     "of_weights",
     "premise",
+    "right",
 ]
 
 CHANGES = 8  # random changes of the operands, of which the mean square is taken
 STEP = 2.0**-10  # of a change: far above roundings of float32, far below what bends a result
 ROUNDINGS = 16  # of every operand and of the result
+STORED_16 = 4  # of operands and results in 16 bits
 PASSES = 8  # differences of a pass in float32 to one in float64
 carried: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # bounds by random tokens, once a model
 
@@ -56,6 +60,54 @@ def hold(got: Tensor | float, want: Tensor | float, bound: Tensor | float | None
     place = [int(i) for i in torch.unravel_index(share.argmax(), share.shape)]
     found = f"{name}{place}: {got[tuple(place)]}, expected {want[tuple(place)]}" if error.numel() else ""
     assert worst <= 1, f"{found}, is {worst:.3g} of the bound"
+
+
+class Right(NamedTuple):
+    """What is right, and how far a computation in a smaller type may be from it.
+
+    Attributes:
+        value: float64.
+        moved: norm of what a relative change of 1 of all operands, up or down at random, and of the result would do.
+        terms: of the longest sum.
+    """
+
+    value: Tensor
+    moved: float
+    terms: int
+
+    def allowed(self, dtype: torch.dtype) -> float:
+        """Return the norm of what rounding may do where operands and results have a type, and sums at least float32.
+
+        A sum of n terms in any order moves by some sqrt(n) of its roundings.
+        """
+        eps, single = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+        in_16_bits = STORED_16 * eps if eps > single else 0.0
+        return (in_16_bits + (ROUNDINGS + math.sqrt(self.terms)) * min(eps, single)) * self.moved
+
+
+def right(function: Callable[..., Sequence[Tensor]], *operands: Tensor) -> list[Right]:
+    """Compute what a function gives in float64, and by how much that moves with its operands."""
+    operands = tuple(x.detach().double() for x in operands)
+    draw = torch.Generator(operands[0].device).manual_seed(0)
+    signs = (torch.randint(0, 2, x.shape, generator=draw, device=x.device) * 2 - 1 for x in operands)
+    plain = function(*operands)
+    moved = function(*(x * (1 + STEP * sign) for x, sign in zip(operands, signs, strict=True)))
+    terms = max(max(x.shape, default=1) for x in operands)
+    return [Right(x, float((y - x).norm()) / STEP + float(x.norm()), terms) for x, y in zip(plain, moved, strict=True)]
+
+
+def near(got: Tensor, want: Right, what: object = "", dtype: torch.dtype | None = None) -> None:
+    """Hold a result to what is right, by the norm of the difference.
+
+    Args:
+        got: the result.
+        want: what it should be.
+        what: a name for messages.
+        dtype: of the operands; None means that of the result.
+    """
+    assert got.shape == want.value.shape, (what, got.shape, want.value.shape)
+    error, allowed = float((got.detach().double() - want.value).norm()), want.allowed(dtype or got.dtype)
+    assert error <= allowed, f"{what}: off by {error:.3g}, allowed {allowed:.3g}"
 
 
 def premise(holds: bool, what: str) -> None:

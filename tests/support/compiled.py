@@ -1,14 +1,30 @@
-"""Kernels in C++: tests of what is compiled are skipped where there is no compiler."""
+"""The versions of a kernel as parameters of a test: those that can run in this process."""
+
+from importlib import import_module
 
 import pytest
 
 from ag.kernels import dispatch, native
 
+INTERPRETED = dispatch.INTERPRETED
+
 
 def needs(kernel: native.Kernel) -> pytest.MarkDecorator:
-    """Return a mark that skips a test where a kernel cannot be compiled, and says why."""
+    """Return a mark that skips a test where a kernel in C++ cannot be compiled, and says why."""
     reason = kernel.unavailable("cpu")
     return pytest.mark.skipif(reason is not None, reason=f"C++: {reason}")
+
+
+def versions(operation: str, *names: str) -> pytest.MarkDecorator:
+    """Parametrize a test by ``version``: in a process of Triton's interpreter by that in Triton, else by the others."""
+    found = []
+    for name in names:
+        if (name == "triton") == INTERPRETED:
+            module = import_module(f"ag.kernels.{operation}.{dispatch.VERSIONS[name]}")
+            marks = [needs(module.KERNEL)] if name == "cpp" else []
+            found.append(pytest.param(getattr(module, operation), id=name, marks=marks))
+    elsewhere = pytest.mark.skip(reason="elsewhere: test_triton.py runs it in Triton's interpreter")
+    return pytest.mark.parametrize("version", found or [pytest.param(None, id="elsewhere", marks=elsewhere)])
 
 
 def forget() -> None:

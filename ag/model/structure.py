@@ -1,0 +1,96 @@
+"""The parts of a Hugging Face model: its stack of layers, its head, and what it computes behind the layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ag.errors import UserError
+
+USE_ANOTHER = "use a model such as Llama, Mistral, Qwen2 or Qwen3."
+
+
+class UnsupportedModelError(UserError, TypeError):
+    """A model class that cannot take a custom attention function."""
+
+
+def unwrapped(model: Any) -> Any:
+    """Return a model of transformers without the wrappers of ``torch.compile`` and PEFT."""
+    model = getattr(model, "_orig_mod", model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(model, "_orig_mod", model)
+
+
+def decoder_of(model: nn.Module) -> Any:
+    """Return the stack of layers inside a causal language model, through PEFT's wrapper.
+
+    Raises:
+        UnsupportedModelError: when there is none, or it does not use the attention interface.
+    """
+    base = unwrapped(model)
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    layers = getattr(decoder, "layers", ())
+    supported = isinstance(base, PreTrainedModel) and base._supports_attention_backend
+    if not (supported and layers and all(getattr(layer, "self_attn", None) is not None for layer in layers)):
+        raise UnsupportedModelError(
+            f"{type(base).__name__} does not use the attention interface of transformers (layers with self_attn and "
+            f"_supports_attention_backend); {USE_ANOTHER}"
+        )
+    return decoder
+
+
+def own_config(module: Any) -> PretrainedConfig:
+    """Return the configuration of an attention module as the model made it."""
+    config: PretrainedConfig = vars(module).get("_ag_own_config", module.config)
+    return config
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device a module runs on: that of its weights, or, while these are offloaded, of accelerate's hooks."""
+    device = next(module.parameters()).device
+    if device.type != "meta":
+        return device
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    found = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((device for device in found if device is not None), "cpu"))
+
+
+def lm_head(model: nn.Module) -> nn.Module:
+    """Return the language model head."""
+    head: nn.Module = unwrapped(model).get_output_embeddings()
+    return head
+
+
+def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Compute the logits of final hidden states ``[..., d]`` as the model does: by its head, its scales, its soft cap.
+
+    The model's own forward pass runs, on a shallow copy that has the states in place of the stack of layers.
+    """
+    base, decoder = unwrapped(model), decoder_of(model)
+    states = hidden.reshape(1, -1, hidden.shape[-1])
+    reader = next(name for name, part in base.named_children() if any(module is decoder for module in part.modules()))
+    behind = copy.copy(base)
+    behind._modules = base._modules | {reader: _Read(states)}
+    out = type(base).forward(behind, inputs_embeds=states, use_cache=False, return_dict=True)
+    logits: Tensor = out.logits
+    return logits.view(*hidden.shape[:-1], logits.shape[-1])
+
+
+class _Read:
+    """A stack of layers that has read its tokens: it returns itself as its output, which has nothing but the states."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Read:
+        return self
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
