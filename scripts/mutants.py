@@ -34,7 +34,18 @@ def killed(name: str, tree: Path) -> str | None:
     file = tree / MUTANTS[name]["file"]
     text, faulty = file.read_text(), applied(name)
     interpreter = {"TRITON_INTERPRET": "1"} if "_triton" in MUTANTS[name]["tests"] else {}
-    command = [sys.executable, "-m", "pytest", "--all", "-xq", "-n", "0", "-p", "no:cacheprovider", MUTANTS[name]["tests"]]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--all",
+        "-xq",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        MUTANTS[name]["tests"],
+    ]
     file.write_text(faulty)
     try:
         environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"} | interpreter
