@@ -210,6 +210,7 @@ class Repetition(Interceptor):
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend to the prompt and the repetition so far, measure, and forget the repetition."""
         cache, layer = self.cache, call.layer
+        out: Tensor
         out, _, call = cache.layers[layer].read(call, self.batch, cache.store)
         if layer in self.scores:
             self._measure(call)

@@ -84,7 +84,8 @@ class ExpectedAttention(Scorer):
         keys = k.unsqueeze(2)  # [B, Hkv, 1, N, D]
         mean, spread = (x.unflatten(1, (-1, seen.group)) for x in (mean, spread))
         logits: Tensor = (keys @ mean[..., None])[..., 0] * seen.scaling
-        return (logits + ((keys @ spread) * keys).sum(-1) * (seen.scaling**2 / 2)).flatten(1, 2)
+        logits = logits + ((keys @ spread) * keys).sum(-1) * (seen.scaling**2 / 2)
+        return logits.flatten(1, 2)
 
     def note(self, seen: AttentionStats, records: Records) -> None:
         """Sum up the queries of a prompt, of which its later parts are shown the last ones alone."""

@@ -54,7 +54,8 @@ class FastCaote(Caote):
         """Return the change of each head's output, approximately."""
         centred, held = seen.values.centred, seen.key_valid
         mean = (centred * held[..., None]).sum(2, keepdim=True) / held.sum(-1).clamp_min(1)[..., None, None]
-        return odds(weights) * torch.linalg.vector_norm(centred - mean, dim=-1).repeat_interleave(seen.group, 1)
+        distance: Tensor = torch.linalg.vector_norm(centred - mean, dim=-1).repeat_interleave(seen.group, 1)
+        return odds(weights) * distance
 
 
 def odds(weights: Tensor) -> Tensor:
