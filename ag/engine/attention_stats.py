@@ -49,21 +49,21 @@ class AttentionStats:
         sliding_window: of the model's layer, or None.
         gate: probabilities ``[B, Hkv, N]`` of the layer's gate, or None.
         decays: whether these are logs, of what is left of a token's worth after each one that comes.
-        own_prompt: ``[B]`` long, own tokens of each prompt as far as they are known; None: all tokens seen.
-        stays: ``[B, Hkv, N]`` bool, tokens that the caller protects; None: none.
+        own_prompt: ``[B]`` long, own tokens of each prompt; None means all tokens seen.
+        stays: ``[B, Hkv, N]`` bool, tokens that the caller protects; None means none.
         decoding: whether the prompt is over.
         precise: whether the logits of a prompt's last queries, and of a short prompt, are products in float64.
         recorded: what the scorer noted, tensors ``[..., N]`` whose last dimension is that of the keys (tokens that came
-            since have 0); None: there are no records.
+            since have 0); None means that there are no records.
         sums: what the scorer summed over the queries of a prompt, ``[B, ...]`` by name, which it may change while the
-            prompt is read; None: nothing is remembered.
-        rotation: what :meth:`turn` rotates by; None: the model's rotations are not known.
-        projection: gives :attr:`output`; None: it is not known.
+            prompt is read; None means that nothing is remembered.
+        rotation: what :meth:`turn` rotates by; None means that the model's rotations are not known.
+        projection: gives :attr:`output`; None means that it is not known.
         memo: where measurements are remembered, so that each is made once.
         memo_of_pass: where what is the same for all layers is remembered.
-        tokens_seen: ``[B]`` long, tokens that each sequence has seen; None: derived from the queries.
-        columns: of the input that went by, a bound of the lengths that the host knows; None: it asks.
-        capacity: ``[B]`` long, tokens per KV head that the budget allows, on average over layers; None: nothing may go.
+        tokens_seen: ``[B]`` long, tokens that each sequence has seen; None means that the queries tell.
+        columns: of the input that went by, a bound of the lengths that the host knows; None means that it asks.
+        capacity: ``[B]`` long, tokens per KV head that the budget allows, the mean over layers; None means no budget.
         due: ``[B]`` bool, sequences of which something may go now; None means all.
     """
 
@@ -160,7 +160,7 @@ class AttentionStats:
         return self.lengths[:, None, None] - 1 - self.key_ranks
 
     def ends(self, sinks: int | Tensor, recent: int | Tensor) -> Tensor:
-        """Return ``[B, Hkv, N]`` bool: so many first and newest tokens of each sequence, a number or ``[B]`` each."""
+        """Return ``[B, Hkv, N]`` bool, the first and newest tokens of each sequence, a number or ``[B]`` each."""
         ranks = self.keys.ranks[:, :1] if self.keys.alike else self.keys.ranks
         ends = ranks >= (self.lengths - recent)[:, None, None]
         if isinstance(sinks, Tensor):
@@ -181,7 +181,7 @@ class AttentionStats:
         Args:
             x: what to rotate.
             places: whole ones; negative ones turn back.
-            span: average the rotations of so many places, from each of ``places`` on.
+            span: average the rotations of this number of places, from each of ``places`` on.
         """
         assert self.rotation is not None
         return self.rotation(x, places, span)

@@ -71,7 +71,7 @@ class BlockPool:
         self._holes = 0  # free blocks before that
         self._holders: dict[int, list[Any]] = {}  # what stores take, also those just below
         self._dropped: list[int] = []  # stores that are gone
-        #: Hold blocks that nobody needs: ``drop()`` releases some of them, and returns whether there were any.
+        #: Hold blocks that can be made anew: ``drop()`` releases some of them, and returns whether there were any.
         self.spares: weakref.WeakSet[Any] = weakref.WeakSet()
         #: Changes whenever columns move to other memory.
         self.version = 0
@@ -141,7 +141,7 @@ class BlockPool:
         return self.capacity - self.num_used
 
     def has(self, count: int) -> bool:
-        """Tell whether so many blocks are free, once spare ones are released where these are wanted."""
+        """Tell whether ``count`` blocks are free, once spare ones are released where these are wanted."""
         for spare in [*self.spares] if self.fixed else []:
             while self.free < count and spare.drop():
                 pass
@@ -151,7 +151,7 @@ class BlockPool:
         """Return ``count`` blocks ``[count]`` long on the CPU with one reference each, the lowest free numbers first.
 
         Raises:
-            PoolFullError: when the pool cannot have so many; nothing changes then.
+            PoolFullError: when the pool cannot have ``count``; nothing changes then.
         """
         self._collect()
         self.has(count)
@@ -183,7 +183,7 @@ class BlockPool:
             pages.clear()
 
     def full(self, what: str, blocks: int) -> PoolFullError:
-        """Return the error that says what needs so many blocks."""
+        """Return the error that says what needs this number of blocks."""
         error = PoolFullError(
             f"The pool is full: {what} {blocks * self.block_nbytes()} bytes ({blocks} blocks of {BLOCK} tokens), and "
             f"{self.free * self.block_nbytes()} of {self.capacity * self.block_nbytes()} are free; remove sequences, "

@@ -220,35 +220,25 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         self.reset()
         return 0
 
-    def check_drafts(self) -> None:
-        """Refuse drafts where they could make something go that is then wanted back.
+    def activate_past_recording(self) -> None:
+        """Prepare for drafts that :meth:`crop` takes back.
 
         Raises:
-            UserError: for a policy that evicts behind the prompt, or repeats the prompt.
+            UserError: for a policy that could make something go that is then wanted back.
         """
-        if self.policy.scorer is not None and self.policy.rereads:
+        if not self.is_croppable:
+            what = "repeats a prompt before anything follows it"
+            if self.policy.steps is not None:
+                what = "evicts while drafts come, and cannot take that back"
             raise UserError(
-                f"{self.policy!r} repeats a prompt before anything follows it; generate without an assistant model and "
-                "prompt lookup."
+                f"{self.policy!r} {what}; generate without an assistant model and prompt lookup, or use another policy "
+                "with the schedule prefill."
             )
-        if self.policy.scorer is not None and self.policy.steps is not None:
-            raise UserError(
-                f"{self.policy!r} evicts while drafts come, and cannot take that back; generate without an assistant "
-                "model and prompt lookup, or use the schedule prefill."
-            )
-
-    def activate_past_recording(self) -> None:
-        """Prepare for drafts that :meth:`crop` takes back; raises as :meth:`check_drafts`."""
-        self.check_drafts()
 
     @property
     def is_croppable(self) -> bool:
         """Whether drafts can be taken back; ``model.generate`` asks after the prompt."""
-        try:
-            self.check_drafts()
-        except UserError:
-            return False
-        return True
+        return self.policy.scorer is None or not (self.policy.rereads or self.policy.steps is not None)
 
     # ---- other sequences
 
@@ -272,7 +262,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
             self.evictor.decision.budgets.select(places)
 
     def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
-        """Repeat each sequence, so many times or each as often as a tensor ``[B]`` says."""
+        """Repeat each sequence, all equally often or each as often as a tensor ``[B]`` says."""
         if self.seen_tokens:
             self.batch_select_indices(torch.arange(len(self.sequences)).repeat_interleave(repeats))
 

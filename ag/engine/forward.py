@@ -325,13 +325,13 @@ class Forward(Interceptor):
                     layer.expire(batch, self.store)
         if batch.ends_prompt:
             self.pool.trim()
-            if self.policy.steps is None:  # nobody scores again
+            if self.policy.steps is None:  # nothing is scored again
                 self.store.records = [{} for _ in self.layers]
                 for layer in self.layers:
                     layer.observation_window.reset()
         state, span = self.sequences, self.gates.config.window if self.gates is not None else 0
         if "expired" in batch.memo:
             state.evicted_at = state.settled.maximum(state.evicted_at)
-        if span and any(layer.gate_memory for layer in self.layers):  # which looks back at the newest so many alone
+        if span and any(layer.gate_memory for layer in self.layers):  # which looks back at the newest tokens alone
             state.evicted_at = state.settled.where(state.settled >= span, 0).maximum(state.evicted_at)
         self.broken = False

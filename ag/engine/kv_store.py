@@ -57,7 +57,7 @@ class KVStore:
         self.pool.serve(self, self._holder)
 
     def start(self, batch: int) -> None:
-        """Begin with so many empty sequences."""
+        """Begin with a number of empty sequences."""
         self.select(torch.zeros(0, dtype=torch.long))
         for name in (*HOST, "table", "lengths"):
             x = getattr(self, name)
@@ -155,7 +155,7 @@ class KVStore:
         self._unshare(layers, held // BLOCK, self.shared[layers].where(wide > 0, 0))
 
     def allocate(self, layers: slice, need: Tensor) -> None:
-        """Give rows so many more blocks ``[L', B, Hkv]``."""
+        """Give rows more blocks, ``[L', B, Hkv]`` says how many."""
         owned = self.owned[layers]
         fresh = self.pool.allocate(int(need.sum()))
         self._widen(int((owned + need).max()))
@@ -163,7 +163,7 @@ class KVStore:
         owned += need
 
     def demand(self, tokens: Tensor, evicts: bool = False) -> int:
-        """Return the most blocks that a pass takes of so many tokens ``[B]`` of each sequence, before anything goes.
+        """Return the most blocks that a pass takes whose tokens ``[B]`` are counted, before anything goes.
 
         Args:
             tokens: new ones.
@@ -175,7 +175,7 @@ class KVStore:
         return int(fresh.sum()) + len(copied)
 
     def _widen(self, blocks: int) -> None:
-        """Give the table room for so many blocks a row, and records as many slots."""
+        """Give the table room for a number of blocks a row, and records for their slots."""
         width = self.table.shape[-1]
         if blocks <= width:
             return

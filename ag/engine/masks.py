@@ -10,7 +10,7 @@ from ag.errors import UserError
 
 
 def check_given(given: int, columns: int, seen: int) -> None:
-    """Refuse so many tokens, and a mask of so many columns, that do not go on from the columns that were seen."""
+    """Refuse numbers of tokens and of columns of their mask that do not go on from the columns seen."""
     if given not in (columns, columns - seen):
         raise UserError(
             f"model.generate was given {given} tokens and an attention_mask of {columns} columns, and this cache "

@@ -44,7 +44,7 @@ class ObservationWindow(Attributes):
         return replace(new, q=q, ranks=ranks, valid=valid)
 
     def remember(self, queries: Queries, last: int) -> None:
-        """Keep the last so many of these of each sequence."""
+        """Keep the ``last`` newest ones of each sequence."""
         newest = torch.where(queries.valid, queries.ranks, -1).argsort(dim=1, stable=True)[:, -last:]
         index = newest[:, None, :, None].expand(-1, queries.q.shape[1], -1, queries.q.shape[-1])
         self.queries = queries.q.gather(2, index), queries.ranks.gather(1, newest), queries.valid.gather(1, newest)

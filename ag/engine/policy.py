@@ -16,7 +16,7 @@ from ag.config.policies import FLAGS
 from ag.engine.allocators import ALLOCATORS, Allocator
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.scorers import SCORERS, Scorer
-from ag.engine.scorers.base import option_names
+from ag.engine.scorers.base import Rereader, option_names
 from ag.engine.spec import PolicySpec, parse_budget
 from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.errors import UserError, check_known
@@ -181,12 +181,7 @@ def policy(
     budget = None if budget is None else parse_budget(budget)
     parts, rest = spec.resolved(), dict(options)
     boundary = {name: rest.pop(name) for name in BOUNDARY if name in rest and spec.reads_gates}
-    _check_full(spec, budget, schedule)
-    _check_flags(spec, budget, schedule)
-    later = {part.partition(":")[0] for part in schedule.split("+")} - {"prefill", "blocks"}
-    if budget is None and (not spec.bare or later):
-        raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
-    _check_schedule(schedule)
+    _check(spec, budget, schedule)
     engine = _engine_options(spec, budget, rest)
     gates = AttentionGates.from_pretrained(spec.path) if spec.path else None
     scorer = _scorer(parts, rest) if spec.evicts else None
@@ -194,39 +189,33 @@ def policy(
     gates = _moved(gates, boundary, spec, budget)
     if rest:
         made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
-        own = {name for part in made for name in option_names(part)} - {"inner"} | set(_options(type(allocator)))
-        check_known(next(iter(rest)), sorted(own | set(ENGINE)), "option", str(spec))
-    if scorer is not None and scorer.rereader is not None:
-        _check_reread(spec, schedule)
+        own = {name for part in (*made, allocator) for name in option_names(part)} - {"inner"}
+        check_known(next(iter(rest)), sorted({*own, *allocator.shorthands, *ENGINE}), "option", str(spec))
     whole = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
     return whole if gates is None else whole.trained_with(gates)
 
 
-def _check_full(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
-    """Refuse what cannot act where nothing is evicted."""
-    acting = (
-        ("", spec.wrapper),
-        ("allocator ", spec.allocator),
-        ("schedule ", None if schedule == "prefill" else schedule),
-    )
-    for kind, part in () if spec.evicts else acting:
-        if part is not None:
-            raise UserError(f"Policy '{spec}': {kind}{part} cannot act on full, because nothing is evicted.")
-    if not spec.evicts and budget is not None:
-        raise UserError(f"Policy '{spec}': budget={budget} has no meaning, because nothing is evicted; leave it out.")
-
-
-def _check_flags(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
-    """Refuse what ranks tokens, which flags do not."""
-    later = schedule if re.search("every|steps", schedule) else None
-    acting = (("budget=", budget), ("+", spec.wrapper), ("@", spec.allocator), ("schedule=", later))
-    for sign, given in acting if spec.scorer == FLAGS else ():
-        if given is not None:
-            ranked = replace(spec.ranked, wrapper=None, allocator=None)
-            raise UserError(
-                f"Policy '{spec}': {sign}{given}: flags decide themselves how much stays; leave it out, or use "
-                f"{ranked} with a budget."
-            )
+def _check(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
+    """Refuse a schedule that is none, and what cannot act where nothing is evicted, once, or where flags decide."""
+    kinds = [part.partition(":")[0] for part in schedule.split("+")]
+    if not re.fullmatch(r"(prefill|every|(blocks|steps):[1-9]\d*)(\+(every|(blocks|steps):[1-9]\d*))*", schedule):
+        raise UserError(f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +.")
+    if len(set(kinds)) < len(kinds) or {"every", "steps"} <= {*kinds} or {"prefill", "blocks"} <= {*kinds}:
+        raise UserError(f"schedule={schedule!r}: expected at most one part for the prompt and one for what follows.")
+    later = bool({"every", "steps"} & {*kinds})
+    acts = later or (schedule != "prefill" and not spec.evicts)
+    given = {"budget=": budget, "+": spec.wrapper, "@": spec.allocator, "schedule=": schedule if acts else None}
+    for sign, value in given.items():
+        if value is not None and not spec.takes_budget:
+            why = "nothing is evicted; leave it out"
+            if spec.evicts:
+                ranked = replace(spec.ranked, wrapper=None, allocator=None)
+                why = f"flags decide themselves how much stays; leave it out, or use {ranked} with a budget"
+            raise UserError(f"Policy '{spec}': {sign}{value} cannot act on {spec.scorer}: {why}.")
+    if budget is None and (not spec.bare or later):
+        raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
+    if spec.evicts and schedule != "prefill" and issubclass(SCORERS[spec.resolved().scorer], Rereader):
+        raise UserError(f"Policy '{spec}' scores a prompt once, after it: schedule={schedule!r}: expected prefill.")
 
 
 def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[str, Option]) -> dict[str, Any]:
@@ -263,7 +252,7 @@ def _allocator(
     spec: PolicySpec, scorer: Scorer | None, budget: int | float | None, options: dict[str, Option]
 ) -> Allocator:
     kind = ALLOCATORS[str(spec.allocator)]
-    mine = {name: options.pop(name) for name in _options(kind) if name in options}
+    mine = {name: options.pop(name) for name in (*option_names(kind), *kind.shorthands) if name in options}
     return _make(kind, kind.completed(mine, budget, None if scorer is None else scorer.needs.observers))
 
 
@@ -292,10 +281,6 @@ def _moved(
         raise UserError(f"Policy '{spec}': {error}") from None
 
 
-def _options(kind: type[Allocator]) -> list[str]:
-    return [*option_names(kind), *kind.shorthands]
-
-
 def _make(part: type[Part], options: dict[str, Option], **fixed: Any) -> Part:
     names = [name for name in option_names(part) if name not in fixed]
     given: dict[str, Any] = {name: options.pop(name) for name in names if name in options}
@@ -314,17 +299,3 @@ def _check_type(what: str, value: Option, hint: Any) -> None:
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
     if not fits:
         raise UserError(f"{what}: expected {expected}.")
-
-
-def _check_reread(spec: PolicySpec, schedule: str) -> None:
-    """Refuse what does not go with scores that are made once, after the prompt."""
-    if schedule != "prefill":
-        raise UserError(f"Policy '{spec}' scores a prompt once, after it: schedule={schedule!r}: expected prefill.")
-
-
-def _check_schedule(schedule: str) -> None:
-    kinds = [part.partition(":")[0] for part in schedule.split("+")]
-    if not re.fullmatch(r"(prefill|every|(blocks|steps):[1-9]\d*)(\+(every|(blocks|steps):[1-9]\d*))*", schedule):
-        raise UserError(f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +.")
-    if len(set(kinds)) < len(kinds) or {"every", "steps"} <= set(kinds) or {"prefill", "blocks"} <= set(kinds):
-        raise UserError(f"schedule={schedule!r}: expected at most one part for the prompt and one for what follows.")

@@ -100,7 +100,7 @@ class Turned:
         """Turn a layer's keys to the places that they have after tokens went."""
 
     def crop(self, store: Store, before: Tensor, after: Tensor) -> None:
-        """Turn all keys to the places that they have when sequences of so many tokens ``[B]`` become shorter."""
+        """Turn all keys to the places that they have when sequences of ``before`` tokens ``[B]`` have ``after``."""
 
     def turn(self, store: Store, layer: int, index: Tensor, further: Tensor) -> None:
         """Rotate stored keys on, in place.
@@ -152,7 +152,7 @@ class Slots(Turned):
         return self._turned(q, store.held[layer] - batch.num_tokens[:, None])
 
     def _turned(self, x: Tensor, further: Tensor) -> Tensor:
-        """Rotate ``[B, H, T, D]`` by so many places ``[B, Hkv]`` for each KV head."""
+        """Rotate ``[B, H, T, D]`` by a number of places ``[B, Hkv]`` for each KV head."""
         if not bool(further.any()):
             return x
         wide = further.repeat_interleave(x.shape[1] // further.shape[1], 1)

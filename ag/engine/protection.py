@@ -31,7 +31,7 @@ def marked(spans: Sequence[Any]) -> Tensor:
 
 
 def of_each(marks: Tensor, count: int) -> Tensor:
-    """Return the marks ``[B, L]`` of so many sequences: each prompt's for its beams, or one prompt's for all."""
+    """Return the marks ``[B, L]`` of ``count`` sequences: each prompt's for its beams, or one prompt's for all."""
     if count % len(marks):
         raise UserError(f"protect: spans for {len(marks)} sequences: expected one list of spans, or {count} lists.")
     return marks.repeat_interleave(count // len(marks), 0)

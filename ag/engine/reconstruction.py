@@ -6,44 +6,20 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ag.engine.scorers.base import Rereader
+from ag.engine.sequences import SequenceState
 from ag.engine.stopwatch import Stopwatch
 from ag.errors import UserError
 from ag.kernels.attention_stats import attention_stats
 from ag.kernels.pages import read
 from ag.model.hooks import AttentionCall, Interceptor
 from ag.model.projection import output_weight, projected_norms
-
-if TYPE_CHECKING:
-    from ag.engine.block_pool import BlockPool
-    from ag.engine.evictor import Evictor
-    from ag.engine.forward_batch import ForwardBatch
-    from ag.engine.kv_store import KVStore
-    from ag.engine.layer import Layer
-    from ag.engine.policy import Policy
-    from ag.engine.positions import Turned
-    from ag.engine.sequences import SequenceState
-
-
-class PromptCache(Protocol):
-    """What is used here of an :class:`ag.EvictionCache`; see :class:`ag.engine.forward.Forward`."""
-
-    decoder: Any
-    policy: Policy
-    pool: BlockPool
-    store: KVStore
-    sequences: SequenceState
-    layers: list[Layer]
-    sharing: list[int]
-    evictor: Evictor | None
-    rotation: Turned | None
-    batch: ForwardBatch | None
 
 
 class Measured(NamedTuple):
@@ -117,8 +93,8 @@ class ReconstructionPass:
         return len(self._ids) > 0 and state.ready
 
     @torch.no_grad()
-    def run(self, cache: PromptCache) -> None:
-        """Let the model repeat the prompt that a cache holds, whole and nothing else, and evict.
+    def run(self, cache: Any) -> None:
+        """Let the model repeat the prompt that an :class:`ag.EvictionCache` holds, whole and nothing else, and evict.
 
         Raises:
             UserError: where something follows the prompt already, or the model would not see it while it repeats it.
@@ -132,7 +108,7 @@ class ReconstructionPass:
         self._ids, self._next, self._calls = self._ids[:0], self._next[:0], {}
 
     @torch.no_grad()
-    def measure(self, cache: PromptCache) -> Measured:
+    def measure(self, cache: Any) -> Measured:
         """Return what the repetition of the prompt pays each token at most; the cache is as it was."""
         state, watch = cache.sequences, Stopwatch()
         if bool((state.num_tokens > state.prompt_len).any()):
@@ -152,8 +128,8 @@ class ReconstructionPass:
                 repetition.read([ids for _, ids in parts], self._next)
         return Measured(scores, watch.seconds)
 
-    def _check_reach(self, cache: PromptCache, repeated: list[int]) -> None:
-        """Refuse prompts that their repetitions of so many tokens, by sequence, see in part or at other places."""
+    def _check_reach(self, cache: Any, repeated: list[int]) -> None:
+        """Refuse prompts that their repetitions, of ``repeated`` tokens each, see in part or at other places."""
         windows = [cache.layers[layer].window for layer in cache.sharing]
         reach = min((size for size in windows if size is not None), default=None)
         why = f"the model attends within a window of {reach} tokens, which hides"
@@ -167,7 +143,7 @@ class ReconstructionPass:
                     "chunk, a shorter prompt or another policy."
                 )
 
-    def _evict(self, cache: PromptCache, measured: Measured) -> None:
+    def _evict(self, cache: Any, measured: Measured) -> None:
         """Decide and evict, layer by layer."""
         assert cache.batch is not None and cache.batch.prompts.capacity is not None and cache.evictor is not None
         everyone = torch.ones(len(cache.sequences), dtype=torch.bool)
@@ -191,7 +167,7 @@ class Repetition(Interceptor):
         scores: what tokens were paid so far, which becomes more.
     """
 
-    def __init__(self, cache: PromptCache, scorer: Rereader, places: list[range], scores: dict[int, Tensor]) -> None:
+    def __init__(self, cache: Any, scorer: Rereader, places: list[range], scores: dict[int, Tensor]) -> None:
         self.cache, self.scorer, self.scores = cache, scorer, scores
         rows = [torch.tensor([*range(min(scorer.sinks, chunk.start)), *chunk], dtype=torch.long) for chunk in places]
         device = cache.pool.device
@@ -234,6 +210,7 @@ class Repetition(Interceptor):
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend to the prompt and the repetition so far, measure, and forget the repetition."""
         cache, layer = self.cache, call.layer
+        out: Tensor
         out, _, call = cache.layers[layer].read(call, self.batch, cache.store)
         if layer in self.scores:
             self._measure(call)

@@ -21,7 +21,7 @@ class AttentionRows:
         counted: ``[B, w]`` bool, the queries that exist.
         open_until: keys before this one are seen by every query.
         sinks: ``[H]``, the sink logit of each head: to all that is computed here it is that of one more key, the last,
-            whose value is 0. None: there are none.
+            whose value is 0. None means that there are none.
     """
 
     def __init__(
@@ -108,14 +108,6 @@ class AttentionRows:
         mean = self._sum(self.a) / number
         squares = self._sum((self.a - mean[:, :, None]).square_())
         return mean, squares / (number - 1).clamp_min(1)
-
-    def mean_heads(self) -> AttentionRows:
-        """Return rows whose weights and logits are the means over the query heads of each KV head."""
-        group = self._logits.shape[1] // self.values.v.shape[1]
-        a, s = (x.unflatten(1, (-1, group)).mean(2) for x in (self._a, self._s))
-        rows = AttentionRows(s, lambda: self.values, self.counted)
-        vars(rows).update(_a=a, _s=s, _keys=self._keys)  # as if computed
-        return rows
 
 
 Statistic = Callable[[AttentionRows], Tensor]

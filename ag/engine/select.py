@@ -71,7 +71,7 @@ def select_over_heads(
         order: as for :func:`select`, head by head.
 
     Returns:
-        ``[B, Hkv, N]`` bool, ``total`` of them True where so many are held.
+        ``[B, Hkv, N]`` bool, ``total`` of them True where that many are held.
     """
     total = capacity * score.shape[1] if total is None else total
     sure = select(score, protected, valid, at_least(capacity, floor, protected & valid), order)

@@ -230,12 +230,12 @@ class SequenceState:
         self.evicted_at = self.evicted_at.where(~evict, self.num_tokens)
 
     def may_evict(self, counts: Tensor) -> bool:
-        """Tell whether something may go after so many more tokens ``[B]`` of each sequence."""
+        """Tell whether something may go after these numbers of new tokens ``[B]``."""
         capacity = None if self.policy.budget is None else self.policy.capacity(self.prompt_len)
         return not self.ready or self._should_evict(counts, False, capacity) is not None
 
     def _should_evict(self, counts: Tensor, is_prefill: bool, capacity: Tensor | None) -> Tensor | None:
-        """Return the sequences to evict from after so many new tokens of each, ``[B]`` bool; None means none.
+        """Return the sequences to evict from after ``counts`` new tokens of each, ``[B]`` bool; None means none.
 
         The schedule is one rule: at the end of a prompt, or of a chunk of it, a sequence is evicted down to its budget.
         Behind the prompt that happens whenever it holds its budget and an interval more.

@@ -18,7 +18,7 @@ class Keys:
     """What a layer holds, rows padded to the longest, N slots.
 
     Attributes:
-        stored: brings keys and values together, ``[B, Hkv, N, D]`` or ``[B Hkv, N, D]``, when somebody asks for them;
+        stored: gathers keys and values, ``[B, Hkv, N, D]`` or ``[B Hkv, N, D]``, when a scorer reads them;
             those of the queries' own tokens are among them.
         shape: B, Hkv and N.
         ledger: returns :attr:`ranks` and :attr:`valid`, which a step of most scorers does not ask for.
@@ -84,7 +84,7 @@ class Keys:
 
     @cached_property
     def order(self) -> Tensor | None:
-        """Slots ``[B, Hkv, N]`` in the order of ranks, free ones last; None: they are in that order."""
+        """Slots ``[B, Hkv, N]`` in the order of ranks, free ones last; None means that they are in that order."""
         return None if self.ordered else self.sorted_ranks.argsort(-1)
 
 
@@ -96,8 +96,8 @@ class Queries:
         q: queries ``[B, H, T, D]``, post-RoPE.
         ranks: ``[B, T]`` long, the place of each among its sequence's own tokens.
         valid: ``[B, T]`` bool, False on padding.
-        new: how many of them, at the end, were not shown before; None: all.
-        weights: attention weights ``[B, H, N]`` of the new one, 0 where it is padding; None: there are more,
+        new: how many of them, at the end, were not shown before; None means all.
+        weights: attention weights ``[B, H, N]`` of the new one, 0 where it is padding; None means that there are more,
             or they are not known.
     """
 

@@ -49,7 +49,8 @@ class StepRunner:
         self._record = cuda_graph if record is None and on_card else record
         self._tokens = torch.empty(0)  # [B, 1], the tokens of a step that is recorded
         self._memory: tuple[object, ...] = ()  # that recorded steps work on
-        self._recorded: dict[Hashable, tuple[Tensor, Callable[[], None]] | None] = {}  # by kind; None: ran once
+        #: By kind; None means that a step of the kind ran once.
+        self._recorded: dict[Hashable, tuple[Tensor, Callable[[], None]] | None] = {}
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Read the next tokens.

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 
 import torch
 
-OPEN = 64  # parts whose time is not yet known, from which on it is looked which of them have ended
+OPEN = 64  # most parts whose time is not yet known
 
 
 class Stopwatch:
     """Adds up the seconds of parts of a pass.
 
-    On a card they are those between two events in its stream. Nothing waits for these until the sum is asked for.
+    On a card they are those between two events in its stream. Nothing waits for the newest of these until the sum is
+    asked for.
 
     Args:
         seconds: that the sum begins with.
@@ -41,21 +42,21 @@ class Stopwatch:
         yield
         last.record(stream)
         self._open.append((first, last))
-        if len(self._open) >= OPEN:
-            self._close(waiting=False)
+        while len(self._open) > OPEN or (self._open and self._open[0][1].query()):  # nothing waits but for an old one
+            self._close()
 
     @property
     def seconds(self) -> float:
         """The sum; on a card the host waits for the parts that have not ended."""
-        self._close(waiting=True)
+        while self._open:
+            self._close()
         return self._sum
 
-    def _close(self, *, waiting: bool) -> None:
-        """Add the parts that have ended, or all of them."""
-        while self._open and (waiting or self._open[0][1].query()):
-            first, last = self._open.pop(0)
-            last.synchronize()
-            self._sum += first.elapsed_time(last) / 1000
+    def _close(self) -> None:
+        """Add the oldest part, for whose end the host waits."""
+        first, last = self._open.pop(0)
+        last.synchronize()
+        self._sum += first.elapsed_time(last) / 1000
 
     def __deepcopy__(self, memo: object) -> Stopwatch:
         """Copy the sum: events belong to one watch."""

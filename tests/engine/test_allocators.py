@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.engine.allocators.preference import PUBLISHED_TAU, Preference, published_tau, water_fill
+from ag.engine.allocators.global_ import Global
+from ag.engine.allocators.preference import Preference, water_fill
 from ag.engine.allocators.pyramid import pyramid
 from ag.engine.allocators.rounding import largest_remainder
 from tests.support.attention_by_hand import Scene
 from tests.support.bounds import hold
-from tests.support.candidates import Scripted, best, candidates_of
+from tests.support.candidates import Scripted, best, candidates_of, two_stages
 
 
 def rounded(shares, total):
@@ -51,13 +52,8 @@ def test_remainders_that_differ_in_their_last_bits_are_equal():
     assert largest_remainder(shares, torch.tensor([38]), torch.full((1, 6), 99)).tolist() == [[1, 1, 0, 0, 17, 19]]
 
 
-def test_rounding_stays_under_the_caps():
-    shares = torch.tensor([[3.0, 2.4, 2.6]], dtype=torch.float64)
-    assert largest_remainder(shares, torch.tensor([8]), torch.tensor([[3, 9, 9]])).tolist() == [[3, 2, 3]]
-
-
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_rounding_is_exact_and_fair(data):
     layers = data.draw(st.integers(1, 12))
     parts = data.draw(st.lists(st.integers(1, 50), min_size=layers, max_size=layers))
@@ -75,7 +71,7 @@ def test_rounding_is_exact_and_fair(data):
 
 
 @given(st.integers(1, 400), st.integers(0, 4000), st.integers(1, 40), st.sampled_from([1, 2, 3, 7, 20, 50]))
-@settings(max_examples=300)
+@settings(max_examples=80)
 def test_pyramid_is_a_line_of_exact_total(mean, held, layers, beta):
     got = pyramid(mean, held, layers, beta)
     assert sum(got) == min(mean, held) * layers
@@ -92,7 +88,7 @@ def test_pyramid_is_a_line_of_exact_total(mean, held, layers, beta):
 
 @pytest.mark.parametrize(
     ("n", "regime"),
-    [(30, "all"), (40, "even"), (45, "even"), (63, "even"), (64, "pyramid"), (80, "pyramid"), (500, "pyramid")],
+    [(30, "all"), (40, "even"), (63, "even"), (64, "pyramid"), (500, "pyramid")],
 )
 def test_the_regimes_of_pyramidkv(n, regime):
     """C = 40 of which 8 are the window: T = 32. N < C: all stay; C <= N < 2T: C each; else the pyramid."""
@@ -110,27 +106,11 @@ def test_the_regimes_of_pyramidkv(n, regime):
 # ---- preference
 
 
-def test_the_published_temperatures():
-    """``model2tau.json`` of antgroup/cakekv, all of it."""
-    table = {
-        "llama3.1-8b-128k": ((1.6, 0.6), (1.6, 0.4)),
-        "llama2-7b-chat-4k": ((0.9, 2.3), (1.9, 1.8)),
-        "llama2-13b-chat-4k": ((1.8, 2.0), (0.5, 0.4)),
-        "mistral-0.3-7b-32k": ((1.0, 0.8), (0.8, 0.5)),
-        "qwen2.5-7b-instruct": ((0.4, 0.6), (1.5, 0.6)),
-    }
-    for model, (small, large) in table.items():
-        assert (published_tau(model, 128), published_tau(model, 1024)) == (small, large)
-    assert len(PUBLISHED_TAU) == 2 * len(table)
-    assert (Preference().tau1, Preference().tau2) == (1.0, 1.0)
-
-
-@pytest.mark.parametrize("observers", [2, 4, 32])
-@pytest.mark.parametrize("tau", [(1.0, 1.0), (1.6, 0.4)])
+@pytest.mark.parametrize(("observers", "tau"), [(4, (1.6, 0.4)), (32, (1.0, 1.0))])
 @pytest.mark.parametrize(
     "shape",
-    [{"lengths": (12,)}, {"lengths": (14, 7), "heads": 6}, {"lengths": (6, 13), "padding": "right", "ragged": True}],
-    ids=["one", "left", "right-ragged"],
+    [{"lengths": (14, 7), "heads": 6}, {"lengths": (6, 13), "padding": "right", "ragged": True}],
+    ids=["left", "right-ragged"],
 )
 def test_preference_is_entropy_and_variance_of_the_prefix(shape, tau, observers):
     scene = Scene(seed=13, **shape)
@@ -154,7 +134,7 @@ def test_preference_is_entropy_and_variance_of_the_prefix(shape, tau, observers)
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=80)
 def test_water_filling_is_the_capped_proportion(data):
     layers = data.draw(st.integers(1, 10))
     caps = data.draw(st.lists(st.integers(0, 60), min_size=layers, max_size=layers))
@@ -182,19 +162,10 @@ def random_case(seed):
     return layers, n, protected, capacity, preference, levels
 
 
-def test_a_layer_that_wants_nothing_is_left_with_nothing():
-    """And those that come after it share what there is."""
-    brought = candidates_of([20] * 4, 3, preference=[1.0, 1e-12, 2.0, 1.0])
-    held = Scripted("preference", brought).run()
-    assert held == [
-        [best(candidates, g, n) for g in range(2)] for candidates, n in zip(brought, [3, 0, 6, 3], strict=True)
-    ]
-
-
 def test_cascading_equals_one_decision_at_the_end():
     """A third of the cases with equal preferences and most with tied scores; never much over budget."""
     cut = 0
-    for seed in range(100):
+    for seed in range(50):
         layers, n, protected, capacity, preference, levels = random_case(seed)
         brought = candidates_of([n] * layers, capacity, protected, seed, preference=preference, levels=levels)
         bound = max(capacity, protected) * layers + n + layers  # the budget, one whole layer, rounding
@@ -209,25 +180,80 @@ def test_cascading_equals_one_decision_at_the_end():
         assert held == one_shot, seed
         assert sum(len(layer[0]) for layer in held) == min(capacity, n) * layers
         cut += n > capacity and layers > 2
-    assert cut > 50
+    assert cut > 20
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("allocator", ["uniform", "pyramid", "preference", "heads"])
-def test_every_allocator_keeps_exactly_the_budget(allocator, seed):
+# ---- global
+
+
+def best_of_all(brought, capacity, floor):
+    """By layer and head: the protected and the floor of each, then the best of all; ties to the first."""
+    least, kept, rest = int(capacity * floor), {}, []
+    for layer, candidates in enumerate(brought):
+        for g, scores in enumerate(candidates.score[0].tolist()):
+            safe = {p for p, x in enumerate(candidates.protected[0, g].tolist()) if x}
+            order = sorted((p for p in range(len(scores)) if p not in safe), key=lambda p, s=scores: (-s[p], p))
+            room = max(0, least - len(safe))
+            kept[layer, g] = safe | set(order[:room])
+            rest += [(-scores[p], layer, g, p) for p in order[room:]]
+    total = capacity * len(kept) - sum(map(len, kept.values()))
+    for _, layer, g, p in sorted(rest)[: max(0, total)]:
+        kept[layer, g].add(p)
+    heads = brought[0].score.shape[1]
+    return [[sorted(kept[layer, g]) for g in range(heads)] for layer in range(len(brought))]
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=60)
+def test_is_one_top_k_over_everything(seed):
     draw = random.Random(seed)
-    for _ in range(10):
-        layers, protected = draw.randint(1, 9), draw.randint(0, 5)
-        n = draw.randint(protected + 1, 60)
-        capacity = draw.randint(max(1, protected), n + 5)
-        preference = [math.exp(draw.gauss(0, 2)) for _ in range(layers)]
-        brought = candidates_of(
-            [n] * layers, capacity, protected, draw.random().__hash__() % 2**31, preference=preference
-        )
-        held = Scripted(allocator, brought).run()
-        assert sum(len(tokens) for layer in held for tokens in layer) == 2 * layers * min(capacity, n)
-        for layer, candidates in zip(held, brought, strict=True):
-            for g, tokens in enumerate(layer):
-                assert tokens == sorted(set(tokens))
-                assert set(range(n - protected, n)) <= set(tokens)
-                assert tokens == best(candidates, g, len(tokens) - protected)
+    layers, protected = draw.randint(1, 6), draw.randint(0, 4)
+    n = draw.randint(protected + 1, 30)
+    capacity, floor = draw.randint(max(1, protected), n + 3), draw.choice([0.0, 0.2, 0.5, 1.0])
+    brought = candidates_of([n] * layers, capacity, protected, seed % 1000, levels=draw.choice([None, 2, 4]))
+    for index, candidates in enumerate(brought):
+        candidates.score = candidates.score * (1 + index % 3)  # layers of different scales
+    sizes = []
+    held = Scripted("global", brought, floor=floor).run(
+        lambda held: sizes.append(sum(len(tokens) for layer in held for tokens in layer))
+    )
+    assert held == best_of_all(brought, capacity, floor)
+    assert sizes[-1] == 2 * layers * min(capacity, n)
+    assert max(sizes) <= 2 * (layers * capacity + n)  # the budget and one whole layer
+
+
+@pytest.mark.parametrize(("capacity", "protected"), [(8, 2), (2, 0), (1, 0)])
+@pytest.mark.parametrize("seed", range(6))
+def test_two_scores_decide_once_too(seed, capacity, protected):
+    """The first one shares the budget out over everything, then both fill each head; a layer may get nothing."""
+    brought = candidates_of([25] * 4, capacity, protected, seed)
+    brought[seed % 4].score -= 1.0
+    for candidates in brought:
+        candidates.second = torch.rand(candidates.score.shape, generator=torch.Generator().manual_seed(seed + 50))
+        candidates.first_share = 0.5
+    counts = [[len(tokens) for tokens in layer] for layer in best_of_all(brought, capacity, 0.0)]
+    held = Scripted("global", brought).run()
+    for layer, candidates in enumerate(brought):
+        for g in range(2):
+            parts = (x[0, g].tolist() for x in (candidates.score, candidates.second, candidates.protected))
+            assert held[layer][g] == two_stages(*parts, counts[layer][g], 0.5)
+
+
+def test_while_decoding_each_layer_keeps_its_total():
+    brought = candidates_of([30] * 3, 10, 1)
+    decision = Scripted("global", brought)
+    held = decision.run()
+    totals = [sum(map(len, layer)) for layer in held]
+    assert {layer: x.tolist() for layer, x in decision.budgets.settled.items()} == {
+        i: [n] for i, n in enumerate(totals)
+    }
+    assert not decision.budgets.open and not decision.budgets.votes
+    (later,) = candidates_of([24], 10, 1, seed=9)
+    for layer, total in enumerate(totals):
+        keep = Global().keep_later(layer, later, decision.budgets)
+        flat = sorted((-later.score[0, g, p], g, p) for g in range(2) for p in range(23))[: total - 2]
+        wanted = {(g, p) for _, g, p in flat} | {(0, 23), (1, 23)}
+        assert {tuple(x) for x in keep[0].nonzero().tolist()} == wanted
+    fitted = Scripted("global", candidates_of([9] * 3, 12))
+    fitted.run()
+    assert {i: x.tolist() for i, x in fitted.budgets.settled.items()} == {i: [24] for i in range(3)}

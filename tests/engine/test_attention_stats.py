@@ -13,14 +13,9 @@ from tests.support.compiled import needs
 needs_compiler = needs(cpu.KERNEL)
 
 SCENES = {
-    "one": {},
-    "mha": {"heads": 3, "kv_heads": 3, "lengths": (7, 7)},
-    "left": {"lengths": (9, 4, 1), "padding": "left"},
-    "right": {"lengths": (3, 11), "padding": "right"},
-    "ragged": {"lengths": (12,), "ragged": True},
+    "mha-left": {"heads": 3, "kv_heads": 3, "lengths": (9, 4, 1), "padding": "left"},
     "ragged-left": {"lengths": (12, 5), "ragged": True, "padding": "left"},
     "ragged-right": {"lengths": (6, 13), "ragged": True, "padding": "right", "heads": 6},
-    "sliding": {"lengths": (14, 6), "window": 4},
     "sliding-ragged": {"lengths": (14,), "window": 3, "ragged": True},
     "few-queries": {"lengths": (15, 4), "queries": 6, "ragged": True},
     "sinks-and-cap": {"lengths": (10, 4), "ragged": True, "softmax": SINKS_AND_CAP},

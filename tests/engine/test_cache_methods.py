@@ -29,12 +29,11 @@ SAID = ["batch_size", "is_compileable", "is_croppable", "is_dummy", "is_initiali
 ]
 CHANGES = [
     *(("batch_select_indices", x) for x in (torch.tensor([2, 0]), torch.tensor([1, 1, -1, 0], dtype=torch.int32))),
-    *(("batch_select_indices", x) for x in (torch.tensor([True, False, True]), [True, False, True], [2, 0], (2, 0))),
-    *(("batch_select_indices", x) for x in (np.array([2, 0]), slice(1, None), range(2, -1, -1), [-1])),
+    *(("batch_select_indices", x) for x in ([True, False, True], np.array([2, 0]), slice(1, None), [-1])),
     ("reorder_cache", torch.tensor([2, 2, 1])),
     ("batch_repeat_interleave", 2),
     ("batch_repeat_interleave", torch.tensor([1, 0, 3])),
-    *(("crop", x) for x in (0, -1, -7, -12, -99, np.int64(-2), torch.tensor(-2))),
+    *(("crop", x) for x in (0, -7, -99, torch.tensor(-2))),
 ]
 #: Of attention with states, of layers that are made before the first pass, and of memory that is moved.
 OTHERS = [
@@ -94,7 +93,7 @@ def test_what_changes(llama, caches, name, given):
     assert ours.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("indices", [[3], [0, -4], torch.tensor([True, False]), [True] * 4])
+@pytest.mark.parametrize("indices", [[0, -4], [True] * 4])
 def test_sequences_that_are_not_there(llama, indices):
     """Both raise, and nothing has changed."""
     ours, theirs = ag.EvictionCache(llama, "full"), DynamicCache(config=llama.config)

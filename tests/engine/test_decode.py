@@ -55,6 +55,7 @@ def test_gradients_do_not_go_through_a_cache(tiny_llama, policy):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compiled_model_equals_the_plain_one(tiny_llama):
     """The engine stays outside of what is compiled."""
     model = tiny_llama(num_hidden_layers=2)

@@ -1,7 +1,5 @@
 """Sums of OBCache's errors over rows, against the formulas in float64, pair by pair where that is needed."""
 
-from itertools import product
-
 import pytest
 import torch
 
@@ -17,8 +15,7 @@ CASES = {
     "w1-N513-G3": {"rows": 1, "keys": 513, "heads": 6, "kv_heads": 2},
     "w7-N33": {"rows": 7, "keys": 33},
     "w17-N257-G4-B2": {"batch": 2, "rows": 17, "keys": 257, "heads": 4, "kv_heads": 1},
-    "w65-N1000-G2": {"rows": 65, "keys": 1000, "heads": 2},
-    "w17-N4099-G1": {"rows": 17, "keys": 4099, "heads": 1, "kv_heads": 1},
+    "w65-N700-G2": {"rows": 65, "keys": 700, "heads": 2},
 }
 
 
@@ -95,18 +92,18 @@ def test_a_sum_equals_the_definition(kind, case):
 def hard(name, offset, dim, dtype):
     """Rows on which an expanded square, or a difference of sums, loses what it is about."""
     make = torch.Generator().manual_seed(dim)
-    keys, logits = 300, torch.randn(1, 4, 6, 300, generator=make)
+    keys, logits = 160, torch.randn(1, 2, 6, 160, generator=make)
     index = torch.arange(keys)
     logits = {
         "flat": logits * 0.1,
-        "mixed": logits * torch.tensor([0.1, 1.0, 3.0, 8.0])[:, None, None],
+        "mixed": logits * torch.tensor([0.1, 8.0])[:, None, None],
         "sharp": logits * 10,
         "one key has it all": torch.where(index == 17, 30.0, logits),
-        "two keys have it all": torch.where(index % 150 == 17, 30.0, logits),
+        "two keys have it all": torch.where(index % 80 == 17, 30.0, logits),
         "equal keys": torch.zeros_like(logits),
         "logits of 80": logits.sign() * 80,
     }[name]
-    v = torch.randn(1, 2, keys, dim, generator=make) + offset
+    v = torch.randn(1, 1, keys, dim, generator=make) + offset
     return logits.to(dtype).double(), torch.ones(1, 6).bool(), v.to(dtype).double()
 
 
@@ -119,38 +116,11 @@ HARD = ["flat", "mixed", "sharp", "one key has it all", "two keys have it all", 
     ("kind", "rows", "size"),
     covering(
         kind=list(KINDS),
-        rows=list(product(HARD, (0.0, 100.0))),
-        size=[(64, torch.float32), (128, torch.bfloat16), (256, torch.float32)],
+        rows=[(name, 100.0 * (number % 2)) for number, name in enumerate(HARD)],
+        size=[(64, torch.float32), (128, torch.bfloat16)],
     ),
     ids=str,
 )
 def test_nothing_cancels(kind, rows, size):
     made = hard(*rows, *size)
     hold(summed(kind, *arguments(made))[..., SOME], by_definition(kind, made, places=SOME))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_nobody_sees_gets_nothing(kind):
-    logits, counted, values = arguments(tile(rows=20, keys=40))
-    logits[..., 7] = -torch.inf
-    assert not summed(kind, logits, counted, values)[..., 7].any()
-    assert not summed(kind, torch.full_like(logits, -torch.inf), counted, values).any()
-    assert not summed(kind, logits, torch.zeros_like(counted), values).any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", ["one", "row"])
-def test_a_logit_that_is_not_a_number_shows(kind, where):
-    logits, counted, values = arguments(tile(rows=20, keys=40, hidden=0.0))
-    logits[0, 0, -1, 5 if where == "one" else slice(None)] = float("nan")
-    found = summed(kind, logits, counted, values)
-    assert bool(found[0, 0].isnan().all())
-    assert bool(found[0, 1].isfinite().all())
-
-
-def test_the_only_value_that_a_row_sees_is_its_output():
-    """Its key error is exactly 0, whatever rounds."""
-    logits = torch.full((1, 1, 1, 3), -torch.inf)
-    logits[..., 1] = 7.0
-    values = Values.of(torch.randn(1, 1, 3, 5, generator=torch.Generator().manual_seed(0)) + 0.1)
-    assert summed("key", logits, torch.ones(1, 1).bool(), values).tolist() == [[[0.0, 0.0, 0.0]]]

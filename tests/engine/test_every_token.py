@@ -5,8 +5,6 @@ import re
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import ag
 from ag.engine.layer import EXPIRED
@@ -18,7 +16,7 @@ from tests.support.gates_for import gates_for
 from tests.support.held import feed
 from tests.support.refused import refuses
 
-LENGTHS = (140, 101)
+LENGTHS = (100, 61)
 KINDS = {
     "attention": {},
     "window": {"window": 20, "shortcut": True, "granularity": "query_head"},
@@ -26,13 +24,12 @@ KINDS = {
     "mlp": {"kind": "mlp", "hidden": 16},
 }
 PASSES = {
-    "decode": [[60, 21], *[[1, 1]] * 80],
-    "chunks-1": [[1, n >= 39] for n in range(140)],
-    "chunks-7": [[7, 7 if n >= 6 else 0] for n in range(19)] + [[7, 10]],
-    "blocks:9": [[140, 101]],
-    "chunks-64": [[64, 37], [64, 64], [12, 0]],
-    "turns": [[50, 26], *[[1, 1]] * 15, [30, 11], *[[1, 1]] * 20, [5, 5], *[[1, 1]] * 20, [0, 1], [0, 3]],
-    "pauses": [[80, 61], *[[1, n % 3 > 0] for n in range(60)]],
+    "decode": [[60, 21], *[[1, 1]] * 40],
+    "chunks-7": [[7, 7 if n >= 6 else 0] for n in range(13)] + [[9, 12]],
+    "blocks:9": [[100, 61]],
+    "chunks-64": [[64, 25], [36, 36]],
+    "turns": [[50, 26], *[[1, 1]] * 15, [30, 11], [5, 4], [0, 1], [0, 3], [0, 1]],
+    "pauses": [[60, 34], *[[1, n % 3 > 0] for n in range(40)], [0, 1]],
 }
 
 
@@ -55,28 +52,13 @@ def trained(model, gates, row, prompt=None):
     return logits, {layer: gates.flags(found)[0] for layer, found in gating.logits.items()}
 
 
-def expecting(model, passes, side, schedule="prefill"):
-    """A cache that was told the whole prompt, which comes in passes that are padded on a side."""
-    cache, masks = ag.EvictionCache(model, ag.policy("gates", schedule=schedule)), []
-    for lengths in passes:
-        places, n = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
-        masks.append(places >= max(lengths) - n if side == "left" else places < n)
-    cache.expect(torch.cat(masks, 1))
-    return cache
-
-
 CASES = [
-    ("tiny_llama", "attention", "decode", "left"),
     ("tiny_llama", "window", "turns", "right"),
     ("tiny_llama", "window", "pauses", "left"),
-    ("tiny_llama", "linear", "chunks-7", "left"),
+    ("tiny_llama", "linear", "chunks-7", "any"),
     ("tiny_mistral", "window", "chunks-64", "left"),
-    ("tiny_mistral", "mlp", "turns", "left"),
-    ("tiny_qwen3", "window", "blocks:9", "right"),
-    pytest.param("tiny_qwen3", "mlp", "chunks-1", "left", marks=pytest.mark.slow),
-    ("tiny_qwen3", "attention", "turns", "left"),
-    pytest.param("tiny_gemma3", "window", "decode", "right", marks=pytest.mark.slow),
-    ("tiny_gemma3", "attention", "chunks-7", "left"),
+    ("tiny_qwen3", "mlp", "blocks:9", "right"),
+    ("tiny_gemma3", "attention", "decode", "left"),
 ]
 
 
@@ -85,55 +67,14 @@ def test_logits_are_those_of_the_training_forward(family, kind, passes, side, re
     model = request.getfixturevalue(family)()
     gates, rows = everywhere(model, **KINDS[kind]), rows_of()
     whole, blocks = passes.startswith(("chunks", "blocks")), passes.startswith("blocks")
-    cache = ag.EvictionCache(model, "gates")
-    if whole:
-        cache = expecting(model, PASSES[passes], side, passes if blocks else "prefill")
-    result = feed(cache, model, rows, PASSES[passes], side)
+    cache = ag.EvictionCache(model, ag.policy("gates", schedule=passes if blocks else "prefill"))
+    result = feed(cache, model, rows, PASSES[passes], side, parts=len(PASSES[passes]) if whole else 0)
     for b, row in enumerate(rows):
         assert len(result.logits[b]) == len(row)
         want, flags = trained(model, gates, row)
         hold(result.logits[b], want, of_logits(model))
         share = torch.stack([*flags.values()]).float().mean()
-        premise(0.2 < share < 0.8, "flags are mixed")
-
-
-@st.composite
-def cases(draw):
-    """Gates, and passes of a padded batch whose first ones may be parts of the prompt."""
-    kind = draw(st.sampled_from(["attention", "linear", "mlp"]))
-    changes = {"kind": kind, "recent_tokens": draw(st.integers(1, 9)), "sink_tokens": draw(st.integers(0, 3))}
-    changes["window"] = draw(st.integers(0, 9)) if kind == "attention" else 0
-    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
-    later = draw(st.lists(st.lists(st.integers(0, 6), min_size=len(lengths), max_size=len(lengths)), max_size=8))
-    return changes, lengths, draw(st.sampled_from([None, 1, 4, 7])), [n for n in later if any(n)]
-
-
-@pytest.mark.slow
-@given(cases(), st.sampled_from(["left", "right"]), st.integers(0, 2))
-@settings(max_examples=40, database=None, suppress_health_check=list(HealthCheck))
-def test_any_gates_chunks_and_turns(tiny_llama, case, side, seed):
-    changes, lengths, chunk, later = case
-    model = tiny_llama(seed=seed, num_hidden_layers=2)
-    gates = everywhere(model, seed=seed, **changes)
-    schedule = "prefill" if chunk is None else f"blocks:{chunk}"
-    rows = rows_of([sum(n) for n in zip(lengths, *later, strict=True)], seed)
-    result = feed(expecting(model, [lengths], side, schedule), model, rows, [lengths, *later], side)
-    for b, row in enumerate(rows):
-        want, flags = trained(model, gates, row)
-        hold(result.logits[b], want, of_logits(model))
-        last = later[-1][b] if later else 0
-        for layer, flag in flags.items():
-            if last or not later:
-                assert result.held[-1][layer][b] == by_hand.kept(gates, flag, 0, len(row), len(row) - last)
-
-
-def test_a_prompt_that_is_read_densely_in_parts(tiny_llama):
-    model, rows, prompts = tiny_llama(), rows_of([60, 45]), [40, 25]
-    gates = everywhere(model, prefill="dense")
-    passes = [[16, 1], [16, 16], [8, 8], *[[1, 1]] * 20]
-    result = feed(expecting(model, passes[:3], "left"), model, rows, passes)
-    for row, prompt, got in zip(rows, prompts, result.logits, strict=True):
-        hold(got, trained(model, gates, row, prompt)[0], of_logits(model))
+        premise(0.1 < share < 0.9, "flags are mixed")
 
 
 def test_what_gates_cannot_do_is_refused_and_loses_nothing(tiny_llama):
@@ -157,13 +98,10 @@ def test_what_gates_cannot_do_is_refused_and_loses_nothing(tiny_llama):
     hold(got, trained(model, gates, row)[0][30:], of_logits(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "recent", "sinks", "prefill"),
-    [
-        pytest.param("tiny_llama", 1, 0, "dense", marks=pytest.mark.slow),
-        pytest.param("tiny_llama", 9, 2, "sparse", marks=pytest.mark.slow),
-        ("tiny_mistral", 24, 1, "sparse"),
-    ],
+    [("tiny_llama", 1, 0, "dense"), ("tiny_mistral", 24, 1, "sparse")],
 )
 def test_kept_positions_at_every_step(family, recent, sinks, prefill, request):
     """Beside them the bytes: what left a row since something was last removed there, a token more and the rest of its
@@ -218,9 +156,8 @@ def test_copies_crops_and_beams(tiny_llama):
         model(torch.full((len(cache.valid), size), 5), past_key_values=cache)
         cache.crop(-size)
 
-    for asked, sizes in (((0, 1), [23]), ((1, 0), [1] * 23)):
-        ask(copy.deepcopy(cache), (0, 1), asked, sizes)
-    for size in (1, 4, 9, 17):
+    ask(copy.deepcopy(cache), (0, 1), (1, 0), [1] * 23)
+    for size in (1, 9):
         drafted = copy.deepcopy(cache)
         draft(drafted, size)
         draft(drafted, 5)
@@ -238,27 +175,6 @@ def test_copies_crops_and_beams(tiny_llama):
     picked.batch_select_indices(torch.tensor([3, 0, 1]))
     ask(picked, (1, 0, 0), (0, 0, 1), [1, 1, 21])
     ask(cache, (0, 1), (0, 0), [23])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("order", [[0, 1], [1, 1]])
-def test_crop_beyond_a_pass_of_several_tokens(tiny_llama, order):
-    """Answers stay, so that more than the last pass can go, of rows of which one is shorter than the other was."""
-    model, rows, prompts = tiny_llama(), rows_of([41, 59]), [12, 30]
-    gates = gates_for(model, recent_tokens=9, sink_tokens=2)
-    ag.attach(model, gates)
-    cache = ag.EvictionCache(model, "gates")
-    feed(cache, model, rows, [prompts, *[[1, 1]] * 12, [5, 5]])
-    cache.reorder_cache(torch.tensor(order))
-    cache.crop(-8)
-    ids = torch.stack([rows[i][prompts[i] + 9 :] for i in order])
-    mask, got = cache.valid.long(), []
-    for part in ids.split([1] * 10 + [10], 1):
-        mask = torch.cat([mask, torch.ones_like(part)], 1)
-        places = (mask.cumsum(1) - 1)[:, -part.shape[1] :]
-        got.append(model(part, attention_mask=mask, position_ids=places, past_key_values=cache).logits)
-    for i, logits in zip(order, torch.cat(got, 1), strict=True):
-        hold(logits, trained(model, gates, rows[i], prompts[i])[0][-20:], of_logits(model))
 
 
 def test_crop_refuses_what_is_gone_and_loses_nothing(tiny_llama):
@@ -284,26 +200,7 @@ def test_crop_refuses_what_is_gone_and_loses_nothing(tiny_llama):
             short.crop(-2)
 
 
-GREEDY = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
-
-
-@pytest.mark.parametrize("draft", ["prompt lookup", "chunks"])
-def test_drafts_and_chunks_change_no_word(tiny_llama, draft):
-    model = tiny_llama()
-    everywhere(model, window=6)
-    ids = rows_of([12])[0].repeat(3)[None]
-    wanted = model.generate(ids, past_key_values=ag.EvictionCache(model, "gates"), **GREEDY)
-    options = {"prompt_lookup_num_tokens": 5} if draft == "prompt lookup" else {"prefill_chunk_size": 7}
-    cache, crops = ag.EvictionCache(model, "gates"), []
-    crop = cache.crop
-    cache.crop = lambda n: (crops.append(n), crop(n))
-    assert torch.equal(model.generate(ids, past_key_values=cache, **options, **GREEDY), wanted)
-    assert any(crops) == (draft != "chunks")
-    assert cache.kept_share() < 0.95
-
-
-@pytest.mark.parametrize("covers", ["all", "prompt"])
-@pytest.mark.parametrize(("name", "steps"), [("gates@uniform", 3), ("gates@heads", 1)])
+@pytest.mark.parametrize(("name", "steps", "covers"), [("gates@uniform", 3, "all"), ("gates@heads", 1, "prompt")])
 def test_budgets_rank_generated_tokens_by_their_own_probability(tiny_llama, name, steps, covers):
     """What stays is recomputed from the probabilities that the gates gave, token by token."""
     model, capacity, prompts = tiny_llama(), 14, [30, 21]

@@ -14,15 +14,12 @@ from ag.evaluate.inside import Reading
 from ag.model.hooks import rotate
 from tests.support.attention_by_hand import Scene, agree, rotation
 from tests.support.batches import read
-from tests.support.bounded import FUNCTION
-from tests.support.bounds import hold
 from tests.support.refused import refuses
 from tests.support.shapes import shaped
 
 EPS = torch.finfo(torch.float32).eps
 SCENES = {
     "one": {"lengths": (12,)},
-    "left": {"lengths": (13, 6), "padding": "left"},
     "right": {"lengths": (7, 14), "padding": "right"},
     "ragged": {"lengths": (16, 9), "ragged": True, "heads": 6},
     "window": {"lengths": (16,), "queries": 7},
@@ -30,15 +27,12 @@ SCENES = {
 OPTIONS = {
     "plain": {},
     "sinks": {"sinks": 2},
-    "mean": {"covariance": False},
     "eps": {"eps": 0.02, "sinks": 1},
-    "keys": {"values": False},
-    "mixture": {"mixture": True, "sinks": 1},
     "one place": {"future": 1, "sinks": 0},
 }
 
 
-def by_hand(scene, b, g, sinks, future, covariance=True, mixture=False, values=True, eps=0.0, base=50.0):
+def by_hand(scene, b, g, sinks, future, eps=0.0, base=50.0):
     """The score of what a KV head holds, and the weights of its query heads, one token at a time in float64."""
     length, dim = scene.lengths[b], scene.q.shape[-1]
     turns = [rotation(length + t, dim, base) for t in range(future)]
@@ -51,23 +45,18 @@ def by_hand(scene, b, g, sinks, future, covariance=True, mixture=False, values=T
         mu = sum(plain) / len(plain)
         sigma = sum(torch.outer(x - mu, x - mu) for x in plain) / len(plain)
         ahead = mean_turn @ mu
-        if mixture:
-            spread = sum(r @ sigma @ r.T + torch.outer(r @ mu - ahead, r @ mu - ahead) for r in turns) / future
-        else:
-            spread = mean_turn @ sigma @ mean_turn.T
+        spread = mean_turn @ sigma @ mean_turn.T
         logits = {}
         for slot, p in enumerate(scene.held[b][g]):
             if p >= sinks:
                 k = scene.k[b, g, slot]
-                logits[slot] = scene.scaling * float(k @ ahead)
-                if covariance:
-                    logits[slot] += scene.scaling**2 / 2 * float(k @ spread @ k)
+                logits[slot] = scene.scaling * float(k @ ahead) + scene.scaling**2 / 2 * float(k @ spread @ k)
         total = sum(math.exp(x) for x in logits.values())
         weights.append({slot: math.exp(x) / total for slot, x in logits.items()})
     result = []
     for slot in range(len(scene.held[b][g])):
         score = sum(w.get(slot, 0.0) for w in weights) / len(weights) + eps
-        result.append(score * float(scene.values(b, g)[slot].norm()) if values else score)
+        result.append(score * float(scene.values(b, g)[slot].norm()))
     return result
 
 
@@ -77,27 +66,6 @@ def test_equals_loops(shape, options):
     scene, options = Scene(seed=6, **shape), {"sinks": 0, "future": 5} | options
     expected = {(b, g): by_hand(scene, b, g, **options) for b, g in scene.places()}
     agree(scene, ExpectedAttention(**options).score, expected)
-
-
-def test_the_mean_rotation_of_a_model(tiny_llama):
-    """Each pair of dimensions shrinks by sin(F a / 2) / (F sin(a / 2)); one place keeps norms.
-
-    An angle, the product of a place and a frequency of at most 1, is rounded, and so are its sine and cosine.
-    """
-    decoder, count = tiny_llama().get_decoder(), 11
-    x = torch.randn(1, 2, 3, 16)
-    places = torch.tensor([[[0, 5, 40]]])
-    got = rotate(decoder, x, places, count)
-    angles = decoder.rotary_emb.inv_freq.double()
-    shrunk = (torch.sin(count * angles / 2) / (count * torch.sin(angles / 2))).abs()
-    pairs = torch.stack(x.double().chunk(2, -1)).norm(dim=0)
-    turned = EPS * (places + count + FUNCTION)[..., None]  # by how much a rotation may be off
-    bound = turned * sum(x.double().abs().chunk(2, -1))
-    hold(torch.stack(got.double().chunk(2, -1)).norm(dim=0), pairs * shrunk, bound)
-    want = sum(rotate(decoder, x, places + t) for t in range(count)) / count
-    hold(got, want, 2 * bound.repeat(1, 1, 1, 2))
-    hold(rotate(decoder, x, places).norm(dim=-1), x.norm(dim=-1), turned[..., 0] * x.double().abs().sum(-1))
-    hold(rotate(decoder, rotate(decoder, x, places), -places), x, 2 * bound.repeat(1, 1, 1, 2))
 
 
 def test_the_rotation_of_each_layer_where_there_are_several():
@@ -137,18 +105,6 @@ def test_what_stays_of_the_global_layers_of_gemma_3():
             order = score.sort(descending=True)
             assert order.values[19] - order.values[20] > 1e-5 * order.values[19]  # rounding decides nothing
             assert cache.kept_positions(layer)[0][g].tolist() == sorted(order.indices[:20].tolist())
-
-
-@torch.no_grad()
-def test_places_that_begin_later_change_nothing(tiny_llama):
-    """Left padding without position_ids moves all tokens of a sequence on by as many places."""
-    model, row = tiny_llama(), torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(1))
-    held = []
-    for first in (0, 7):
-        cache = ag.EvictionCache(model, "expected_attention@heads", 0.4)
-        model(row, past_key_values=cache, position_ids=torch.arange(first, first + 30)[None])
-        held.append([[x.tolist() for x in cache.kept_positions(layer)[0]] for layer in range(3)])
-    assert held[0] == held[1]
 
 
 def test_a_rotation_that_depends_on_the_length_is_refused(tiny_llama):

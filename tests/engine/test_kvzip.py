@@ -1,38 +1,26 @@
 """KVzip against a second reading written out with dense masks, and what a cache does around it."""
 
+import copy
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 import ag
+from ag.engine.block_pool import Pool, PoolFullError
 from ag.engine.cache import EvictionCache
 from ag.engine.prompt import read_prompt
 from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
 from ag.kernels.pages import read as pages_read
 from ag.model.hooks import decoder_of
-from tests.support.batches import padded, positions
+from tests.support.batches import columns, padded, positions, read
 from tests.support.bounds import hold, of_logits, of_pass
 from tests.support.dense import masked
 from tests.support.refused import refuses
 
 OPTIONS = {"chunk": 11, "overlap": 3, "sinks": 2, "ask": "7 8 9", "ask_part": "5 6", "answer": "11"}
 ROW = torch.randint(12, 128, (1, 30), generator=torch.Generator().manual_seed(3))
-
-
-@torch.no_grad()
-def read(model, ids, *policy, **options):
-    """A cache that has read a row of tokens ``[T]``, or several ``[B, T]``."""
-    cache = EvictionCache(model, *policy, **options)
-    model(ids if ids.dim() == 2 else ids[None], past_key_values=cache)
-    return cache
-
-
-def kept(cache):
-    """The places of the tokens that are held, by layer, sequence and head."""
-    return [[[head.tolist() for head in heads] for heads in cache.kept_positions(i)] for i in range(cache.num_layers)]
 
 
 def numbers(text):
@@ -92,27 +80,16 @@ def scores_of(monkeypatch):
     return found
 
 
-def of_scores(model, found):
-    """Bound scores of a prompt, by what they are in float32 and in float64."""
-
-    def logits():
-        read(model, ROW, "kvzip", 0.4, **OPTIONS)
-        return torch.stack([found[layer] for layer in sorted(found)])
-
-    return of_pass(model, logits)
-
-
 CASES = {
     "instructions": OPTIONS,
-    "chunks alone": {"chunk": 11, "sinks": 2},
     "more overlap than a chunk has": OPTIONS | {"chunk": 7, "overlap": 9},
-    "one chunk": OPTIONS | {"chunk": 100, "sinks": 0},
+    "one chunk": {"chunk": 100, "sinks": 0},
     "plus": OPTIONS | {"normalize": True},
 }
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen3"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "options"), [*(("tiny_llama", x) for x in CASES.values()), ("tiny_qwen3", OPTIONS)])
 def test_equals_a_second_reading_by_hand(family, options, request, monkeypatch):
     model, found = request.getfixturevalue(family)(), scores_of(monkeypatch)
     cache = read(model, ROW, "kvzip@heads", 12, **options)
@@ -123,35 +100,16 @@ def test_equals_a_second_reading_by_hand(family, options, request, monkeypatch):
     assert cache.store.held.sum((1, 2)).tolist() == [24] * 3
 
 
-def test_layers_without_a_window_are_measured_in_a_model_that_also_has_windows(tiny_qwen2, monkeypatch):
-    """A window smaller than prompt and repetition hides nothing from the layers that share the budget."""
-    model, found = tiny_qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=2), scores_of(monkeypatch)
-    assert model.config.layer_types == ["full_attention", "full_attention", "sliding_attention"]
-    cache = read(model, ROW, "kvzip@heads", 12, **OPTIONS)
-    wanted, bound = in_float64(model, ROW[0].tolist(), **OPTIONS)
-    assert sorted(found) == [0, 1]
-    for layer, score in found.items():
-        hold(score[0], wanted[layer], bound)
-    assert cache.store.held.sum((1, 2)).tolist() == [24, 24, 14]  # the last: seven a head
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_sequences_of_a_batch_are_repeated_apart(tiny_llama, monkeypatch, side):
-    """Other lengths, other numbers of chunks: each is scored, and keeps, what it does alone."""
-    model, found = tiny_llama(), scores_of(monkeypatch)
-    rows = [ROW[0].tolist(), ROW[0, 3:20].tolist(), ROW[0, 5:17].tolist()]
-    alone = []
-    for row in rows:
-        cache = read(model, torch.tensor(row), "kvzip", 0.4, **OPTIONS)
-        alone.append((dict(found), [layer[0] for layer in kept(cache)]))
-    bound = of_scores(model, found)
-    batch, cache = padded([torch.tensor(row) for row in rows], side), EvictionCache(model, "kvzip", 0.4, **OPTIONS)
-    model(**batch, position_ids=positions(batch["attention_mask"], 30), past_key_values=cache)
-    for b, (scores, held) in enumerate(alone):
-        for layer in range(3):
-            hold(found[layer][b, :, : len(rows[b])], scores[layer][0], bound)
-        assert [layer[b] for layer in kept(cache)] == held
+def test_sequences_of_a_batch_are_repeated_apart(tiny_llama):
+    """Other lengths, other numbers of chunks, padding anywhere: each keeps what it does alone."""
+    model = tiny_llama()
+    rows = [ROW[0], ROW[0, 3:20], ROW[0, 5:17]]
+    alone = [columns(read(model, row, "kvzip", 0.4, **OPTIONS)) for row in rows]
+    batch, cache = padded(rows, "any"), EvictionCache(model, "kvzip", 0.4, **OPTIONS)
+    model(**batch, position_ids=positions(batch["attention_mask"], 33), past_key_values=cache)
+    for b, held in enumerate(alone):
+        assert [layer[b] for layer in columns(cache)] == [layer[0] for layer in held]
 
 
 @torch.no_grad()
@@ -166,11 +124,11 @@ def test_a_prompt_in_parts_that_are_padding_of_a_sequence(tiny_llama):
         for start in range(0, 30, size):
             stop = min(start + size, 30)
             model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
-        held.append(kept(cache))
+        held.append(columns(cache))
     assert held[0] == held[1]
 
 
-@pytest.mark.parametrize("lengths", [(4,), (2, 4), (3, 20)])
+@pytest.mark.parametrize("lengths", [(4,), (3, 20)])
 def test_prompts_of_sinks_alone(tiny_llama, lengths):
     """Nothing of them is repeated, and nothing can go, which is said; a longer text beside them loses its share."""
     model, rows = tiny_llama(), [ROW[0, :n] for n in lengths]
@@ -178,7 +136,7 @@ def test_prompts_of_sinks_alone(tiny_llama, lengths):
     with pytest.warns(ag.BudgetWarning), torch.no_grad():
         model(**padded(rows), past_key_values=cache)
     assert cache.over_budget.tolist() == [n < 20 for n in lengths]
-    for heads in kept(cache):
+    for heads in columns(cache):
         assert [len(head) for row in heads for head in row] == [n if n < 20 else 10 for n in lengths for _ in range(2)]
 
 
@@ -218,15 +176,6 @@ def test_generate_repeats_once_and_goes_on_from_the_prompt(tiny_llama, monkeypat
     assert torch.equal(model.generate(ROW, past_key_values=full, **greedy), plain)
 
 
-def test_preference_measures_the_prompts_last_queries(tiny_llama):
-    """Not those of the repetition: shares are those that any other scorer gets."""
-    model, shares = tiny_llama(), []
-    for name, options in (("kvzip", OPTIONS), ("knorm", {"sinks": 2})):
-        cache = read(model, ROW, f"{name}@preference", 10, observers=4, **options)
-        shares.append(cache.store.held.tolist())
-    assert shares[0] == shares[1]
-
-
 @torch.no_grad()
 def test_prefill_and_repetition_are_shared_with_other_policies(tiny_llama):
     model, passes = tiny_llama(), []
@@ -244,7 +193,7 @@ def test_prefill_and_repetition_are_shared_with_other_policies(tiny_llama):
         ((alone, state),) = read_prompt(model, [policy], ROW)
         hold(last, state, bound)
         assert min(cache.report().seconds) > 0 and cache.kept_share() == alone.kept_share()
-        assert kept(cache) == kept(alone)
+        assert columns(cache) == columns(alone)
         for token in ([[17]], [[4]]):
             logits = [model(torch.tensor(token), past_key_values=x).logits for x in (cache, alone)]
             hold(*logits, of_logits(model))
@@ -277,25 +226,6 @@ def test_an_answer_begins_behind_the_empty_thinking_block_of_a_template(tiny_tok
     assert tiny_tokenizer.decode([int(x) for x in answer.split()]) == f">A:{written}"
 
 
-def test_the_rows_that_are_read():
-    scorer = KVzip(sinks=2, chunk=3, overlap=2, ask="90", ask_part="80 81", answer="70")
-    assert scorer.inputs(list(range(9))) == [
-        (range(2, 5), [90, 70, 2, 3, 4]),
-        (range(5, 8), [80, 81, 3, 4, 70, 5, 6, 7]),
-        (range(8, 9), [80, 81, 6, 7, 70, 8]),
-    ]
-    assert replace(scorer, overlap=7).inputs(list(range(9))) == [
-        (range(2, 5), [90, 70, 2, 3, 4]),
-        (range(5, 8), [80, 81, 2, 3, 4, 70, 5, 6, 7]),  # the chunk before has 3 tokens
-        (range(8, 9), [80, 81, 5, 6, 7, 70, 8]),
-    ]
-    assert KVzip(sinks=4).inputs([1, 2, 3]) == []
-
-
-def test_a_prompt_of_sinks_alone_is_not_repeated(tiny_llama):
-    assert read(tiny_llama(), ROW[:, :3], "kvzip", 0.5).kept_share() == 1
-
-
 @torch.no_grad()
 def test_embeddings_drafts_and_windows_are_refused(tiny_llama, tiny_mistral):
     model = tiny_llama()
@@ -306,3 +236,81 @@ def test_embeddings_drafts_and_windows_are_refused(tiny_llama, tiny_mistral):
     windowed = tiny_mistral()
     with refuses(UserError, "window of 16 tokens", "prompt of 30 tokens"):
         windowed(ROW, past_key_values=EvictionCache(windowed, "kvzip", 0.5))
+
+
+def test_the_rows_that_are_read():
+    scorer = KVzip(sinks=2, chunk=3, overlap=7, ask="90", ask_part="80 81", answer="70")
+    assert scorer.inputs(list(range(9))) == [
+        (range(2, 5), [90, 70, 2, 3, 4]),
+        (range(5, 8), [80, 81, 2, 3, 4, 70, 5, 6, 7]),  # the chunk before has 3 tokens
+        (range(8, 9), [80, 81, 5, 6, 7, 70, 8]),
+    ]
+    assert KVzip(sinks=4).inputs([1, 2, 3]) == []
+
+
+# ---- what a repetition leaves behind, and what it needs
+
+
+@torch.no_grad()
+def test_the_prompt_is_evicted_then_and_cannot_be_cropped(tiny_llama):
+    model = tiny_llama()
+    cache = read(model, ROW, "kvzip", 12, **OPTIONS)
+    assert cache.sequences.evicted_at.tolist() == [30] and cache.sequences.num_held.tolist() == [12]
+    assert all(not records for records in cache.store.records)
+    model(ROW[:, :3], past_key_values=cache)
+    cache.crop(-3)
+    assert cache.sequences.num_held.tolist() == [12]
+    with refuses(UserError, "30", "evicted"):
+        cache.crop(-1)
+
+
+@torch.no_grad()
+def test_a_repetition_takes_room_in_one_layer_at_a_time(tiny_llama):
+    """A pool for the prompt (2 blocks a row) and one layer's repetition (1 more of each) is enough; a smaller one is
+    refused, and the cache is empty then."""
+    model = tiny_llama()
+    roomy = EvictionCache(model, "full").pool
+    sizes = {blocks: blocks * roomy.block_nbytes() for blocks in (14, 13)}
+    alone = read(model, ROW, "kvzip", 0.4, **OPTIONS)
+    cache = read(model, ROW, "kvzip", 0.4, pool=Pool(model, sizes[14]), **OPTIONS)
+    assert columns(cache) == columns(alone)
+    tight = EvictionCache(model, "kvzip", 0.4, pool=Pool(model, sizes[13]), **OPTIONS)
+    with pytest.raises(PoolFullError):
+        model(ROW, past_key_values=tight)
+    assert not tight.seen_tokens and tight.pool.num_used == 0
+
+
+@torch.no_grad()
+def test_sequences_change_places_while_the_prompt_is_read(tiny_llama):
+    """Each is repeated as what it is: after a selection, and in a fork, whose prompt ends otherwise."""
+    model = tiny_llama()
+    rows = torch.stack([ROW[0], ROW[0].flip(0)])
+    alone = [columns(read(model, row, "kvzip", 0.4, **OPTIONS)) for row in rows]
+    cache = EvictionCache(model, "kvzip", 0.4, **OPTIONS)
+    cache.expect(torch.ones(2, 30, dtype=torch.bool))
+    model(rows[:, :20], past_key_values=cache)
+    fork = copy.deepcopy(cache)
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    model(rows[[1, 0], 20:], past_key_values=cache)
+    other = rows.clone()
+    other[:, 20:] = 40
+    model(other[:, 20:], past_key_values=fork)
+    assert [[layer[b] for layer in columns(cache)] for b in (1, 0)] == [[layer[0] for layer in held] for held in alone]
+    assert columns(fork) == columns(read(model, other, "kvzip", 0.4, **OPTIONS))
+
+
+@torch.no_grad()
+def test_what_follows_a_prompt_in_its_pass_is_refused(tiny_llama):
+    model = tiny_llama()
+    cache = EvictionCache(model, "kvzip", 0.4, **OPTIONS)
+    cache.expect(torch.ones(1, 26, dtype=torch.bool))
+    with refuses(UserError, "30", "26", "before anything follows it"):
+        model(ROW, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_repetition_beyond_the_context_is_not_squeezed(tiny_llama):
+    model = tiny_llama(max_position_embeddings=40)
+    cache = EvictionCache(model, "kvzip", 0.4, positions="interpolated", **OPTIONS)
+    with refuses(UserError, "context of 40 tokens", "prompt of 30 tokens", "repetition of up to 17"):
+        model(ROW, past_key_values=cache)

@@ -7,11 +7,10 @@ import torch
 
 import ag
 from tests.support import batches
-from tests.support.batches import row
+from tests.support.batches import columns, row
 from tests.support.bounds import hold, of_logits
 from tests.support.drawn_scores import registered
-from tests.support.held import alone_too, check, everything, feed
-from tests.support.pairs import covering
+from tests.support.held import check, feed
 
 PROMPT = 12
 ROW = row(PROMPT + 7, PROMPT)
@@ -28,10 +27,6 @@ def counts(held):
     return [sum(len(head) for heads in layer for head in heads) for layer in held]
 
 
-def state(cache):
-    return everything(cache)
-
-
 # ---- while a prompt is read
 
 
@@ -40,7 +35,7 @@ def test_an_early_layer_loses_all_to_later_ones_in_the_middle_of_a_prompt(tiny_l
     model = tiny_llama()
     for spec, options in (("expected_attention+criticalkv", {}), ("expected_attention", {"values": False})):
         cache = batches.read(model, row(60, 0), f"{spec}@global", 1, sinks=0, **options)
-        assert counts(state(cache)) == [0, 5, 1]
+        assert counts(columns(cache)) == [0, 5, 1]
 
 
 # ---- after it
@@ -48,11 +43,7 @@ def test_an_early_layer_loses_all_to_later_ones_in_the_middle_of_a_prompt(tiny_l
 
 @pytest.mark.parametrize(
     ("name", "lowered", "schedule"),
-    covering(
-        name=["drawn", "drawn+criticalkv"],
-        lowered=[0, 1, 2],
-        schedule=["prefill", "every", "steps:2", "blocks:4", "blocks:5+every"],
-    ),
+    [("drawn", 0, "prefill"), ("drawn+criticalkv", 1, "steps:2"), ("drawn+criticalkv", 2, "blocks:5+every")],
 )
 def test_a_layer_without_tokens_goes_on_as_one_whose_tokens_are_masked(tiny_llama, name, lowered, schedule):
     """One token, three at once, and one again, each of which sees itself; with ``every`` the layer keeps nothing."""
@@ -64,29 +55,17 @@ def test_a_layer_without_tokens_goes_on_as_one_whose_tokens_are_masked(tiny_llam
     assert later == {None: [2, 4, 10, 12, 14], 1: [0] * 5, 2: [2, 0, 0, 2, 0]}[policy.steps]
 
 
-@pytest.mark.parametrize("schedule", ["prefill", "every", "blocks:7+steps:2"])
-@pytest.mark.parametrize("name", ["drawn", "drawn+criticalkv"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_sequence_without_tokens_beside_one_that_keeps_all(tiny_llama, name, schedule, side):
-    """In the lowered layer; passes bring each another number of tokens, or none."""
-    model, policy = tiny_llama(), ag.policy(f"{name}@global", 8, schedule, lowered=0)
-    passes = [[30, 8], [1, 1], [0, 1], [3, 0], [1, 2]]
-    batch = alone_too(model, policy, [row(sum(n[b] for n in passes), b) for b in (0, 1)], passes, side)
-    assert batch.held[0][0] == [[[], []], [list(range(8))] * 2]
-
-
 def step(model, cache, token, real):
     """Feed one column to two sequences, of which ``real`` have a token there; the logits."""
     return batches.step(model, cache, token, torch.cat([cache.valid, torch.tensor(real)[:, None]], 1).long())
 
 
-@pytest.mark.parametrize("schedule", ["prefill", "every"])
-@pytest.mark.parametrize("positions", ["original", "slot"])
+@pytest.mark.parametrize(("schedule", "positions"), [("prefill", "slot"), ("every", "original")])
 def test_files_copies_other_sequences_and_drafts(tiny_llama, tmp_path, schedule, positions):
     model, token = tiny_llama(), torch.tensor([[9], [7]])
     cache = ag.EvictionCache(model, "drawn+criticalkv@global", 1, schedule, lowered=1, positions=positions)
     feed(cache, model, [ROW, ROW[1:]], [[PROMPT, PROMPT - 1]])
-    held = state(cache)
+    held = columns(cache)
     assert counts(held)[1] == 0
     cache.save(tmp_path / "kept.cache")
     others = [ag.EvictionCache.load(tmp_path / "kept.cache", model), copy.deepcopy(cache)]
@@ -95,35 +74,34 @@ def test_files_copies_other_sequences_and_drafts(tiny_llama, tmp_path, schedule,
     wanted = step(model, cache, token, [True, True])
     assert all(torch.equal(step(model, each, token, [True, True]), wanted) for each in others)
     hold(step(model, swapped, token.flip(0), [True, True]).flip(0), wanted, of_logits(model))
-    assert [state(others[0]), state(others[1]), [layer[::-1] for layer in state(swapped)]] == [state(cache)] * 3
+    assert [columns(others[0]), columns(others[1]), [layer[::-1] for layer in columns(swapped)]] == [columns(cache)] * 3
     if schedule == "prefill":  # the token was a draft
         cache.crop(-1)
-        assert state(cache) == held
+        assert columns(cache) == held
 
 
 # ---- padding alone
 
 
 @pytest.mark.parametrize(
-    ("name", "seed", "options"),
+    ("name", "seed", "options", "positions"),
     [
-        ("drawn+criticalkv", 0, {"lowered": 0}),
-        ("h2o+obcache_joint", 0, {"recent": 0}),
-        ("tova", 1, {"recent": 0}),
-        ("expected_attention", 1, {"sinks": 0}),
-        ("keydiff", 2, {}),
+        ("drawn+criticalkv", 0, {"lowered": 0}, "original"),
+        ("h2o+obcache_joint", 0, {"recent": 0}, "original"),
+        ("tova", 1, {"recent": 0}, "slot"),
+        ("expected_attention", 1, {"sinks": 0}, "original"),
+        ("keydiff", 2, {}, "slot"),
     ],
 )
-@pytest.mark.parametrize("positions", ["original", "slot"])
 def test_padding_alone_meets_a_layer_without_tokens(tiny_llama, name, seed, options, positions):
     """A column in which no sequence has a token changes nothing."""
     model, token = tiny_llama(seed=seed), torch.tensor([[9], [7]])
     cache = ag.EvictionCache(model, f"{name}@global", 1, "every", positions=positions, **options)
     feed(cache, model, [ROW, ROW], [[PROMPT] * 2])
-    held, other = state(cache), copy.deepcopy(cache)
+    held, other = columns(cache), copy.deepcopy(cache)
     assert 0 in counts(held)
     step(model, cache, token, [False, False])
-    assert state(cache) == held
+    assert columns(cache) == held
     wanted = step(model, other, token, [True, True])
     assert torch.equal(step(model, cache, token, [True, True]), wanted)
-    assert state(cache) == state(other)
+    assert columns(cache) == columns(other)

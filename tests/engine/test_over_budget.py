@@ -8,7 +8,7 @@ import torch
 
 import ag
 from ag.errors import BudgetWarning
-from tests.support.batches import padded, read, row
+from tests.support.batches import columns, padded, read, row
 from tests.support.gates_for import gates_for
 
 
@@ -66,28 +66,13 @@ def test_a_prompt_within_the_budget_may_grow_over_it(model):
     assert [count for count, *_ in told] == [0, 0, 0, 1, 0, 0, 0]
 
 
-def test_a_policy_is_warned_of_once_whatever_the_prompts_are(model):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for length in (61, 50, 44, 61):
-            read(model, row(length), "snapkv", 0.4)
-        read(model, row(61), "snapkv", 0.5)
-    assert [str(x.message).partition(" protects")[0] for x in caught] == [
-        "ag.policy('snapkv', budget=0.4)",
-        "ag.policy('snapkv', budget=0.5)",
-    ]
-
-
 # ---- what is counted
 
 
 @pytest.mark.parametrize(
     ("spec", "budget", "schedule", "options"),
     [
-        ("h2o", 8, "every", {}),
-        ("h2o", 0.5, "prefill", {}),
         ("random@heads", 9, "steps:3", {}),
-        ("streaming_llm", 12, "every", {"positions": "slot"}),
         ("gates", None, "prefill", {}),  # flags, rings of recent tokens
     ],
 )
@@ -99,27 +84,10 @@ def test_shares_of_all_tokens_and_of_the_prompt(model, spec, budget, schedule, o
     cache = ag.EvictionCache(model, spec, budget, schedule, **options)
     model.generate(**batch, past_key_values=cache, max_new_tokens=13, min_new_tokens=13, do_sample=False)
     assert cache.seen_tokens == 32  # the last one was not read
-    held = [
-        (place, rank)
-        for layer in range(3)
-        for place, heads in enumerate(cache.kept_positions(layer))
-        for head in heads
-        for rank in head.tolist()
-    ]
+    held = [(place, x) for layer in columns(cache) for place, row in enumerate(layer) for head in row for x in head]
     newest = max(rank for _, rank in held)
     assert newest == 31 and any(20 <= rank < 31 for _, rank in held)  # ranks go on behind the prompt
     assert cache.kept_share() == pytest.approx(len(held) / (6 * (20 + 13 + 2 * 12)))
     of_prompts = sum(rank < (20, 13)[place] for place, rank in held)
     assert cache.kept_share(prompt=True) == pytest.approx(of_prompts / (6 * (20 + 13)))
     assert cache.report().tokens == 20 + 13 + 2 * 12
-
-
-def test_the_share_of_a_prompt_that_is_still_coming(model):
-    cache = ag.EvictionCache(model, "h2o", 4, "blocks:5")
-    assert cache.kept_share(prompt=True) == 1.0
-    cache.expect(torch.ones(1, 20, dtype=torch.bool))
-    with torch.no_grad():
-        model(row(20)[None, :10], past_key_values=cache)
-        assert cache.kept_share(prompt=True) == cache.kept_share() == 4 / 10
-        model(row(20)[None, 10:], past_key_values=cache)
-    assert cache.kept_share(prompt=True) == cache.kept_share() == 4 / 20

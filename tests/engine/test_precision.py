@@ -77,9 +77,7 @@ def wanted(wrapper, base, q, k, v):
     ("wrapper", "made", "version", "base"),
     covering(
         wrapper=["caote", "fastcaote"],  # OBCache's sums are those of test_errors_of_outputs.py
-        made=list(
-            product(SCENES, [(0.0, 64, torch.float32), (100.0, 128, torch.bfloat16), (100.0, 256, torch.float32)])
-        ),
+        made=list(product(SCENES, [(0.0, 64, torch.float32), (100.0, 128, torch.bfloat16)])),
         version=["cpp", "reference"],
         base=["h2o", "snapkv"],
     ),
@@ -116,19 +114,3 @@ def test_cakes_variance_agrees_with_float64(name):
     # equal terms round alike in a sum, and a square below the normal numbers is off by a step of those
     sums = 32 * EPS * (want.exact + torch.finfo(torch.float32).smallest_normal)
     hold(rows.moments[1][0], want.exact, want.error + sums)
-
-
-@pytest.mark.parametrize("name", SCENES)
-@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (128, torch.bfloat16), (256, torch.float32)], ids=str)
-def test_logits_are_products_in_float64_rounded_once(name, dim, dtype):
-    """Of all queries, as h2o sums them, and of the last ones; scores of sharp rows lose what float32 loses there."""
-    made, parts = scene(name, 0.0, dim, dtype), []
-    q, k = (x[0].double() for x in made[:2])
-    want = (q @ k.repeat_interleave(HEADS // KV_HEADS, 0).mT).tril() / dim**0.5
-    want = bounded(want, torch.float64)
-    observed(*made).total(lambda rows: parts.append(rows.s[0]) or rows.s)
-    parts.append(observed(*made).rows(32).s[0])
-    ends = [sum(part.shape[1] for part in parts[: i + 1]) for i in range(len(parts) - 1)] + [KEYS]
-    assert len(parts) > 2 and ends[-2] == KEYS
-    for part, end in zip(parts, ends, strict=True):
-        hold(part, want[:, end - part.shape[1] : end, : part.shape[2]])

@@ -13,6 +13,7 @@ from ag.engine.cache import EvictionCache
 from ag.engine.prompt import read_prompt
 from ag.engine.reconstruction import ReconstructionPass
 from ag.model.hooks import decoder_of
+from tests.support.batches import columns
 from tests.support.bounds import hold, of_logits, of_pass
 from tests.support.gates_for import gates_for
 
@@ -46,9 +47,7 @@ def test_together_is_as_alone(tiny_llama, prefix):
             states = decoder_of(model)(ids, mask, positions, past_key_values=alone).last_hidden_state[:, -1]
         hold(last, states, bound)
         assert cache.nbytes == alone.nbytes
-        for layer in range(3):
-            for mine, theirs in zip(cache.kept_positions(layer), alone.kept_positions(layer), strict=True):
-                assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
+        assert columns(cache) == columns(alone)
         following = torch.tensor([[5, 6, 7], [8, 9, 10]])
         both = torch.cat([mask, torch.ones(2, 3, dtype=torch.long)], 1)
         with torch.no_grad():
@@ -80,9 +79,7 @@ def test_together_is_as_alone_whatever_keys_are_rotated_by(tiny_llama, given):
             hold(model.lm_head(last), model.lm_head(states), of_logits(model))
             after = [model(following, both, past_key_values=x).logits for x in (cache, alone)]
         hold(*after, of_logits(model))
-        for layer in range(3):
-            for mine, theirs in zip(cache.kept_positions(layer), alone.kept_positions(layer), strict=True):
-                assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
+        assert columns(cache) == columns(alone)
 
 
 def test_what_is_measured_once_serves_all(tiny_llama, monkeypatch):
@@ -114,7 +111,7 @@ def test_a_reread_is_of_what_is_held(tiny_llama, monkeypatch):
     assert found[0] is found[2] and not torch.equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("spec", ["full", "h2o", "snapkv@preference", "gates"])
+@pytest.mark.parametrize("spec", ["h2o", "snapkv@preference", "gates"])
 def test_memory_goes_with_the_cache(tiny_llama, spec):
     """At once, without the garbage collector."""
     model = tiny_llama().eval()
@@ -133,7 +130,7 @@ def test_memory_goes_with_the_cache(tiny_llama, spec):
         gc.enable()
 
 
-@pytest.mark.parametrize("spec", ["full", "snapkv@preference", "gates"])
+@pytest.mark.parametrize("spec", ["snapkv@preference", "gates"])
 def test_layers_in_two_places(tiny_llama, tmp_path, spec):
     """Two layers whose weights accelerate fetches from the disk, as ``device_map="auto"`` does."""
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate: .venv/bin/pip install accelerate")
@@ -151,7 +148,7 @@ def test_layers_in_two_places(tiny_llama, tmp_path, spec):
         policy = ag.policy(spec) if spec in ("full", "gates") else ag.policy(spec, 0.5, "blocks:8+every", window=4)
         cache = EvictionCache(model, policy)
         text = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False, pad_token_id=0)
-        found.append((text.tolist(), [[x.tolist() for x in cache.kept_positions(i)[1]] for i in range(3)]))
+        found.append((text.tolist(), columns(cache)))
         ag.detach(model)
         model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
     assert found[0] == found[1]

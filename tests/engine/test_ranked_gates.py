@@ -30,8 +30,9 @@ def trained(tiny_llama, tmp_path):
 ENDS = (0, 1, 35, 36, 37, 38, 39)  # a query behind the prompt sees itself and 5 more
 
 
-@pytest.mark.parametrize("spec", ["gates", "gates@heads", "gates@global", "gates+caote@heads", "gates@pyramid"])
-@pytest.mark.parametrize("attached", [True, False], ids=["attached", "exported"])
+@pytest.mark.parametrize(
+    ("spec", "attached"), [("gates", True), ("gates+caote@heads", False), ("gates@pyramid", False)]
+)
 def test_sinks_and_recents_of_the_training_stay(trained, spec, attached):
     model, gates, path = trained
     if attached:
@@ -51,12 +52,12 @@ def test_as_many_as_the_flags_keep_are_the_flagged(trained):
     model, gates, _ = trained
     ag.attach(model, gates)
     compared = 0
-    for seed in range(60):
+    for seed in range(30):
         flagged = kept(model, "gates", seed=seed)
         if len(flagged) % 6 == 0:
             assert kept(model, "gates@global", budget=len(flagged) // 6, seed=seed) == flagged
             compared += 1
-    assert compared > 3
+    assert compared > 1
 
 
 def test_what_the_policy_says_comes_first(trained):

@@ -45,8 +45,8 @@ def alike(one, other):
 
 @pytest.mark.parametrize(
     ("policy", "told"),
-    [("full", {}), ("h2o", {"budget": 0.5}), ("snapkv@pyramid", {"budget": 0.5, "window": 8})],
-    ids=["full", "h2o", "snapkv"],
+    [("full", {}), ("snapkv@pyramid", {"budget": 0.5, "window": 8})],
+    ids=["full", "snapkv"],
 )
 def test_turns_go_on_from_where_the_texts_part(chat, policy, told):
     """Each answer is that of a cache that read the first prompt and then the rest of the new text."""
@@ -73,10 +73,9 @@ def test_turns_go_on_from_where_the_texts_part(chat, policy, told):
     ("variables", "policy", "told", "held"),
     [
         ({}, "h2o", {"budget": 20, "schedule": "every"}, 0),  # what went while it wrote does not come back
-        ({"enable_thinking": False}, "h2o", {"budget": 0.5}, 0),  # the texts part within the prompt
-        ({"enable_thinking": False}, "full", {}, len("<think></think>")),
+        ({"enable_thinking": False}, "full", {}, len("<think></think>")),  # the texts part within the prompt
     ],
-    ids=["every", "in the prompt", "in the prompt, full"],
+    ids=["every", "in the prompt"],
 )
 def test_a_text_that_cannot_go_on_is_read_anew(chat, variables, policy, told, held):
     model, turns = chat

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.engine.select import closing_order, select, select_over_heads
+from ag.engine.select import select, select_over_heads
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -35,7 +35,7 @@ def by_hand(score, protected, valid, order, capacity):
 
 
 @given(cases(), st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_select(case, as_they_lie):
     score, protected, valid, capacity = case
     order = torch.arange(score.shape[-1]).expand(score.shape)
@@ -64,7 +64,7 @@ def over_heads(score, protected, valid, capacity, floor):
 
 
 @given(cases(), st.integers(0, 12), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_select_over_heads(case, extra, floor):
     score, protected, valid, _ = case
     capacity = (protected & valid).sum(-1).amax(1) + extra
@@ -72,15 +72,3 @@ def test_select_over_heads(case, extra, floor):
     for b in range(len(score)):
         wanted = over_heads(*(x[b].tolist() for x in (score, protected, valid)), int(capacity[b]), floor)
         assert [x.nonzero().flatten().tolist() for x in keep[b]] == wanted
-
-
-@settings(max_examples=100)
-@given(cases())
-def test_what_stays_closes_up(case):
-    """As wide as the head that keeps most, which may be nothing."""
-    keep = select(*case)
-    kept = [[[p for p, stays in enumerate(head) if stays] for head in heads] for heads in keep.tolist()]
-    order, most = closing_order(keep), max(len(head) for heads in kept for head in heads)
-    assert order.shape == (*keep.shape[:2], most)
-    assert [[order[b, h, : len(kept[b][h])].tolist() for h in range(len(kept[b]))] for b in range(len(kept))] == kept
-    assert all(len(set(head)) == most for heads in order.tolist() for head in heads)

@@ -7,7 +7,6 @@ from transformers.modeling_utils import AttentionInterface
 import ag
 from ag.gates.gating import Dense
 from ag.model.hooks import UnsupportedModelError, instrument
-from tests.support.batches import read
 from tests.support.bounds import ROUNDINGS, hold, of_logits
 from tests.support.gates_for import gates_for
 from tests.support.held import run
@@ -47,8 +46,15 @@ def attention_under_masks(module, query, key, value, attention_mask, scaling, so
 AttentionInterface.register("under_masks", attention_under_masks)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "phi3", "smollm3", "gpt_oss", "gemma2"])
-@pytest.mark.parametrize("spec", POLICIES)
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        pytest.param(name, spec, marks=[] if quick else [pytest.mark.slow, pytest.mark.nightly])
+        for number, name in enumerate(["mixtral", "deepseek_v3", "phi3", "smollm3", "gpt_oss", "gemma2"])
+        for at, spec in enumerate(POLICIES)
+        for quick in [at % 6 == number]
+    ],
+)
 def test_what_is_dropped_is_as_if_it_were_masked(name, spec):
     dense = {"first_k_dense_replace": 3} if name == "deepseek_v3" else {}  # its router computes in float32
     model, plain = (shaped(name, **dense).double() for _ in range(2))
@@ -70,35 +76,11 @@ def test_what_is_dropped_is_as_if_it_were_masked(name, spec):
     assert (dropped > 0) == (spec != "full")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "phi3", "smollm3", "gpt_oss", "gemma2"])
-def test_training_sees_what_a_cache_serves(name):
-    model, prompt = shaped(name), PROMPTS[0]
-    gates, row = gates_for(model, scope="prompt"), ROWS[0][None]
-    ag.attach(model, gates)
-    [served] = run(model, ag.policy("gates"), ROWS[:1], PROMPTS[:1]).logits
-    with torch.no_grad():
-        gating = ag.Gating(gates, torch.ones_like(row), torch.tensor([prompt]), hard=True)
-        trained = model(row, gating=gating, use_cache=False).logits[0]
-        plain = model(row, use_cache=False).logits[0]
-    assert (trained[prompt - 1 :] - plain[prompt - 1 :]).abs().max() > 0.1
-    alike = shaped(name)
-    alike.set_experts_implementation("eager")
-    hold(served, trained, of_logits(alike))
-
-
-def test_values_narrower_than_keys_cost_what_they_hold():
-    """DeepSeek-V3 as transformers runs it: 4 heads with keys of 24 and values of 12."""
-    cache = read(shaped("deepseek_v3"), torch.randint(3, 128, (400,)), "h2o", 256)
-    assert 3 * 4 * 256 * (24 + 12) * 4 <= cache.nbytes <= 1.1 * 3 * 4 * 256 * (24 + 12) * 4
-
-
 @pytest.mark.parametrize(
     ("name", "spec", "options", "parts"),
     [
         ("deepseek_v3", "expected_attention", {}, ["DeepseekV3Model", "8", "24", "Use another policy"]),
-        ("deepseek_v3", "expected_attention+criticalkv@heads", {}, ["DeepseekV3Model", "8", "24"]),
         ("deepseek_v3", "h2o", {"positions": "slot"}, ["DeepseekV3Model", "8", "24", "positions=original"]),
-        ("smollm3", "expected_attention", {}, ["SmolLM3Model", "layer 2", "Use another policy"]),
         ("smollm3", "h2o", {"positions": "slot"}, ["SmolLM3Model", "layer 2", "positions=original"]),
     ],
 )
@@ -111,7 +93,7 @@ def test_refused_before_the_first_forward_pass(name, spec, options, parts):
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
 @pytest.mark.parametrize("options", [{}, {"positions": "slot"}], ids=str)
-@pytest.mark.parametrize("passes", [[40], [20, 20], [30, 1, 1, 8]], ids=["whole", "halves", "steps"])
+@pytest.mark.parametrize("passes", [[30, 1, 1, 8]], ids=["steps"])
 def test_without_eviction_it_is_the_models_own_attention(name, options, passes):
     """Eager attention of transformers, beside a cache that is fed in one pass, in several, and token by token."""
     model, plain, row = shaped(name), shaped(name), ROWS[0][None].repeat(1, 2)[:, :40]
@@ -175,12 +157,3 @@ def test_a_projection_under_another_name(tiny_llama, spec, options):
     with refuses(ValueError, "LlamaAttention", "o_proj", "wo"):
         ag.EvictionCache(model, spec, 12, **options)
     ag.EvictionCache(model, "kvzip", 12)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "phi3", "gemma3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotations_are_found_to_be_those_of_the_model(name, dtype):
-    model = shaped(name).to(dtype)
-    assert ag.EvictionCache(model, "expected_attention", 12).decoder._ag_attachment.unturned == ""
-    if name != "gemma3":
-        ag.EvictionCache(model, "h2o", 12, positions="slot")

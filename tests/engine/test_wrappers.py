@@ -1,13 +1,10 @@
 """Wrappers and their options against what they stand for: removing a token, shrinking a pair, autograd; in float64."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-import ag
-from ag.engine.decide import Decision
 from ag.engine.rows import AttentionRows
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm
@@ -21,14 +18,11 @@ from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote, removal_error
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue, joint_error, key_error, value_error
 from ag.engine.wrappers.vatp import Vatp
-from tests.support.attention_by_hand import REDUCE, SINKS_AND_CAP, Scene, agree, by_group, pool, pooled_before, within
+from tests.support.attention_by_hand import SINKS_AND_CAP, Scene, agree, by_group, pooled_before, within
 from tests.support.bounds import bounded, conditioned, hold
-from tests.support.held import check, run
 
 SCENES = {
-    "one": {"lengths": (10,)},
     "group3-left": {"lengths": (11, 5, 1), "heads": 6},
-    "right": {"lengths": (4, 12), "padding": "right"},
     "ragged": {"lengths": (15, 6), "ragged": True},
     "sharp": {"lengths": (10,), "sharp": 6.0},
     "sinks-and-cap": {"lengths": (10, 4), "ragged": True, "softmax": SINKS_AND_CAP},
@@ -39,9 +33,7 @@ OBCACHE = {"value": OBCacheValue, "key": OBCacheKey, "joint": OBCacheJoint}
 #: Scorers with rows, and of how many of the last queries (None: all).
 ROW_BASES = {
     "h2o": (H2O(recent=2), None),
-    "h2o-window": (H2O(window=3), 3),
     "scissorhands": (Scissorhands(window=4, recent=3), 4),
-    "tova": (Tova(), 1),
     "tova-head": (Tova(scope="kv_head"), 1),
     "snapkv": (SnapKV(window=3, kernel=3), 3),
     "snapkv-avg": (SnapKV(window=2, kernel=5, pooling="avg", sinks=1), 2),
@@ -70,19 +62,15 @@ def pooled_prefix(scene, base, scores):
 
 
 @pytest.mark.parametrize("base", ROW_BASES, ids=str)
-@pytest.mark.parametrize(("norm", "stage"), [(1, "before"), (2, "before"), ("inf", "before"), (1, "after")])
-def test_vatp_multiplies_by_the_norm_of_values(scene, norm, stage, base):
-    """Before the base pools, or after it."""
+def test_vatp_multiplies_by_the_norm_of_values(scene, base):
+    """Before the base pools."""
     inner, _ = ROW_BASES[base]
     score = inner.reduce(scene.seen, inner.raw(scene.seen))  # ``test_scorers`` holds it to its formula
     scores = {(b, g): score[b, g, : len(scene.held[b][g])].tolist() for b, g in scene.places()}
-    scores = scores if stage == "before" else pooled_prefix(scene, inner, scores)
     for (b, g), values in scores.items():
         for slot, value in enumerate(scene.values(b, g)):
-            sizes = [abs(float(x)) for x in value]
-            values[slot] *= {1: sum(sizes), 2: math.sqrt(sum(x * x for x in sizes)), "inf": max(sizes)}[norm]
-    wanted = pooled_prefix(scene, inner, scores) if stage == "before" else scores
-    agree(scene, Vatp(inner=inner, norm=norm, stage=stage).score, wanted, skip=within(scene, window_of(inner)))
+            values[slot] *= sum(abs(float(x)) for x in value)
+    agree(scene, Vatp(inner=inner).score, pooled_prefix(scene, inner, scores), skip=within(scene, window_of(inner)))
 
 
 # ---- OBCache
@@ -164,61 +152,16 @@ def test_obcache_sums_the_error_over_the_queries_of_its_base_and_the_group(scene
     agree(scene, OBCACHE[part](inner=inner).score, wanted, skip=within(scene, window_of(inner)))
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("how", ["mean", "max", "pre"])
-def test_obcache_combines_the_group(scene, how, part):
-    expected = {}
-    for b, g in scene.places():
-        rows = [[x[-3:] for x in scene.dense(b, h)[:2]] for h in scene.query_heads(g)]
-        if how == "pre":  # one error of the mean rows, whose outputs are those of the mean weights
-            expected[b, g] = errors(*(sum(x) / len(x) for x in zip(*rows, strict=True)), scene.values(b, g), part)
-        else:
-            mine = (errors(*row, scene.values(b, g), part) for row in rows)
-            expected[b, g] = [REDUCE[how](x) for x in zip(*mine, strict=True)]
-    agree(scene, OBCACHE[part](inner=H2O(), group=how, obc_window=3).score, expected)
-
-
-@pytest.mark.parametrize("base", ["h2o", "scissorhands", "snapkv", "cake"])
-def test_obcache_with_a_window_of_its_own(base):
-    """It replaces the queries that are summed, not what the base protects and pools."""
-    scene = Scene(seed=4, lengths=(20, 9), ragged=True)
-    kernel = {"snapkv": 7, "cake": 5}.get(base)
-    for own, inner in ((3, 6), (6, 3)):
-        options = {"window": inner} | ({"recent": 2} if base in ("h2o", "scissorhands") else {})
-        policy = ag.policy(f"{base}+obcache_value@uniform", 8, obc_window=own, **options)
-        assert policy.lookback == (max(own, inner) - 1 if kernel else 0)
-
-        def of_head(b, h, own=own):
-            a, values = scene.dense(b, h)[0][-own:], scene.values(b, h // scene.group)
-            return [float(a[:, p].square().sum() * v.square().sum()) for p, v in enumerate(values)]
-
-        expected = by_group(scene, of_head, "sum")
-        safe = inner if kernel else 0
-        if kernel:
-            expected = pooled_before(scene, expected, inner, kernel, policy.scorer.inner.pooling)
-        agree(scene, policy.scorer.score, expected, skip=within(scene, safe))
-        protected = policy.scorer.protected(scene.seen, torch.tensor([8, 8]))
-        assert torch.equal(protected, scene.seen.age < (inner if kernel else 2))
-
-
-def test_half_precision_does_not_underflow():
-    """A uniform weight of 1/600, squared, is 0 in float16."""
-    scene = Scene(lengths=(600,), dtype=torch.float16, sharp=0.0, heads=1, kv_heads=1)
-    scorer = OBCacheValue(inner=Tova(recent=0))
-    wanted = scene.v[0, 0].square().sum(-1) / 600**2
-    hold(scorer.score(scene.seen)[0, 0], wanted, scene.bound(scorer.score)[0, 0])
-
-
 # ---- CAOTE
 
 
-def changes(scene, b, g, weights, held=None, fast=False):
+def changes(scene, b, g, weights, fast=False):
     """Of each held slot, the change of the group's outputs when it alone goes and the rest is normalised anew.
 
     ``weights(b, h)``: a list of what each slot is paid; ``fast``: the distance is that to the mean of the values.
     """
     values = scene.values(b, g)
-    held = list(range(len(values))) if held is None else held
+    held = range(len(values))
     mean, result = sum(values[i] for i in held) / len(held), {}
     for i in held:
         total = 0.0
@@ -247,55 +190,6 @@ def test_caote_is_the_change_of_the_output_on_removal(scene, base, fast):
     agree(scene, scorer.score, expected, skip=lambda b, g, p: fast and scene.lengths[b] < 2)
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["caote", "fastcaote"])
-@pytest.mark.parametrize("kind", ["max", "avg"])
-def test_caote_pooled_at_the_end(scene, kind, fast):
-    expected = {}
-    for b, g in scene.places():
-        found = changes(scene, b, g, lambda b, h: scene.column_sums(b, h, 3), fast=fast)
-        expected[b, g] = pool([*found.values()], 3, kind)
-    scorer = (FastCaote if fast else Caote)(inner=SnapKV(window=3, kernel=3, pooling=kind), pool_stage="final")
-    agree(scene, scorer.score, expected, skip=lambda b, g, p: fast and scene.lengths[b] < 2)
-
-
-@pytest.mark.parametrize("spec", ["caote", "fastcaote"])
-@pytest.mark.parametrize("base", ["h2o", "tova"])
-def test_greedy_caote_lets_tokens_go_one_by_one(base, spec):
-    """Against removing them in float64; what is kept differs from letting all go at once."""
-    options, last = ({"recent": 2}, None) if base == "h2o" else ({"recent": 1}, 1)
-    differ = 0
-    for seed in range(2):
-        scene = Scene(seed=seed, lengths=(12, 8), heads=6, ragged=seed % 2 == 1, sharp=2.0)
-        budget, wanted = 5, {}
-        for b, g in scene.places():
-            left = list(range(len(scene.held[b][g])))
-            safe = {i for i in left if scene.held[b][g][i] >= scene.lengths[b] - options["recent"]}
-            while len(left) > budget:
-                paid = lambda b, h, s=scene: s.column_sums(b, h, last)  # noqa: E731
-                found = changes(scene, b, g, paid, left, spec == "fastcaote")
-                left.remove(min((i for i in left if i not in safe), key=lambda i: (found[i], i)))
-            wanted[b, g] = left
-        keep, once = (
-            Decision(ag.policy(f"{base}+{spec}", budget, greedy=greedy, **options), [0]).decide(scene.seen)[0]
-            for greedy in (True, False)
-        )
-        for b, g in scene.places():
-            assert keep[b, g].nonzero().flatten().tolist() == wanted[b, g]
-            assert int(once[b, g].sum()) == len(wanted[b, g])
-        differ += not torch.equal(keep, once)
-    assert differ
-
-
-@pytest.mark.parametrize("schedule", ["prefill", "blocks:7+every"])
-@pytest.mark.parametrize("allocator", ["heads", "pyramid"])
-def test_greedy_caote_runs_under_every_allocator(tiny_llama, allocator, schedule):
-    """Those that keep another number than the mean go on in the order of the removals."""
-    row = torch.randint(3, 128, (34,), generator=torch.Generator().manual_seed(1))
-    result = run(tiny_llama(), ag.policy(f"tova+caote@{allocator}", 9, schedule, greedy=True), [row], [29])
-    assert sum(len(head) for layer in result.held[0] for head in layer[0]) == 3 * 2 * 9
-    check(tiny_llama(), [row], result)
-
-
 def removal(weights, values):
     """``h_j / (1 - h_j) ||sum_p h_p (v_p - v_j)||``, pair by pair; ``1 - h_j`` is the sum of the others."""
     others = (weights * (1 - torch.eye(len(weights), dtype=torch.float64))).sum(-1)
@@ -303,7 +197,7 @@ def removal(weights, values):
     return weights / others * moved.norm(dim=-1) / weights.sum()
 
 
-@pytest.mark.parametrize("gap", [1e-3, 1e-6, 1e-7, 1e-9, 1e-12, 1e-20, 1e-35])
+@pytest.mark.parametrize("gap", [1e-3, 1e-7, 1e-20, 1e-35])
 def test_weights_near_one(gap):
     """float32 weights, of which the largest rounds to 1."""
     make = torch.Generator().manual_seed(1)
@@ -349,7 +243,7 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize("scorer", COMBINATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_scores_are_finite_with_masked_pairs_and_huge_logits(scorer, dtype):
     scene = Scene(seed=8, lengths=(14, 1, 6), ragged=True, dtype=dtype, sharp=300.0, gate=True)
     seen = scene.seen
@@ -368,15 +262,3 @@ def test_free_slots_change_nothing(scorer):
     valid = clean.seen.key_valid
     dirty._parts[1][~valid], dirty._parts[2][~valid] = 1e30, float("nan")
     assert torch.equal(scorer.score(clean.seen)[valid], scorer.score(dirty.seen)[valid])
-
-
-@pytest.mark.parametrize("scorer", COMBINATIONS)
-def test_wrappers_protect_and_see_what_their_base_does(scorer):
-    seen, capacity = Scene(seed=8, lengths=(14, 3), ragged=True).seen, torch.tensor([7, 3])
-    inner, own = scorer.inner.protected(seen, capacity), scorer.protected(seen, capacity)
-    extra = replace(scorer, sinks=2, recent=4).protected(seen, capacity)
-    newest = seen.age < (1 if isinstance(scorer, Caote) else 0)
-    assert torch.equal(own, inner | (seen.key_ranks < scorer.sinks) | newest)
-    assert torch.equal(extra, inner | (seen.key_ranks < 2) | (seen.age < 4))
-    assert scorer.needs.every_query == scorer.inner.needs.every_query
-    assert scorer.needs.lookback == scorer.inner.needs.lookback

@@ -137,12 +137,6 @@ class Scene:
         """How far a score ``[B, Hkv, N]`` in float32 may be from the right one."""
         return conditioned(lambda *operands: score(self.observed(*operands)), *self.operands)
 
-    def alike(self, one: Callable[[AttentionStats], Tensor], other: Callable[[AttentionStats], Tensor]) -> bool:
-        """Say whether two scores of what is held are the same but for rounding."""
-        bound = (self.bound(one) + self.bound(other))[self.seen.key_valid]
-        apart = (one(self.seen) - other(self.seen))[self.seen.key_valid].abs()
-        return bool((apart <= bound).all())
-
     def places(self) -> list[tuple[int, int]]:
         """Every (sequence, KV head)."""
         return [(b, g) for b in range(len(self.lengths)) for g in range(self.kv_heads)]
@@ -221,15 +215,13 @@ def agree(
     return compared
 
 
-REDUCE: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "sum": sum, "max": max}
-
-
 def by_group(
     scene: Scene, of_head: Callable[[int, int], Sequence[float]], how: str = "mean"
 ) -> dict[tuple[int, int], list[float]]:
     """Combine the lists ``of_head(b, h)`` over each group."""
+    combine: Callable[[Sequence[float]], float] = sum if how == "sum" else fmean
     return {
-        (b, g): [REDUCE[how](x) for x in zip(*(of_head(b, h) for h in scene.query_heads(g)), strict=True)]
+        (b, g): [combine(x) for x in zip(*(of_head(b, h) for h in scene.query_heads(g)), strict=True)]
         for b, g in scene.places()
     }
 

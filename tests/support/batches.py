@@ -1,5 +1,6 @@
 """Rows of random tokens, batches of them, and what a cache holds."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,16 @@ def row(length: int, seed: int | None = None) -> Tensor:
 
 
 def padded(rows: Sequence[Tensor], side: str = "left") -> dict[str, Tensor]:
-    """``input_ids`` and ``attention_mask`` of rows padded on a side."""
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    """``input_ids`` and ``attention_mask`` of rows padded on a side, or with ``any`` in columns that are drawn."""
+    width, draw = max(map(len, rows)), random.Random(sum(map(len, rows)))
+    width += 3 * (side == "any" and width > 1)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for b, tokens in enumerate(rows):
-        place = slice(0, len(tokens)) if side == "right" else slice(ids.shape[1] - len(tokens), None)
-        ids[b, place], mask[b, place] = tokens, 1
+        n = len(tokens)
+        first = {"left": width - n, "right": 0}
+        places = sorted(draw.sample(range(width), n)) if side == "any" else range(first[side], first[side] + n)
+        ids[b, [*places]], mask[b, [*places]] = tokens, 1
     return {"input_ids": ids, "attention_mask": mask}
 
 

@@ -19,6 +19,7 @@ from ag.engine.kv_store import KVStore
 from ag.engine.layer import Layer
 from ag.engine.policy import Policy
 from ag.model.hooks import AttentionCall
+from tests.support.batches import columns, padded, step
 from tests.support.bounds import hold, of_pass
 from tests.support.dense import masked
 
@@ -58,16 +59,6 @@ class Run:
                 for head in range(heads):
                     seen[head, query, arrival.seen(row, head, query)] = True
         return seen
-
-
-def contents(cache: Any, layer: int) -> list[list[list[int]]]:
-    """Ranks that a layer holds for later queries, by sequence and head."""
-    return [[head.tolist() for head in heads] for heads in cache.kept_positions(layer)]
-
-
-def everything(cache: Any) -> list[list[list[list[int]]]]:
-    """Ranks that a cache holds for later queries, by layer, sequence and head."""
-    return [contents(cache, layer) for layer in range(len(cache.layers))]
 
 
 @contextmanager
@@ -126,22 +117,25 @@ def feed(
     rows: Sequence[Tensor],
     passes: Sequence[Sequence[int]],
     side: str = "left",
+    parts: int = 0,
 ) -> Run:
-    """Feed rows in passes, each of which takes so many tokens of each row, padded on a side."""
-    done = [0] * len(rows)
+    """Feed rows in passes, each of which takes so many tokens of each row, padded as :func:`batches.padded` says.
+
+    The first ``parts`` passes are the prompt, which is announced; 0 means that the first pass is the prompt.
+    """
+    done, given = [0] * len(rows), []
+    for lengths in passes:
+        given.append(padded([row[d : d + n] for row, d, n in zip(rows, done, lengths, strict=True)], side))
+        done = [d + n for d, n in zip(done, lengths, strict=True)]
+    if parts:
+        cache.expect(torch.cat([x["attention_mask"] for x in given[:parts]], 1).bool())
     mask = torch.zeros(len(rows), 0, dtype=torch.long)
     with watched(cache) as arrivals:
         result, outs = Run(cache, arrivals), []
-        for lengths in passes:
-            longest = max(lengths)
-            ids, flags = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
-            for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
-                place = slice(longest - n, longest) if side == "left" else slice(0, n)
-                ids[b, place], flags[b, place] = row[done[b] : done[b] + n], 1
-            mask, done = torch.cat([mask, flags], 1), [d + n for d, n in zip(done, lengths, strict=True)]
-            positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -longest:]
-            outs.append(model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
-            result.held.append(everything(cache))
+        for x in given:
+            mask = torch.cat([mask, x["attention_mask"]], 1)
+            outs.append(step(model, cache, x["input_ids"], mask))
+            result.held.append(columns(cache))
     result.logits = [row[flags] for row, flags in zip(torch.cat(outs, 1), mask.bool(), strict=True)]
     return result
 
@@ -156,22 +150,6 @@ def check(model: Any, rows: Sequence[Tensor], result: Run) -> None:
 
         wanted = partial(masked, model, row, visible)
         hold(result.logits[b], wanted(), of_pass(model, wanted))
-
-
-def alone_too(
-    model: Any, policy: Policy, rows: Sequence[Tensor], passes: Sequence[Sequence[int]], side: str = "left"
-) -> Run:
-    """Feed rows in a padded batch, whose logits must be those of its record, and each alone, which must hold the same.
-
-    Returns the batch's run.
-    """
-    batch = feed(ag.EvictionCache(model, policy), model, rows, passes, side)
-    check(model, rows, batch)
-    for b, row in enumerate(rows):
-        alone = feed(ag.EvictionCache(model, policy), model, [row], [[n[b]] for n in passes if n[b]])
-        together = [held for held, n in zip(batch.held, passes, strict=True) if n[b]]
-        assert [[layer[b] for layer in held] for held in together] == [[layer[0] for layer in x] for x in alone.held]
-    return batch
 
 
 def observed_calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[AttentionCall, Tensor]]]:

@@ -111,8 +111,7 @@ class Layer:
 
     def mean(self, kv_head: int, by_head: dict[int, Row]) -> Row:
         """Combine dicts over the query heads of a KV head, for the tokens held."""
-        how: Any = {"mean": fmean, "sum": sum, "max": max}[self.options.get("group", "mean")]
-        return {t: how([by_head[h].get(t, 0.0) for h in self.members(kv_head)]) for t in self.held[kv_head]}
+        return {t: fmean([by_head[h].get(t, 0.0) for h in self.members(kv_head)]) for t in self.held[kv_head]}
 
     def scores(self) -> list[Row]:
         """One dict by token a KV head."""
@@ -125,23 +124,11 @@ class Layer:
         window, first = self.options.get("window"), 0
         if window is not None:
             first = max(0, (self.prompt if self.decoding else len(self.rows[0])) - window)
-        sums = {h: self.sums(h, first) for h in self.members(head)}
-        if self.options.get("normalize") == "count":
-            for h, total in sums.items():
-                for t in total:
-                    total[t] /= sum(t in row for row in self.rows[h][first:])
-        return self.mean(head, sums)
+        return self.mean(head, {h: self.sums(h, first) for h in self.members(head)})
 
     def scissorhands(self, head: int) -> Row:
         last = self.options.get("window", 400)
-        if not self.options.get("count"):
-            return self.mean(head, {h: self.sums(h, max(0, len(self.rows[h]) - last)) for h in self.members(head)})
-        counts: dict[int, Row] = {h: defaultdict(float) for h in self.members(head)}
-        for h in counts:
-            for row in self.rows[h][-last:]:
-                for t, weight in row.items():
-                    counts[h][t] += weight >= 1 / len(row)
-        return self.mean(head, counts)
+        return self.mean(head, {h: self.sums(h, max(0, len(self.rows[h]) - last)) for h in self.members(head)})
 
     def tova(self, head: int) -> Row:
         newest = {h: self.rows[h][-1] for h in range(self.heads)}

@@ -30,10 +30,11 @@ class Candidates:
         prompt: ``[B]`` long, own tokens of each prompt, of which less may be held.
         due: ``[B]`` bool, sequences of which something may go; the others keep all.
         preference: ``[B]`` float64, how much the layer wants, where the allocator asks.
-        second: ``[B, Hkv, N]`` float32, decides over the rest of a head's tokens; None: there is one score.
+        second: ``[B, Hkv, N]`` float32, decides over the rest of a head's tokens; None means one score.
         first_share: share of a head's tokens that ``score`` decides over, where there are two.
         everyone: whether the host knows that all sequences are due.
-        ranks: ``[B, Hkv, N]`` long, in whose order tokens with equal scores are kept; None: they lie in that order.
+        ranks: ``[B, Hkv, N]`` long, in whose order tokens with equal scores are kept; None means as
+            they lie.
     """
 
     score: Tensor
@@ -50,7 +51,7 @@ class Candidates:
 
     @cached_property
     def order(self) -> Tensor | None:
-        """Slots ``[B, Hkv, N]`` long in the order of ranks, free ones anywhere; None: they lie in that order."""
+        """Slots ``[B, Hkv, N]`` long in the order of ranks, free ones anywhere; None means that they lie so."""
         return None if self.ranks is None else self.ranks.argsort(-1)
 
     @cached_property

@@ -21,8 +21,6 @@ from ag.errors import require
 #: Metadata of a field that is no option of a policy.
 DERIVED = MappingProxyType({"option": False})
 
-Group = Literal["mean", "sum", "max"]
-
 
 def option_names(part: type | object) -> list[str]:
     """Return the fields of a part of a policy that are its options."""
@@ -170,13 +168,7 @@ class Scorer(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class RowScorer(Scorer):
-    """A scorer that sums a statistic of attention rows over queries.
-
-    Attributes:
-        group: how the query heads of a KV head combine: ``mean``, ``sum`` (the same ranking within a head) or ``max``.
-    """
-
-    group: Group = "mean"
+    """A scorer that sums a statistic of attention rows over queries; the query heads of a KV head are averaged."""
 
     @cached_property
     def needs(self) -> Needs:
@@ -197,7 +189,7 @@ class RowScorer(Scorer):
 
     def reduce(self, seen: AttentionStats, heads: Tensor) -> Tensor:
         """Turn ``[B, H, N]`` into one score per KV head, ``[B, Hkv, N]``."""
-        return grouped(heads, seen, self.group)
+        return grouped(heads, seen, "mean")
 
     def pool(self, seen: AttentionStats, score: Tensor, before_window: bool = True) -> Tensor:
         """Smooth a score ``[B, *, N]`` over neighbours in the cache; a plain scorer returns it as it is."""
@@ -212,10 +204,10 @@ class RowScorer(Scorer):
         return self.pool(seen, self.raw(seen), before_window=False)
 
 
-def grouped(values: Tensor, seen: AttentionStats, how: Group) -> Tensor:
+def grouped(values: Tensor, seen: AttentionStats, how: Literal["mean", "sum"]) -> Tensor:
     """Combine ``[B, H, N]`` over the query heads of each KV head, ``[B, Hkv, N]``."""
     values = values.unflatten(1, (seen.keys.shape[1], -1))
-    return values.amax(2) if how == "max" else values.sum(2) if how == "sum" else values.mean(2)
+    return values.sum(2) if how == "sum" else values.mean(2)
 
 
 def pooled(values: Tensor, inside: Tensor, kernel: int, kind: str, order: Tensor | None = None) -> Tensor:
@@ -245,11 +237,6 @@ class Rereader(Scorer):
 
     sinks: int
     normalize: bool
-
-    @property
-    def alike(self) -> bool:
-        """Whether its score of a token is the same in all KV heads, where these hold the same tokens in their slots."""
-        return False
 
     @property
     def rereader(self) -> Rereader:

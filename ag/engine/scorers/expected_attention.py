@@ -16,8 +16,6 @@ from ag.engine.scorers.base import Needs, Scorer, grouped
 from ag.errors import require
 from ag.kernels.softmax import weigh
 
-TILE = 2**24  # elements of rotated covariances at once
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Scorer):
@@ -37,9 +35,6 @@ class ExpectedAttention(Scorer):
     Attributes:
         sinks: first tokens that stay, and are left out of the statistics.
         future: places whose rotations are averaged.
-        covariance: whether queries vary, or all are the mean one.
-        mixture: use the covariance of the queries over all future places, in which pairs of dimensions that turn fast
-            spread out; as published the covariance is turned by the mean rotation, which shrinks them to 0.
         values: multiply by the norms of the values; a wrapper, which weighs values itself, turns it off.
         eps: added to the weight, so that a value counts where nothing is expected.
         window: queries to look back at when those of the whole prompt are not at hand.
@@ -47,8 +42,6 @@ class ExpectedAttention(Scorer):
 
     sinks: int = 4
     future: int = 512
-    covariance: bool = True
-    mixture: bool = False
     values: bool = True
     eps: float = 0.0
     window: int = 512
@@ -58,7 +51,6 @@ class ExpectedAttention(Scorer):
         require(self, "future", self.future >= 1, "1 or more")
         require(self, "window", self.window >= 1, "1 or more")
         require(self, "eps", self.eps >= 0, "0 or more")
-        require(self, "mixture", self.covariance or not self.mixture, "no covariance=False")
 
     @cached_property
     def needs(self) -> Needs:
@@ -92,8 +84,7 @@ class ExpectedAttention(Scorer):
         keys = k.unsqueeze(2)  # [B, Hkv, 1, N, D]
         mean, spread = (x.unflatten(1, (-1, seen.group)) for x in (mean, spread))
         logits: Tensor = (keys @ mean[..., None])[..., 0] * seen.scaling
-        if self.covariance:
-            logits = logits + ((keys @ spread) * keys).sum(-1) * (seen.scaling**2 / 2)
+        logits = logits + ((keys @ spread) * keys).sum(-1) * (seen.scaling**2 / 2)
         return logits.flatten(1, 2)
 
     def note(self, seen: AttentionStats, records: Records) -> None:
@@ -126,17 +117,8 @@ class ExpectedAttention(Scorer):
         """Turn mean and covariance to the places that follow."""
         first = seen.lengths[:, None, None]
         ahead = seen.turn(mean[:, :, None], first, self.future)[:, :, 0]
-        if not self.covariance:
-            return ahead, spread
-        if not self.mixture:
-            return ahead, _both_sides(seen, spread, first, self.future)
-        second, total = spread + mean[..., None] * mean[..., None, :], torch.zeros_like(spread)
-        step = max(1, TILE // second.numel())
-        for start in range(0, self.future, step):
-            places = first + torch.arange(start, min(start + step, self.future), device=first.device)
-            many = second[:, :, None].expand(-1, -1, places.shape[-1], -1, -1)
-            total += _both_sides(seen, many, places).sum(2)
-        return ahead, total / self.future - ahead[..., None] * ahead[..., None, :]
+        once = seen.turn(spread, first, self.future).mT  # R Sigma R^T, R the mean rotation
+        return ahead, seen.turn(once, first, self.future)
 
 
 class Moments(NamedTuple):
@@ -148,7 +130,7 @@ class Moments(NamedTuple):
 
 
 def _moments(seen: AttentionStats, last: int, sinks: int) -> Moments:
-    """Sum up the last so many queries that are shown, without those of the first tokens of each sequence."""
+    """Sum up the ``last`` newest queries that are shown, without those of the first tokens of each sequence."""
     ranks = seen.query_ranks[:, -last:]
     counted = (seen.query_valid[:, -last:] & (ranks >= sinks))[:, None, :, None]
     # A place further on, for all queries of a sequence, turns the statistics and the future places alike.
@@ -166,13 +148,3 @@ def _together(one: Moments, other: Moments) -> Moments:
     step = other.mean - one.mean
     between = (step[..., None] * step[..., None, :]) * (one.number[..., None] * share)[..., None]
     return Moments(number, one.mean + step * share, one.products + other.products + between)
-
-
-def _both_sides(seen: AttentionStats, matrix: Tensor, places: Tensor, span: int = 1) -> Tensor:
-    """Return ``R M R^T`` for symmetric ``[B, H, (n,) D, D]``, R the (mean) rotation to places ``[B, 1, n or 1]``."""
-    dim = matrix.shape[-1]
-    flat = matrix.reshape(*matrix.shape[:2], -1, dim)
-    if places.shape[-1] > 1:
-        places = places.repeat_interleave(flat.shape[2] // places.shape[-1], -1)
-    once = seen.turn(flat, places, span).view_as(matrix).mT
-    return seen.turn(once.reshape_as(flat), places, span).view_as(matrix)

@@ -53,11 +53,11 @@ class Gates(Scorer):
         if self.recent is not None and self.recent_share is not None:
             raise UserError(
                 f"Gates: recent_share={self.recent_share} with recent={self.recent}: expected one of the two, as the "
-                "share is of a number of recents that nobody gave; leave one out."
+                "share replaces a number of recents; leave one out."
             )
 
     def trained_with(self, sinks: int, recent: int) -> Self:
-        """Return the scorer that protects so many tokens, where it was not told how many."""
+        """Return the scorer that protects these numbers of tokens, where no option gives others."""
         return replace(self, trained_sinks=sinks, trained_recent=recent)
 
     def score(self, seen: AttentionStats) -> Tensor:

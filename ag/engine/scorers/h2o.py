@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ag.engine.attention_stats import AttentionStats
@@ -25,12 +23,10 @@ class H2O(RowScorer):
     Attributes:
         recent: newest tokens that stay: a number, or a share of the budget.
         window: count only this many of the prompt's last queries; None means that all count.
-        normalize: ``count`` divides by the number of counting queries that saw the key; as published it is not.
     """
 
     recent: int | float = 0.5  # type: ignore[assignment]
     window: int | None = None
-    normalize: Literal["none", "count"] = "none"
 
     needs = Needs(rows=True, every_query=True, steady=True)
 
@@ -55,20 +51,9 @@ class H2O(RowScorer):
         """Return the sums over all queries, or over the prompt's window and decoding; past weights do not change."""
         recorded = self.recorded(seen, statistic)
         if self.window is None:
-            sums = recorded["sums"]
-        else:
-            sums = recorded["window"].sum(2)
-            sums = sums + recorded["sums"] if seen.decoding else sums
-        return sums if self.normalize == "none" else sums / self._queries(seen)
-
-    def _queries(self, seen: AttentionStats) -> Tensor:
-        """Return the number of counting queries that could see each key, ``[B, H, N]``."""
-        first = torch.zeros_like(seen.lengths)
-        if self.window is not None:
-            first = (seen.prompt_lengths if seen.decoding else seen.lengths) - self.window
-        # nothing is held that the last query does not see, so that all queries since then saw it
-        since = seen.lengths[:, None, None] - seen.key_ranks.maximum(first[:, None, None])
-        return since.clamp_min(1).repeat_interleave(seen.group, 1)
+            return recorded["sums"]
+        sums = recorded["window"].sum(2)
+        return sums + recorded["sums"] if seen.decoding else sums
 
     def limits(self, capacity: Tensor) -> tuple[int, int | Tensor]:
         """Return the sinks and the newest tokens."""

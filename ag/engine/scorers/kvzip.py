@@ -38,7 +38,7 @@ class KVzip(Rereader):
         overlap: last tokens of the chunk before, with which the instruction names the next one; all of it, where it has
             fewer.
         normalize: KVzip+: multiply weights by ``||W_O v_p|| / ||x_i||``, ``x_i`` what the query was made of.
-        ask: token ids, separated by blanks, of the instruction before the first chunk; None: those of a tokenizer,
+        ask: token ids, separated by blanks, of the instruction before the first chunk; None means those of a tokenizer,
             where a command has one (:meth:`with_tokenizer`), else none.
         ask_part: the same before the others, whose first tokens follow.
         answer: the same between instruction and chunk: the user's turn ends, the assistant's begins, and where the chat

@@ -11,7 +11,6 @@ from torch import Tensor
 from ag.engine.attention_stats import AttentionStats
 from ag.engine.rows import Statistic, attention
 from ag.engine.scorers.base import Needs, RowScorer
-from ag.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +29,6 @@ class Tova(RowScorer):
     scope: Literal["layer", "kv_head"] = "layer"
     recent: int = 1
     needs = Needs(rows=True, steady=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, "group", self.group == "mean" or self.scope == "kv_head", "mean, or scope=kv_head")
 
     @property
     def alike(self) -> bool:

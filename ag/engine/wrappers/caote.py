@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ag.engine.attention_stats import AttentionStats
-from ag.engine.scorers.base import Needs, RowScorer, grouped
+from ag.engine.scorers.base import Needs, grouped
 from ag.engine.wrappers.base import Wrapper, more
 
 SMALLEST = 1e-12  # weight of all other tokens below which a token counts as the only one
@@ -26,20 +24,12 @@ class Caote(Wrapper):
     computed without a difference of near numbers, as ``h_p ||v_p - o_(-p)||`` with the output of the others. The heads
     of a group combine as the root of the sum of squares, the change of their concatenated output. The newest token
     stays on any base.
-
-    Attributes:
-        pool_stage: ``base``: a base that pools does so before; ``final``: the change is pooled instead.
-        greedy: evict tokens one by one and compute the changes anew after each; as published all at once. The cost
-            grows with the number of evicted tokens.
     """
-
-    pool_stage: Literal["base", "final"] = "base"
-    greedy: bool = False
 
     @cached_property
     def needs(self) -> Needs:
         """What the base needs, precisely."""
-        return replace(self.inner.needs, precise=True)
+        return replace(super().needs, precise=True)
 
     def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
         """Return what the base protects, and at least the newest token."""
@@ -47,72 +37,25 @@ class Caote(Wrapper):
 
     def score(self, seen: AttentionStats) -> Tensor:
         """Return the change of the group's output."""
-        pooling = self.inner if self.pool_stage == "final" and isinstance(self.inner, RowScorer) else None
-        heads = self.inner.heads(seen) if pooling is None else pooling.raw(seen)
+        heads = self.inner.heads(seen).masked_fill(~seen.key_valid.repeat_interleave(seen.group, 1), 0.0)
+        weights = heads / heads.sum(-1, keepdim=True).clamp_min(1e-30)
+        return grouped(self.change(weights, seen).square(), seen, "sum").sqrt()
 
-        def score_of(held: Tensor) -> Tensor:
-            change = self.change(normalised(heads, held.repeat_interleave(seen.group, 1)), seen, held)
-            return change if pooling is None else pooling.pool(seen, change, before_window=False)
-
-        if self.greedy and seen.capacity is not None:
-            protected = self.protected(seen, seen.capacity)
-            return one_by_one(score_of, seen.key_valid, protected, seen.capacity, seen.keys.order)
-        return score_of(seen.key_valid)
-
-    def change(self, weights: Tensor, seen: AttentionStats, held: Tensor) -> Tensor:
-        """Return the change of the group's output, ``[B, Hkv, N]``, for weights ``[B, H, N]`` of the tokens held."""
-        change = removal_error(weights, seen.v.repeat_interleave(seen.group, 1))
-        return grouped(change.square(), seen, "sum").sqrt()
+    def change(self, weights: Tensor, seen: AttentionStats) -> Tensor:
+        """Return the change of each head's output, ``[B, H, N]``, for weights ``[B, H, N]`` of the tokens held."""
+        return removal_error(weights, seen.v.repeat_interleave(seen.group, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FastCaote(Caote):
     """CAOTE with the plain mean of the held values in the place of the output (Eq. 23)."""
 
-    def change(self, weights: Tensor, seen: AttentionStats, held: Tensor) -> Tensor:
-        """Return the change of the group's output, approximately."""
-        centred = seen.values.centred
+    def change(self, weights: Tensor, seen: AttentionStats) -> Tensor:
+        """Return the change of each head's output, approximately."""
+        centred, held = seen.values.centred, seen.key_valid
         mean = (centred * held[..., None]).sum(2, keepdim=True) / held.sum(-1).clamp_min(1)[..., None, None]
-        distance = torch.linalg.vector_norm(centred - mean, dim=-1).repeat_interleave(seen.group, 1)
-        return grouped((odds(weights) * distance).square(), seen, "sum").sqrt()
-
-
-def one_by_one(
-    score_of: Callable[[Tensor], Tensor],
-    valid: Tensor,
-    protected: Tensor,
-    capacity: Tensor,
-    places: Tensor | None = None,
-) -> Tensor:
-    """Evict tokens one by one down to a capacity; returns scores ``[B, Hkv, N]``, below 0 and in that order.
-
-    Args:
-        score_of: maps the mask ``[B, Hkv, N]`` of held tokens to their scores.
-        valid: ``[B, Hkv, N]`` bool, the tokens held at first.
-        protected: ``[B, Hkv, N]`` bool, those that stay.
-        capacity: ``[B]`` long.
-        places: ``[B, Hkv, N]`` long, slots in the order in which those with equal scores go; None means as they lie.
-    """
-    held, order = valid.clone(), torch.zeros_like(valid, dtype=torch.long)
-    surplus = (valid.sum(-1) - capacity[:, None]).clamp_min(0)
-    rounds = int(surplus.max())
-    for number in range(rounds):
-        rivals = held & ~protected
-        scores = score_of(held).masked_fill(~rivals, float("inf"))
-        if places is None:
-            worst = scores.argmin(-1, keepdim=True)
-        else:
-            worst = places.gather(-1, scores.gather(-1, places).argmin(-1, keepdim=True))
-        goes = (number < surplus)[..., None] & rivals.gather(-1, worst)
-        order.scatter_(-1, worst, torch.where(goes, number - rounds, order.gather(-1, worst)))
-        held.scatter_(-1, worst, held.gather(-1, worst) & ~goes)
-    return score_of(held).where(order == 0, order.float())
-
-
-def normalised(heads: Tensor, held: Tensor) -> Tensor:
-    """Divide ``[B, H, N]`` by its sum over the tokens held ``[B, H, N]``; 0 on others."""
-    heads = heads.masked_fill(~held, 0.0)
-    return heads / heads.sum(-1, keepdim=True).clamp_min(1e-30)
+        distance: Tensor = torch.linalg.vector_norm(centred - mean, dim=-1).repeat_interleave(seen.group, 1)
+        return odds(weights) * distance
 
 
 def odds(weights: Tensor) -> Tensor:

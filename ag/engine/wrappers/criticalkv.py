@@ -43,7 +43,7 @@ class CriticalKV(Wrapper):
     @cached_property
     def needs(self) -> Needs:
         """What the base needs, and the output projection."""
-        return replace(self.inner.needs, output_projection=True)
+        return replace(super().needs, output_projection=True)
 
     def note(self, seen: AttentionStats, records: Records) -> None:
         """Record ``mean_g ||W_O v||_1`` too, ``[B, Hkv, N]``, computed once for each token."""
