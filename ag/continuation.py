@@ -1,4 +1,4 @@
-"""A continuation of a text under a policy, and what it costs."""
+"""``python -m ag.generate``: a continuation of a text under a policy, and what it costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from rich import box
@@ -76,13 +76,8 @@ def table(generations: dict[str, Generation]) -> Table:
     """Return the table that the command prints: tokens a second without what compiles at first use."""
     first = next(iter(generations.values()))
     caption = "after a warm-up; evicted: of the prompt; of full: tokens held, of prompt and new tokens"
-    out = Table(
-        title=f"{first.prompt_tokens} prompt tokens",
-        caption=caption,
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    looks: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+    out = Table(title=f"{first.prompt_tokens} prompt tokens", caption=caption, **looks)
     out.add_column("cache", overflow="fold")
     for column in ("evicted", "new\ntokens", "KV bytes", "of full", "prefill\ntokens/s", "decoding\ntokens/s"):
         out.add_column(column, justify="right", no_wrap=True)
@@ -129,19 +124,17 @@ def _read_prompt(config: GenerateConfig) -> str | Chat:
     if config.messages is not None:
         asked = Chat.read(config.messages)
         return replace(asked, variables={**asked.variables, **config.template})
-    text = config.prompt if config.prompt is not None else _read_file(str(config.file))
+    text = config.prompt
+    if text is None:
+        try:
+            text = Path(str(config.file)).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"file={config.file}: {error}; expected a text file in UTF-8.") from error
     if config.chat:
         return Chat([{"role": "user", "content": text}], config.template)
     if config.template:
         raise UserError(f"template.{next(iter(config.template))}: expected chat=true, or messages=FILE.json.")
     return text
-
-
-def _read_file(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"file={path}: {error}; expected a text file in UTF-8.") from error
 
 
 def read_policy(config: SharedPolicy) -> Policy:
@@ -158,8 +151,7 @@ def _spans(config: GenerateConfig) -> list[tuple[int, int]]:
     """Return the spans of tokens that ``protect`` names by numbers."""
     found = []
     for word in config.protect:
-        ends = re.fullmatch(r"(\d+)-(\d+)", word)
-        if ends:
+        if ends := re.fullmatch(r"(\d+)-(\d+)", word):
             found.append((int(ends[1]), int(ends[2])))
         elif word not in get_args(Part) or not (config.chat or config.messages):
             raise UserError(f"protect={word}: expected spans such as 0-40, or template or system of a chat.")

@@ -30,9 +30,8 @@ class ExplainConfig(SharedModel):
     tokens: int = key(256, "of each text; attention maps grow with its square", low=2)
     continuation: int = key(32, "last of these tokens, whose attention outputs are compared", low=1)
     layers: list[int] = key([], "layers of the attention maps; empty: four, spread out")
-    pictures: list[Literal["keep", "attention", "cake", "errors"]] = key(
-        ["keep", "attention", "cake", "errors"],
-        "kept tokens; attention of model and gates; entropy and variance; errors of outputs",
+    pictures: list[Literal["keep", "attention", "errors"]] = key(
+        ["keep", "attention", "errors"], "kept tokens; attention of model and gates; errors of outputs"
     )
     output: str = key("runs/explain", "folder of the pictures")
 

@@ -1,13 +1,17 @@
-"""Pictures of what policies keep and why."""
+"""Pictures of what policies keep and why: ``python -m ag.explain``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -18,15 +22,18 @@ from ag.config.policies import GATES
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.spec import named, parse_budget
 from ag.errors import UserError
-from ag.evaluate import inside, inside_plots, tasks
-from ag.evaluate.inside import View, record
+from ag.evaluate import tasks
+from ag.evaluate.inside import Reading, View, attention_map, gate_map, output_errors, record
 from ag.evaluate.tasks import Sample
 from ag.gates import export
-from ag.gates.figures import keep_pattern
+from ag.gates.figures import DPI, keep_pattern
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.model import base as models
 
+Array = NDArray[np.floating]
+
 SEARCHED = 10  # samples read for each one wanted, because some are too short
+DASHES = ("-", "--", ":", "-.")
 
 
 def run(asked: Invocation[ExplainConfig]) -> int:
@@ -44,14 +51,13 @@ def explain(config: ExplainConfig, tell: Callable[[str], None]) -> list[Path]:
 
     Args:
         config: what to draw.
-        tell: is given a line about each picture that there cannot be.
+        tell: is given a line about each picture that cannot be drawn.
     """
     plan = _policies(config)
     task = tasks.make(config.task, config.root, **config.task_options)
     model, tokenizer = models.load_base(ModelConfig(config.model, config.revision, config.dtype), config.device)
-    found = task.load(
-        tokenizer, SEARCHED * config.samples, model.config.get_text_config().max_position_embeddings
-    ).samples
+    context = model.config.get_text_config().max_position_embeddings
+    found = task.load(tokenizer, SEARCHED * config.samples, context).samples
     samples = [Sample(one.id, one.prompt[: config.tokens]) for one in found if len(one.prompt) >= config.tokens]
     if not samples:
         raise UserError(f"task={config.task}: no prompt has tokens={config.tokens}; ask for fewer.")
@@ -65,7 +71,7 @@ def explain(config: ExplainConfig, tell: Callable[[str], None]) -> list[Path]:
         figure.savefig(paths[-1])
     if not paths:
         raise UserError(
-            f"pictures={config.pictures}: nothing to draw; expected keep, cake, errors, or attention with gates=EXPORT "
+            f"pictures={config.pictures}: nothing to draw; expected keep, errors, or attention with gates=EXPORT "
             "of gate.kind=attention."
         )
     return paths
@@ -88,7 +94,7 @@ def draw(
             file = re.sub(r"[^\w+@-]+", "_", name)
             for number, view in enumerate(mine):
                 yield f"keep-{file}-{number}", keep_pattern(view.kept, view.pieces)
-    readings = [inside.Reading(model, one.prompt) for one in samples]
+    readings = [Reading(model, one.prompt) for one in samples]
     if "attention" in config.pictures and config.gates:
         gates = EvictionCache(model, plan[GATES]).gates
         assert gates is not None
@@ -96,34 +102,83 @@ def draw(
             tell(f"attention: no picture, because gates of kind {gates.config.kind} have no attention of their own")
         else:
             for number, (reading, view) in enumerate(zip(readings, views[GATES], strict=True)):
-                yield f"attention-{number}", _attention(config, gates, reading, view)
-    if "cake" in config.pictures:
-        yield "cake", inside_plots.entropy_and_variance([inside.layer_statistics(one).numpy() for one in readings])
+                yield f"attention-{number}", attention_maps(config.layers, gates, reading, view)
     if "errors" in config.pictures:
         errors, kept = {}, {}
         for name, mine in views.items():
             pairs = zip(readings, mine, strict=True)
-            found = [inside.output_errors(reading, torch.from_numpy(view.kept)) for reading, view in pairs]
-            errors[name] = torch.stack(found).mean(0).numpy()
+            found = [output_errors(reading, torch.from_numpy(view.kept)) for reading, view in pairs]
+            errors[name] = torch.stack(found).mean(0).cpu().numpy()
             kept[name] = sum(float(view.kept.mean()) for view in mine) / len(mine)
-        yield "errors", inside_plots.errors_by_layer(errors, kept, {name: one.spec for name, one in plan.items()})
+        yield "errors", errors_by_layer(errors, kept, plan)
 
 
-def _attention(config: ExplainConfig, gates: AttentionGates, reading: inside.Reading, view: View) -> Figure:
-    """Draw the attention of the model and of its gates, which are of kind attention, in some layers."""
-    having = gates.layer_indices
-    layers = config.layers or sorted({having[i * (len(having) - 1) // 3] for i in range(4)})
-    for layer in layers:
+def attention_maps(layers: Sequence[int], gates: AttentionGates, reading: Reading, view: View) -> Figure:
+    """Draw the model's attention beside the gate's own, and what the gate keeps, as in Figure 4 of Attention-Gate.
+
+    Args:
+        layers: one row of the picture each; none means four, spread out.
+        gates: of kind attention.
+        reading: the text.
+        view: what the gates kept of its first tokens, which are drawn.
+    """
+    having, length = gates.layer_indices, view.kept.shape[2]
+    layers = layers or sorted({having[i * (len(having) - 1) // 3] for i in range(4)})
+    figure = Figure(figsize=(9, 0.8 + 2.9 * len(layers)), dpi=DPI, layout="constrained")
+    for row, layer in zip(figure.subplots(len(layers), 3, squeeze=False), layers, strict=True):
         if layer not in having:
-            raise UserError(f"layers={config.layers}: layer {layer} has no gate; expected some of {having}.")
-    length, theirs = view.kept.shape[2], []
-    for layer in layers:
-        gate = gates.layers[str(layer)]
+            raise UserError(f"layers={list(layers)}: layer {layer} has no gate; expected some of {having}.")
+        gate, kept = gates.layers[str(layer)], view.kept[layer]
         assert isinstance(gate, AttentionGate)
-        hidden = reading.hidden[layer - gates.config.layer_offset][:, :length]
-        theirs.append(inside.gate_map(gate, hidden).mean(0).cpu().numpy())
-    ours = [inside.attention_map(reading, layer).mean(0)[:length, :length].cpu().numpy() for layer in layers]
-    return inside_plots.attention_maps(layers, ours, theirs, [view.kept[layer] for layer in layers])
+        theirs = gate_map(gate, reading.hidden[layer - gates.config.layer_offset][:, :length])
+        ours = attention_map(reading.calls[layer])[:, :length, :length]
+        for axes, found, name in zip(row, (ours, theirs), ("model", "gate"), strict=False):
+            weights = found.mean(0).cpu().numpy()
+            seen = weights[weights > 0]
+            scale = LogNorm(max(float(seen.max()) * 1e-4, float(seen.min())), float(seen.max()))
+            axes.imshow(np.where(weights > 0, weights, np.nan), cmap="magma", norm=scale, interpolation="nearest")
+            axes.set_title(f"layer {layer}: attention of the {name}", fontsize=9)
+            axes.set_ylabel("query", fontsize=8)
+        row[2].imshow(kept, cmap="gray", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        row[2].set_title(f"kept: {kept.mean():.0%}", fontsize=9)
+        row[2].set_ylabel("KV head", fontsize=8)
+        row[2].set_yticks(range(len(kept)))
+        for axes in row:
+            axes.set_xlabel("key", fontsize=8)
+            axes.tick_params(labelsize=7)
+    return figure
+
+
+def errors_by_layer(errors: Mapping[str, Array], kept: Mapping[str, float], plan: Mapping[str, Policy]) -> Figure:
+    """Draw `[L]` errors by policy; policies that share a scorer share a colour, and differ in their dashes.
+
+    Args:
+        errors: by policy.
+        kept: the share that each policy kept.
+        plan: the policies.
+    """
+    figure = Figure(figsize=(8, 4.2), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    drawn: dict[tuple[str, str | None], int] = {}  # by scorer, how many lines it has
+    for name, values in errors.items():
+        scorer = plan[name].spec.scorer, plan[name].spec.path
+        drawn[scorer] = drawn.get(scorer, 0) + 1
+        axes.plot(
+            np.where(values > 0, values, np.nan),
+            DASHES[(drawn[scorer] - 1) % len(DASHES)],
+            color=f"C{list(drawn).index(scorer) % 10}",
+            linewidth=1.5,
+            label=f"{name} ({kept[name]:.0%}): {np.mean(values):.3f}",
+        )
+    axes.set_yscale("log")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("relative squared error of the output")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8, title="policy (kept): mean")
+    return figure
 
 
 def _policies(config: ExplainConfig) -> dict[str, Policy]:

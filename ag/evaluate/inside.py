@@ -14,12 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.engine import EvictionCache, Policy, read_prompt
-from ag.engine.allocators.preference import entropy_and_variance
-from ag.engine.attention_stats import AttentionStats
-from ag.engine.select import closing_order
-from ag.engine.shown import Keys, Queries
 from ag.evaluate.tasks import Sample
 from ag.gates.gate import AttentionGate
+from ag.kernels.softmax import weigh
 from ag.model.hooks import AttentionCall, Interceptor, decoder_of, instrument
 
 CONTEXT = 4  # tokens before one that its text may depend on
@@ -97,14 +94,10 @@ class Reading(Interceptor):
     def __init__(self, model: nn.Module, ids: Sequence[int]) -> None:
         self.calls: list[AttentionCall] = []
         self.hidden: list[Tensor] = []
-        self.length = len(ids)
         instrument(model)
         tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
         with torch.no_grad():
             decoder_of(model)(input_ids=tokens, gating=self, use_cache=False)
-
-    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
-        """Do nothing: there is no padding."""
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Keep the hidden states."""
@@ -115,40 +108,13 @@ class Reading(Interceptor):
         self.calls.append(call)
         return call.dense(None, False)
 
-    def observe(self, layer: int, first: int, last: int, held: Tensor | None = None) -> AttentionStats:
-        """Return queries ``first`` to ``last`` of a layer against the keys before ``last``.
 
-        Args:
-            layer: index of the layer.
-            first: first query.
-            last: one past the last query.
-            held: ``[Hkv, last]`` bool, the keys that are there; None: all.
-        """
-        call = self.calls[layer]
-        k, v = call.k[:, :, :last], call.v[:, :, :last]
-        if held is None:
-            held = torch.ones(k.shape[1:3], dtype=torch.bool, device=k.device)
-        slots = closing_order(held[None])  # an observation has its free slots at the end
-        index = slots[..., None].expand(-1, -1, -1, k.shape[-1])
-        ranks = torch.arange(first, last, device=k.device)[None]
-        valid = torch.arange(slots.shape[-1], device=k.device) < held.sum(-1)[None, :, None]
-        return AttentionStats(
-            keys=Keys(
-                stored=lambda: (k.gather(2, index), v.gather(2, index)),
-                shape=(1, len(held), slots.shape[-1]),
-                ledger=lambda: (slots, valid),
-            ),
-            queries=Queries(q=call.q[:, :, first:last], ranks=ranks, valid=torch.ones_like(ranks, dtype=torch.bool)),
-            scaling=call.scaling,
-            softmax=call.softmax,
-            layer=layer,
-            sliding_window=call.window,
-        )
-
-
-def attention_map(reading: Reading, layer: int) -> Tensor:
-    """Return the attention of a layer, ``[H, T, T]`` float32."""
-    return reading.observe(layer, 0, reading.length).rows(reading.length).a[0]
+def attention_map(call: AttentionCall) -> Tensor:
+    """Return the attention weights of a layer, ``[H, T, T]`` float32."""
+    keys = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
+    s = call.softmax.capped(call.q.float() @ keys.float().mT * call.scaling)
+    s = s.masked_fill(_unseen(s.shape[-1], call.window, s.device), float("-inf"))
+    return weigh(s, call.softmax.by_head(4))[0]
 
 
 @torch.no_grad()
@@ -160,18 +126,9 @@ def gate_map(gate: AttentionGate, hidden: Tensor) -> Tensor:
     q, k = (proj(hidden).view(shape).transpose(0, 1).float() for proj in (gate.q_proj, gate.k_proj))
     logits = q @ k.mT * config.head_dim**-0.5
     if config.scope == "causal":
-        distance = torch.arange(shape[0], device=hidden.device)
-        distance = distance[:, None] - distance
-        unseen = (distance < 0) | (distance >= (config.window or shape[0]))
-        logits = logits.masked_fill(unseen, float("-inf"))
+        logits = logits.masked_fill(_unseen(shape[0], config.window, logits.device), float("-inf"))
     weights: Tensor = logits.softmax(-1)
     return weights
-
-
-def layer_statistics(reading: Reading, observers: int = 32) -> Tensor:
-    """Return CAKE's entropy and variance of every layer's attention, ``[L, 2]``."""
-    seen = [reading.observe(layer, 0, reading.length) for layer in range(len(reading.calls))]
-    return torch.tensor([[float(x) for x in entropy_and_variance(layer, observers)] for layer in seen])
 
 
 def output_errors(reading: Reading, kept: Tensor) -> Tensor:
@@ -186,10 +143,21 @@ def output_errors(reading: Reading, kept: Tensor) -> Tensor:
     Returns:
         ``[L]``: squared difference of the outputs, over heads and queries, by the squared outputs (CAOTE, Figure 3).
     """
-    prompt, length = kept.shape[2], reading.length
     errors = []
-    for layer, flags in enumerate(kept.to(reading.calls[0].k.device)):
-        held = torch.cat([flags, flags.new_ones(flags.shape[0], length - prompt)], 1)
-        full, evicted = (reading.observe(layer, prompt, length, what).rows(length - prompt).o for what in (None, held))
-        errors.append(float((evicted - full).square().sum() / full.square().sum()))
-    return torch.tensor(errors)
+    for call, flags in zip(reading.calls, kept.to(reading.calls[0].k.device), strict=True):
+        group, prompt = call.q.shape[1] // call.k.shape[1], flags.shape[-1]
+        values = call.v[0].float().repeat_interleave(group, 0)
+        weights = attention_map(call)[:, prompt:]
+        sinks = 0.0 if call.softmax.sinks is None else 1 - weights.sum(-1, keepdim=True)
+        gone = torch.cat([~flags, flags.new_zeros(len(flags), weights.shape[-1] - prompt)], 1)
+        stay = weights.masked_fill(gone.repeat_interleave(group, 0)[:, None], 0.0)
+        full, evicted = (a @ values / (a.sum(-1, keepdim=True) + sinks) for a in (weights, stay))
+        errors.append((evicted - full).square().sum() / full.square().sum())
+    return torch.stack(errors)
+
+
+def _unseen(tokens: int, window: int | None, device: torch.device) -> Tensor:
+    """Return ``[T, T]`` bool: which keys a causal query does not see, beyond a window too where there is one."""
+    places = torch.arange(tokens, device=device)
+    distance = places[:, None] - places
+    return (distance < 0) | (distance >= (window or tokens))

@@ -11,7 +11,7 @@ from ag.config.command_line import parse
 from ag.config.keys import keys, parse_yaml
 from ag.config.recipes import RECIPES, dump, load_config, recipes, resolve
 from ag.evaluate.comparison.cells import list_cells
-from ag.evaluate.tasks.longbench_subsets import SUBSETS
+from ag.evaluate.tasks.longbench import SUBSETS
 
 ABLATIONS = {  # the single difference from piqa_sft (Tables 3 and 6 of the paper)
     "ablation_heads_2": {"num_heads": 2},

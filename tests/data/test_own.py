@@ -11,7 +11,7 @@ import ag.data
 from ag.config import DataConfig
 from ag.data.sources import DataError, MissingSplitError, Source
 from ag.data.templates import is_own
-from ag.evaluate.tasks.responses import Response
+from ag.evaluate.tasks.responses import of_rows
 from tests.support.refused import refuses
 
 ROWS = [{"prompt": f"Word {i}:", "response": f" the old bridge {i}"} for i in range(7)]
@@ -74,7 +74,7 @@ def test_the_assistants_turns_carry_loss(module, tokenizer, template, loss):
     [row] = made.train_rows
     assert tokenizer.decode(row.tokens).count("[user]") == 2
     first = "yes</s>\n" if template != MARKED else "yes</s>"
-    assert tokenizer.decode(Response.of("0", [row]).answers[0]) == first
+    assert tokenizer.decode(of_rows("0", [row]).answers[0]) == first
 
 
 def test_a_chat_may_end_with_eos_too(module, tokenizer):

@@ -23,21 +23,18 @@ COMMANDS = {
     "evaluate": (ag.evaluate.__main__.main, ["root=.", "policies=[h2o]"], "budgets=[{}]"),
     "explain": (ag.explain.main, ["root=.", "policies=[h2o]"], "budget={}"),
 }
-WRONG = ["100.7", "1.5", "0", "-3", "0.0", "64.0", "abc", ".nan", ".inf", "true", "[1]"]
+WRONG = {"1.5": 1.5, "0": 0, "64.0": 64.0, "abc": "abc", ".nan": float("nan"), "true": True, "[1]": [1]}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("text", WRONG)
-def test_every_command_refuses_it_in_the_same_words(command, text, capsys):
+def test_every_command_refuses_it_in_the_same_words(command, capsys):
     main, words, key = COMMANDS[command]
-    value = {"abc": "abc", ".nan": float("nan"), ".inf": float("inf"), "true": True, "[1]": [1]}.get(text)
-    value = value if value is not None else float(text) if "." in text else int(text)
-    with pytest.raises(UserError) as caught:
-        parse_budget(value)
-    assert main([*words, key.format(text)]) == 2
-    error = capsys.readouterr().err
-    assert re.sub(r"^ag\.\w+: error: ", "", error).strip() == str(caught.value)
-    assert str(caught.value).startswith(f"budget={value!r}: ")
+    for text, value in WRONG.items():
+        with pytest.raises(UserError) as caught:
+            parse_budget(value)
+        assert main([*words, key.format(text)]) == 2
+        error = re.sub(r"^ag\.\w+: error: ", "", capsys.readouterr().err).strip()
+        assert error == str(caught.value) and error.startswith(f"budget={value!r}: ")
 
 
 @pytest.mark.parametrize(("text", "budget"), [("1", 1), ("1.0", 1.0), ("256", 256), ("0.25", 0.25), ("1e-1", 0.1)])

@@ -1,26 +1,23 @@
-"""Attention maps, statistics and output errors against the model's own attention weights."""
+"""Attention maps and output errors against the model's own attention weights."""
 
 import pytest
 import torch
 
 import ag
-from ag.evaluate.inside import Reading, attention_map, gate_map, kept_flags, layer_statistics, output_errors
+from ag.evaluate.inside import Reading, attention_map, gate_map, kept_flags, output_errors
 from tests.support.bounded import Bounded
 from tests.support.bounds import conditioned, hold, of_pass, of_weights
 from tests.support.gates_for import gates_for
+from tests.support.shapes import shaped
 
 IDS = (torch.arange(60) * 7 % 90 + 4).tolist()
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
-def model(request, tiny_llama, tiny_mistral):
-    return tiny_llama() if request.param == "llama" else tiny_mistral()
-
-
-@pytest.fixture(scope="module")
-def weights(model, tiny_llama, tiny_mistral):
-    """The attention weights `[L, H, T, T]`, by transformers, which are off as their logarithms are."""
-    model = (tiny_llama if "Llama" in type(model).__name__ else tiny_mistral)()
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_maps_are_the_models_weights(name, tiny_llama, tiny_mistral):
+    """By transformers, whose weights are off as their logarithms are."""
+    model = {"llama": tiny_llama, "mistral": tiny_mistral}[name]()
+    reading = Reading(model, IDS)
     model.set_attn_implementation("eager")
 
     @torch.no_grad()
@@ -32,31 +29,17 @@ def weights(model, tiny_llama, tiny_mistral):
         found = made()
         return found[found > 0].log()
 
-    return Bounded(made(), of_pass(model, logarithms) * made(), torch.finfo(torch.float32).eps)
-
-
-def test_maps_are_the_models_weights(model, weights):
-    reading = Reading(model, IDS)
+    weights = Bounded(made(), of_pass(model, logarithms) * made(), torch.finfo(torch.float32).eps)
     assert len(reading.calls) == len(reading.hidden) == 3
     for layer in range(3):
-        hold(attention_map(reading, layer), weights[layer])
-
-
-def test_statistics_by_hand(model, weights):
-    """H and V of the last 8 queries over the tokens before them; weights past the window are 0."""
-    found = layer_statistics(Reading(model, IDS), observers=8)
-    before = weights[:, :, -8:, :-8]
-    apart = before - before.mean(2, keepdim=True)
-    hold(torch.as_tensor(found)[:, 0], -(before * (before + 1e-10).log()).sum((1, 2, 3)))
-    hold(torch.as_tensor(found)[:, 1], apart.square().sum((1, 2, 3)) / 7)
+        hold(attention_map(reading.calls[layer]), weights[layer])
 
 
 @pytest.mark.parametrize(("scope", "window"), [("causal", 0), ("prompt", 0), ("causal", 4)])
 def test_gate_map_is_the_attention_inside_the_gate(tiny_llama, scope, window):
     model = tiny_llama()
     gates = gates_for(model, scope=scope, window=window)
-    reading = Reading(model, IDS)
-    gate, hidden = gates.layers["1"], reading.hidden[1]
+    gate, hidden = gates.layers["1"], Reading(model, IDS).hidden[1]
     weights = gate_map(gate, hidden)
     assert weights.shape == (2, 60, 60)
     values = gate.v_proj(hidden).view(60, 2, 8).transpose(0, 1)
@@ -75,13 +58,12 @@ def of_error(call, expected):
 
 def test_output_errors_of_one_token_are_caotes_formula(tiny_llama):
     """One query after the prompt: losing token j changes a head's output by a / (1 - a) ||o - v_j||."""
-    model = tiny_llama()
-    reading = Reading(model, IDS)
+    reading = Reading(tiny_llama(), IDS)
     kept = torch.ones(3, 2, 59, dtype=torch.bool)
     assert output_errors(reading, kept).tolist() == [0, 0, 0]
     kept[1, 0, 20] = False
     errors = output_errors(reading, kept)
-    a = attention_map(reading, 1)[:, -1]
+    a = attention_map(reading.calls[1])[:, -1]
     values = reading.calls[1].v[0].repeat_interleave(2, 0)
     out = (a[:, None] @ values)[:, 0]
     lost = [float(a[h, 20] / (1 - a[h, 20]) * (out[h] - values[h, 20]).norm()) for h in (0, 1)]
@@ -90,11 +72,12 @@ def test_output_errors_of_one_token_are_caotes_formula(tiny_llama):
     assert errors[0] == errors[2] == 0
 
 
-def test_the_error_of_the_first_layer_is_that_of_the_real_cache(tiny_llama):
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_error_of_the_first_layer_is_that_of_the_real_cache(tiny_llama, sinks):
     """Nothing before it differs, so that its output after a real eviction must be off by just that."""
-    model, outputs = tiny_llama(), []
-    first = model.model.layers[0].self_attn.o_proj
+    model, outputs = shaped("gpt_oss") if sinks else tiny_llama(), []
     with torch.no_grad():
+        first = model.model.layers[0].self_attn.o_proj
         handle = first.register_forward_pre_hook(lambda module, args: outputs.append(args[0]))
         model(torch.tensor([IDS]))
         cache = ag.EvictionCache(model, "h2o", 10)

@@ -3,7 +3,6 @@
 import json
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from tests.support.refused import refuses
 
 pytest.importorskip("lm_eval", reason="needs lm_eval: .venv/bin/pip install -e '.[lm_eval]'")
 
-import lm_eval
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
@@ -20,7 +18,7 @@ from lm_eval.tasks import TaskManager
 
 import ag
 from ag.config import LoraConfig
-from ag.errors import BudgetWarning, UserError
+from ag.errors import UserError
 from ag.evaluate.lm_eval import EvictingLM
 from ag.evaluate.lm_eval import main as lm_eval_main
 from ag.gates import export
@@ -129,18 +127,6 @@ def test_something_is_evicted_between_context_and_continuation(folder, tiny_llam
             hold(value, nats, answer.shape[1] * of_nats(model))
 
 
-@pytest.mark.slow
-def test_more_protected_than_the_budget_stays(folder, tiny_llama):
-    """Of the contexts of 34, 27 and 21 tokens the newest 28 stay: the first one loses some, the others none."""
-    protecting = {"policy": "streaming_llm", "budget": 2, "sinks": 0, "recent": 28}
-    with pytest.warns(BudgetWarning, match="protects .* tokens per KV head"):
-        _, answers = evaluate(folder, "ag", ("tiny_choice",), **protecting)
-    _, full = evaluate(folder, "ag", ("tiny_choice",), policy="full")
-    same = (flat(answers["tiny_choice"]) - flat(full["tiny_choice"])).abs().amax(1)
-    same = same <= of_choices(tiny_llama())
-    assert same.tolist() == [False, True, True]
-
-
 def test_gates_of_an_export(folder, tmp_path, tiny_llama):
     model = tiny_llama()
     gates_for(model).save_pretrained(tmp_path / "gates")
@@ -199,60 +185,21 @@ def test_continuations_that_eviction_cannot_change_are_told(folder, caplog, tiny
     assert abs(found["random"][1] - found["full"][1]) > 2 * bound < abs(found["blocks"][0] - found["full"][0])
 
 
-PIQA = [
-    {"goal": "To dry a wet coat,", "sol1": "hang it near the stove.", "sol2": "put it into the river.", "label": 0},
-    {"goal": "To cut a rope,", "sol1": "sing to it.", "sol2": "use a sharp knife.", "label": 1},
-    {"goal": "To open a jar,", "sol1": "turn its lid.", "sol2": "turn the table.", "label": 0},
-]
-
-
-@pytest.fixture(scope="module")
-def piqa(tmp_path_factory):
-    """The harness's own PIQA, with rows of this file in place of the hub's."""
-    folder = tmp_path_factory.mktemp("piqa")
-    (folder / "rows.json").write_text("".join(json.dumps(row) + "\n" for row in PIQA))
-    files = f"{{train: '{folder / 'rows.json'}', validation: '{folder / 'rows.json'}'}}"
-    own = Path(lm_eval.__file__).parent / "tasks" / "piqa" / "piqa.yaml"
-    text = f"include: {own}\ntask: piqa_here\ndataset_path: json\ndataset_kwargs: {{data_files: {files}}}\n"
-    (folder / "piqa_here.yaml").write_text(text)
-    return folder
-
-
-def run_command(piqa, output, monkeypatch, *arguments):
-    """Run ``python -m ag.evaluate.lm_eval`` in this process; returns the metrics of the task, errors left out."""
-    words = ["ag.evaluate.lm_eval", *arguments, "--tasks", "piqa_here", "--include_path", str(piqa)]
+@pytest.mark.slow
+def test_the_command(folder, tmp_path, tiny_llama, monkeypatch):
+    """The model ag answers as hf does with a full cache, and runs under gates."""
+    gates_for(tiny_llama(), scope="prompt").save_pretrained(tmp_path / "gates")
     # left out is only the index of 13,000 tasks, as above
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
-    monkeypatch.setattr(sys, "argv", [*words, "--device", "cpu", "--output_path", str(output)])
-    assert lm_eval_main([]) == 0
-    [file] = output.rglob("results_*.json")
-    found = json.loads(file.read_text())["results"]["piqa_here"]
-    return {name: value for name, value in found.items() if isinstance(value, float) and "stderr" not in name}
-
-
-@pytest.mark.slow
-def test_its_own_task_by_the_command(piqa, folder, tmp_path, tiny_llama, monkeypatch):
-    """The command's model ag answers as hf does with a full cache, and runs under gates."""
-    gates_for(tiny_llama(), scope="prompt").save_pretrained(tmp_path / "gates")
-    model = f"pretrained={folder / 'model'}"
-    found = {
-        name: run_command(piqa, tmp_path / name, monkeypatch, "--model", kind, "--model_args", f"{model}{policy}")
-        for name, kind, policy in (
-            ("hf", "hf", ""),
-            ("full", "ag", ",policy=full"),
-            ("gates", "ag", f",policy=gates:{tmp_path / 'gates'},budget=0.3"),
-        )
-    }
-    assert found["hf"] == found["full"] and set(found["hf"]) == {"acc,none", "acc_norm,none"}
-    assert all(value * len(PIQA) == pytest.approx(round(value * len(PIQA))) for value in found["gates"].values())
-    assert found["gates"].keys() == found["full"].keys()
-
-
-@pytest.mark.slow
-def test_the_shipped_gates_by_the_command(piqa, smollm2, tmp_path, monkeypatch):
-    """An accuracy is a share of three questions; the names of the base and of the gates are found."""
-    assert smollm2.is_dir()
-    args = "pretrained=smollm2,policy=gates:smollm2,budget=0.3"
-    found = run_command(piqa, tmp_path, monkeypatch, "--model", "ag", "--model_args", args)
-    assert set(found) == {"acc,none", "acc_norm,none"}
-    assert all(value * len(PIQA) == pytest.approx(round(value * len(PIQA))) for value in found.values())
+    found = {}
+    for kind, policy in (("hf", ""), ("ag", ",policy=full"), ("ag", f",policy=gates:{tmp_path / 'gates'},budget=0.3")):
+        output = tmp_path / f"{kind}{len(found)}"
+        words = ["--model", kind, "--model_args", f"pretrained={folder / 'model'}{policy}", "--tasks", "tiny_choice"]
+        words += ["--device", "cpu", "--include_path", str(folder), "--output_path", str(output)]
+        monkeypatch.setattr(sys, "argv", ["ag.evaluate.lm_eval", *words])
+        assert lm_eval_main([]) == 0
+        [file] = output.rglob("results_*.json")
+        results = json.loads(file.read_text())["results"]["tiny_choice"]
+        found[policy] = {name: results[name] for name in ("acc,none", "acc_norm,none")}
+    full, same, _ = found.values()
+    assert full == same

@@ -1,4 +1,4 @@
-"""What a task is: samples, and what a policy makes of each of them."""
+"""What a task is: a generator of samples (a context, a question about it, its answers), and a score of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
@@ -21,25 +21,51 @@ from ag.evaluate.tasks.follow import Likely, feed
 
 Tags = Mapping[str, str | int | float]
 LeftOut = Literal["too long", "too short"]
-CURVE = "nats@"  # of the tags that are the points of a curve over a text
+CURVE = "nats@"  # begins the tags that are the points of a curve over a text
 PART = re.compile(r"(score|nats)@([a-z]+) (.+)")  # a tag of a part of a sample: the measure, what the part is, its name
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One question, document or haystack.
+    """A context, a question about it, and its answers.
 
     Attributes:
         id: names it, the same in every run.
-        prompt: the tokens ``[T]`` that a policy evicts from: all up to the answer, or up to the question.
-        question: the tokens between the two; empty where they are part of the prompt.
+        prompt: tokens ``[T]`` of the context, from which a policy evicts.
+        question: tokens that are read between the prompt and an answer; empty where the prompt ends with them.
+        answers: tokens of each right answer; of multiple choice those of each choice.
+        target: index of the answer on which caches are compared with a full one; of multiple choice the right one.
+        most: tokens that a generated answer may have; 0 where nothing is generated.
+        references: texts that a generated answer is graded by.
+        tags: what tells it apart, which goes into its outcomes.
         protect: spans of the prompt that no policy evicts; see :meth:`ag.EvictionCache.protect`.
+        parts: what only its task reads, such as the turns of a conversation.
     """
 
     id: str
     prompt: list[int]
-    question: list[int] = field(default_factory=list, kw_only=True)
-    protect: list[tuple[int, int]] = field(default_factory=list, kw_only=True)
+    _: KW_ONLY
+    question: list[int] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+    target: int = 0
+    most: int = 0
+    references: list[str] = field(default_factory=list)
+    tags: Tags = field(default_factory=dict)
+    protect: list[tuple[int, int]] = field(default_factory=list)
+    parts: Sequence[Any] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the longest text that is read or written: prompt, question and a generated answer."""
+        return len(self.prompt) + len(self.question) + self.most
+
+    @property
+    def right(self) -> list[int]:
+        """Tokens of the target; empty where the sample has no answers."""
+        return self.answers[self.target] if self.answers else []
+
+
+Samples = Sequence[Sample]
 
 
 @dataclass(frozen=True)
@@ -54,9 +80,9 @@ class Outcome:
             measured in the cache.
         kv_bytes: allocated for keys and values after the prompt, or at the end.
         seconds: time of the decision, of question and answer; without the prompt, which policies read together.
-        tags: what tells samples apart: needle length and depth, subset of a benchmark, bins of a curve. ``nats`` is
-            the mean negative log-likelihood of the right answer's tokens, ``hits`` 1 where each is the likeliest;
-            ``kl`` and ``same_top1`` compare with a full cache, see :meth:`PromptTask.run`.
+        tags: those of the sample, and measures beside the score. ``nats`` is the mean negative log-likelihood of the
+            right answer's tokens, ``hits`` 1 where each is the likeliest; ``kl`` and ``same_top1`` compare with a full
+            cache, see :meth:`PromptTask.run`.
         over_budget: whether more was protected than the budget allows, and stayed.
     """
 
@@ -100,7 +126,7 @@ class Loaded:
         too_short: how many were left out on the way because they have fewer tokens than the task needs.
     """
 
-    samples: list[Any]
+    samples: list[Sample]
     too_long: int = 0
     too_short: int = 0
 
@@ -111,7 +137,7 @@ class Task(ABC):
 
     Attributes:
         name: what the command calls it.
-        root: local folder of the data; None: the Hugging Face hub.
+        root: local folder of the data; None means the Hugging Face hub.
     """
 
     name: str
@@ -131,7 +157,7 @@ class Task(ABC):
 
         Args:
             tokenizer: the model's.
-            limit: only the first so many of those that can be run; None: all of these. The others are counted.
+            limit: how many of the samples that can be run are taken; None means all. The others are counted.
             max_tokens: the model's context; a sample with its answer must fit.
 
         Raises:
@@ -148,22 +174,22 @@ class Task(ABC):
                 break
         return Loaded(samples, left.count("too long"), left.count("too short"))
 
-    def floor(self, samples: Sequence[Any]) -> float | None:
-        """Return the mean score up to which a model shows nothing on these samples; None: there is no such score."""
+    def floor(self, samples: Samples) -> float | None:
+        """Return the mean score up to which a model shows nothing on these samples; None means that there is none."""
         return None
 
-    def length(self, sample: Any) -> int:
+    def length(self, sample: Sample) -> int:
         """Return the tokens of a sample that a policy may evict."""
         return len(sample.prompt)
 
-    def reads_on(self, sample: Any) -> bool:
+    def reads_on(self, sample: Sample) -> bool:
         """Return whether tokens are read behind a sample's prompt, which see what was kept of it.
 
         The first token of an answer is predicted from the last token before it. Where that is the prompt's last one,
         and earlier tokens are evicted when the prompt is over, it is predicted as with a full cache: an answer of one
-        token says nothing of what was evicted. True where this is not known.
+        token says nothing of what was evicted.
         """
-        return True
+        return bool(sample.question) or max([sample.most, *map(len, sample.answers)]) != 1
 
     def instead(self) -> str:
         """Return the option with which tokens are read behind the prompts; empty where there is none."""
@@ -183,15 +209,69 @@ class Task(ABC):
 
     @abstractmethod
     def run(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Sequence[Any]
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over samples, and yield (index of the policy, outcome) as each is done.
 
-        Sample by sample, and for each sample policy by policy: those that read the prompt densely share one forward
+        Sample by sample, and for each sample policy by policy: policies that read the prompt densely share one forward
         pass of it.
 
         Raises:
             UserError: a policy cannot do the task.
+        """
+
+
+@dataclass(frozen=True)
+class PromptTask(Task):
+    """A task whose samples are a prompt, which is read and evicted, maybe a question, and an answer."""
+
+    def run(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Run policies over samples; see :meth:`Task.run`.
+
+        The tags ``kl`` and ``same_top1`` say how far each policy is from a full cache before each token of the right
+        answer: means of the divergence in nats, and of whether the likeliest token is the same.
+        """
+        device = next(model.parameters()).device
+        for sample in samples:
+            compared = [policy("full")] if sample.right else []
+            prompt = torch.tensor([sample.prompt], device=device)
+            caches = read_prompt(model, [*compared, *policies], prompt, protect=sample.protect)
+            question = torch.tensor([sample.question], device=device) if sample.question else None
+
+            def asked(cache: EvictionCache, last: Tensor, question: Tensor | None = question) -> Tensor:
+                return last if question is None else feed(model, cache, question)[:, -1]
+
+            full = None
+            if compared:
+                cache, last = caches.pop(0)
+                full = Likely.of(model, cache, asked(cache, last), sample.right)
+            for index in range(len(policies)):
+                cache, last = caches.pop(0)  # freed before the next answer
+                held = cache.kept_share(), cache.nbytes
+                start = time.perf_counter()
+                last = asked(cache, last)
+                twin = None if full is None else copy.deepcopy(cache)
+                score, tags = self.answer(model, tokenizer, cache, last, sample)
+                seconds = time.perf_counter() - start + cache.scoring_seconds
+                over = bool(cache.over_budget.any())
+                if full is not None and twin is not None:
+                    tags = {**tags, **full.distance(Likely.of(model, twin, last, sample.right))}
+                yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags, over)
+
+    @abstractmethod
+    def answer(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
+    ) -> tuple[float, Tags]:
+        """Return the sample's score and tags.
+
+        Args:
+            model: the model.
+            tokenizer: its tokenizer.
+            cache: has read and evicted the prompt, and has read the question; this sample's own.
+            last: ``[1, d]``, the final hidden state of the last token before the answer.
+            sample: one of those that :meth:`load` gave.
         """
 
 
@@ -210,12 +290,6 @@ def require_whole(task: Task, *names: str, least: int = 1) -> None:
         require(task, name, fits or (value is None and defaults[name] is None), what)
 
 
-def distance(found: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """Return the tags of what :meth:`ag.evaluate.tasks.follow.Likely.divergence` gave."""
-    kl, same = (float(x.mean()) for x in found)
-    return {"kl": kl, "same_top1": same}
-
-
 def by_part(what: str, found: Iterable[tuple[str | int, float, float]]) -> dict[str, float]:
     """Return tags with the mean score and nats of each part of a sample, which reports show apart.
 
@@ -224,75 +298,10 @@ def by_part(what: str, found: Iterable[tuple[str | int, float, float]]) -> dict[
         found: name, score and nats; parts of one name are one part.
     """
     parts: dict[str | int, list[tuple[float, float]]] = {}
-    for name, *measured in found:
-        parts.setdefault(name, []).append((measured[0], measured[1]))
+    for name, score, nats in found:
+        parts.setdefault(name, []).append((score, nats))
     return {
         f"{measure}@{what} {name}": fmean(pair[i] for pair in pairs)
         for i, measure in enumerate(("score", "nats"))
         for name, pairs in parts.items()
     }
-
-
-@dataclass(frozen=True)
-class PromptTask(Task):
-    """A task whose samples are a prompt, which is read and evicted, maybe a question, and something that follows."""
-
-    def longest(self, sample: Any) -> int | None:
-        """Return the tokens of the longest answer that a sample can have; None: not known."""
-        return None
-
-    def reads_on(self, sample: Any) -> bool:
-        """Return whether a question is read behind the prompt, or more of an answer than its first token."""
-        return bool(sample.question) or self.longest(sample) != 1
-
-    def right(self, sample: Any) -> list[int]:
-        """Return the tokens of the right answer, on which caches are compared with a full one; empty: on nothing."""
-        return []
-
-    def run(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Sequence[Any]
-    ) -> Iterator[tuple[int, Outcome]]:
-        """Run policies over samples; see :meth:`Task.run`.
-
-        The tags ``kl`` and ``same_top1`` say how far what follows is from what a full cache makes of the same tokens,
-        those of the right answer: means of the divergence in nats, and of whether the likeliest token is the same.
-        """
-        device = next(model.parameters()).device
-        for sample in samples:
-            given = self.right(sample)
-            readers = [*([policy("full")] if given else []), *policies]
-            caches = read_prompt(model, readers, torch.tensor([sample.prompt], device=device), protect=sample.protect)
-
-            def asked(cache: EvictionCache, last: Tensor, question: list[int] = sample.question) -> Tensor:
-                return feed(model, cache, torch.tensor([question], device=device))[:, -1] if question else last
-
-            full = None
-            if given:
-                cache, last = caches.pop(0)
-                full = Likely.of(model, cache, asked(cache, last), given)
-            for index in range(len(policies)):
-                cache, last = caches.pop(0)  # freed before the next answer
-                held = cache.kept_share(), cache.nbytes
-                start = time.perf_counter()
-                last = asked(cache, last)
-                twin = None if full is None else copy.deepcopy(cache)
-                score, tags = self.answer(model, tokenizer, cache, last, sample)
-                seconds = time.perf_counter() - start + cache.scoring_seconds
-                over = bool(cache.over_budget.any())
-                if full is not None and twin is not None:
-                    tags = {**tags, **distance(full.divergence(Likely.of(model, twin, last, given)))}
-                yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags, over)
-
-    @abstractmethod
-    def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Any
-    ) -> tuple[float, Tags]:
-        """Return the sample's score and tags.
-
-        Args:
-            model: the model.
-            tokenizer: its tokenizer.
-            cache: has read and evicted the prompt, and has read the question; this sample's own.
-            last: ``[1, d]``, the final hidden state of the last token before the answer.
-            sample: one of those that :meth:`load` gave.
-        """

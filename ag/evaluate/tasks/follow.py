@@ -65,11 +65,15 @@ class Likely(NamedTuple):
             states = torch.cat([last, feed(model, cache, torch.tensor([tokens[:-1]], device=last.device))[0]])
         return cls(lm_logits(model, states).float().log_softmax(-1))
 
-    def divergence(self, other: Likely) -> tuple[Tensor, Tensor]:
-        """Return ``KL(self || other)`` in nats and whether both have the same likeliest token, ``[T]`` each."""
+    def distance(self, other: Likely) -> dict[str, float]:
+        """Return the tags ``kl``, the mean ``KL(self || other)`` in nats, and ``same_top1``.
+
+        The second is the share of the places at which both have the same likeliest token.
+        """
         mine, theirs = self.log_probabilities, other.log_probabilities
         kl = (mine.exp() * (mine - theirs)).sum(-1)
-        return kl, (mine.argmax(-1) == theirs.argmax(-1)).float()
+        same = (mine.argmax(-1) == theirs.argmax(-1)).float()
+        return {"kl": float(kl.mean()), "same_top1": float(same.mean())}
 
 
 @torch.no_grad()

@@ -6,10 +6,8 @@ instructions and silently drops others. The instructions are our own, made so th
 
 from __future__ import annotations
 
-import copy
 import random
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,13 +18,14 @@ from transformers import PreTrainedTokenizerBase
 from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.engine import EvictionCache
 from ag.errors import require
-from ag.evaluate.tasks.base import Tags, by_part
-from ag.evaluate.tasks.follow import greedy, score
-from ag.evaluate.tasks.generated import Haystack, Variant, join, stretch
-from ag.evaluate.tasks.questions import Asked, Puzzle
+from ag.evaluate.tasks.base import Sample, Samples, Tags, by_part
+from ag.evaluate.tasks.follow import score
+from ag.evaluate.tasks.questions import Puzzle
+from ag.evaluate.tasks.ruler import Haystack, Variant, join, stretch
 
 ROLE = "You answer questions about texts. Follow these rules in each answer:"
 TASK = "What is the text above about? Answer by the rules."
+TELLS = "The text tells of people."
 
 
 class Choice(NamedTuple):
@@ -45,72 +44,29 @@ class Kind(NamedTuple):
     text: str  # the instruction, with the choice as ``{}``
     lead: str  # how an answer begins, up to where it shows what is followed
     choices: Sequence[Choice]
-    check: Callable[[str, Choice], bool]  # whether an answer that was written follows
 
 
 def _same(*words: str, lead: str = " ") -> list[Choice]:
     return [Choice(word, lead + word) for word in words]
 
 
-def _says(text: str, choice: Choice) -> bool:
-    return re.search(rf"\b{re.escape(choice.said)}\b", text) is not None
-
-
-def _headed(name: str) -> Callable[[str, Choice], bool]:
-    """Return what tells whether a line ``NAME: CHOICE`` is there."""
-    return lambda text, choice: re.search(rf"^{name}:\s*{re.escape(choice.said)}\b", text, re.M) is not None
-
-
-def _closed(text: str, choice: Choice) -> bool:
-    return text.rstrip(' .!"\n').endswith(choice.said)
-
-
-def _spoken(text: str, choice: Choice) -> bool:
-    """Tell whether a fifth of the words are among the commonest of a language, and more than of any other."""
-    words = re.findall(r"\w+", text.lower())
-    share = {
-        name: sum(word in common.split() for word in words) / max(len(words), 1) for name, common in COMMON.items()
-    }
-    return share[choice.said] >= 0.2 and share[choice.said] == max(share.values())
-
-
-def _marked(text: str, choice: Choice) -> bool:
-    """Tell whether each line, and there is one, begins with a mark."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return len(lines) > 0 and all(line.startswith(f"{choice.said} ") for line in lines)
-
-
-COMMON = {
-    "Spanish": "el los las del que y es se por con para su al lo como una habla sobre",
-    "French": "le les des du que et est dans pour par sur avec il elle qui une au ce",
-    "German": "der die das den dem des und ist ein eine zu von mit es auf im nicht sich",
-    "Italian": "il gli di del della dei che è per con si da non una sono nel questo testo",
-}
-TELLS = "The text tells of people."
 #: Those that SmolLM2-135M-Instruct follows with a full cache.
 KINDS: dict[str, Kind] = {
     "signature": Kind(
         "Sign with the name {}.",
         f"{TELLS}\n\nSigned:",
         _same("Captain Walnut", "Doctor Harbour", "Lady Lantern", "Uncle Marble", "Sister Falcon"),
-        _closed,
     ),
-    "place": Kind(
-        "Head the answer with the place {}.",
-        "Place:",
-        _same("Lisbon", "Oslo", "Cairo", "Lima", "Delhi"),
-        _headed("Place"),
-    ),
-    "date": Kind("Date the answer {}.", "Date:", _same("Monday", "Tuesday", "Thursday", "Saturday"), _headed("Date")),
-    "grade": Kind("Give the text the grade {}.", "Grade:", _same("A", "B", "C", "D", "E"), _headed("Grade")),
+    "place": Kind("Head the answer with the place {}.", "Place:", _same("Lisbon", "Oslo", "Cairo", "Lima", "Delhi")),
+    "date": Kind("Date the answer {}.", "Date:", _same("Monday", "Tuesday", "Thursday", "Saturday")),
+    "grade": Kind("Give the text the grade {}.", "Grade:", _same("A", "B", "C", "D", "E")),
     "closing": Kind(
         'Close with the words "{}".',
         f"{TELLS}\n\n",
         _same("Stay curious", "Good luck", "See you soon", "All the best", "Keep reading", lead=""),
-        _closed,
     ),
     "address": Kind(
-        "Call the reader {}.", "Listen, dear", _same("Professor", "Captain", "Madam", "Friend", "Colleague"), _says
+        "Call the reader {}.", "Listen, dear", _same("Professor", "Captain", "Madam", "Friend", "Colleague")
     ),
     "language": Kind(
         "Answer in {}.",
@@ -121,14 +77,8 @@ KINDS: dict[str, Kind] = {
             Choice("German", "Der Text handelt von"),
             Choice("Italian", "Il testo parla di"),
         ],
-        _spoken,
     ),
-    "format": Kind(
-        'Begin each line with "{}".',
-        "",
-        [Choice(mark, f"{mark} The text") for mark in ("-", "*", "+", "#", ">")],
-        _marked,
-    ),
+    "format": Kind('Begin each line with "{}".', "", [Choice(mark, f"{mark} The text") for mark in "-*+#>"]),
 }
 
 
@@ -138,15 +88,7 @@ class Demand(NamedTuple):
     kind: str
     said: Choice  # what is demanded
     instead: Choice  # what another instruction of this kind would demand
-
-
-@dataclass(frozen=True)
-class Instructed(Asked):
-    """A prompt with instructions, and for each of them the answers that follow it and another one of its kind."""
-
-    demands: list[Demand]
-    leads: list[int]  # tokens of each answer before what is compared
-    answers: list[tuple[list[int], list[int]]]  # that follows, and that does not, with their lead
+    lead: int = 0  # tokens of both answers before what is compared
 
 
 @dataclass(frozen=True)
@@ -155,11 +97,10 @@ class Instructions(Haystack):
 
     Each instruction demands one of several choices (a name to sign with, a language, ...), drawn for each sample. It is
     followed where what it demands is likelier, per token, than what another instruction of its kind would demand, at
-    the same place of an answer: half are without the instruction. ``nats`` are those of what is demanded. With
-    ``generate`` the model writes an answer instead, which a function of each kind checks.
+    the same place of an answer: half are without the instruction. ``nats`` are those of what is demanded.
 
-    Tags by ``rule`` (kind of instruction) and by ``place`` in the list: see
-    :func:`ag.evaluate.tasks.base.by_part`.
+    The parts of a sample are its demands, and its answers two for each: one that follows, and one that does not. Tags
+    by ``rule`` (kind of instruction) and by ``place`` in the list: see :func:`ag.evaluate.tasks.base.by_part`.
 
     Attributes:
         rules: how many instructions there are.
@@ -171,11 +112,13 @@ class Instructions(Haystack):
 
     metric: ClassVar[str] = "share followed"
     unit: ClassVar[str] = "system prompts"
+    generates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         require(self, "question", self.question == "after", "after: the text is read before its question")
+        require(self, "generate", self.generate is None, "none: given answers are compared")
         fits = type(self.rules) is int and 0 < self.rules <= len(KINDS)
         require(self, "rules", fits, f"1 to {len(KINDS)}")
         require(self, "protect", type(self.protect) is bool, "true or false")
@@ -194,54 +137,42 @@ class Instructions(Haystack):
         tokenizer, texts = material
         demands = []
         for kind in rng.sample(list(KINDS), self.rules):
-            demands.append(Demand(kind, *rng.sample(list(KINDS[kind].choices), 2)))
+            said, instead = rng.sample(list(KINDS[kind].choices), 2)
+            demands.append(Demand(kind, said, instead))
         numbered = [f"{i}. {KINDS[one.kind].text.format(one.said.said)}" for i, one in enumerate(demands, 1)]
         system, text = "\n".join([ROLE, *numbered]), join(stretch(rng, texts, size))
         before, _, behind = _chat(tokenizer, system, f"{text}\n\n{TASK}").partition(text)
         right = [KINDS[one.kind].lead + one.said.written for one in demands]
         return Puzzle(before + text, behind, [system], right, demands)
 
-    def asked(
-        self, tokenizer: PreTrainedTokenizerBase, name: str, puzzle: Puzzle, tags: Tags, most: int | None = None
-    ) -> Instructed:
-        """Tokenise the prompt and the answers; the system prompt, and what is before it, are what is protected."""
-        asked = super().asked(tokenizer, name, puzzle, tags, most)
+    def details(self, tokenizer: PreTrainedTokenizerBase, puzzle: Puzzle, context: list[int]) -> dict[str, Any]:
+        """Return the answers in tokens; the system prompt, and what is before it, are what is protected."""
+        leads = tokenize_after(tokenizer, [KINDS[one.kind].lead for one in puzzle.parts])
+        said = tokenize_after(tokenizer, [choice.written for one in puzzle.parts for choice in (one.said, one.instead)])
         [system] = puzzle.references
         above = puzzle.context[: puzzle.context.find(system) + len(system)]
-        leads = tokenize_after(tokenizer, [KINDS[one.kind].lead for one in puzzle.parts])
-        said = tokenize_after(tokenizer, [one.said.written for one in puzzle.parts])
-        instead = tokenize_after(tokenizer, [one.instead.written for one in puzzle.parts])
-        answers = [(lead + one, lead + other) for lead, one, other in zip(leads, said, instead, strict=True)]
         end = len(start_tokens(tokenizer)) + len(tokenize(tokenizer, [above])[0])
-        fields = {**vars(asked), "protect": [(0, end)] if self.protect else []}
-        return Instructed(**fields, demands=list(puzzle.parts), leads=list(map(len, leads)), answers=answers)
+        return {
+            "answers": [leads[i // 2] + choice for i, choice in enumerate(said)],
+            "protect": [(0, end)] if self.protect else [],
+            "parts": [one._replace(lead=len(lead)) for one, lead in zip(puzzle.parts, leads, strict=True)],
+        }
 
-    def floor(self, samples: Sequence[Any]) -> float | None:
-        """Return what is followed without any instruction: half; where answers are written none is known."""
-        return 0.5 if self.generate is None else None
-
-    def right(self, sample: Any) -> list[int]:
-        """Return the answer that follows the first instruction."""
-        followed: list[int] = sample.answers[0][0]
-        return followed
+    def floor(self, samples: Samples) -> float:
+        """Return what is followed without any instruction: half."""
+        return 0.5
 
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Any
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
-        """Compare the answers to each instruction, or check what the model writes."""
-        mine = cache if self.generate is None else copy.deepcopy(cache)
-        scored = score(model, mine, last, [answer for pair in sample.answers for answer in pair])
+        """Compare the answers to each instruction."""
+        scored = score(model, cache, last, sample.answers)
         nats, followed = list[float](), list[float]()
-        for lead, (said, _), (instead, _) in zip(sample.leads, scored[::2], scored[1::2], strict=True):
-            nats.append(-float(said[lead:].mean()))
-            followed.append(float(said[lead:].mean() > instead[lead:].mean()))
+        for one, (said, _), (instead, _) in zip(sample.parts, scored[::2], scored[1::2], strict=True):
+            nats.append(-float(said[one.lead :].mean()))
+            followed.append(float(said[one.lead :].mean() > instead[one.lead :].mean()))
         tags: dict[str, Any] = {**sample.tags, "nats": sum(nats) / len(nats)}
-        if self.generate is not None:
-            tokens = greedy(model, cache, last, self.generate, *self.stops(model, tokenizer))
-            text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-            followed = [float(KINDS[one.kind].check(text, one.said)) for one in sample.demands]
-            tags["answer"] = text
-        tags |= by_part("rule", zip([one.kind for one in sample.demands], followed, nats, strict=True))
+        tags |= by_part("rule", zip([one.kind for one in sample.parts], followed, nats, strict=True))
         tags |= by_part("place", zip(range(1, len(nats) + 1), followed, nats, strict=True))
         return sum(followed) / len(followed), tags
 

@@ -1,23 +1,31 @@
-"""LongBench (https://arxiv.org/abs/2308.14508): long documents with questions, summaries, examples and code."""
+"""LongBench (https://arxiv.org/abs/2308.14508): long documents with questions, summaries, examples and code.
+
+Prompts, longest answers and metrics of the English subsets, in longbench.json, are the benchmark's
+(https://github.com/THUDM/LongBench, MIT): the wording, its slips included, is what makes numbers comparable.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import string
 import zipfile
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import ClassVar
 
 import huggingface_hub
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import tokenize, tokenize_after
+from ag.data.encode import divided
 from ag.data.sources import DataError, Record, Source, check_fields, local_folder
 from ag.errors import UserError
 from ag.evaluate.tasks.base import LeftOut, Sample, require_whole
-from ag.evaluate.tasks.longbench_subsets import SUBSETS
-from ag.evaluate.tasks.questions import Asked, QuestionTask
+from ag.evaluate.tasks.questions import SPARE, QuestionTask
 
 HUB, ARCHIVE = "zai-org/LongBench", "data.zip"
 FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -27,23 +35,17 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "length": int,
     "all_classes": (list, type(None)),
 }
-SPARE = 8  # tokens by which a text cut in the middle may grow when it is tokenised again
-
-
-@dataclass(frozen=True)
-class Case(Asked):
-    """A row; its tags are the subset, the words of the row, and the tokens that were cut from its middle."""
-
-    classes: list[str]  # all of a classification
 
 
 @dataclass(frozen=True)
 class LongBench(QuestionTask):
     """One subset: the benchmark's prompt, greedy answer and metric; too long prompts lose their middle, as it rules.
 
+    Tags are the subset, the words of the row, and the tokens that were cut from its middle; the parts of a sample are
+    all classes of a classification.
+
     Attributes:
-        max_length: tokens of a prompt; None: what the model's context leaves beside the answer. The tag ``cut`` says
-            how many tokens each prompt lost.
+        max_length: tokens of a prompt; None means what the model's context leaves beside the answer.
         chat: put the prompt into the tokenizer's chat template, where the benchmark does so.
     """
 
@@ -64,9 +66,20 @@ class LongBench(QuestionTask):
         chat = self.chat and subset.chat
         if chat and tokenizer.chat_template is None:
             raise UserError(f"Task {self.name}: chat=true, and the tokenizer has no chat template; set chat=false.")
-        around = len(tokenize(tokenizer, [_chat(tokenizer, "")])[0]) if chat else 0
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = tokenize(tokenizer, [text])[0] if chat else tokenizer(text, verbose=False)["input_ids"]
+            return ids
+
+        def around(text: str) -> str:
+            messages = [{"role": "user", "content": text}]
+            if not chat:
+                return text
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
         room = max_tokens - subset.most
-        longest = self.max_length or room - around - SPARE
+        # a text that is cut in the middle may grow by a few tokens when it is tokenised again
+        longest = self.max_length or room - (len(encode(around(""))) if chat else 0) - SPARE
         if longest < 2:
             raise UserError(
                 f"Task {self.name} generates {subset.most} tokens, which leaves no room for a prompt in the model's "
@@ -75,35 +88,30 @@ class LongBench(QuestionTask):
         for number, row in enumerate(self._rows(), start=1):
             check_fields(row, FIELDS, f"{self.name} row {number}")
             text = subset.prompt.format(context=row["context"], input=row["input"])
-            ids = _encode(tokenizer, text)
+            ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
             cut = max(0, len(ids) - longest // 2 * 2) if len(ids) > longest else 0
             if cut:
                 ends = ids[: longest // 2], ids[-(longest // 2) :]
                 text = "".join(str(tokenizer.decode(end, skip_special_tokens=True)) for end in ends)
-                ids = _encode(tokenizer, text)
-            whole = _chat(tokenizer, text) if chat else text
-            if chat:
-                [ids] = tokenize(tokenizer, [whole])
+            whole = around(text)
+            ids = encode(whole)
             asked = subset.prompt.partition("{context}")[2].format(input=row["input"])
             context = text[: text.rfind(asked)] if asked in text else text[: len(text) // 2]
-            beginning = whole[: whole.find(context) + len(context)]
-            alone = tokenize(tokenizer, [beginning])[0] if chat else _encode(tokenizer, beginning)
-            prompt, question = self.divide(alone, ids)
+            beginning = encode(whole[: whole.find(context) + len(context)])
+            prompt, question = (ids, []) if self.question == "before" else divided(beginning, ids)
             gap = "" if text[-1:].isspace() else " "
-            answers = [gap + answer for answer in dict.fromkeys(row["answers"]) if answer.strip()]
-            right = tokenize_after(tokenizer, answers)
-            case = Case(
-                id=f"{self.name}-{number}",
-                prompt=prompt,
+            right = tokenize_after(tokenizer, [gap + one for one in dict.fromkeys(row["answers"]) if one.strip()])
+            sample = Sample(
+                f"{self.name}-{number}",
+                prompt,
                 question=question,
-                text=text,
-                references=row["answers"],
-                right=[answer[: subset.most] for answer in right],
+                answers=[answer[: subset.most] for answer in right],
                 most=subset.most,
+                references=row["answers"],
                 tags={"subset": self.name, "words": row["length"], "cut": cut, "question": self.question},
-                classes=row["all_classes"] or [],
+                parts=row["all_classes"] or [],
             )
-            yield case if len(ids) <= room else "too long"
+            yield sample if len(ids) <= room else "too long"
 
     def stops(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[Collection[int], int]:
         """Return what ends an answer; as in the benchmark, samsum's have one line, which is not empty."""
@@ -112,12 +120,11 @@ class LongBench(QuestionTask):
             return {*stop, int(tokenizer("\n", add_special_tokens=False)["input_ids"][-1])}, 1
         return stop, least
 
-    def grade(self, text: str, sample: Any) -> float:
+    def grade(self, text: str, sample: Sample) -> float:
         """Return the score of the best match."""
         subset = SUBSETS[self.name]
         found = text.lstrip("\n").split("\n")[0] if subset.first_line else text
-        scores = [subset.metric(found, reference, sample.classes) for reference in sample.references]
-        return max(scores, default=0.0)
+        return max((subset.metric(found, reference, sample.parts) for reference in sample.references), default=0.0)
 
     def _rows(self) -> Iterator[Record]:
         """Return the rows of ``root/longbench/NAME.jsonl[.gz]``, or of the hub's archive."""
@@ -130,20 +137,74 @@ class LongBench(QuestionTask):
                 f"Task {self.name}: {error}. Give root=FOLDER with longbench/{self.name}.jsonl[.gz] in it, or fetch "
                 f"the data once with hf download {HUB} {ARCHIVE} --repo-type dataset and leave root out."
             ) from error
-        return _unzipped(archive, f"data/{self.name}.jsonl")
+        with zipfile.ZipFile(archive) as files:
+            return map(json.loads, files.read(f"data/{self.name}.jsonl").splitlines())
 
 
-def _unzipped(archive: str, name: str) -> Iterator[Record]:
-    with zipfile.ZipFile(archive) as files, files.open(name) as lines:
-        for line in lines:
-            yield json.loads(line)
+def f1(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """Return the F1 of the words, in small letters, without punctuation and articles."""
+    words, wanted = _words(answer), _words(reference)
+    common = (Counter(words) & Counter(wanted)).total()
+    return 2 * common / (len(words) + len(wanted)) if common else 0.0
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    return ids
+def rouge_l(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """Return the F value of ROUGE-L as the package ``rouge`` computes it; 0 where a text has no sentence."""
+    if not any(answer.split(".")) or not any(reference.split(".")):
+        return 0.0
+    from rouge import Rouge  # like thefuzz, only where a task asks for it
+
+    try:
+        return float(Rouge(["rouge-l"]).get_scores(answer, reference)[0]["rouge-l"]["f"])
+    except RecursionError:  # a sentence of some 1,000 words: the benchmark's own code counts 0 as well
+        return 0.0
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    messages = [{"role": "user", "content": text}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+def classification(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """Return 1 / (classes that the answer names) where the right one is among them; parts of its name do not count."""
+    named = [name for name in classes if name in answer and (name == reference or name not in reference)]
+    return 1 / len(named) if reference in named else 0.0
+
+
+def count(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """Return the share of the answer's numbers that are the reference."""
+    numbers = re.findall(r"\d+", answer)
+    return numbers.count(reference) / len(numbers) if numbers else 0.0
+
+
+def retrieval(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """Return the share of the answer's numbers that are the reference's paragraph, which it calls "Paragraph N"."""
+    found = re.search(r"Paragraph (\d+)", reference)
+    return count(answer, found[1]) if found else 0.0
+
+
+def code_similarity(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """Return the edit similarity of the answer's first line that is neither a comment nor a fence."""
+    from thefuzz import fuzz
+
+    lines = answer.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return float(fuzz.ratio(line, reference)) / 100
+
+
+def _words(text: str) -> list[str]:
+    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", kept).split()
+
+
+@dataclass(frozen=True)
+class Subset:
+    """A subset of the benchmark."""
+
+    prompt: str  # with places for ``{context}`` and ``{input}``
+    most: int  # tokens that an answer may have
+    metric: Callable[[str, str, Sequence[str]], float]  # of one answer, one reference and the possible classes
+    first_line: bool = False  # only the first line of an answer counts
+    chat: bool = True  # a chat template may go around the prompt
+
+
+METRICS = {one.__name__: one for one in (f1, rouge_l, classification, count, retrieval, code_similarity)}
+SUBSETS = {
+    name: Subset(**values | {"metric": METRICS[values["metric"]]})
+    for name, values in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")).items()
+}

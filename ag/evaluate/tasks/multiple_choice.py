@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,9 +14,9 @@ from ag.data.encode import Encoder
 from ag.data.templates import TASKS, WITH_CONTEXT, examples
 from ag.engine import EvictionCache
 from ag.errors import UserError, require
-from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Tags
+from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Samples, Tags
 from ag.evaluate.tasks.follow import score
-from ag.evaluate.tasks.held_out import HeldOut
+from ag.evaluate.tasks.held_out import held_out
 from ag.evaluate.tasks.questions import WHEN
 
 # where the test rows have public labels they are what is published; of the others the validation rows
@@ -24,20 +24,11 @@ TESTED = ("arc_challenge", "arc_easy", "openbookqa", "mmlu")
 
 
 @dataclass(frozen=True)
-class Question(Sample):
-    """A question with the answers to choose from."""
-
-    answers: list[list[int]]  # tokens of each
-    letters: list[int]  # characters of each
-    target: int  # index of the right one
-    split: str
-
-
-@dataclass(frozen=True)
 class MultipleChoice(PromptTask):
     """The answer with the highest log-likelihood counts, as in "Attention-Gate" (section 4.1) and lm-eval's ``acc``.
 
-    The tag ``normalised`` holds the same with log-likelihoods divided by the answer's characters (``acc_norm``).
+    The tag ``normalised`` holds the same with log-likelihoods divided by the answer's characters (``acc_norm``), which
+    are the parts of a sample.
 
     Attributes:
         question: ``before``: all of the prompt is read before anything is evicted. ``after``: only its beginning is
@@ -63,19 +54,11 @@ class MultipleChoice(PromptTask):
         """Name ``question`` where there is a choice; other tasks' cells of earlier versions stay valid without it."""
         return {k: v for k, v in super().identity().items() if k != "question" or self.name in WITH_CONTEXT}
 
-    def right(self, sample: Question) -> list[int]:
-        """Return the tokens of the right answer."""
-        return sample.answers[sample.target]
-
-    def longest(self, sample: Question) -> int:
-        """Return the tokens of the longest answer."""
-        return max(map(len, sample.answers))
-
     def instead(self) -> str:
         """Return the option with which questions follow their texts, where there is one."""
         return f"task_options.{self.name}.question=after" if self.name in WITH_CONTEXT else ""
 
-    def floor(self, samples: Sequence[Any]) -> float | None:
+    def floor(self, samples: Samples) -> float | None:
         """Return the accuracy of guessing."""
         return sum(1 / len(sample.answers) for sample in samples) / len(samples) if samples else None
 
@@ -83,36 +66,30 @@ class MultipleChoice(PromptTask):
         """Read the questions; see :meth:`ag.evaluate.tasks.Task.read`."""
         task = TASKS[self.name]
         splits = ("test", "validation") if self.name in TESTED else ("validation",)
-        data = HeldOut(self.name, self.root, task.hub, task.folder, splits, task.subset, task.revision)
-        split, where, rows = data.rows()
+        split, where, rows = held_out(self, task.hub, task.folder, splits, task.subset, task.revision)
         encoder = Encoder(tokenizer, sys.maxsize, question=self.question)
         for number, example in enumerate(examples(task, rows, where)):
             [group] = encoder.encode([example], split, every_choice=True)
-            read, start = group[0].prompt_length, group[0].response_start
-            prompt, asked = group[0].tokens[:read].tolist(), group[0].tokens[read:start].tolist()
-            question = Question(
-                id=f"{split}-{number}",
-                prompt=prompt,
-                question=asked,
+            tokens, start = group[0].tokens.tolist(), group[0].response_start
+            sample = Sample(
+                f"{split}-{number}",
+                tokens[: group[0].prompt_length],
+                question=tokens[group[0].prompt_length : start],
                 answers=[row.tokens[row.response_start :].tolist() for row in group],
-                letters=[len(choice) for choice in example.choices],
                 target=example.target,
-                split=split,
+                tags={"split": split} | ({"question": "after"} if self.question == "after" else {}),
+                parts=[len(choice) for choice in example.choices],
             )
-            fits = len(prompt) + len(asked) + max(map(len, question.answers)) <= max_tokens
-            yield question if fits else "too long"
+            yield sample if start + max(map(len, sample.answers)) <= max_tokens else "too long"
 
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Question
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
         """Score all answers over one prompt."""
         scored = score(model, cache, last, sample.answers)
         sums = [float(nats.sum()) for nats, _ in scored]
-        each = [total / letters for total, letters in zip(sums, sample.letters, strict=True)]
-        right = float(sums.index(max(sums)) == sample.target)
+        each = [total / letters for total, letters in zip(sums, sample.parts, strict=True)]
         nats, likeliest = scored[sample.target]
-        tags: dict[str, str | int | float] = {"split": sample.split}
-        tags |= {"normalised": float(each.index(max(each)) == sample.target)}
-        if self.question == "after":
-            tags |= {"question": "after"}
-        return right, tags | {"nats": -float(nats.mean()), "hits": float(likeliest.all())}
+        tags: dict[str, Any] = {**sample.tags, "normalised": float(each.index(max(each)) == sample.target)}
+        tags |= {"nats": -float(nats.mean()), "hits": float(likeliest.all())}
+        return float(sums.index(max(sums)) == sample.target), tags

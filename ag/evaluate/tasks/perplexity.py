@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from ag.data.collate import start_tokens, tokenize
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.errors import UserError
-from ag.evaluate.tasks.base import LeftOut, Outcome, PromptTask, Sample, Tags, Task, distance, require_whole
+from ag.evaluate.tasks.base import LeftOut, Outcome, PromptTask, Sample, Samples, Tags, Task, require_whole
 from ag.evaluate.tasks.follow import Likely, feed, score
-from ag.evaluate.tasks.held_out import HeldOut
+from ag.evaluate.tasks.held_out import held_out, held_out_texts
 from ag.gates.attach import attached_gates
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import lm_logits
 
-COMPARED = 64  # of so many tokens of a book one is compared with what a full cache says
+COMPARED = 64  # one of this many tokens of a book is compared with what a full cache says
 LETTERS = 32  # per token, more than any text has on average: what is tokenised of a book
-
-
-@dataclass(frozen=True)
-class Document(Sample):
-    """A document."""
-
-    following: list[int]  # tokens after the prompt
 
 
 @dataclass(frozen=True)
@@ -38,9 +31,10 @@ class Documents(Task):
     """Where the documents are.
 
     Attributes:
-        data: hub id, or folder under ``root``; None: PG-19 on the hub, ``corpus`` (``pg19_style`` for books) in a root.
+        data: hub id, or folder under ``root``; None means PG-19 on the hub, ``corpus`` (``pg19_style`` for books) in a
+            root.
         subset: configuration name on the hub.
-        split: None: test, or where there is none, validation.
+        split: None means test, or where there is none, validation.
         text_field: the field that holds a document.
     """
 
@@ -54,20 +48,13 @@ class Documents(Task):
     unit: ClassVar[str] = "documents"
     folder: ClassVar[str] = "corpus"
 
-    def texts(self) -> Iterator[str]:
-        """Return the documents in their stored order."""
+    def documents(self, tokenizer: PreTrainedTokenizerBase, first: int, most: int | None) -> Iterator[Sample]:
+        """Yield the documents: of their ``most`` tokens (None means all) the ``first`` are the prompt."""
         hub, folder = self.data or "emozilla/pg19-test", self.data or self.folder
-        splits = (self.split,) if self.split else ("test", "validation")
-        return HeldOut(self.name, self.root, hub, folder, splits, self.subset).texts(self.text_field)
-
-
-def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, number: int | None) -> list[int]:
-    """Return the first tokens of a text, what the tokenizer starts texts with included; None: all."""
-    part = text if number is None else text[: LETTERS * number]
-    ids = start_tokens(tokenizer) + tokenize(tokenizer, [part])[0]
-    if number is not None and len(ids) <= number and len(part) < len(text):
-        return first_tokens(tokenizer, text, None)[:number]
-    return ids[:number]
+        rows = held_out(self, hub, folder, (self.split,) if self.split else ("test", "validation"), self.subset)
+        for number, text in enumerate(held_out_texts(rows, self.text_field)):
+            ids = first_tokens(tokenizer, text, most)
+            yield Sample(f"{number}", ids[:first], answers=[ids[first:]])
 
 
 @dataclass(frozen=True)
@@ -86,6 +73,10 @@ class Continuation(Documents, PromptTask):
         """Check the lengths."""
         require_whole(self, "prompt", "continuation")
 
+    def instead(self) -> str:
+        """Return the option with which more than one token follows."""
+        return f"task_options.{self.name}.continuation=2"
+
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the documents; see :meth:`ag.evaluate.tasks.Task.read`."""
         length = self.prompt + self.continuation
@@ -94,28 +85,14 @@ class Continuation(Documents, PromptTask):
                 f"Task {self.name}: prompt={self.prompt} and continuation={self.continuation} exceed the model's "
                 f"context of {max_tokens} tokens; give fewer."
             )
-        for number, text in enumerate(self.texts()):
-            ids = first_tokens(tokenizer, text, length)
-            document = Document(f"{number}", ids[: self.prompt], ids[self.prompt :])
-            yield document if len(ids) == length else "too short"
-
-    def right(self, sample: Document) -> list[int]:
-        """Return the tokens of the continuation."""
-        return sample.following
-
-    def longest(self, sample: Document) -> int:
-        """Return the tokens of the continuation."""
-        return len(sample.following)
-
-    def instead(self) -> str:
-        """Return the option with which more than one token follows."""
-        return f"task_options.{self.name}.continuation=2"
+        for document in self.documents(tokenizer, self.prompt, length):
+            yield document if len(document.right) == self.continuation else "too short"
 
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Document
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
         """Return the continuation's mean negative log-likelihood."""
-        return -float(score(model, cache, last, [sample.following])[0][0].mean()), {}
+        return -float(score(model, cache, last, sample.answers)[0][0].mean()), {}
 
 
 @dataclass(frozen=True)
@@ -134,7 +111,7 @@ class Stream(Documents):
     Attributes:
         block: tokens of the first forward pass.
         step: tokens of a later one, for policies whose schedule does not say it.
-        tokens: only the first so many of each book; None: all.
+        tokens: how many tokens of each book are read; None means all.
         bin: tokens of a point of the curve, which are also the blocks that differences of policies are paired by.
     """
 
@@ -152,40 +129,39 @@ class Stream(Documents):
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the books; see :meth:`ag.evaluate.tasks.Task.read`. None is too long: policies say what they can do."""
-        for number, text in enumerate(self.texts()):
-            ids = first_tokens(tokenizer, text, self.tokens)
-            book = Document(f"{number}", ids[: self.block], ids[self.block :])
-            yield book if len(ids) > self.block else "too short"
+        for book in self.documents(tokenizer, self.block, self.tokens):
+            yield book if book.right else "too short"
+
+    def length(self, sample: Sample) -> int:
+        """Return the tokens of a book."""
+        return len(sample.prompt) + len(sample.right)
 
     def run(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Sequence[Any]
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over books; see :meth:`ag.evaluate.tasks.Task.run`."""
-        longest = max((len(book.prompt) + len(book.following) for book in samples), default=0)
+        longest = max(map(self.length, samples), default=0)
         context: int = model.config.get_text_config().max_position_embeddings  # type: ignore[operator, union-attr]
         for one in policies:
             self._check(one, attached_gates(model), longest, context)
         device = next(model.parameters()).device
+        compared = [policy("full")] if longest <= context else []
         for book in samples:
-            following = torch.tensor(book.following, device=device)
-            readers = [*([policy("full")] if longest <= context else []), *policies]
-            caches = read_prompt(model, readers, torch.tensor([book.prompt], device=device))
-            full = self._read(model, *caches.pop(0), following) if longest <= context else None
+            caches = read_prompt(model, [*compared, *policies], torch.tensor([book.prompt], device=device))
+            full = self._read(model, *caches.pop(0), book)[2] if compared else None
             for index in range(len(policies)):
                 cache, last = caches.pop(0)
                 start = time.perf_counter()
-                found = self._read(model, cache, last, following)
+                nats, held, likely = self._read(model, cache, last, book)
                 seconds = time.perf_counter() - start
-                first = len(book.prompt)
-                tags = found.tags(first, self.bin) | {"held@end": cache.kept_share()}
-                tags |= {} if full is None else distance(full.some.divergence(found.some))
-                held = first + len(found.nats), float(found.held.mean()), cache.nbytes
+                tags = {} if full is None else full.distance(likely)
+                tags |= {"held@end": cache.kept_share()}
+                for name, values in (("nats", nats), ("held", held)):
+                    for number, part in enumerate(values.split(self.bin)):
+                        tags[f"{name}@{self.block + number * self.bin}"] = float(part.mean())
                 over = bool(cache.over_budget.any())
-                yield index, Outcome(book.id, float(found.nats.mean()), *held, seconds, tags, over)
-
-    def length(self, sample: Document) -> int:
-        """Return the tokens of a book."""
-        return len(sample.prompt) + len(sample.following)
+                sizes = self.length(book), float(held.mean()), cache.nbytes
+                yield index, Outcome(book.id, float(nats.mean()), *sizes, seconds, tags, over)
 
     def _check(self, policy: Policy, attached: AttentionGates | None, longest: int, context: int) -> None:
         gates = policy.gates or attached
@@ -205,31 +181,31 @@ class Stream(Documents):
                 f"only policies with positions=interpolated or positions=slot work; give tokens={context} or fewer."
             )
 
-    def _read(self, model: nn.Module, cache: EvictionCache, last: Tensor, tokens: Tensor) -> _Curve:
-        """Feed a book's tokens to a cache and score each of them."""
+    @torch.no_grad()
+    def _read(
+        self, model: nn.Module, cache: EvictionCache, last: Tensor, book: Sample
+    ) -> tuple[Tensor, Tensor, Likely]:
+        """Feed the rest of a book to a cache and score each token.
+
+        Returns:
+            For each token its negative log-likelihood and the share of the tokens seen that was held after its pass,
+            ``[T]`` float32 on the CPU; and the likelihoods before the first token and each :data:`COMPARED`-th later.
+        """
         nats, some, held = list[Tensor](), list[Tensor](), list[float]()
-        for part in tokens.split(cache.policy.steps or self.step):
-            with torch.no_grad():
-                states = feed(model, cache, part[None])[0]
-                logits = lm_logits(model, torch.cat([last, states[:-1]])).float()
-                nats.append(F.cross_entropy(logits, part, reduction="none").cpu())
-                some.append(logits[-len(held) % COMPARED :: COMPARED].log_softmax(-1))
+        for part in torch.tensor(book.right, device=last.device).split(cache.policy.steps or self.step):
+            states = feed(model, cache, part[None])[0]
+            logits = lm_logits(model, torch.cat([last, states[:-1]])).float()
+            nats.append(F.cross_entropy(logits, part, reduction="none").cpu())
+            some.append(logits[-len(held) % COMPARED :: COMPARED].log_softmax(-1))
             held += [cache.kept_share()] * len(part)
             last = states[-1:]
-        return _Curve(torch.cat(nats), torch.tensor(held), Likely(torch.cat(some)))
+        return torch.cat(nats), torch.tensor(held), Likely(torch.cat(some))
 
 
-class _Curve(NamedTuple):
-    """What became of each token of a book after the first block, ``[T]`` float32 on the CPU."""
-
-    nats: Tensor  # negative log-likelihood
-    held: Tensor  # share of the tokens seen that was held after its pass
-    some: Likely  # of the first token, and of every COMPARED-th one behind it
-
-    def tags(self, first: int, size: int) -> dict[str, float]:
-        """Return the means over bins of so many tokens, by the position that each begins with."""
-        return {
-            f"{name}@{first + index * size}": float(part.mean())
-            for name, values in (("nats", self.nats), ("held", self.held))
-            for index, part in enumerate(values.split(size))
-        }
+def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, number: int | None) -> list[int]:
+    """Return the first tokens of a text, what the tokenizer starts texts with included; None means all."""
+    part = text if number is None else text[: LETTERS * number]
+    ids = start_tokens(tokenizer) + tokenize(tokenizer, [part])[0]
+    if number is not None and len(ids) <= number and len(part) < len(text):
+        return first_tokens(tokenizer, text, None)[:number]
+    return ids[:number]

@@ -7,7 +7,7 @@ import itertools
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.data.encode import divided
 from ag.engine import EvictionCache
 from ag.errors import require
-from ag.evaluate.tasks.base import PromptTask, Sample, Tags
+from ag.evaluate.tasks.base import PromptTask, Sample, Samples, Tags
 from ag.evaluate.tasks.follow import end_tokens, greedy, score
 
 WHEN = ("after", "before")
@@ -26,24 +26,13 @@ SPARE = 8  # tokens that an answer may be longer than the right one
 
 
 class Puzzle(NamedTuple):
-    """A context, what is asked about it, and the answer."""
+    """A sample before it is tokenised."""
 
     context: str  # what a policy evicts from
     question: str  # comes after it; its end may begin the answer
     references: list[str]  # what the answer must name
     right: list[str]  # right answers, word for word, with what separates them from the question
     parts: Sequence[Any] = ()  # what a task that asks for several things at once knows of each of them
-
-
-@dataclass(frozen=True)
-class Asked(Sample):
-    """A context with a question."""
-
-    text: str  # of both
-    references: list[str]  # what the answer must name
-    right: list[list[int]]  # tokens of right answers; the likeliest one counts
-    most: int  # tokens that the answer may have
-    tags: Tags  # what tells it apart
 
 
 @dataclass(frozen=True)
@@ -70,57 +59,52 @@ class QuestionTask(PromptTask):
         require(self, "question", self.question in WHEN, " or ".join(WHEN))
 
     @abstractmethod
-    def grade(self, text: str, sample: Any) -> float:
+    def grade(self, text: str, sample: Sample) -> float:
         """Return the score of what the model said."""
-
-    def tally(self, likeliest: Tensor) -> float:
-        """Return the score where the model says nothing, from flags ``[T]``: which right tokens are the likeliest."""
-        return float(likeliest.all())
 
     def stops(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[Collection[int], int]:
         """Return the tokens that end an answer, and how many it has at least."""
         return end_tokens(model, tokenizer.eos_token_id), 0
 
-    def floor(self, samples: Sequence[Any]) -> float | None:
+    def floor(self, samples: Samples) -> float | None:
         """Return 0.1; see :meth:`ag.evaluate.tasks.Task.floor`."""
         return FLOOR
-
-    def right(self, sample: Any) -> list[int]:
-        """Return the tokens of the first right answer."""
-        return sample.right[0] if sample.right else []
-
-    def longest(self, sample: Any) -> int:
-        """Return the tokens of the longest right answer, or how many may be generated."""
-        return max([sample.most if self.generates else 0, *map(len, sample.right)])
 
     def instead(self) -> str:
         """Return the option with which questions follow their contexts."""
         return f"task_options.{self.name}.question=after"
 
-    def divide(self, context: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
-        """Return the tokens of a text as (prompt, question), by the option; ``context`` are those of its beginning."""
-        return (whole, []) if self.question == "before" else divided(context, whole)
+    def reads_on(self, sample: Sample) -> bool:
+        """Return whether tokens follow the prompt; see :meth:`ag.evaluate.tasks.Task.reads_on`."""
+        return super().reads_on(sample if self.generates else replace(sample, most=0))
 
     def asked(
         self, tokenizer: PreTrainedTokenizerBase, name: str, puzzle: Puzzle, tags: Tags, most: int | None = None
-    ) -> Asked:
-        """Tokenise a puzzle; ``most`` tokens are generated, None: as the longest right answer and a few."""
-        text = puzzle.context + puzzle.question
-        whole = start_tokens(tokenizer) + tokenize(tokenizer, [text])[0]
-        context = start_tokens(tokenizer) + tokenize(tokenizer, [puzzle.context])[0]
-        prompt, question = self.divide(context, whole)
+    ) -> Sample:
+        """Tokenise a puzzle; ``most`` tokens are generated, None means as the longest right answer and a few."""
+        start = start_tokens(tokenizer)
+        whole = start + tokenize(tokenizer, [puzzle.context + puzzle.question])[0]
+        context = start + tokenize(tokenizer, [puzzle.context])[0]
+        prompt, question = (whole, []) if self.question == "before" else divided(context, whole)
         right = tokenize_after(tokenizer, puzzle.right)
         most = max(map(len, right)) + SPARE if most is None else most
         tags = {**tags, "question": self.question}
-        return Asked(name, prompt, text, puzzle.references, right, most, tags, question=question)
+        asked = Sample(
+            name, prompt, question=question, answers=right, most=most, references=puzzle.references, tags=tags
+        )
+        return replace(asked, **self.details(tokenizer, puzzle, context))
+
+    def details(self, tokenizer: PreTrainedTokenizerBase, puzzle: Puzzle, context: list[int]) -> dict[str, Any]:
+        """Return what is otherwise in the samples of a task; ``context`` are the tokens of the context alone."""
+        return {}
 
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Any
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
         """Score the right answers, then let the model answer; see :meth:`ag.evaluate.tasks.base.PromptTask.answer`."""
         tags, found = dict(sample.tags), []
-        for number, answer in enumerate(sample.right, start=1):  # one by one: there is memory for one more cache
-            used_up = not self.generates and number == len(sample.right)
+        for number, answer in enumerate(sample.answers, start=1):  # one by one: there is memory for one more cache
+            used_up = not self.generates and number == len(sample.answers)
             [(nats, likeliest)] = score(model, cache if used_up else copy.deepcopy(cache), last, [answer])
             first = blanks(tokenizer, answer)
             found.append((float(-nats[first:].mean()), likeliest[first:]))
@@ -128,7 +112,7 @@ class QuestionTask(PromptTask):
             nats_of, likeliest = min(found, key=lambda pair: pair[0])
             tags |= {"nats": nats_of, "hits": float(likeliest.all())}
             if not self.generates:
-                return self.tally(likeliest), tags
+                return float(likeliest.all()), tags
         stop, least = self.stops(model, tokenizer)
         text = str(tokenizer.decode(greedy(model, cache, last, sample.most, stop, least), skip_special_tokens=True))
         return self.grade(text, sample), {**tags, "answer": text}

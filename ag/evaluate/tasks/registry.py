@@ -1,4 +1,4 @@
-"""Tasks by name."""
+"""Tasks by name: each a class and what it has other than the defaults."""
 
 from __future__ import annotations
 
@@ -8,42 +8,37 @@ from typing import Any
 
 from ag.data import templates
 from ag.errors import UserError, check_known
+from ag.evaluate.tasks import ruler
 from ag.evaluate.tasks.base import Task
-from ag.evaluate.tasks.copying import KeyValues, RepeatText
-from ag.evaluate.tasks.document_qa import DocumentQA
-from ag.evaluate.tasks.frequencies import CommonWords, FrequentWords
 from ag.evaluate.tasks.instructions import Instructions
-from ag.evaluate.tasks.longbench import LongBench
-from ag.evaluate.tasks.longbench_subsets import SUBSETS
+from ag.evaluate.tasks.longbench import SUBSETS, LongBench
 from ag.evaluate.tasks.multiple_choice import MultipleChoice
-from ag.evaluate.tasks.needles import ExactNeedle, Needles, OneNeedle, Passkey
 from ag.evaluate.tasks.perplexity import Continuation, Stream
 from ag.evaluate.tasks.responses import Responses
 from ag.evaluate.tasks.turns import Turns
-from ag.evaluate.tasks.variables import Variables
 from ag.evaluate.tasks.worked import Worked
 from ag.plugins import check_part, discover
 
 GRID = {"depths": (0.0, 0.25, 0.5, 0.75, 1.0)}
 BOOKS = {"haystack": "text", "digits": 5, "hint": False, "lengths": (512, 1024, 2048, 4096), "repeats": 20}
-NIAH = {"lengths": (4096,), "repeats": 500, "generate": 128, "key": "word"}
-RULES = {"lengths": (768,), "repeats": 60}
-TURNS = RULES
+LONG = {"lengths": (4096,), "repeats": 500}
+NIAH = LONG | {"generate": 128, "key": "word"}
+SHORT = {"lengths": (768,), "repeats": 60}
 #: The thirteen of RULER.
 RULER: dict[str, tuple[type[Task], dict[str, Any]]] = {
-    "niah_single_1": (Needles, NIAH),
-    "niah_single_2": (Needles, NIAH | {"haystack": "text"}),
-    "niah_single_3": (Needles, NIAH | {"haystack": "text", "value": "uuid"}),
-    "niah_multikey_1": (Needles, NIAH | {"haystack": "text", "keys": 4}),
-    "niah_multikey_2": (Needles, NIAH | {"haystack": "needles"}),
-    "niah_multikey_3": (Needles, NIAH | {"haystack": "needles", "key": "uuid", "value": "uuid"}),
-    "niah_multivalue": (Needles, NIAH | {"haystack": "text", "values": 4}),
-    "niah_multiquery": (Needles, NIAH | {"haystack": "text", "keys": 4, "queries": 4}),
-    "vt": (Variables, {"lengths": (4096,), "repeats": 500, "generate": 30, "chains": 1, "hops": 4, "example": True}),
-    "cwe": (CommonWords, {"lengths": (4096,), "repeats": 500, "generate": 120}),
-    "fwe": (FrequentWords, {"lengths": (4096,), "repeats": 500, "generate": 50}),
-    "qa_1": (DocumentQA, {"lengths": (4096,), "repeats": 500, "generate": 32}),
-    "qa_2": (DocumentQA, {"lengths": (4096,), "repeats": 500, "generate": 32}),
+    "niah_single_1": (ruler.Needles, NIAH),
+    "niah_single_2": (ruler.Needles, NIAH | {"haystack": "text"}),
+    "niah_single_3": (ruler.Needles, NIAH | {"haystack": "text", "value": "uuid"}),
+    "niah_multikey_1": (ruler.Needles, NIAH | {"haystack": "text", "keys": 4}),
+    "niah_multikey_2": (ruler.Needles, NIAH | {"haystack": "needles"}),
+    "niah_multikey_3": (ruler.Needles, NIAH | {"haystack": "needles", "key": "uuid", "value": "uuid"}),
+    "niah_multivalue": (ruler.Needles, NIAH | {"haystack": "text", "values": 4}),
+    "niah_multiquery": (ruler.Needles, NIAH | {"haystack": "text", "keys": 4, "queries": 4}),
+    "vt": (ruler.Variables, LONG | {"generate": 30, "chains": 1, "hops": 4, "example": True}),
+    "cwe": (ruler.CommonWords, LONG | {"generate": 120}),
+    "fwe": (ruler.FrequentWords, LONG | {"generate": 50}),
+    "qa_1": (ruler.DocumentQA, LONG | {"generate": 32}),
+    "qa_2": (ruler.DocumentQA, LONG | {"generate": 32}),
 }
 TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     # answers of one token, which come from what is read behind the evicted text
@@ -53,19 +48,18 @@ TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "responses": (Responses, {}),
     "worked": (Worked, {}),
     "reasoning": (Worked, {"kind": "reasoning"}),
-    "needle_single": (OneNeedle, GRID),
-    "needle_text": (OneNeedle, GRID | {"haystack": "text"}),
-    "needle_multikey": (OneNeedle, GRID | {"keys": 4}),
-    "needle_multivalue": (Needles, {"values": 4}),
-    "needle_variables": (Variables, {}),
-    **{f"needle_books_{keys}": (ExactNeedle, BOOKS | {"keys": keys}) for keys in (1, 4, 8)},
-    **{f"instructions_{rules}": (Instructions, RULES | {"rules": rules}) for rules in (2, 4, 8)},
-    "instructions_4_protected": (Instructions, RULES | {"protect": True}),
-    "turns": (Turns, TURNS),
-    "turns_apart": (Turns, TURNS | {"apart": True}),
-    "passkey": (Passkey, {"digits": 5}),
-    "key_values": (KeyValues, {}),
-    "repeat_text": (RepeatText, {"lengths": (128, 512)}),
+    "needle_single": (ruler.OneNeedle, GRID),
+    "needle_text": (ruler.OneNeedle, GRID | {"haystack": "text"}),
+    "needle_multikey": (ruler.OneNeedle, GRID | {"keys": 4}),
+    "needle_multivalue": (ruler.Needles, {"values": 4}),
+    "needle_variables": (ruler.Variables, {}),
+    **{f"needle_books_{keys}": (ruler.ExactNeedle, BOOKS | {"keys": keys}) for keys in (1, 4, 8)},
+    **{f"instructions_{rules}": (Instructions, SHORT | {"rules": rules}) for rules in (2, 4, 8)},
+    "instructions_4_protected": (Instructions, SHORT | {"protect": True}),
+    "turns": (Turns, SHORT),
+    "turns_apart": (Turns, SHORT | {"apart": True}),
+    "passkey": (ruler.Passkey, {"digits": 5}),
+    "key_values": (ruler.KeyValues, {}),
     **RULER,
     **{name: (LongBench, {}) for name in SUBSETS},
 }

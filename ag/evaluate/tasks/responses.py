@@ -22,34 +22,6 @@ from ag.evaluate.tasks.follow import score
 
 
 @dataclass(frozen=True)
-class Response(Sample):
-    """A prompt with its response."""
-
-    answers: list[list[int]]  # tokens of the response; of a multiple-choice question those of each answer
-    target: int = 0  # index of the right one
-
-    @classmethod
-    def of(cls, name: str, rows: Sequence[Row]) -> Response:
-        """Make one of a row, or of the rows of a question, which share the shortest of their prompts.
-
-        Where prompts were cut to the longest row, the one before the longest answer is the shortest.
-        """
-        shortest = min(rows, key=lambda row: row.response_start)
-        prompt, question = np.split(shortest.tokens[: shortest.response_start], [shortest.prompt_length or 0])
-        answers = [row.tokens[row.response_start : _end(row)].tolist() for row in rows]
-        target = 0 if rows[0].answer is None else rows[0].answer.target
-        return cls(name, prompt.tolist(), answers, target, question=question.tolist())
-
-
-def _end(row: Row) -> int:
-    """Where the response ends: that of a chat with the first turn of the assistant."""
-    if row.loss is None:
-        return len(row.tokens)
-    after = np.flatnonzero(~row.loss[row.response_start :])
-    return row.response_start + int(after[0]) if len(after) else len(row.tokens)
-
-
-@dataclass(frozen=True)
 class Responses(PromptTask):
     """The validation rows of a run, or windows of plain documents; the score is that of the right response.
 
@@ -58,7 +30,7 @@ class Responses(PromptTask):
     where that is more; a longer prompt loses its left part.
 
     Attributes:
-        run_folder: a run of ag.fit; None: plain documents in ``root``, or in ``root/documents``.
+        run_folder: a run of ag.fit; None means plain documents in ``root``, or in ``root/documents``.
         prompt: tokens of each prompt, instead of the run's (plain documents).
         continuation: tokens scored after it, instead of the run's (plain documents).
     """
@@ -114,38 +86,49 @@ class Responses(PromptTask):
         recipe = self.recipe()
         return {"name": self.name, "data": asdict(recipe.data), "seed": recipe.seed}
 
+    def instead(self) -> str:
+        """Return how a run gets questions behind its prompts."""
+        return "a run that was trained with data.question=after"
+
     def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
         """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. Without a limit as many as the run's validation."""
         recipe = self.recipe()
         recipe.data.val_samples = limit or recipe.data.val_samples
         rows = data.build(recipe, tokenizer, max_tokens)
-        samples = [Response.of(f"{number}", group) for number, group in enumerate(rows.val_rows)]
+        samples = [of_rows(f"{number}", group) for number, group in enumerate(rows.val_rows)]
         return Loaded(samples, too_short=rows.counts.val_skipped)
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Yield the rows of the run's validation."""
         yield from self.load(tokenizer, None, max_tokens).samples
 
-    def right(self, sample: Response) -> list[int]:
-        """Return the tokens of the right response."""
-        return sample.answers[sample.target]
-
-    def longest(self, sample: Response) -> int:
-        """Return the tokens of the longest answer."""
-        return max(map(len, sample.answers))
-
-    def instead(self) -> str:
-        """Return how a run gets questions behind its prompts."""
-        return "a run that was trained with data.question=after"
-
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Response
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
         """Return the mean negative log-likelihood of the right response."""
         found = [-nats for nats, _ in score(model, cache, last, sample.answers)]
-        right = found[sample.target]
-        tags: dict[str, str | int | float] = {"tokens": len(right)}
+        tags: dict[str, Any] = {"tokens": len(sample.right)}
         if len(found) > 1:
             sums = [float(nats.sum()) for nats in found]
             tags["accuracy"] = float(sums.index(min(sums)) == sample.target)
-        return float(right.mean()), tags
+        return float(found[sample.target].mean()), tags
+
+
+def of_rows(name: str, rows: Sequence[Row]) -> Sample:
+    """Return the sample of a row, or of the rows of a question, which share the shortest of their prompts.
+
+    Where prompts were cut to the longest row, the one before the longest answer is the shortest.
+    """
+    shortest = min(rows, key=lambda row: row.response_start)
+    prompt, question = np.split(shortest.tokens[: shortest.response_start], [shortest.prompt_length or 0])
+    answers = [row.tokens[row.response_start : _end(row)].tolist() for row in rows]
+    target = 0 if rows[0].answer is None else rows[0].answer.target
+    return Sample(name, prompt.tolist(), question=question.tolist(), answers=answers, target=target)
+
+
+def _end(row: Row) -> int:
+    """Return where the response ends: that of a chat with the first turn of the assistant."""
+    if row.loss is None:
+        return len(row.tokens)
+    after = np.flatnonzero(~row.loss[row.response_start :])
+    return row.response_start + int(after[0]) if len(after) else len(row.tokens)

@@ -16,43 +16,45 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.data.collate import start_tokens, tokenize, tokenize_after
+from ag.data.collate import tokenize_after
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.errors import require
-from ag.evaluate.tasks.base import Outcome, Tags, by_part, distance, require_whole
+from ag.evaluate.tasks.base import Outcome, Sample, Samples, by_part, require_whole
 from ag.evaluate.tasks.follow import Likely, feed
-from ag.evaluate.tasks.generated import Haystack, Variant, hide, interleave, join, places, stretch
-from ag.evaluate.tasks.questions import Asked, Puzzle, blanks
-from ag.evaluate.tasks.variables import lines
-from ag.evaluate.tasks.words import NOUNS, draw_distinct, number
+from ag.evaluate.tasks.questions import Puzzle, blanks
+from ag.evaluate.tasks.ruler import (
+    NOUNS,
+    Haystack,
+    Variant,
+    assignments,
+    draw_distinct,
+    hide,
+    interleave,
+    join,
+    number,
+    places,
+    stretch,
+)
 from ag.model.hooks import lm_logits
 
 KINDS = ("key", "key", "latest", "updated", "variable", "variable")  # of the questions of a conversation
 
 
 class Turn(NamedTuple):
-    """One question of several over a context."""
+    """One question of several over a context, in words."""
 
     kind: str  # one of KINDS
     question: str  # what is said before the answer; its end begins it
     answer: str  # word for word, with what separates it from the question
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """A turn in tokens."""
 
     kind: str  # one of KINDS
     asked: list[int]  # what is read before the answer
     answer: list[int]
     first: int  # of the answer's tokens the first that counts: blanks before it do not
-
-
-@dataclass(frozen=True)
-class Conversation(Asked):
-    """A context with the turns that follow it."""
-
-    turns: list[Tokens]
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Turns(Haystack):
     would have said, so that all policies have the same turns behind them, and turns can be compared. Nothing is
     generated: an answer is exact where each of its tokens is the likeliest.
 
-    Tags by ``turn`` and by ``kind`` of question: see :func:`ag.evaluate.tasks.base.by_part`.
+    Tags by ``turn`` and by ``kind`` of question: see :func:`ag.evaluate.tasks.base.by_part`. The parts of a sample are
+    its turns in tokens, and its question is all of them.
 
     Attributes:
         apart: ask each question alone, of a copy of the cache as it was after the context. An update comes then right
@@ -112,7 +115,7 @@ class Turns(Haystack):
         for kind in kinds:
             if kind == "variable":
                 chain, value = [next(names) for _ in range(self.hops + 1)], next(values)
-                chains.append(lines(chain, value))
+                chains.append(assignments(chain, value))
                 asks, lead = f"What is the value of VAR {chain[-1]}", f"VAR {chain[-1]} ="
             else:
                 owner, value = f"The secret number of the {next(keys)}", next(values)
@@ -140,23 +143,17 @@ class Turns(Haystack):
         turns = [turn._replace(question=said(i, self.apart)) for i, turn in enumerate(turns)]
         return Puzzle(context, whole, [], [turns[-1].answer], turns)
 
-    def asked(
-        self, tokenizer: PreTrainedTokenizerBase, name: str, puzzle: Puzzle, tags: Tags, most: int | None = None
-    ) -> Conversation:
-        """Tokenise context and turns, each by itself, as they come to the cache."""
-        prompt = start_tokens(tokenizer) + tokenize(tokenizer, [puzzle.context])[0]
-        asked = tokenize_after(tokenizer, [turn.question for turn in puzzle.parts])
-        answers = tokenize_after(tokenizer, [turn.answer for turn in puzzle.parts])
-        turns = [
-            Tokens(turn.kind, before, answer, blanks(tokenizer, answer))
-            for turn, before, answer in zip(puzzle.parts, asked, answers, strict=True)
-        ]
-        all_of_them = [token for turn in turns for token in turn.asked + turn.answer]
-        text = puzzle.context + puzzle.question
-        return Conversation(name, prompt, text, [], [], 0, {**tags, "question": "after"}, turns, question=all_of_them)
+    def details(self, tokenizer: PreTrainedTokenizerBase, puzzle: Puzzle, context: list[int]) -> dict[str, Any]:
+        """Return context and turns in tokens, each by itself, as they come to the cache."""
+        kinds, questions, said = zip(*puzzle.parts, strict=True)
+        answers = tokenize_after(tokenizer, said)
+        counted = [blanks(tokenizer, answer) for answer in answers]
+        turns = list(map(Tokens, kinds, tokenize_after(tokenizer, questions), answers, counted))
+        question = [token for turn in turns for token in turn.asked + turn.answer]
+        return {"prompt": context, "question": question, "answers": [], "most": 0, "parts": turns}
 
     def run(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Sequence[Any]
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over conversations; see :meth:`ag.evaluate.tasks.Task.run`."""
         device = next(model.parameters()).device
@@ -170,18 +167,18 @@ class Turns(Haystack):
                 likely = self._likely(model, cache, sample)
                 seconds = time.perf_counter() - start + cache.scoring_seconds
                 score, tags = _graded(sample, likely)
-                tags |= distance(full.divergence(likely))
+                tags |= full.distance(likely)
                 yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags, over)
 
     @torch.no_grad()
-    def _likely(self, model: nn.Module, cache: EvictionCache, sample: Conversation) -> Likely:
+    def _likely(self, model: nn.Module, cache: EvictionCache, sample: Sample) -> Likely:
         """Return what a model says before each token of each right answer; the cache is used up.
 
         What follows the context is known, so that it is one pass under a policy that evicts no more: of one sequence,
         or of one for each question.
         """
         device = next(model.parameters()).device
-        rows = [[turn] for turn in sample.turns] if self.apart else [sample.turns]
+        rows = [[turn] for turn in sample.parts] if self.apart else [sample.parts]
         tokens = [[token for turn in row for token in turn.asked + turn.answer][:-1] for row in rows]
         longest = max(map(len, tokens))
         padded = torch.tensor([one + [0] * (longest - len(one)) for one in tokens], device=device)
@@ -199,15 +196,15 @@ class Turns(Haystack):
         return Likely(lm_logits(model, torch.cat(before)).float().log_softmax(-1))
 
 
-def _graded(sample: Conversation, likely: Likely) -> tuple[float, dict[str, Any]]:
+def _graded(sample: Sample, likely: Likely) -> tuple[float, dict[str, Any]]:
     """Return the share of the answers whose tokens are all the likeliest, and the tags."""
     scores, nats = list[float](), list[float]()
-    said = likely.log_probabilities.split([len(turn.answer) for turn in sample.turns])
-    for turn, log_probabilities in zip(sample.turns, said, strict=True):
+    said = likely.log_probabilities.split([len(turn.answer) for turn in sample.parts])
+    for turn, log_probabilities in zip(sample.parts, said, strict=True):
         right = torch.tensor(turn.answer, device=log_probabilities.device)[:, None]
         nats.append(-float(log_probabilities.gather(1, right)[turn.first :].mean()))
         scores.append(float((log_probabilities.argmax(-1, True) == right)[turn.first :].all()))
     tags: dict[str, Any] = {**sample.tags, "nats": sum(nats) / len(nats)}
     tags |= by_part("turn", zip(range(1, len(nats) + 1), scores, nats, strict=True))
-    tags |= by_part("kind", zip([turn.kind for turn in sample.turns], scores, nats, strict=True))
+    tags |= by_part("kind", zip([turn.kind for turn in sample.parts], scores, nats, strict=True))
     return sum(scores) / len(scores), tags

@@ -15,29 +15,22 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.data import reasoning
-from ag.data.problems import ANY, GROUPS, KINDS, Problem, answer_of, generate, needs_package
+from ag.data.problems import ANY, GROUPS, KINDS, answer_of, generate, needs_package
 from ag.data.worked import encode
 from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import require
-from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Tags, Task, require_whole
+from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Samples, Task, require_whole
 from ag.evaluate.tasks.follow import end_tokens, greedy_batch
 
 SPARE = 16  # tokens that a solution may be longer than the right one
 
 
 @dataclass(frozen=True)
-class Question(Sample):
-    """A problem."""
-
-    problem: Problem
-    most: int  # tokens that the solution may have
-
-
-@dataclass(frozen=True)
 class Worked(Task):
     """Problems of :mod:`ag.data.problems`, from a split that training never sees, whatever its seed.
 
-    In an outcome ``tokens`` counts prompt and solution, and ``kept`` is the share of both that was held at the end.
+    In an outcome ``tokens`` counts prompt and solution, and ``kept`` is the share of both that was held at the end. The
+    part of a sample is its problem.
 
     Attributes:
         kind: kind of the problems, or a group of kinds: ``worked``, ``reasoning``.
@@ -76,19 +69,15 @@ class Worked(Task):
         for index in range(self.problems):
             problem = generate(self.seed, "test", index, self.solution_min, self.solution_max, self.kind)
             [row] = encode(tokenizer, [problem], 1 << 20)
-            length = row.prompt_length or 0
-            prompt, most = row.tokens[:length].tolist(), len(row.tokens) - length + SPARE
+            tokens, length = row.tokens.tolist(), row.prompt_length or 0
+            most = len(tokens) - length + SPARE
             if length + most > max_tokens:
                 yield "too long"
             else:
-                yield Question(f"{problem.kind}-{index}", prompt, problem, most)
+                yield Sample(f"{problem.kind}-{index}", tokens[:length], most=most, parts=[problem])
 
     def run(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        policies: Sequence[Policy],
-        samples: Sequence[Question],
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over samples; see :meth:`ag.evaluate.tasks.Task.run`."""
         device, stop = next(model.parameters()).device, end_tokens(model, tokenizer.eos_token_id)
@@ -109,9 +98,9 @@ class Worked(Task):
                 ]
                 seconds = (time.perf_counter() - begin) / len(group)
                 for sample, (_, tokens, size, over) in zip(group, sorted(written), strict=True):
-                    answer = answer_of(str(tokenizer.decode(tokens, skip_special_tokens=True)))
-                    tags: Tags = {"kind": sample.problem.kind, "generated": len(tokens), "answer": answer}
-                    score = float(sample.problem.solved_by(answer))
+                    [problem], answer = sample.parts, answer_of(str(tokenizer.decode(tokens, skip_special_tokens=True)))
+                    tags = {"kind": problem.kind, "generated": len(tokens), "answer": answer}
+                    score = float(problem.solved_by(answer))
                     outcomes.append((index, Outcome(sample.id, score, *size, seconds, tags, over)))
             yield from outcomes
 

@@ -11,12 +11,7 @@ from tests.support.spaced import KINDS, spaced
 
 TEXT = f"{BOOK}\n{string.printable} The secret number of the boat is 12345. VAR ABC = VAR DEF\n" * 2
 LONGBENCH = {"input": "Who?", "context": "A boat.", "answers": ["the crew", "two"], "length": 3, "all_classes": None}
-OPTIONS = {
-    "needle_text": {"lengths": [1500], "repeats": 1},
-    "key_values": {"pairs": [4], "repeats": 2},
-    "repeat_text": {"lengths": [1500], "repeats": 1},
-    "qasper": {},
-}
+OPTIONS = {"needle_text": {"lengths": [1500], "repeats": 1}, "key_values": {"pairs": [4], "repeats": 2}, "qasper": {}}
 
 
 @pytest.fixture(params=KINDS)
@@ -32,21 +27,22 @@ def test_right_answers_follow_their_questions(name, read, root, write):
     write("longbench/qasper", [LONGBENCH])
     [sample, *_] = make(name, root, **OPTIONS[name]).load(tokenizer, None, 10_000).samples
     before = sample.prompt + sample.question
-    for answer, said in zip(sample.right, sample.references, strict=True):
-        gap = "" if name in ("key_values", "repeat_text") else " "
-        assert text(before + answer) == sample.text + gap + said
+    for answer, said in zip(sample.answers, sample.references, strict=True):
+        assert text(before + answer) == text(before) + ("" if name == "key_values" else " ") + said
 
 
 def test_turns_follow_each_other(read, root):
     tokenizer, text = read
     [sample] = make("turns", root, lengths=[2000], repeats=1).load(tokenizer, None, 10_000).samples
-    assert text(sample.prompt + sample.question) == sample.text
+    whole = text(sample.prompt + sample.question)
+    assert whole.count(".\n\nQuestion: What is") + whole.count(".\n\nFrom now on") == 6
+    for turn in sample.parts:
+        assert f"{text(sample.prompt + turn.asked)[len(text(sample.prompt)) :]} " in whole
 
 
 def test_answers_that_follow_instructions(read, root):
     tokenizer, text = read
     [sample] = make("instructions_8", root, lengths=[2000], repeats=1).load(tokenizer, None, 10_000).samples
-    before = sample.prompt + sample.question
-    for demand, pair in zip(sample.demands, sample.answers, strict=True):
-        for choice, answer in zip((demand.said, demand.instead), pair, strict=True):
-            assert text(before + answer) == sample.text + RULES[demand.kind].lead + choice.written
+    before, choices = sample.prompt + sample.question, [x for one in sample.parts for x in (one.said, one.instead)]
+    for number, (answer, choice) in enumerate(zip(sample.answers, choices, strict=True)):
+        assert text(before + answer) == text(before) + RULES[sample.parts[number // 2].kind].lead + choice.written

@@ -24,49 +24,41 @@ def test_a_full_cache_is_the_plain_model(tiny_llama, tiny_tokenizer, write, plai
     loaded = task.load(tiny_tokenizer, None, 512)
     outcomes = [outcome for _, outcome in task.run(model, tiny_tokenizer, [ag.policy("full")], loaded.samples)]
     right, normalised = [], []
-    for row in PIQA:
+    for row, sample in zip(PIQA, loaded.samples, strict=True):
         prompt = tiny_tokenizer(f"Goal: {row['goal']}\nSolution:")["input_ids"]
         sums = [float(plain(model, prompt, tiny_tokenizer(f" {row[x]}")["input_ids"]).sum()) for x in ("sol1", "sol2")]
         right.append(float((sums[1] > sums[0]) == row["label"]))
         normalised.append(float((sums[1] / len(row["sol2"]) > sums[0] / len(row["sol1"])) == row["label"]))
-        assert loaded.samples[len(right) - 1].prompt == prompt
+        assert sample.prompt == prompt
     assert [outcome.score for outcome in outcomes] == right
     assert [outcome.tags["normalised"] for outcome in outcomes] == normalised
-    assert 0 < sum(right) < len(right)
-    assert right != normalised
+    assert 0 < sum(right) < len(right) and right != normalised
     assert [outcome.sample for outcome in outcomes] == [f"validation-{i}" for i in range(16)]
-    assert {outcome.kept for outcome in outcomes} == {1.0}
-    assert [outcome.tokens for outcome in outcomes] == [len(sample.prompt) for sample in loaded.samples]
+    assert [(one.tokens, one.kept) for one in outcomes] == [(len(sample.prompt), 1.0) for sample in loaded.samples]
 
 
 def test_what_is_too_long_is_counted(tiny_tokenizer, write):
     task = make("piqa", write("piqa/validation", PIQA))
     everything = task.load(tiny_tokenizer, None, 512).samples
-    needs = sorted(len(q.prompt) + max(map(len, q.answers)) for q in everything)
-    loaded = task.load(tiny_tokenizer, None, needs[11])
-    assert loaded.too_long == sum(need > needs[11] for need in needs) > 0
-    fitting = [q for q in everything if len(q.prompt) + max(map(len, q.answers)) <= needs[11]]
-    assert loaded.samples == fitting
-    for limit in (1, 5, len(fitting)):
-        loaded = task.load(tiny_tokenizer, limit, needs[11])
-        assert loaded.samples == fitting[:limit]
-        assert loaded.too_long == everything.index(fitting[limit - 1]) + 1 - limit
+    needs = [len(q.prompt) + max(map(len, q.answers)) for q in everything]
+    most = sorted(needs)[11]
+    fitting = [q for q, need in zip(everything, needs, strict=True) if need <= most]
+    loaded = task.load(tiny_tokenizer, None, most)
+    assert (loaded.samples, loaded.too_long) == (fitting, len(needs) - len(fitting)) and loaded.too_long
+    loaded = task.load(tiny_tokenizer, 5, most)
+    assert (loaded.samples, loaded.too_long) == (fitting[:5], everything.index(fitting[4]) - 4)
 
 
 def test_the_test_split_is_read_where_it_has_labels(tiny_tokenizer, write):
     row = {"question": "Why?", "choices": {"text": ["a", "b", "c"], "label": ["A", "B", "C"]}, "answerKey": "C"}
     write("arc_challenge/validation", [row])
-    root = write("arc_challenge/test", [row, row])
-    [first, _] = make("arc_c", root).load(tiny_tokenizer, None, 512).samples
-    assert (first.split, first.target, len(first.answers)) == ("test", 2, 3)
+    [first, _] = make("arc_c", write("arc_challenge/test", [row, row])).load(tiny_tokenizer, None, 512).samples
+    assert (first.tags, first.target, len(first.answers)) == ({"split": "test"}, 2, 3)
     write("piqa/test", PIQA)
-    root = write("piqa/validation", PIQA[:3])
-    assert len(make("piqa", root).load(tiny_tokenizer, None, 512).samples) == 3
+    assert len(make("piqa", write("piqa/validation", PIQA[:3])).load(tiny_tokenizer, None, 512).samples) == 3
 
 
 def test_missing_data(tiny_tokenizer, tmp_path, write):
-    with refuses(DataError, "rte", "root=FOLDER", "rte/validation.jsonl", "load_dataset('aps/super_glue'"):
-        make("rte", str(tmp_path)).load(tiny_tokenizer, None, 512)
-    root = write("rte/train", [{}])
-    with refuses(DataError, "rte", "validation"):
-        make("rte", root).load(tiny_tokenizer, None, 512)
+    for root in (str(tmp_path), write("rte/train", [{}])):
+        with refuses(DataError, "rte", "root=FOLDER", "rte/validation.jsonl", "load_dataset('aps/super_glue'"):
+            make("rte", root).load(tiny_tokenizer, None, 512)
