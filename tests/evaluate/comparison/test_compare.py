@@ -587,11 +587,6 @@ def test_the_full_cache_is_measured_first(config):
     ]
 
 
-def test_an_older_name_of_a_key(config):
-    made = config(together=3)
-    assert (made.batch_policies, made.together) == (3, None) and replace(made) == made
-
-
 def test_policies_beside_those_of_a_recipe(config):
     made = config(also=["snapkv"])
     assert made.policies == ["full", "h2o", "tova", "snapkv"]
