@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -78,42 +77,10 @@ def part(group: str, key: str, name: str, base: Any) -> Any:
 
 
 def check_part(name: str, kind: Any, base: Any) -> None:
-    """Refuse an entry of a table whose methods cannot be called as those of the base that it has to derive from."""
+    """Refuse an entry of a table that is no class of this base, or lacks methods that the base asks for."""
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise UserError(f"{name!r} is {kind!r:.80}: expected a class derived from {base.__module__}.{base.__name__}.")
-    _check_methods(name, kind, base)
-
-
-@functools.cache
-def _check_methods(name: str, kind: Any, base: Any) -> None:
     if lacking := sorted(getattr(kind, "__abstractmethods__", ())):
         raise UserError(
             f"{kind.__name__} ({name!r}) lacks {', '.join(lacking)}, which a {base.__name__} has to define."
         )
-    for place, owner in enumerate(kind.__mro__[: kind.__mro__.index(base)]):
-        for method, own in vars(owner).items():
-            above = next((vars(other)[method] for other in kind.__mro__[place + 1 :] if method in vars(other)), None)
-            if method.startswith("__") or above is None or not inspect.isfunction(own):
-                continue
-            if isinstance(above, property | functools.cached_property):
-                raise UserError(f"{owner.__name__}.{method} ({name!r}) is a method: expected a @property.")
-            if inspect.isfunction(above) and not _replaces(own, above):
-                raise UserError(
-                    f"{owner.__name__}.{method}{inspect.signature(own)} ({name!r}): expected the parameters of "
-                    f"{method}{inspect.signature(above)}."
-                )
-
-
-def _replaces(own: Callable[..., Any], above: Callable[..., Any]) -> bool:
-    """Tell whether a function can be called wherever another one is: all by place, or what has a default by name."""
-    given = inspect.signature(above).parameters.values()
-    by_place = [one for one in given if one.kind is one.POSITIONAL_OR_KEYWORD]
-    needed = [one for one in by_place if one.default is one.empty]
-    named = {one.name: None for one in given if one not in needed and one.kind is not one.VAR_KEYWORD}
-    only = {one.name: None for one in given if one.kind is one.KEYWORD_ONLY}
-    try:
-        inspect.signature(own).bind(*by_place, **only)
-        inspect.signature(own).bind(*needed, **named)
-    except TypeError:
-        return False
-    return True

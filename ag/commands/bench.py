@@ -35,7 +35,6 @@ class BenchConfig(SharedModel):
     policy: list[str] = key(
         ["random"],
         "policies beside full; flags: those of random gates, set to evict as much (prefill, memory)",
-        holds="policy",
     )
     schedule: str = key("prefill", "when policies evict")
     kv_dtypes: list[KVDtype] = key(

@@ -28,12 +28,8 @@ class CompareConfig(SharedModel):
     adapter: str | None = key(
         None, "export whose LoRA adapter every policy runs with, with or without gates", holds="export"
     )
-    policies: list[str] = key(
-        ["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or mine=gates:EXPORT", holds="policy"
-    )
-    also: list[str] = key(
-        [], "policies beside those of policies, such as gates of your own beside a recipe's", holds="policy"
-    )
+    policies: list[str] = key(["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or mine=gates:EXPORT")
+    also: list[str] = key([], "policies beside those of policies, such as gates of your own beside a recipe's")
     budgets: list[Any] = key(
         [], "what policies keep that can be told: all but full and flags", words=f"list of {BUDGET}"
     )
@@ -55,7 +51,6 @@ class CompareConfig(SharedModel):
     )
     baseline: str = key("full", "the policy that the others are tested against, at its own or the same budget")
     batch_policies: int = key(8, "policies of a task that share the reading of a prompt, where they allow it", low=1)
-    together: int | None = key(None, "older name of batch_policies", low=1)
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
     output: str | None = key(None, "folder of the results, resumed when it has some; null: runs/RECIPE")
     cluster: str | None = key(None, CLUSTER)
@@ -67,8 +62,6 @@ class CompareConfig(SharedModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.together is not None:
-            self.batch_policies, self.together = self.together, None
         self.policies, self.also = [*self.policies, *self.also], []  # once: a dumped configuration is read again
         if self.baseline not in [*self.policies, *(split_label(text)[0] for text in self.policies)]:
             raise UserError(f"baseline={self.baseline}: expected one of policies={self.policies}")

@@ -27,7 +27,6 @@ class EvaluateConfig(Shared):
     policies: list[str] | None = key(
         None,
         "what to compare; flags and gates are those of the run; null: full, flags, and gates where there are budgets",
-        holds="policy",
     )
     budgets: list[Any] = key([], "what policies keep that can be told, so also gates", words=f"list of {BUDGET}")
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")

@@ -19,9 +19,7 @@ class ExplainConfig(SharedModel):
         None, "exported gates, which join the policies as gates, and are those of flags", holds="export"
     )
     adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
-    policies: list[str] = key(
-        ["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "what to picture", holds="policy"
-    )
+    policies: list[str] = key(["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "what to picture")
     budget: Any = key(0.25, "what the policies may keep; flags take none", words=f"{BUDGET} | null")
     task: str = key("ppl", "where the texts come from")
     task_options: dict[str, Any] = mapping("options of the task, as task_options.OPTION=VALUE")

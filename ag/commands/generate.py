@@ -14,9 +14,7 @@ from ag.config.sections import key, mapping
 class GenerateConfig(SharedPolicy):
     """The keys of ``python -m ag.generate``."""
 
-    prompt: str | None = key(
-        None, "the text to continue", instead="put a text with these signs into a file and give file=PATH"
-    )
+    prompt: str | None = key(None, "the text to continue")
     file: str | None = key(None, "file with that text, instead of prompt", holds="file")
     chat: bool = key(False, "put the text into the tokenizer's chat template, as a user's message")
     messages: str | None = key(

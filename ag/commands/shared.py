@@ -44,9 +44,7 @@ class SharedPolicy(SharedDtype):
     """The keys of a command that runs one policy."""
 
     gates: str | None = key(None, "folder of exported gates, which a policy named gates or flags uses", holds="export")
-    policy: str | None = key(
-        None, "what to evict, such as h2o or gates; null: gates where there are some, else full", holds="policy"
-    )
+    policy: str | None = key(None, "what to evict, such as h2o or gates; null: gates where there are some, else full")
     budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
     schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, or some joined by +")
     kv_dtype: KVDtype = key("float", "how keys and values are held: as they come, or in codes of 8 bits")

@@ -18,6 +18,8 @@ from dataclasses import MISSING, dataclass
 from importlib import import_module
 from typing import Any, Generic, NoReturn, TypeVar
 
+import yaml  # type: ignore[import-untyped]
+
 from ag.config import early
 from ag.config.keys import ConfigError, ConfigWarning, Key, keys, nearest, short
 from ag.config.recipes import dump, recipes, resolve
@@ -216,17 +218,9 @@ def _expand(overrides: dict[str, str]) -> list[dict[str, str]]:
 
 
 def _pieces(text: str) -> list[str]:
-    """Split at the commas outside of brackets and of quotes that open a piece."""
-    pieces, depth, quote = [""], 0, ""
-    for character in text:
-        if character == "," and not depth and not quote:
-            pieces.append("")
-            continue
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"" and (depth or not pieces[-1]):
-            quote = character
-        else:
-            depth = max(0, depth + (character in "[{(") - (character in "]})"))
-        pieces[-1] += character
-    return pieces
+    """Split at commas as YAML does: outside of brackets and quotes."""
+    try:
+        nodes = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader).value
+    except yaml.YAMLError:
+        return [text]
+    return [text[node.start_mark.index - 1 : node.end_mark.index - 1] for node in nodes] or [text]

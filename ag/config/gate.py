@@ -6,10 +6,19 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ag.config.clashes import clash, rows
 from ag.config.keys import keys
 from ag.config.sections import key
 
 HEAD_STEP = 8  # sizes of heads that are chosen here are its multiples
+CLASHES = rows("""
+covers=all; scope=prompt -> a gate that sees the whole prompt at once cannot follow a growing text; use
+    gate.scope=causal.
+window>0; scope=prompt -> such a gate sees the whole prompt; use gate.scope=causal, or gate.window=0.
+window>0; kind=linear|affine|mlp|fast_kvzip|retention -> such a gate looks at one token by itself; use gate.window=0,
+    or gate.kind=attention.
+first_layer<layer_offset -> the first layer has none before it; use gate.first_layer=1.
+""")
 
 
 @dataclass
@@ -76,23 +85,5 @@ class GateConfig:
                 raise ValueError(f"gate.{name}={getattr(self, name)!r}: expected {one.expected()}.")
         if not 0 < self.threshold < 1:
             raise ValueError(f"gate.threshold={self.threshold}: expected a probability between 0 and 1.")
-        if self.covers == "all" and self.scope == "prompt":
-            raise ValueError(
-                "gate.covers=all with gate.scope=prompt: a gate that sees the whole prompt at once cannot follow a "
-                "growing text; use gate.scope=causal."
-            )
-        if self.window and self.scope == "prompt":
-            raise ValueError(
-                f"gate.window={self.window} with gate.scope=prompt: such a gate sees the whole prompt; use "
-                "gate.scope=causal, or gate.window=0."
-            )
-        if self.window and self.kind in ("linear", "affine", "mlp", "fast_kvzip", "retention"):
-            raise ValueError(
-                f"gate.window={self.window} with gate.kind={self.kind}: such a gate looks at one token by itself; use "
-                "gate.window=0, or gate.kind=attention."
-            )
-        if self.first_layer < self.layer_offset:
-            raise ValueError(
-                f"gate.first_layer={self.first_layer}: expected at least 1 with gate.layer_offset=1, "
-                "because the first layer has none before it."
-            )
+        if (said := clash(self, CLASHES, "gate.")) is not None:
+            raise ValueError(said)

@@ -17,16 +17,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import yaml  # type: ignore[import-untyped]
-
-from ag.errors import UserError
+from ag.errors import UserError, first_line
 from ag.errors import nearest as nearest
-
-MAX_YAML_EVENTS = 20_000
-MAX_YAML_DEPTH = 20
-#: Keys of earlier versions, and where they went. A config.yaml of those has them, at their defaults.
-MOVED = dict.fromkeys(("plan", "tflops"), "python -m ag.plan, with the same keys, prints the plan of a run")
-YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class ConfigError(UserError):
@@ -39,11 +31,18 @@ class ConfigWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Key:
-    """One key that can be set: dotted name, type, default, one line of documentation, inclusive bounds.
+    """One key that can be set.
 
-    ``words`` describe the values where the type is too wide to do so; ``instead`` says how to give a text that no
-    command line and no recipe can hold; ``of`` names the key that lists the entries of a mapping; ``holds`` says what
-    :mod:`ag.config.early` looks for before anything is loaded.
+    Attributes:
+        name: with dots, as ``loss.alpha``.
+        type: bool, int, float, str, a Literal of texts, a list or dict of those, or a union of those.
+        default: its value where none is given; MISSING means that one has to be.
+        doc: one line for ``--help``.
+        low: the least value.
+        high: the largest value.
+        words: describe the values where the type is too wide to do so; the code that reads them checks them.
+        of: of a mapping the key that lists its entries.
+        holds: what :mod:`ag.config.early` looks for before anything is loaded: export, file or folder.
     """
 
     name: str
@@ -53,7 +52,6 @@ class Key:
     low: float | None = None
     high: float | None = None
     words: str = ""
-    instead: str = "write the value itself"
     of: str = ""
     holds: str = ""
 
@@ -71,10 +69,7 @@ class Key:
 
 
 def keys(schema: type[Any]) -> dict[str, Key]:
-    """List every key of a dataclass and of the dataclasses in it, by dotted name; inherited ones come last.
-
-    A key's type is bool, int, float, str, a Literal of texts, a list or dict of those, or a union of those.
-    """
+    """List every key of a dataclass and of the dataclasses in it, by dotted name; inherited ones come last."""
     return {key.name: key for key in _walk(schema, "")}
 
 
@@ -86,8 +81,7 @@ def _walk(schema: type[Any], prefix: str) -> Iterator[Key]:
             yield from _walk(hint, name + ".")  # type: ignore[arg-type]
             continue
         default = field.default_factory() if callable(field.default_factory) else field.default
-        meta = field.metadata
-        yield Key(name, hint, default, **{part: said for part, said in meta.items() if said not in (None, "")})
+        yield Key(name, hint, default, **field.metadata)
 
 
 def describe(hint: Any) -> str:
@@ -137,8 +131,6 @@ def unknown(name: str, known: Mapping[str, Key]) -> ConfigError:
     if name in sections:
         inside = ", ".join(key for key in known if key.startswith(name + "."))
         return ConfigError(f"{name!r} is a section, not a key: set one of {inside}")
-    if name in MOVED:
-        return ConfigError(f"{name} is no key here any more: {MOVED[name]}")
     names = [*known, *sections]
     hint = nearest(name, names, cutoff=0.8) or nearest(name, same_leaf, cutoff=0) or nearest(name, names)
     return ConfigError(f"unknown key {short(name)}{hint or '; --help lists the keys'}")
@@ -153,7 +145,10 @@ def short(value: Any) -> str:
 def check(key: Key, value: Any) -> Any:
     """Return the value when it fits the key."""
     if any(mark in repr(value) for mark in ("${", "???")):
-        raise ConfigError(f"{key.name}={short(value)}: ${{...}} and ??? are not supported; {key.instead}")
+        raise ConfigError(
+            f"{key.name}={short(value)}: ${{...}} and ??? are not supported; write the value itself, or put a text "
+            "with these signs into a file (ag.generate: file=PATH)"
+        )
     if key.accepts(value):
         return value
     unquoted = not isinstance(value, str) and key.accepts(str(value))
@@ -171,26 +166,16 @@ def parse_yaml(text: str) -> Any:
     """Read YAML as plain values, numbers such as ``5e-5`` included.
 
     Raises:
-        ConfigError: when it is not valid, has a key twice, or is too large or too deep.
+        ConfigError: when it is not valid, or has a key twice.
     """
     from omegaconf import OmegaConf  # where a key is read: kernels, gates and the engine do without it
 
     try:
-        # The C parser overflows its stack on deep nesting: look at the event stream before building.
-        depth = 0
-        for count, event in enumerate(yaml.parse(text, Loader=YamlLoader)):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if count > MAX_YAML_EVENTS or depth > MAX_YAML_DEPTH:
-                raise ConfigError("too long or too deeply nested for a configuration")
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload,index]
-    except ConfigError:
-        raise
     except Exception as error:  # the parser raises many types, RecursionError and KeyError among them
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""
-        reason = str(getattr(error, "problem", None) or error or type(error).__name__).splitlines()[0]
-        if "nesting" in reason:  # since PyYAML 6.0.4
-            raise ConfigError("too long or too deeply nested for a configuration") from None
+        reason = first_line(error) if mark is None else str(getattr(error, "problem", error))
         raise ConfigError(f"not valid YAML{where}: {reason[:200]}") from None
 
 

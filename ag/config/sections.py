@@ -8,34 +8,21 @@ from typing import Any, Literal
 BUDGET = "tokens (an int of at least 1) or a share (a float in (0, 1])"  # what keys of budgets take
 
 
-def key(
-    default: Any,
-    doc: str,
-    low: float | None = None,
-    high: float | None = None,
-    words: str = "",
-    instead: str = "",
-    holds: Literal["", "policy", "export", "file", "folder"] = "",
-) -> Any:
-    """Declare a configuration key: its default, its one-line documentation and its bounds, both inclusive.
-
-    ``words`` describe the values where the type is too wide to do so; the code that reads such a key checks its value.
-    ``instead`` says how a text with ``${`` is given. ``holds`` says what the value, or each of a list, names:
-    :mod:`ag.config.early` looks whether it is there.
-    """
-    metadata = {"doc": doc, "low": low, "high": high, "words": words, "instead": instead, "holds": holds}
+def key(default: Any, doc: str, **more: Any) -> Any:
+    """Declare a configuration key: its default, one line about it, more fields of :class:`ag.config.keys.Key`."""
+    metadata = {"doc": doc, **more}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def mapping(doc: str, of: str = "", holds: str = "") -> Any:
+def mapping(doc: str, **more: Any) -> Any:
     """Declare a key whose entries are set one by one, as ``key.ENTRY=value``.
 
     ``of`` names the key that lists the entries: one that a recipe lists and a command line does not takes along what
     the recipe says of it.
     """
-    return field(default_factory=dict, metadata={"doc": doc, "of": of, "holds": holds})
+    return field(default_factory=dict, metadata={"doc": doc, **more})
 
 
 @dataclass

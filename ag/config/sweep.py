@@ -147,7 +147,7 @@ def _on_cluster(runs: Sequence[Run], address: str, folder: Path) -> Iterator[End
     if not todo:
         return
     with cluster.connected(address):
-        for run, ended in cluster.share(todo, Runner, _room(todo[0].config)):
+        for run, ended in cluster.share(todo, lambda: _do, _room(todo[0].config)):
             if isinstance(ended, cluster.Lost):
                 print(f"run {run.index + 1}: {ended.times} machines ended while they worked on it: {ended.why}")
                 ended = Ended(run, 1, 0.0)
@@ -158,20 +158,16 @@ def _on_cluster(runs: Sequence[Run], address: str, folder: Path) -> Iterator[End
             yield ended
 
 
-class Runner:
-    """Does the runs of a sweep on a machine of a cluster, each in a process of its own."""
-
-    def __call__(self, run: Run) -> Ended:
-        """Do a run; one that was begun before goes on from its last checkpoint."""
-        start = time.monotonic()
-        os.chdir(run.place)
-        with Path(run.log).open("ab") as log:
-            process = run.start(stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-            code = process.wait()
-        ended = Ended(run, code, time.monotonic() - start)
-        if code == -signal.SIGKILL:  # perhaps with its machine: this host then ends too, and the run is done elsewhere
-            time.sleep(MACHINE_SECONDS)
-        return ended
+def _do(run: Run) -> Ended:
+    """Do a run on a machine of a cluster, in a process of its own; one that was begun goes on from its checkpoint."""
+    start = time.monotonic()
+    os.chdir(run.place)
+    with Path(run.log).open("ab") as log:
+        code = run.start(stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).wait()
+    ended = Ended(run, code, time.monotonic() - start)
+    if code == -signal.SIGKILL:  # perhaps with its machine: this host then ends too, and the run is done elsewhere
+        time.sleep(MACHINE_SECONDS)
+    return ended
 
 
 def _room(config: Any) -> Room:
@@ -199,17 +195,11 @@ def _measured(folder: Path) -> dict[str, str]:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Align columns, numbers to the right; columns of which nothing is known are left out."""
-    shown = [i for i in range(len(head)) if i < 2 or any(row[i] for row in rows)]
-    lines = [[row[i] for i in shown] for row in [head, *rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(shown))]
-    numbers = {i for i, name in enumerate(head[i] for i in shown) if name in ("run", "seconds", *METRICS)}
+    """Align columns; those of which nothing is known are left out."""
+    lines = [head, *rows]
+    widths = [max(len(line[i]) for line in lines) if any(row[i] for row in rows) else 0 for i in range(len(head))]
     return [
-        " "
-        + "  ".join(
-            f"{cell:>{w}}" if i in numbers else f"{cell:<{w}}"
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
+        " " + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True) if width).rstrip()
         for line in lines
     ]
 

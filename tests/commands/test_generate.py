@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import time
 
 import pytest
 import torch
@@ -76,27 +75,6 @@ def test_text_and_numbers_are_those_of_masked_forward_passes(folder, tiny_llama,
     assert held <= found.kv_bytes < held + 32 * token  # and some spare slots to append to
 
 
-@pytest.mark.slow
-def test_prefill_and_decoding_are_timed_apart(folder, monkeypatch):
-    """A model whose prompt takes 0.3 s more and whose steps take 0.02 s more, and whose first use takes 1 s more."""
-    slow = {"first": 1.0}
-
-    def wait(module, args, kwargs):
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        time.sleep(slow.pop("first", 0) + (0.3 if ids.shape[1] > 1 else 0.02))
-
-    def load_base(*words):
-        model, tokenizer = loads(*words)
-        model.register_forward_pre_hook(wait, with_kwargs=True)
-        return model, tokenizer
-
-    loads = models.load_base
-    monkeypatch.setattr(models, "load_base", load_base)
-    found = generate(config(folder))["gates"]
-    assert 0.3 <= found.prefill_seconds < 0.9
-    assert 0.02 * (NEW - 1) <= found.decode_seconds < 0.02 * (NEW - 1) + 0.6
-
-
 def test_compare_adds_the_text_of_transformers_own_cache(folder, tiny_llama, tiny_tokenizer):
     ids = tiny_tokenizer(PROMPT, return_tensors="pt")
     expected = tiny_llama().generate(**ids, max_new_tokens=NEW, do_sample=False)[0, ids["input_ids"].shape[1] :]
@@ -142,18 +120,15 @@ def test_adapter_of_the_export_takes_part(folder, tiny_llama, tiny_tokenizer, tm
     assert found != generate(config(folder))["gates"].text
 
 
-def test_samples_follow_the_seed(folder):
+def test_samples_follow_the_seed_and_prompts_come_from_files(folder, tmp_path):
     def text(**values):
         return generate(config(folder, **values))["gates"].text
 
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    assert text(prompt=None, file=str(tmp_path / "prompt.txt")) == text()
+
     assert text(temperature=1.5, seed=1) == text(temperature=1.5, seed=1) != text(temperature=1.5, seed=2)
     assert text(temperature=1.5, seed=1, top_p=1e-6) == text(temperature=1e-4, seed=2) == text()
-
-
-def test_prompt_from_a_file(folder, tmp_path):
-    (tmp_path / "prompt.txt").write_text(PROMPT)
-    found = generate(config(folder, prompt=None, file=str(tmp_path / "prompt.txt")))["gates"]
-    assert found.text == generate(config(folder))["gates"].text
 
 
 def test_chat_template(folder, tiny_llama, tiny_tokenizer, tmp_path):
@@ -216,24 +191,18 @@ def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch
     [
         ([], ("prompt=TEXT", "file=PATH")),
         (["prompt=a", "file=FOLDER/base/config.json"], ("prompt=TEXT", "file=PATH")),
-        (["file=FOLDER/none.txt"], ("file=FOLDER/none.txt",)),
         (["file=FOLDER/export/gates.safetensors"], ("file=FOLDER/export/gates.safetensors", "UTF-8")),
-        (["prompt=''"], ("0 tokens", "448", "max_new_tokens=64")),
         (["prompt=abc", "max_new_tokens=510"], ("3 tokens", "1 to 2", "max_new_tokens=510")),
         (["prompt=abc", "chat=true"], ("chat template", "instruct")),
-        (["prompt=abc", "messages=FOLDER/base/config.json"], ("prompt=TEXT", "messages=FILE.json")),
-        (["messages=FOLDER/none.json"], ("messages=FOLDER/none.json",)),
         (["messages=FOLDER/base/config.json"], ("FOLDER/base/config.json", "role and content")),
         (["prompt=abc", "template.enable_thinking=false"], ("template.enable_thinking", "chat=true")),
         (["prompt=abc", "gates=FOLDER/nameless"], ("model=NAME", "gates=EXPORT")),
-        (["prompt=abc", "gates=null"], ("model=NAME", "gates=EXPORT")),
         (["prompt=abc", "gates=FOLDER/base"], ("FOLDER/base/gate_config.json",)),
         (["prompt=abc", "model=FOLDER/none"], ("FOLDER/none",)),
         (["prompt=abc", "device=nonsense"], ("device=nonsense",)),
-        (["prompt=abc", "gates=null", "policy=gates", "model=x"], ("'gates'", "gates=EXPORT")),
         (["prompt=abc", "policy=h20", "budget=8"], ("'h20'", "h2o")),
         (["prompt=abc", "policy=h2o"], ("'h2o'", "budget")),
-        *((["prompt=abc", f"protect=['{x}']"], (f"protect={x}", "0-40")) for x in ("template", "7", "system", "3-x")),
+        *((["prompt=abc", f"protect=['{x}']"], (f"protect={x}", "0-40")) for x in ("template", "3-x")),
     ],
 )
 def test_bad_input_is_one_line(folder, capsys, words, parts):

@@ -1,7 +1,6 @@
 """Every shipped recipe: it loads, validates, says what it is, and has the published numbers of the paper."""
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +11,7 @@ from ag.config.keys import keys, parse_yaml
 from ag.config.recipes import RECIPES, dump, load_config, recipes, resolve
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.tasks.longbench import SUBSETS
+from tests.support.refused import names
 
 ABLATIONS = {  # the single difference from piqa_sft (Tables 3 and 6 of the paper)
     "ablation_heads_2": {"num_heads": 2},
@@ -55,46 +55,31 @@ COMPARISONS = {  # cells, and the published score of the full cache that the com
 
 
 @cache
-def load(name: str, **overrides: str) -> Config:
-    return resolve(Config, {"recipe": name, **overrides})
+def load(name, **overrides):
+    return resolve(CompareConfig if name in COMPARISONS else Config, {"recipe": name, **overrides})
 
 
-@cache
-def flat(name: str) -> dict[str, object]:
+def flat(name):
     tree = parse_yaml(dump(load(name)))
     return {
         name: tree[name] if "." not in name else tree[name.split(".")[0]][name.split(".")[1]] for name in keys(Config)
     }
 
 
-def test_the_list_of_recipes_is_complete() -> None:
-    assert list(recipes("ag.fit")) == list(recipes("ag.plan")) == sorted([*ABLATIONS, *TASKS, *CPT, *OTHERS])
-    assert list(recipes("ag.compare")) == sorted(COMPARISONS)
-    assert recipes("ag.generate") == {}
+def test_the_list_of_recipes_is_complete_and_says_whose_they_are(error, capsys):
+    fit, compare = sorted([*ABLATIONS, *TASKS, *CPT, *OTHERS]), sorted(COMPARISONS)
+    assert list(recipes("ag.fit")) == list(recipes("ag.plan")) == fit
+    assert list(recipes("ag.compare")) == compare and recipes("ag.generate") == {}
+    assert sorted(path.stem for path in RECIPES.rglob("*.y*ml")) == sorted(recipes())  # a name is in one folder only
+    for program, schema, listed in (("ag.fit", Config, fit), ("ag.compare", CompareConfig, compare)):
+        with pytest.raises(SystemExit, match="0"):
+            parse(["--recipes"], schema, program)
+        lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+        assert [line[0] for line in lines] == listed and all(len(line[1]) > 20 for line in lines)
+    names(error("recipe=compare_small"), "recipe=compare_small is one of ag.compare, not of ag.fit")
 
 
-def test_a_name_is_in_one_folder_only() -> None:
-    """Of two recipes with one name ``recipe=NAME`` would find either."""
-    names = [path.stem for path in RECIPES.rglob("*.y*ml")]
-    assert sorted(names) == sorted(recipes()) == sorted(set(names))
-
-
-def test_the_folder_says_which_program_a_recipe_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder, name, text in (("fit", "compare_me", "seed: 3"), ("compare", "plain", "base: compare_me\nsamples: 2")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / f"{name}.yaml").write_text(text)
-    monkeypatch.setattr("ag.config.recipes.RECIPES", tmp_path)
-    assert [list(recipes(program)) for program in ("ag.fit", "ag.compare", None)] == [
-        ["compare_me"],
-        ["plain"],
-        ["compare_me", "plain"],
-    ]
-    assert load("compare_me").seed == 3
-    config = resolve(CompareConfig, {"recipe": "plain"})
-    assert (config.seed, config.samples) == (3, 2)  # a base is found by name in either folder
-
-
-def test_what_a_recipe_says_of_something_goes_with_it() -> None:
+def test_what_a_recipe_says_of_something_goes_with_it():
     """Options of policies and tasks that the command line leaves out; those that it gives stay, to be refused."""
     given = {"recipe": "compare_small", "policies": "[full,snapkv,tova]", "policy_options.h2o.recent": "3"}
     assert resolve(CompareConfig, given).policy_options == {"snapkv": {"window": 8}, "h2o": {"recent": 3}}
@@ -102,50 +87,22 @@ def test_what_a_recipe_says_of_something_goes_with_it() -> None:
     assert config.task_options == {} and len(config.policy_options) == 5
 
 
-@pytest.mark.parametrize(
-    ("program", "schema", "name", "owner"),
-    [("ag.fit", Config, "compare_small", "ag.compare"), ("ag.compare", CompareConfig, "piqa_sft", "ag.fit")],
-)
-def test_a_recipe_of_another_program_is_refused(
-    program: str, schema: type, name: str, owner: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        parse([f"recipe={name}"], schema, program)
-    assert stopped.value.code == 2
-    assert f"recipe={name} is one of {owner}, not of {program}" in capsys.readouterr().err
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", recipes())
-def test_loads_without_a_warning_and_survives_a_round_trip(name: str, tmp_path: Path) -> None:
-    schema: type[Config] | type[CompareConfig] = CompareConfig if name in COMPARISONS else Config
-    config = resolve(schema, {"recipe": name})
+def test_a_recipe_loads_survives_a_round_trip_and_repeats_nothing_of_its_base(name, tmp_path):
+    config = load(name)
     assert config.recipe == name
     (tmp_path / "config.yaml").write_text(dump(config))
-    assert load_config(tmp_path / "config.yaml", schema) == config
-
-
-@pytest.mark.parametrize("name", sorted({*ABLATIONS, *TASKS, *CPT, "smollm2_quarter"} - {"piqa_sft", "redpajama_cpt"}))
-def test_a_recipe_repeats_nothing_of_its_base(name: str) -> None:
+    assert load_config(tmp_path / "config.yaml", type(config)) == config
     tree = parse_yaml(recipes()[name].read_text())
-    base, config = flat(tree.pop("base")), flat(name)
-    changed = {key for key in base if base[key] != config[key]} - {"recipe"}
-    written = {f"{section}.{key}" for section, inner in tree.items() if isinstance(inner, dict) for key in inner}
-    assert changed == written | {key for key, value in tree.items() if not isinstance(value, dict)}
+    if base := tree.pop("base", None) if name not in COMPARISONS else None:
+        before, after = flat(base), flat(name)
+        written = {f"{section}.{key}" for section, inner in tree.items() if isinstance(inner, dict) for key in inner}
+        written |= {key for key, value in tree.items() if not isinstance(value, dict)}
+        assert {key for key in before if before[key] != after[key]} - {"recipe"} == written
 
 
-@pytest.mark.parametrize(("program", "schema"), [("ag.fit", Config), ("ag.compare", CompareConfig)])
-def test_listing_describes_each_recipe(program: str, schema: type, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        parse(["--recipes"], schema, program)
-    assert stopped.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(recipes(program))
-    for line in lines:
-        assert len(line.split(maxsplit=1)[1]) > 20, line
-
-
-def published(name: str) -> str:
+def published(name):
     """The values of the paper, as a command line gives them."""
     gates = "gate.num_heads=4 gate.head_dim=128"
     if name in TASKS:
@@ -168,52 +125,41 @@ def published(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*TASKS, *CPT])
-def test_recipes_have_the_papers_values(name: str) -> None:
+def test_recipes_have_the_papers_values(name):
     words = dict(word.split("=") for word in published(name).split())
     assert load(name, **words) == load(name)
 
 
 @pytest.mark.parametrize(("name", "difference"), ABLATIONS.items())
-def test_an_ablation_differs_in_its_own_keys_only(name: str, difference: dict[str, object]) -> None:
+def test_an_ablation_differs_in_its_own_keys_only(name, difference):
     expected = {**flat("piqa_sft"), "recipe": name, **{f"gate.{key}": value for key, value in difference.items()}}
     assert flat(name) == expected
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_small_recipes_use_the_small_model_in_full_precision(name: str) -> None:
-    config = load(name)
-    assert (config.model.name, config.model.dtype, config.model.quantization) == ("smollm2", "float32", "none")
-    assert config.trainer.max_steps > 0
-
-
-@pytest.mark.parametrize("name", ["smollm2_stream", "smollm2_worked"])
-def test_gates_that_follow_a_text_remember_a_bounded_part_of_it(name: str) -> None:
-    gate = load(name).gate
-    assert (gate.covers, gate.scope, gate.prefill) == ("all", "causal", "sparse")
-    assert gate.kind != "attention" or 0 < gate.window <= 128
-    assert 0 < gate.recent_tokens <= 128
+def test_small_recipes_are_for_a_cpu_and_gates_that_follow_a_text_remember_a_bounded_part_of_it():
+    for config in map(load, OTHERS):
+        assert (config.model.name, config.model.dtype, config.model.quantization) == ("smollm2", "float32", "none")
+        assert config.trainer.max_steps > 0
+    for gate in (load(name).gate for name in ("smollm2_stream", "smollm2_worked")):
+        assert (gate.covers, gate.scope, gate.prefill) == ("all", "causal", "sparse")
+        assert (gate.kind != "attention" or 0 < gate.window <= 128) and 0 < gate.recent_tokens <= 128
 
 
 @pytest.mark.parametrize(("name", "cells", "published"), [(name, *told) for name, told in COMPARISONS.items()])
-def test_a_comparison_can_be_planned_and_names_what_it_is_held_against(name: str, cells: int, published: str) -> None:
-    assert len(list_cells(resolve(CompareConfig, {"recipe": name}))) == cells
+def test_a_comparison_can_be_planned_and_names_what_it_is_held_against(name, cells, published):
+    assert len(list_cells(load(name))) == cells
     comment = [line for line in recipes()[name].read_text().splitlines() if line.startswith("#")]
     assert published in " ".join(comment)
 
 
-def test_comparisons_have_the_papers_settings() -> None:
-    def of(name: str) -> CompareConfig:
-        return resolve(CompareConfig, {"recipe": name})
-
-    caote, cake, obcache = of("compare_caote_table2"), of("compare_cake_table1"), of("compare_obcache_table1")
+def test_comparisons_have_the_papers_settings():
+    caote, obcache = load("compare_caote_table2"), load("compare_obcache_table1")
     assert (caote.schedule, caote.budgets) == ("blocks:128+every", [2048, 4096])
-    assert (of("compare_vatp_table1").budgets, of("compare_ag_table1").budgets) == ([0.5], [0.5])
-    temperatures = {cell.policy.budget: cell.policy.allocator for cell in list_cells(cake) if cell.label == "cake"}
-    assert {size: (a.tau1, a.tau2) for size, a in temperatures.items()} == {128: (0.9, 2.3), 1024: (1.9, 1.8)}
-    published = [name for name in COMPARISONS if "_table" in name]
-    asked = [
-        cell.task.question for name in published for cell in list_cells(of(name)) if cell.task.metric != "accuracy"
-    ]
-    assert set(asked) == {"before"}  # papers evict with the question in the prompt
+    assert (load("compare_vatp_table1").budgets, load("compare_ag_table1").budgets) == ([0.5], [0.5])
+    cake = [cell.policy for cell in list_cells(load("compare_cake_table1")) if cell.label == "cake"]
+    assert {x.budget: (x.allocator.tau1, x.allocator.tau2) for x in cake} == {128: (0.9, 2.3), 1024: (1.9, 1.8)}
+    cells = [cell for name in COMPARISONS if "_table" in name for cell in list_cells(load(name))]
+    asked = {cell.task.question for cell in cells if cell.task.metric != "accuracy"}
+    assert asked == {"before"}  # papers evict with the question in the prompt
     assert obcache.budgets == [80, 160, 320, 400]
     assert obcache.task_options["needle_text"]["lengths"] == [4096, 8192, 16384, 32768]

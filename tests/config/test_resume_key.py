@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from ag.commands.plan import PlanConfig
-from ag.config.command_line import parse
 from ag.config.keys import ConfigError, parse_yaml
 from ag.config.recipes import check_resume, dump
 from tests.support.refused import names, refuses
@@ -32,11 +30,8 @@ def test_resume_takes_everything_from_the_run(run: Path) -> None:
     "override",
     [
         "output=x",
-        "logger=[]",
         "wandb.offline=true",
-        "checkpoint.keep_last=1",
         "trainer.max_epochs=9",
-        "export.merge=false",
     ],
 )
 def test_resume_may_change_what_does_not_touch_the_result(run: Path, override: str) -> None:
@@ -48,28 +43,13 @@ def test_resume_may_change_what_does_not_touch_the_result(run: Path, override: s
     ("override", "name", "old", "new"),
     [
         ("gate.num_heads=2", "gate.num_heads", "4", "2"),
-        ("model.dtype=bfloat16", "model.dtype", "'float32'", "'bfloat16'"),
         ("loss.alpha=1", "loss.alpha", "3.0", "1"),
-        ("seed=1", "seed", "0", "1"),
         ("data.batch_size=1", "data.batch_size", "2", "1"),
-        ("trainer.devices=2", "trainer.devices", "1", "2"),
         ("train=lora warmup.regress_steps=0", "train", "'gates'", "'lora'"),
     ],
 )
 def test_resume_refuses_another_run(error: Any, run: Path, override: str, name: str, old: str, new: str) -> None:
     names(error(f"resume={run}", *override.split()), f"{name}={old}", f"not {new}")
-
-
-def test_where_the_keys_of_the_plan_went(error: Any, run: Path, tmp_path: Path) -> None:
-    """Their defaults stand in run folders of earlier versions; what asked for a plan is told of the command."""
-    config = run / "config.yaml"
-    config.write_text(config.read_text() + "plan: false\ntflops: null\n")
-    assert fit(f"resume={run}").loss.alpha == 3
-    names(error("recipe=quickstart", "plan=true"), "plan", "python -m ag.plan")
-    (tmp_path / "old.yaml").write_text("base: quickstart\ntflops: 70\n")
-    names(error(f"recipe={tmp_path / 'old.yaml'}"), "tflops", "python -m ag.plan")
-    planned = parse([f"resume={run}", "tflops=70"], PlanConfig, "ag.plan").config
-    assert (planned.loss.alpha, planned.tflops) == (3, 70)
 
 
 def test_resume_from_another_recipe(error: Any, run: Path) -> None:
@@ -81,15 +61,11 @@ def test_resume_from_another_recipe(error: Any, run: Path) -> None:
 
 
 def test_resume_from_no_run(error: Any, tmp_path: Path) -> None:
-    names(error(f"resume={tmp_path}"), f"resume={tmp_path}", "config.yaml")
+    for place in (tmp_path, "s3://bucket/run"):
+        names(error(f"resume={place}"), f"resume={place}", "config.yaml")
 
 
-@pytest.mark.parametrize("place", ["https://example.org/run", "s3://bucket/run", "hf://me/run"])
-def test_resume_from_an_address(error: Any, place: str) -> None:
-    names(error(f"resume={place}"), f"resume={place}", "config.yaml")
-
-
-@pytest.mark.parametrize("name", ["../../elsewhere", "/etc", "a/b", "..", ".hidden", ""])
+@pytest.mark.parametrize("name", ["../../elsewhere", "a/b", "..", ""])
 def test_name_of_a_recipe_cannot_leave_the_output_folder(error: Any, tmp_path: Path, name: str) -> None:
     path = tmp_path / "sly.yaml"
     path.write_text(f"recipe: '{name}'\n")

@@ -1,4 +1,4 @@
-"""What contributors and GitHub read: workflows, forms, sessions, hooks, the site, and the release command."""
+"""What contributors and GitHub read: workflows, sessions, hooks, the site, the release command, the table of names."""
 
 import ast
 import importlib
@@ -18,7 +18,6 @@ from scripts import docs_site
 from tests.support import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-FORMS = [path for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")) if path.stem != "config"]
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 
 
@@ -55,7 +54,6 @@ def test_actions_are_pinned_and_may_only_read():
         assert workflow["permissions"] == {"contents": "read"}
         wider = {name: job["permissions"] for name, job in workflow["jobs"].items() if "permissions" in job}
         assert wider == ({"publish": {"pages": "write", "id-token": "write"}} if path.stem == "docs" else {})
-        assert all(int(job["timeout-minutes"]) <= 90 for job in workflow["jobs"].values())
 
 
 def test_every_session_that_a_workflow_runs_exists():
@@ -67,51 +65,16 @@ def test_every_session_that_a_workflow_runs_exists():
                 for key, value in (case | {"session": option}).items():
                     filled = filled.replace(f"${{{{ matrix.{key} }}}}", value)
                 ran.add(filled)
-    assert ran <= known
-    assert {"lint", "types", "docs", "package", "tests-3.11(oldest)"} <= ran
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pythons = {x.rpartition(" ")[2] for x in project["classifiers"] if re.search(r":: 3\.\d", x)}
-    assert {name[6:10] for name in ran if name.endswith("(pinned)")} == pythons
-    scheduled = [loaded(path) for path in WORKFLOWS if "schedule" in loaded(path).get("on", {})]
-    cases = [case for work in scheduled for case in work["jobs"]["tests"]["strategy"]["matrix"]["include"]]
-    assert {case["packages"] for case in cases} == {"oldest", "newest"}
-
-
-def test_sessions_run_the_commands_of_the_test_script():
+    assert {"lint", "types", "docs", "package", "tests-3.11(oldest)"} <= ran <= known
     text = (ROOT / "scripts" / "checks.sh").read_text()
     (listed,) = re.findall(r"^ +([a-z |]+)\) \"\$@\"", text, re.MULTILINE)
-    assert {name.partition("-")[0] for name in sessions()} == set(listed.split(" | "))
-    for name in re.findall(r"scripts/\w+\.\w+", text):
-        assert (ROOT / name).is_file(), name
-    for name in ("lint", "types", "tests"):
-        assert re.search(rf"^(beside )?{name}\b", (ROOT / "scripts" / "test.sh").read_text(), re.MULTILINE)
-    done = subprocess.run(["bash", "scripts/checks.sh", "tpyes"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "'tpyes'" in done.stderr and "types" in done.stderr
-
-
-def test_loosened_pins_are_pins():
-    tree = ast.parse((ROOT / "noxfile.py").read_text())
-    (table,) = [x.value for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "FOLLOWING"]
-    loosened = {name for names in ast.literal_eval(table).values() for name in names}
-    assert {"torch", "transformers"} <= loosened <= set(PINS)
+    assert {name.partition("-")[0] for name in known} == set(listed.split(" | "))
 
 
 def test_hooks_before_a_commit_are_the_pinned_linters():
     repos = {repo["repo"]: repo for repo in loaded(ROOT / ".pre-commit-config.yaml")["repos"]}
     assert repos["https://github.com/astral-sh/ruff-pre-commit"]["rev"] == f"v{PINS['ruff']}"
     assert [hook["entry"] for hook in repos["local"]["hooks"]] == ["bash scripts/checks.sh types"]
-
-
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_form_asks(path):
-    form = loaded(path)
-    assert {"name", "description", "body"} <= set(form)
-    asked = [part for part in form["body"] if part["type"] != "markdown"]
-    names = [part["id"] for part in asked]
-    assert len(set(names)) == len(names) >= 4
-    if path.stem == "scorer":
-        required = {part["id"] for part in asked if part.get("validations") == {"required": "true"}}
-        assert required >= {"source", "formula", "defaults", "deviations", "identities"}
 
 
 def site():
@@ -130,13 +93,9 @@ def site():
     return pages(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"])
 
 
-def test_every_page_is_in_the_navigation_once():
+def test_every_page_is_in_the_navigation_once_and_its_links_hold_on_the_site():
     written = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(site()) == sorted([*written, *docs_site.OUTSIDE])
-    assert {str(path.relative_to(ROOT)) for path in ROOT.glob("kernels/*/README.md")} < set(docs_site.OUTSIDE.values())
-
-
-def test_links_hold_on_the_site():
     read = {page: docs_site.text_of(ROOT / docs_site.OUTSIDE.get(page, f"docs/{page}")) for page in site()}
     for page, text in read.items():
         turned = docs_site.turned(text, page, "https://example.org/ag/")
@@ -152,12 +111,9 @@ def test_links_hold_on_the_site():
     ("page", "link", "repository", "expected"),
     [
         ("index.md", "[a](docs/caches.md#x)", "", "[a](caches.md#x)"),
-        ("index.md", "![a](docs/figures/stream.png)", "", "![a](figures/stream.png)"),
         ("extending/kernel.md", "[a](../../kernels/kv_append/README.md)", "", "[a](../kernels/kv_append.md)"),
-        ("exported_format.md", "[a](../SECURITY.md)", "", "[a](security.md)"),
         ("caches.md", "[a](../ag/engine/layer.py)", "", "a"),
         ("caches.md", "[a](../ag/engine/layer.py)", "https://h/r", "[a](https://h/r/blob/HEAD/ag/engine/layer.py)"),
-        ("caches.md", "[a](nowhere.md) [b](#c) [d](https://e)", "", "[a](nowhere.md) [b](#c) [d](https://e)"),
         (
             "caches.md",
             "```\n[a](../README.md)\n```\n[a](../README.md)",
@@ -170,28 +126,18 @@ def test_link_is_turned(page, link, repository, expected):
     assert docs_site.turned(link, page, repository) == expected
 
 
-def test_reference_names_all_that_is_public():
-    found = {}
+def test_pages_name_all_that_is_public_and_every_part_of_a_policy():
+    """Type checkers and the site's reference read the imports under TYPE_CHECKING; Python reads the table."""
+    found = set()
     for path in sorted((ROOT / "docs" / "reference").glob("*.md")):
         for name in re.findall(r"^::: (\S+)", path.read_text(), re.MULTILINE):
             module, _, attribute = name.rpartition(".")
-            found[name] = getattr(importlib.import_module(module), attribute)
-    assert {id(getattr(ag, name)) for name in ag._PUBLIC} | {id(kind) for kind in SCORERS.values()} <= set(
-        map(id, found.values())
-    )
-
-
-@pytest.mark.parametrize("page", ["policies.md", "sources.md"])
-def test_page_has_every_part_of_a_policy(page):
-    text = (ROOT / "docs" / page).read_text()
-    assert [name for name in [*SCORERS, *WRAPPERS, *ALLOCATORS] if f"`{name}`" not in text] == []
-
-
-def test_what_is_public_is_imported_for_tools_that_do_not_run_it():
-    """Type checkers and the site's reference read the imports under TYPE_CHECKING; Python reads the table."""
-    (checked,) = [
-        node for node in ast.parse((ROOT / "ag" / "__init__.py").read_text()).body if isinstance(node, ast.If)
-    ]
+            found.add(id(getattr(importlib.import_module(module), attribute)))
+    assert {id(getattr(ag, name)) for name in ag._PUBLIC} | {id(kind) for kind in SCORERS.values()} <= found
+    for page in ("policies.md", "sources.md"):
+        text = (ROOT / "docs" / page).read_text()
+        assert [name for name in [*SCORERS, *WRAPPERS, *ALLOCATORS] if f"`{name}`" not in text] == []
+    (checked,) = [x for x in ast.parse((ROOT / "ag" / "__init__.py").read_text()).body if isinstance(x, ast.If)]
     imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
     assert {name.asname: node.module for node in imports for name in node.names} == ag._PUBLIC
 
@@ -202,9 +148,7 @@ def copy(tmp_path):
     (tmp_path / "scripts").mkdir()
     for name in ("pyproject.toml", "CITATION.cff", "scripts/release.sh"):
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "CHANGELOG.md").write_text(
-        "# Changelog\n\n## Unreleased\n\n### Added\n- A line.\n\n## 0.1.0\n\n- Old.\n"
-    )
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n- A line.\n\n## 0.1.0\n\n- Old.\n")
     text = (tmp_path / "pyproject.toml").read_text()
     (tmp_path / "pyproject.toml").write_text(re.sub(r'(?m)^version = ".*"$', 'version = "1.9.0rc2"', text))
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
@@ -216,43 +160,19 @@ def release(copy, *words):
     return subprocess.run(["bash", "scripts/release.sh", *words], cwd=copy, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("version", ["1.9.0", "1.10.0", "1.9.0rc10"])
-def test_release_sets_the_version_where_it_stands(copy, version):
-    before = {name: (copy / name).read_text().splitlines() for name in ("pyproject.toml", "CITATION.cff")}
-    done = release(copy, version)
+def test_release_sets_the_version_where_it_stands(copy):
+    for refused, told in (("2", "1.2.3"), ("1.9.0rc1", "1.9.0rc2"), ("1.8.9", "1.9.0rc2")):
+        done = release(copy, refused)
+        assert done.returncode == 2 and told in done.stderr
+    done = release(copy, "1.9.0")
     assert done.returncode == 0, done.stderr
-    assert tomllib.loads((copy / "pyproject.toml").read_text())["project"]["version"] == version
+    assert tomllib.loads((copy / "pyproject.toml").read_text())["project"]["version"] == "1.9.0"
     citation = yaml.safe_load((copy / "CITATION.cff").read_text())
-    assert citation["version"] == version and re.fullmatch(r"\d{4}-\d\d-\d\d", citation["date-released"])
-    heading = (
-        f"## Unreleased\n\n## {version} ({citation['date-released']})\n\n### Added\n- A line.\n\n## 0.1.0\n\n- Old.\n"
-    )
+    assert citation["version"] == "1.9.0" and re.fullmatch(r"\d{4}-\d\d-\d\d", citation["date-released"])
+    heading = f"## Unreleased\n\n## 1.9.0 ({citation['date-released']})\n\n- A line.\n\n## 0.1.0\n\n- Old.\n"
     assert (copy / "CHANGELOG.md").read_text() == f"# Changelog\n\n{heading}"
-    changed = {name: set((copy / name).read_text().splitlines()) ^ set(lines) for name, lines in before.items()}
-    assert {len(lines) for lines in changed.values()} <= {2, 3}
-    assert f"git tag v{version}" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("version", "told"),
-    [("2", "1.2.3"), ("", "1.2.3"), ("1.9.0rc2", "1.9.0rc2"), ("1.9.0rc1", "1.9.0rc2"), ("1.8.9", "1.9.0rc2")],
-)
-def test_release_refuses_a_version(copy, version, told):
-    done = release(copy, version)
-    assert done.returncode == 2 and told in done.stderr
-    assert subprocess.run(["git", "diff", "--quiet"], cwd=copy).returncode == 0
-
-
-def test_release_refuses_a_dirty_tree_and_an_empty_changelog(copy):
-    (copy / "new.txt").write_text("x")
     done = release(copy, "2.0.0")
     assert done.returncode == 2 and "not committed" in done.stderr
-    (copy / "CHANGELOG.md").write_text("## Unreleased\n\n## 0.1.0\n\n- Old.\n")
-    for words in (["add", "."], ["commit", "-qm", "y"]):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=copy, check=True)
-    done = release(copy, "2.0.0")
-    assert done.returncode == 2 and "Unreleased" in done.stderr
-    assert 'version = "1.9.0rc2"' in (copy / "pyproject.toml").read_text()
 
 
 def taken():
@@ -262,20 +182,15 @@ def taken():
     return [(re.findall(r"`(\w+)`", names), library, file, test) for names, library, file, test in rows]
 
 
-@pytest.mark.parametrize(("names", "library", "file", "test"), taken(), ids=str)
-def test_what_other_libraries_may_take_away_is_used_where_the_table_says(names, library, file, test):
-    assert library in ("transformers", "accelerate", "PEFT", "Lightning", "torch", "datasets")
-    text = (ROOT / file).read_text()
-    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
-    assert (ROOT / test).is_file()
-
-
-def test_private_attributes_of_other_libraries_are_in_the_table():
-    """Those that code reads of something else than itself, and that no file of ours defines."""
+def test_names_that_other_libraries_may_take_away_are_used_where_the_table_says():
+    """It lists all private attributes that code reads of something else than itself, and that we do not define."""
+    for names, _, file, test in taken():
+        text = (ROOT / file).read_text()
+        assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
+        assert (ROOT / test).is_file()
     listed = {name for names, *_ in taken() for name in names}
     files = [path for folder in ("ag", "data", "callbacks", "kernels") for path in (ROOT / folder).rglob("*.py")]
-    trees = [ast.parse(path.read_text()) for path in files]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
     ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     ours |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     ours |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
@@ -284,5 +199,4 @@ def test_private_attributes_of_other_libraries_are_in_the_table():
         for node in nodes
         if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr) and ast.unparse(node.value) != "self"
     }
-    assert "_results" in read and "_pad_token_tensor" in read
-    assert read - ours - listed == {"_exit", "_fields"}  # Python's own
+    assert listed and read - ours - listed <= {"_exit", "_fields"}  # Python's own

@@ -13,7 +13,6 @@ from ag.__main__ import COMMANDS
 from ag.config.command_line import command
 from ag.errors import BudgetWarning, UserError
 
-RECIPES = ["fit", "plan", "compare"]
 HEAVY = {"torch", "transformers", "lightning", "peft", "matplotlib", "pandas"}
 
 
@@ -28,11 +27,7 @@ def imported(*words, code=0):
     return {line[2].strip() for line in lines}, sum(int(line[0].split(":")[1]) for line in lines) / 1e6, "".join(said)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [(name, "--help") for name in COMMANDS] + [(name, "--recipes") for name in RECIPES],
-    ids="-".join,
-)
+@pytest.mark.parametrize("words", [*((name, "--help") for name in COMMANDS), ("fit", "--recipes")], ids="-".join)
 def test_help_and_lists_import_nothing_heavy(words):
     name, option = words
     modules, seconds, _ = imported(f"ag.{name}", option)
@@ -40,11 +35,9 @@ def test_help_and_lists_import_nothing_heavy(words):
     assert "ag" in modules and seconds < 1.5
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_reader_that_leaves_early_is_no_error(name):
-    process = subprocess.Popen(
-        [sys.executable, "-m", f"ag.{name}", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def test_a_reader_that_leaves_early_is_no_error():
+    words = [sys.executable, "-m", "ag.fit", "--help"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(30) == 128 + signal.SIGPIPE

@@ -1,24 +1,23 @@
 """Commands and Python that the pages show are run here, reduced, or checked to be what they say."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
 
 import ag
-from ag import models
+from ag import fit, generate, models
 from ag.commands.bench import BenchConfig
 from ag.commands.serve import ServeConfig
 from ag.compare import CompareConfig
 from ag.config import Config
 from ag.config.command_line import parse
 from ag.evaluate.__main__ import EvaluateConfig
+from ag.evaluate.__main__ import main as evaluate
 from ag.evaluate.comparison.cells import list_cells
 from ag.explain import ExplainConfig
 from ag.gates.calibration import Calibration
@@ -27,7 +26,6 @@ from ag.plan import PlanConfig
 from ag.wheels import Source
 from tests.support import ROOT
 from tests.support.gates_for import gates_for
-from tests.support.warm import started
 
 RUNS = {"ag.fit": Config, "ag.plan": PlanConfig}
 SCHEMAS = {
@@ -73,10 +71,6 @@ def commands(page):
 
 
 ALL = [(page.name, words) for page in PAGES for words in commands(page)]
-
-
-def run(*words, **options):
-    return subprocess.run([started(), *words], capture_output=True, text=True, timeout=550, cwd=ROOT, **options)
 
 
 @pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:90]}" for page, words in ALL])
@@ -126,8 +120,12 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
         assert program in ("venv", "pip"), f"{words}: no test knows this command"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_links_and_runs_is_there_and_lines_are_short(page):
+def test_what_pages_link_and_run_is_there_and_lines_are_short():
+    for page in PAGES:
+        check_page(page)
+
+
+def check_page(page):
     text = BLOCK.sub("", page.read_text())
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
     assert [x for x in targets if "://" not in x and not (page.parent / x).exists()] == []
@@ -176,51 +174,33 @@ def test_python_of_a_page_runs(page, tiny_llama, tiny_tokenizer, tmp_path, monke
         assert len(capsys.readouterr().out.splitlines()) == 2 * 5  # policies and samples
 
 
-@pytest.fixture
-def quickstart(smollm2, tmp_path):
-    """The run of scripts/quickstart.sh at a reduced size, in a folder of its own, and what the script printed."""
-    (tmp_path / "scripts").mkdir()
-    for name in ("quickstart.sh", "quickstart.txt"):
-        (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
-    (tmp_path / "scripts" / "setup.sh").write_text('set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(started())} "$@"\n')
-    python.chmod(0o755)
-    done = subprocess.run(
-        ["bash", "scripts/quickstart.sh", "out", *SMALL],
-        cwd=tmp_path,
-        env=os.environ | {"COLUMNS": "120", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "out" / "quickstart").iterdir()
-    return folder, done.stdout
-
-
 @pytest.mark.slow
-def test_the_quickstart_the_commands_by_hand_and_the_python_example(quickstart):
-    """The script, which runs fit and evaluate as the README has them, its generate, and its Python block."""
-    folder, printed = quickstart
-    assert {"config.yaml", "metrics.csv", "export", "evaluation.json"} <= {path.name for path in folder.iterdir()}
-    scores = json.loads((folder / "evaluation.json").read_text())
-    assert len(scores["full cache"]["losses"]) == 2
-    assert scores["flags"]["kept"] < 1 and scores["flags"]["kv_bytes"] < scores["full cache"]["kv_bytes"]
-    full = printed.partition("--- full cache ---\n")[2]
-    assert full.startswith(" the weaver has a ticket to Helsinki.")
-    assert "2 held-out responses" in full
-
+@pytest.mark.usefixtures("no_figures")
+def test_the_quickstart_and_the_python_example(smollm2, tmp_path, monkeypatch, capsys):
+    """The commands of the README, which scripts/quickstart.sh runs too, at a reduced size, and its Python block."""
     script = (ROOT / "scripts" / "quickstart.sh").read_text()
     words = {words[2]: words[3:] for words in commands(ROOT / "README.md") if "quickstart" in " ".join(words[3:4])}
     assert words["ag.fit"] == ["recipe=quickstart"] and "-m ag.fit recipe=quickstart " in script
     assert words["ag.evaluate"] == ["run=runs/quickstart/TIME"] and '-m ag.evaluate run="$run"' in script
-    asked = [word.replace("runs/quickstart/TIME", str(folder)) for word in words["ag.generate"]]
-    done = run("-m", "ag.generate", *asked, "max_new_tokens=8")
-    assert done.returncode == 0, done.stderr
-    assert "evicted" in done.stdout.lower()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert fit.main([*words["ag.fit"], *SMALL]) == 0
+    (folder,) = (tmp_path / "runs" / "quickstart").iterdir()
+    assert evaluate([f"run={folder}"]) == 0
+    assert {"config.yaml", "metrics.csv", "export", "evaluation.json"} <= {path.name for path in folder.iterdir()}
+    scores = json.loads((folder / "evaluation.json").read_text())
+    assert len(scores["full cache"]["losses"]) == 2
+    assert scores["flags"]["kept"] < 1 and scores["flags"]["kv_bytes"] < scores["full cache"]["kv_bytes"]
+    assert "2 held-out responses" in capsys.readouterr().out
+    prompt = (ROOT / "scripts" / "quickstart.txt").read_text()
+    for asked in (
+        [f"gates={folder}/export", f"prompt={prompt}", "max_new_tokens=12", "compare=true"],
+        [word.replace("runs/quickstart/TIME", str(folder)) for word in words["ag.generate"]] + ["max_new_tokens=8"],
+    ):
+        assert generate.main(asked) == 0
+    out = capsys.readouterr().out
+    assert out.partition("--- full cache ---\n")[2].startswith(" the weaver has a ticket to Helsinki.")
     (example,) = (block for language, block in BLOCK.findall((ROOT / "README.md").read_text()) if language == "python")
     assert len(example.strip().splitlines()) <= 11
-    done = run("-c", example.replace("runs/quickstart/TIME", str(folder)))
-    assert done.returncode == 0, done.stderr
-    assert "Once upon a time" in done.stdout
+    exec(compile(example.replace("runs/quickstart/TIME", str(folder)), "README.md", "exec"), {})
+    assert "Once upon a time" in capsys.readouterr().out

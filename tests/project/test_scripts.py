@@ -1,9 +1,7 @@
-"""The shell scripts: their syntax, and the keys of their commands."""
+"""The shell scripts: their syntax, the keys of their commands, and what the test command says at its end."""
 
 import shlex
 import subprocess
-
-import pytest
 
 from ag.config import Config
 from ag.config.keys import keys
@@ -14,6 +12,7 @@ from tests.support import ROOT
 
 SCRIPTS = sorted([*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts").glob("slurm/*"), ROOT / ".ci" / "run"])
 SCHEMAS = {"ag.fit": Config, "ag.generate": GenerateConfig, "ag.evaluate": EvaluateConfig}
+SETUP = 'set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n'
 
 
 def commands(script):
@@ -22,28 +21,21 @@ def commands(script):
     return [shlex.split(line.partition("||")[0])[2:] for line in lines if line.startswith(".venv/bin/python -m")]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_executable_bash(script):
-    sourced = script.name == "setup.sh"
-    assert script.read_text().startswith("#!/usr/bin/env bash\n") != sourced
-    assert script.suffix == ".sbatch" or bool(script.stat().st_mode & 0o111) != sourced
-    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_scripts_are_executable_bash_and_their_keys_exist():
+    for script in SCRIPTS:
+        sourced = script.name == "setup.sh"
+        assert script.read_text().startswith("#!/usr/bin/env bash\n") != sourced
+        assert script.suffix == ".sbatch" or bool(script.stat().st_mode & 0o111) != sourced
+        done = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        for program, *words in commands(script):
+            for word in words if program in SCHEMAS else []:
+                assert word.startswith("$") or word.partition("=")[0] in keys(SCHEMAS[program]), word
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_keys_of_commands_exist(script):
-    for program, *words in commands(script):
-        for word in words if program in SCHEMAS else []:
-            assert word.startswith("$") or word.partition("=")[0] in keys(SCHEMAS[program]), word
-
-
-def test_quickstart_fetches_fits_generates_and_evaluates():
+def test_the_quickstart_is_for_a_cpu_and_minutes():
     programs = [program for program, *_ in commands(ROOT / "scripts" / "quickstart.sh")]
     assert programs == ["ag.models", "ag.fit", "ag.generate", "ag.evaluate"]
-
-
-def test_recipe_of_the_quickstart_is_for_a_cpu_and_minutes():
     config = resolve(Config, {"recipe": "quickstart"})
     assert (config.model.name, config.data.kind, config.train, config.data.root) == ("smollm2", "facts", "gates", None)
     seen = config.trainer.max_steps * config.data.batch_size * config.data.prompt_max
@@ -54,16 +46,14 @@ def test_the_test_command_ends_with_what_failed(tmp_path):
     (tmp_path / "scripts").mkdir()
     for name in ("test.sh", "checks.sh"):
         (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
-    (tmp_path / "scripts" / "setup.sh").write_text('set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
+    (tmp_path / "scripts" / "setup.sh").write_text(SETUP)
     tools = tmp_path / ".venv" / "bin"
     tools.mkdir(parents=True)
-    for name, code in {"ruff": '[ "$1" = check ]', "mypy": "echo an error; exit 1", "bandit": "true"}.items():
+    failing = "mkdir -p .pytest_cache && echo tests/a.py::b >.pytest_cache/failed; exit 1"
+    codes = {"ruff": '[ "$1" = check ]', "mypy": "echo an error; exit 1", "bandit": "true", "python": failing}
+    for name, code in codes.items():
         (tools / name).write_text(f"#!/bin/sh\n{code}\n")
-    (tools / "python").write_text(
-        "#!/bin/sh\nmkdir -p .pytest_cache && echo tests/a.py::b >.pytest_cache/failed; exit 1\n"
-    )
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
+        (tools / name).chmod(0o755)
     done = subprocess.run(["bash", "scripts/test.sh"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     lint, tests = ".venv/bin/ruff format --check .", ".venv/bin/python -m pytest tests/a.py::b"
