@@ -116,7 +116,8 @@ class Theirs:
         """Make transformers' cache, and forget the indices that the last press left on the model."""
         from transformers import DynamicCache
 
-        self.cache, self.length = DynamicCache(config=self.model.config), len(job.prompt)
+        self.cache: Any = DynamicCache(config=self.model.config)
+        self.length = len(job.prompt)
         self.press = nullcontext() if job.tokens is None else press(job.method, job.tokens, self.length)(self.model)
         for layer in self.layers:
             layer.masked_key_indices = None
