@@ -157,7 +157,7 @@ def test_half_precision(version, dtype):
 @pytest.mark.parametrize("length", [17, pytest.param(2, marks=pytest.mark.nightly)])
 def test_strides_odd_sizes_and_values_of_another_width(version, length):
     """Flags and padding are transposed, as gates and collators give them."""
-    (q, k, v, keep), masks, *options = given(length, 3, 1, 5, padding="left", sinks=2, recent=3)
+    (q, k, v, keep), masks, *options = given(length, 6, 2, 5, padding="left", sinks=2, recent=3)
     q, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, torch.cat([v] * 3, -1)[..., 1:14]))
     keep, valid = (x.mT.contiguous().mT for x in (keep, masks.key_valid))
     check(version, (q, k.mT.contiguous().mT, v, keep), masks._replace(key_valid=valid), *options)
