@@ -12,8 +12,7 @@ import ag
 from ag.compare import CompareConfig
 from ag.config import Config, DataConfig
 from ag.config.recipes import dump
-from ag.data.problems import generate
-from ag.data.worked import encode
+from ag.data.problems import encode, generate
 from ag.errors import BudgetWarning, UserError
 from ag.evaluate.comparison.compare import compare
 from ag.evaluate.tasks import make
