@@ -101,7 +101,7 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
     model, tokenizer = load(config, next(iter(policies.values())).spec.path or config.gates)
     text = asked.text(tokenizer) if isinstance(asked, Chat) else asked
     if isinstance(asked, Chat) and (parts := [word for word in config.protect if word in get_args(Part)]):
-        protected += spans(tokenizer, text, asked.messages, parts)
+        protected += spans(tokenizer, asked, parts)
     special = not isinstance(asked, Chat)  # a template writes its own
     ids = tokenizer(text, add_special_tokens=special, return_tensors="pt", verbose=False)["input_ids"]
     context, length = model.config.get_text_config().max_position_embeddings, ids.shape[1]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ag.data.facts import Facts
-from ag.data.kinds import DataKind
-from ag.data.module import DataModule
+from ag.data.module import DataKind, DataModule
+from ag.data.problems import Worked
 from ag.data.sft import Supervised
 from ag.data.sources import DataError
 from ag.data.text import Text
-from ag.data.worked import Worked
 from ag.plugins import part
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def check(data: DataConfig) -> None:
 
 
 def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
-    """Read, tokenise and batch what ``config.data`` names; see :meth:`ag.data.kinds.DataKind.build`.
+    """Read, tokenise and batch what ``config.data`` names; see :meth:`ag.data.module.DataKind.build`.
 
     Returns:
         The data module; its batches are described at :class:`ag.data.collate.Collator`.

@@ -14,74 +14,72 @@ import numpy as np
 
 from ag.data.collate import Answer, Row, start_tokens, tokenize, tokenize_after
 from ag.data.module import Counts
-from ag.data.sources import DataError
 from ag.data.templates import Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Encoder:
-    """Turns prompts and answers into rows of at most ``limit`` tokens."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    *,
+    before: str = " ",
+    end: Sequence[int] = (),
+    question: str = "before",
+    every_choice: bool = False,
+) -> list[list[Row]]:
+    """Tokenise questions: of each a list of rows, each as long as it is.
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        limit: int,
-        before: str = " ",
-        end: Sequence[int] = (),
-        question: str = "before",
-    ) -> None:
-        """Keep the tokenizer.
+    Args:
+        tokenizer: its start comes before each prompt.
+        examples: the questions.
+        before: is between a prompt and its answer.
+        end: tokens behind the answer.
+        question: ``after``: a row's prompt is its context alone; the question follows it, and carries no loss.
+        every_choice: a row for each choice, marked, instead of one for the right answer.
+    """
+    start = start_tokens(tokenizer)
+    prompts = tokenize(tokenizer, [example.prompt for example in examples])
+    contexts = tokenize(tokenizer, [example.context for example in examples] if question == "after" else [])
+    asked = [
+        (number, choice)
+        for number, example in enumerate(examples)
+        for choice in (range(len(example.choices)) if every_choice else [example.target])
+    ]
+    answers = tokenize_after(tokenizer, [before + examples[number].choices[choice] for number, choice in asked])
+    groups: list[list[Row]] = [[] for _ in examples]
+    for (number, choice), answer in zip(asked, answers, strict=True):
+        head = start + prompts[number]
+        tokens = np.array([*head, *answer, *end], dtype=np.int32)
+        row = Row(tokens, len(head), Answer(number, choice, examples[number].target) if every_choice else None)
+        if contexts:
+            read = len(start) + len(divided(contexts[number], prompts[number])[0])
+            row = row._replace(prompt_length=read, loss=np.arange(len(tokens)) >= len(head))
+        groups[number].append(row)
+    return groups
 
-        ``before`` is between a prompt and its answer, and the tokens ``end`` behind that. With ``question="after"`` a
-        row's prompt is its context alone; the question follows it, and carries no loss.
-        """
-        self.tokenizer, self.limit, self.before, self.end = tokenizer, limit, before, list(end)
-        self.question = question
-        self.start = start_tokens(tokenizer)
-        self.counts = Counts()
 
-    def encode(self, questions: Sequence[Example], split: str, *, every_choice: bool) -> list[list[Row]]:
-        """Encode the questions of a split: a list of rows each, of every choice, marked, or of the right one.
+def fitted(row: Row, limit: int, start: list[int], counts: Counts) -> Row | None:
+    """Cut a prompt, behind its start, so that the row has at most ``limit`` tokens.
 
-        Raises:
-            DataError: a response does not fit with one token of the prompt before it.
-        """
-        asked = [
-            (number, choice)
-            for number, question in enumerate(questions)
-            for choice in (range(len(question.choices)) if every_choice else [question.target])
-        ]
-        prompts = tokenize(self.tokenizer, [question.prompt for question in questions])
-        borders: list[int | None] = [None] * len(questions)
-        if self.question == "after":
-            contexts = tokenize(self.tokenizer, [question.context for question in questions])
-            borders = [len(divided(context, prompt)[0]) for context, prompt in zip(contexts, prompts, strict=True)]
-        answers = [self.before + questions[number].choices[choice] for number, choice in asked]
-        groups: list[list[Row]] = [[] for _ in questions]
-        for (number, choice), response in zip(asked, tokenize_after(self.tokenizer, answers), strict=True):
-            row = self._row(prompts[number], borders[number], response + self.end, f"{split} row {number + 1}")
-            answer = Answer(number, choice, questions[number].target) if every_choice else None
-            groups[number].append(row._replace(answer=answer))
-        return groups
-
-    def _row(self, prompt: list[int], border: int | None, response: list[int], place: str) -> Row:
-        room = self.limit - len(self.start) - len(response)
-        if room < 1:
-            raise DataError(
-                f"the response of {place} has {len(response)} tokens, too many for a row of {self.limit} "
-                "with some of its prompt: raise data.max_length, or use a model with a longer context"
-            )
-        lost = max(0, len(prompt) - room)
-        self.counts.truncated += lost > 0
-        self.counts.truncated_tokens += lost
-        head = self.start + prompt[lost:]
-        tokens = np.array(head + response, dtype=np.int32)
-        if border is None:
-            return Row(tokens, len(head))
-        read = max(1, border - lost + len(self.start))
-        return Row(tokens, read, loss=np.arange(len(tokens)) >= len(head))
+    None means that no token of the prompt would stay, and is counted.
+    """
+    first = len(start) if row.tokens[: len(start)].tolist() == start else 0
+    lost = max(0, len(row.tokens) - limit)
+    if row.response_start - first <= lost:
+        counts.skipped += 1
+        return None
+    if not lost:
+        return row
+    counts.truncated += 1
+    counts.truncated_tokens += lost
+    cut = np.s_[first : first + lost]
+    return row._replace(
+        tokens=np.delete(row.tokens, cut),
+        prompt_length=max(1, (row.prompt_length or 0) - lost),
+        loss=None if row.loss is None else np.delete(row.loss, cut),
+    )
 
 
 def divided(context: list[int], whole: list[int]) -> tuple[list[int], list[int]]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, NamedTuple
 
-from ag.data.kinds import DataKind
-from ag.data.module import DataModule
+from ag.data.module import DataKind, DataModule
 from ag.data.sft import from_examples
 from ag.data.templates import Example
 

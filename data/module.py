@@ -1,4 +1,4 @@
-"""The LightningDataModule that all kinds of data share."""
+"""What a kind of data has to say, and the LightningDataModule that all of them share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,33 @@ from ag.data.sampler import FILLER, Shard, Stream, TrainOrder, ValidationOrder
 from ag.data.sources import DataError, called
 
 if TYPE_CHECKING:
-    from ag.config import DataConfig
+    from transformers import PreTrainedTokenizerBase
+
+    from ag.config import Config, DataConfig
+
+
+class DataKind(ABC):
+    """A kind of data, which ``data.kind=NAME`` takes."""
+
+    def check(self, data: DataConfig) -> None:  # noqa: B027  # most kinds take whatever the schema allows
+        """Refuse what the kind cannot follow, before anything is loaded.
+
+        Raises:
+            DataError: naming the key, what was expected and the fix.
+        """
+
+    @abstractmethod
+    def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+        """Read or make the rows, tokenise them and say how they are batched.
+
+        Args:
+            config: the run; ``data`` and ``seed`` are read.
+            tokenizer: the model's tokenizer.
+            context: the model's longest input in tokens.
+
+        Raises:
+            DataError: the data cannot be used; the message names the place and the fix.
+        """
 
 
 @dataclass
@@ -34,51 +61,6 @@ class Counts:
     val_skipped: int = 0  # the part of them that is of the validation
     remedy: str = ""  # which keys let more rows in
     held_out: int = 0  # training rows that validate instead
-
-
-@dataclass(eq=False)
-class RowGroups(Dataset[list[Row]]):
-    """Rows by group (a question with its choices, or a single row), fetched by the whole batch."""
-
-    groups: Sequence[Sequence[Row]]
-    filler: Row
-
-    def __getitem__(self, ids: list[int]) -> list[Row]:
-        return [row for i in ids for row in ([self.filler] if i == FILLER else self.groups[i])]
-
-
-def _begin_worker(worker: int) -> None:
-    """Seed a data loading process as Lightning does, and let it outlive the signals that tell a run to stop.
-
-    These go to all processes of a run (from a terminal, ``timeout``, SLURM), and the one that trains needs its batches
-    until the end of the step. It alone ends its workers, by SIGTERM too.
-    """
-    pl_worker_init_function(worker)
-    for signum in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(signum, signal.SIG_IGN)
-    if sys.platform == "linux":  # elsewhere nobody says who sent a signal
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Wait for a SIGTERM of the process that trains, and end this one."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
-
-
-def _empty(split: str, data: DataConfig, skipped: int, counts: Counts) -> str:
-    """Say that a split has no rows, and why: none was left, or none fitted."""
-    said = f"the {split} split of {called(data)} has no rows"
-    if skipped:
-        return f"{said}: {skipped} were left out, {counts.remedy}"
-    if split == "training" and counts.held_out:
-        return (
-            f"{said}: the first {counts.held_out} were held out for validation; use a lower "
-            f"data.val_samples={data.val_samples}, or give a validation split"
-        )
-    return said
 
 
 class DataModule(LightningDataModule):
@@ -136,8 +118,7 @@ class DataModule(LightningDataModule):
         if not isinstance(self.train_rows, Sequence):
             return self._loader(Stream(self.train_rows, shard, self.seed, start=batch))
         order = TrainOrder(len(self.train_rows), shard, self.seed, epoch, resume=(epoch, batch))
-        groups = [(row,) for row in self.train_rows]
-        return self._loader(RowGroups(groups, self.collator.filler(self.train_rows[0])), order)
+        return self._loader(RowGroups(self.train_rows, self.collator.filler(self.train_rows[0])), order)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Validation batches, the same number on every rank."""
@@ -195,3 +176,49 @@ class DataModule(LightningDataModule):
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
             generator=torch.Generator(),  # else every iteration draws from the generator of the gates' noise
         )
+
+
+@dataclass(eq=False)
+class RowGroups(Dataset[list[Row]]):
+    """Rows by group (a question with its choices, or a single row), fetched by the whole batch."""
+
+    groups: Sequence[Row] | Sequence[Sequence[Row]]
+    filler: Row
+
+    def __getitem__(self, ids: list[int]) -> list[Row]:
+        groups = (self.filler if i == FILLER else self.groups[i] for i in ids)
+        return [row for group in groups for row in ([group] if isinstance(group, Row) else group)]
+
+
+def _begin_worker(worker: int) -> None:
+    """Seed a data loading process as Lightning does, and let it outlive the signals that tell a run to stop.
+
+    These go to all processes of a run (from a terminal, ``timeout``, SLURM), and the one that trains needs its batches
+    until the end of the step. It alone ends its workers, by SIGTERM too.
+    """
+    pl_worker_init_function(worker)
+    for signum in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_IGN)
+    if sys.platform == "linux":  # elsewhere nobody says who sent a signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Wait for a SIGTERM of the process that trains, and end this one."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
+def _empty(split: str, data: DataConfig, skipped: int, counts: Counts) -> str:
+    """Say that a split has no rows, and why: none was left, or none fitted."""
+    said = f"the {split} split of {called(data)} has no rows"
+    if skipped:
+        return f"{said}: {skipped} were left out, {counts.remedy}"
+    if split == "training" and counts.held_out:
+        return (
+            f"{said}: the first {counts.held_out} were held out for validation; use a lower "
+            f"data.val_samples={data.val_samples}, or give a validation split"
+        )
+    return said

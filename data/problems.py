@@ -1,4 +1,4 @@
-"""Made-up problems with a written-out solution, whose last line is the answer.
+"""Made-up problems with a written-out solution, whose last line is the answer; the loss is on the solution.
 
 The solution is long and the prompt short, so that most of what the answer needs was written by the model itself:
 
@@ -20,13 +20,25 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from string import ascii_lowercase
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ag.data import reasoning
+from ag.data.collate import Collator, Row, end_tokens, padding_token
+from ag.data.encode import encode as encode_examples
+from ag.data.module import Counts, DataKind, DataModule
+from ag.data.sources import DataError
+from ag.data.templates import Example
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ag.config import Config, DataConfig
+
+TRAIN_ROWS = 4000
+VALIDATION_ROWS = 200
 ANSWER = "Answer: "  # begins the last line
 ANY = "worked"  # this file's own kinds, one drawn for each problem
 REASONING = "reasoning"  # additions and the kinds of reasoning-gym
@@ -34,6 +46,55 @@ MOST_NUMBERS = 4  # that are added
 VARIABLES = "abcdefgh"
 FIRST_LINE = 10  # number of a program's first line; all have two digits
 _SPLITS = {"validation": range(1), "test": range(1, 2), "train": range(2, 8)}  # eighths of the hashes
+
+
+class Worked(DataKind):
+    """Generated problems with a written-out solution."""
+
+    def check(self, data: DataConfig) -> None:
+        """Refuse a name that no kind of problem has, or whose package is not installed."""
+        if data.name not in (known := (*GROUPS, *KINDS)):
+            raise DataError(f"data.name={data.name} with data.kind=worked: expected one of {', '.join(known)}")
+        if needs_package(data.name):
+            reasoning.version(data.name)
+
+    def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+        """Generate and tokenise problems; the loss is on the solution.
+
+        ``data.train_samples`` and ``data.val_samples`` say how many (default 4000 and 200).
+
+        Raises:
+            DataError: a problem does not fit.
+        """
+        data = config.data
+
+        def rows(split: str, number: int) -> list[Row]:
+            made = [
+                generate(config.seed, split, i, data.solution_min, data.solution_max, data.name) for i in range(number)
+            ]
+            return encode(tokenizer, made, min(data.max_length, context))
+
+        train = rows("train", data.train_samples or TRAIN_ROWS)
+        validation = rows("validation", data.val_samples or VALIDATION_ROWS)
+        collator = Collator(padding_token(tokenizer))
+        return DataModule(train, [[row] for row in validation], collator, data, config.seed, Counts())
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], limit: int) -> list[Row]:
+    """Tokenise problems; a row ends with the end-of-sequence token, after which nothing comes.
+
+    Raises:
+        DataError: one has more tokens than ``limit``, or the tokenizer has no end-of-sequence token.
+    """
+    examples = [Example(problem.prompt, [problem.solution], 0) for problem in problems]
+    rows = [row for [row] in encode_examples(tokenizer, examples, end=end_tokens(tokenizer))]
+    longest = max((len(row.tokens) for row in rows), default=0)
+    if longest > limit:
+        raise DataError(
+            f"a worked problem has {longest} tokens, more than a row of {limit}: raise data.max_length, lower "
+            "data.solution_max, or use a model with a longer context"
+        )
+    return rows
 
 
 class Problem(NamedTuple):

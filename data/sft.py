@@ -6,15 +6,14 @@ A response ends with the answer, and without EOS unless ``data.eos`` asks for it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ag.data import own
-from ag.data.collate import Collator, end_tokens, padding_token
-from ag.data.encode import Encoder
-from ag.data.kinds import DataKind
-from ag.data.module import DataModule
+from ag.data import custom_sft
+from ag.data.collate import Collator, Row, end_tokens, padding_token, start_tokens
+from ag.data.encode import encode, fitted
+from ag.data.module import Counts, DataKind, DataModule
 from ag.data.sources import DataError, Source, local_folder
 from ag.data.templates import TASKS, WITH_CONTEXT, Example, examples, find_task, is_own
 
@@ -38,14 +37,14 @@ class Supervised(DataKind):
             )
 
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
-        """Read and tokenise the task ``config.data.name``, or rows of that folder or hub id (:mod:`ag.data.own`).
+        """Read and tokenise the task ``config.data.name``, or rows of that folder or hub id (custom_sft.py).
 
         Raises:
             DataError: unknown task, missing folder, split or field, or a response that does not fit.
         """
         data = config.data
         if is_own(data):
-            return own.build(config, tokenizer, context)
+            return custom_sft.build(config, tokenizer, context)
         task = find_task(data.name)
         folder: Path | None = local_folder(data.root, task.folder) if data.root else None
         source = Source(task.hub, task.subset, task.revision, folder)
@@ -71,9 +70,21 @@ def from_examples(
     Raises:
         DataError: a list is empty, or a response does not fit.
     """
-    end = end_tokens(tokenizer) if config.data.eos else []
-    encoder = Encoder(tokenizer, min(config.data.max_length, context), end=end, question=config.data.question)
-    train_rows = [row for [row] in encoder.encode(train, "train", every_choice=False)]
-    groups = encoder.encode(validation, "validation", every_choice=True)
-    collator = Collator(padding_token(tokenizer))
-    return DataModule(train_rows, groups, collator, config.data, config.seed, encoder.counts)
+    data, counts, start = config.data, Counts(), start_tokens(tokenizer)
+    end, limit = end_tokens(tokenizer) if data.eos else [], min(data.max_length, context)
+
+    def rows(split: str, questions: Sequence[Example], every_choice: bool) -> Iterator[list[Row]]:
+        groups = encode(tokenizer, questions, end=end, question=data.question, every_choice=every_choice)
+        for number, group in enumerate(groups, start=1):
+            fits = [fit for row in group if (fit := fitted(row, limit, start, counts)) is not None]
+            if len(fits) < len(group):
+                longest = max(len(row.tokens) - row.response_start for row in group)
+                raise DataError(
+                    f"the response of {split} row {number} has {longest} tokens, too many for a row of {limit} with "
+                    "some of its prompt: raise data.max_length, or use a model with a longer context"
+                )
+            yield fits
+
+    train_rows = [row for [row] in rows("train", train, every_choice=False)]
+    groups = list(rows("validation", validation, every_choice=True))
+    return DataModule(train_rows, groups, Collator(padding_token(tokenizer)), data, config.seed, counts)

@@ -50,10 +50,8 @@ class Source:
         """Name a split for messages: the file, or the hub id with the split."""
         if self.folder is None:
             return f"{self.name}[{split}]"
-        if (saved := self._saved(split)) is not None:
-            return str(saved)
-        files = self._files(split)
-        return str(files[0]) if len(files) == 1 else f"{self.folder}/{split}-*"
+        parts = self._parts(split)
+        return str(parts[0]) if len(parts) == 1 else f"{self.folder}/{split}-*"
 
     def identity(self, split: str) -> str:
         """Return a hash of the contents of a split; of a hub dataset, the fingerprint that ``datasets`` gives it.
@@ -64,12 +62,11 @@ class Source:
         """
         if self.folder is None:
             return str(getattr(self._load_hub(split, False), "_fingerprint", self.revision))
-        if (saved := self._saved(split)) is not None:
-            return str(_load_saved(saved)._fingerprint)
         digest = hashlib.sha256()
-        for file in self._files(split):
-            with file.open("rb") as content:
-                digest.update(hashlib.file_digest(content, "sha256").digest())
+        for part in self._parts(split):
+            for file in sorted(part.glob("*.arrow")) if part.is_dir() else [part]:
+                with file.open("rb") as content:
+                    digest.update(hashlib.file_digest(content, "sha256").digest())
         return digest.hexdigest()
 
     def read(self, split: str, streaming: bool = False) -> Iterator[Record]:
@@ -81,18 +78,14 @@ class Source:
         """
         if self.folder is None:
             return iter(self._load_hub(split, streaming))
-        if (saved := self._saved(split)) is not None:
-            return iter(_load_saved(saved))
-        return itertools.chain.from_iterable(map(_read, self._files(split)))
+        return itertools.chain.from_iterable(map(_read, self._parts(split)))
 
-    def _saved(self, split: str) -> Path | None:
-        """Return the folder of a split that ``save_to_disk`` wrote; None: it wrote none."""
+    def _parts(self, split: str) -> list[Path]:
+        """Return the files of a split, or the folder that ``save_to_disk`` wrote of it."""
         assert self.folder is not None
-        of_split = self.folder if split == "train" and not (self.folder / SPLITS).exists() else self.folder / split
-        return of_split if (of_split / STATE).is_file() and any(of_split.glob("*.arrow")) else None
-
-    def _files(self, split: str) -> list[Path]:
-        assert self.folder is not None
+        saved = self.folder if split == "train" and not (self.folder / SPLITS).exists() else self.folder / split
+        if (saved / STATE).is_file() and any(saved.glob("*.arrow")):
+            return [saved]
         whole = [file for end in ENDINGS if (file := self.folder / f"{split}{end}").is_file()]
         shards = sorted(file for file in self.folder.glob(f"{split}-*") if file.name.endswith(ENDINGS))
         if len(whole) + bool(shards) > 1:
@@ -200,16 +193,32 @@ def check_fields(row: Mapping[str, Any], fields: Mapping[str, type | tuple[type,
 def _read(file: Path) -> Iterator[Record]:
     """Give the rows of a file: Parquet, CSV, JSON lines, or one array of JSON objects; a plain text is one row.
 
+    A folder is one that ``save_to_disk`` wrote.
+
+    JSON and CSV are not read by ``datasets``: it makes columns of one type of them, so that integers become floats
+    beside a float, texts that look like dates become dates, and short rows are filled up, all silently.
+
     Raises:
         DataError: the file is damaged, or holds something else.
     """
+    if file.is_dir():
+        return _read_saved(file)
     if file.suffix == ".parquet":
         return _read_parquet(file)
     if ".csv" in file.suffixes:
         return _read_csv(file)
     if file.suffix == ".txt":
         return iter([{"text": "".join(line for _, line in _lines(file))}])
-    return _objects(file, _read_array(file) if ".json" in file.suffixes else _read_lines(file))
+    return _read_json(file)
+
+
+def _read_saved(folder: Path) -> Iterator[Record]:
+    import datasets
+
+    try:
+        return iter(datasets.load_from_disk(str(folder)))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder} is no dataset that save_to_disk wrote, or damaged: {error}") from error
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:
@@ -223,38 +232,35 @@ def _read_parquet(file: Path) -> Iterator[Record]:
         raise DataError(f"{file} is damaged, or no Parquet: {error}") from error
 
 
-def _load_saved(folder: Path) -> Any:
-    import datasets
-
-    try:
-        return datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder} is no dataset that save_to_disk wrote, or damaged: {error}") from error
-
-
 def _read_csv(file: Path) -> Iterator[Record]:
     """Give the rows of a table with a header; every cell is text."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))
     rows = csv.reader((line for _, line in _lines(file)), strict=True)
-    header, number = list[str](), 0
+    header: list[str] = []
     try:
         for cells in rows:
-            number = rows.line_num
             if len(cells) < 2 and not "".join(cells).strip():
                 continue  # a blank line
-            if not header:
-                header = cells
-            elif len(cells) != len(header):
+            if header and len(cells) != len(header):
                 raise DataError(
-                    f"{file} line {number} has another number of cells than its header: {', '.join(header)}"
+                    f"{file} line {rows.line_num} has another number of cells than its header: {', '.join(header)}"
                 )
-            else:
+            if header:
                 yield dict(zip(header, cells, strict=True))
+            header = header or cells
     except csv.Error as error:
-        raise DataError(f"{file} is not CSV after line {number}: {error}") from error
+        raise DataError(f"{file} is not CSV at line {rows.line_num}: {error}") from error
 
 
-def _objects(file: Path, rows: Iterator[tuple[str, Any]]) -> Iterator[Record]:
+def _read_json(file: Path) -> Iterator[Record]:
+    """Give the objects of JSON lines, or of an array, whatever the name of the file says."""
+    whole = "".join(line for _, line in _lines(file)) if ".json" in file.suffixes else ""
+    rows: Iterable[tuple[str, Any]]
+    if whole.lstrip().startswith("["):
+        rows = ((f"row {number}", row) for number, row in enumerate(_json(whole, str(file)), start=1))
+    else:
+        lines = ((f"line {number}", line) for number, line in _lines(file) if line.strip())
+        rows = ((place, _json(line, f"{file} {place}")) for place, line in lines)
     for place, row in rows:
         if not isinstance(row, dict):
             raise DataError(f"{file} {place} is a {type(row).__name__}, expected a JSON object")
@@ -263,21 +269,6 @@ def _objects(file: Path, rows: Iterator[tuple[str, Any]]) -> Iterator[Record]:
         except UnicodeEncodeError as error:
             raise DataError(f"{file} {place} has half of a pair that \\u writes one character with: {error}") from error
         yield row
-
-
-def _read_array(file: Path) -> Iterator[tuple[str, Any]]:
-    """Give the elements of an array; a file of JSON lines under the name of one is read as such."""
-    text = "".join(line for _, line in _lines(file))
-    if not text.lstrip().startswith("["):
-        yield from _read_lines(file)
-        return
-    yield from ((f"row {number}", row) for number, row in enumerate(_json(text, str(file)), start=1))
-
-
-def _read_lines(file: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in _lines(file):
-        if line.strip():
-            yield f"line {number}", _json(line, f"{file} line {number}")
 
 
 def _json(text: str, place: str) -> Any:

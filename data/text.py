@@ -9,17 +9,15 @@ With ``cross_documents=false`` attention ends at every EOS, and the first token 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ag.data.cache import cached, tokenizer_identity
 from ag.data.collate import Collator, Row, padding_token, start_tokens, tokenize, tokenize_after
-from ag.data.kinds import DataKind
-from ag.data.module import Counts, DataModule
+from ag.data.module import Counts, DataKind, DataModule
 from ag.data.sources import DataError, Source, check_fields, dataset_of, held_out
 
 if TYPE_CHECKING:
@@ -30,10 +28,10 @@ if TYPE_CHECKING:
 STEP = 64  # prompt lengths lie on this grid, so that the rows of a batch have few different lengths
 DOCUMENTS = 64  # per call of the tokenizer
 AGAIN = "\n\nThe same text once more, word for word:\n\n"  # between a passage and its copy
+FORMAT = 5  # raise it when rows are cut in another way: a cache that was made before is not read again
+NONE = -1  # no prompt, nothing copied
 LEAD = 8  # last tokens of the chunk before one that is repeated
 ROW_SETTINGS = ("text_field", "packing", "max_length", "prompt_min", "prompt_max", "continuation", "copy_max")
-
-Cut = Callable[[Iterable[list[int]]], Iterator[Row]]
 
 
 class Text(DataKind):
@@ -61,37 +59,81 @@ class Text(DataKind):
             cut = _windows(data, longest, start, config.seed, counts)
         end = cut.end if isinstance(cut, Packed) and not data.cross_documents else None
 
-        def rows(split: str, cut: Cut, limit: int | None, start: int = 0, stop: int | None = None) -> TextRows:
-            return TextRows(source, split, data.text_field, data.streaming, tokenizer, cut, limit, start, stop)
-
-        train = rows("train", cut.train, data.train_samples, start=first)
-        if first:
-            validation = rows("train", cut.validation, data.val_samples, stop=first)
-        else:
-            validation = rows("validation", cut.validation, data.val_samples)
-        training = train if data.streaming else _kept(train, data, counts, context, config.seed)
+        train = TextRows(source, "train", data, tokenizer, cut, start=first)
+        split = "train" if first else "validation"
+        validation = TextRows(source, split, data, tokenizer, cut, stop=first or None, validates=True)
+        training = train if data.streaming else _kept(train, counts, context, config.seed)
         before = counts.skipped
-        groups = [(row,) for row in _kept(validation, data, counts, context, config.seed)]
+        groups = [(row,) for row in _kept(validation, counts, context, config.seed)]
         counts.val_skipped = counts.skipped - before
         collator = Collator(padding_token(tokenizer), end, whole=data.packing == "repeated")
         return DataModule(training, groups, collator, data, config.seed, counts)
 
 
-def _kept(rows: TextRows, data: DataConfig, counts: Counts, *more: object) -> Sequence[Row]:
-    """Make all rows now, or take them from ``data.cache``."""
+def _kept(rows: TextRows, counts: Counts, *more: object) -> Sequence[Row]:
+    """Make all rows now, or take them from ``data.cache``.
+
+    ``datasets`` keeps them in a folder of their own for all that they depend on. Of several processes that ask for the
+    same rows one works while the others wait.
+
+    Raises:
+        DataError: the folder cannot be written, or what lies in it is damaged.
+    """
+    data, tokenizer = rows.data, rows.tokenizer
     if data.cache is None:
         return list(rows)
-    before = counts.skipped
+    import datasets
+    from datasets.fingerprint import Hasher
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text_to_ids = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
     identity = {
+        "format": FORMAT,
         "source": [data.name, data.subset, rows.source.identity(rows.split), rows.split, rows.start, rows.stop],
-        "tokenizer": tokenizer_identity(rows.tokenizer),
+        "tokenizer": [text_to_ids, tokenizer.bos_token, tokenizer.eos_token],
         "settings": [*(getattr(data, name) for name in ROW_SETTINGS), rows.limit, *more],
     }
-    found, measured = cached(
-        Path(data.cache).expanduser(), identity, lambda: rows, lambda: {"skipped": counts.skipped - before}
-    )
-    counts.skipped = before + measured["skipped"]
-    return found
+    before, folder = counts.skipped, Path(data.cache).expanduser()
+
+    def make() -> Iterator[dict[str, Any]]:
+        for row in rows:
+            prompt = NONE if row.prompt_length is None else row.prompt_length
+            yield {"tokens": row.tokens, "prompt": prompt, "copied": row.copied or (NONE, NONE)}
+        yield {"tokens": [], "prompt": counts.skipped - before, "copied": (NONE, NONE)}
+
+    kind = datasets.Value("int32")
+    columns = {"tokens": datasets.List(kind), "prompt": kind, "copied": datasets.List(kind, length=2)}
+    try:
+        found = datasets.Dataset.from_generator(
+            make, datasets.Features(columns), cache_dir=str(folder), fingerprint=Hasher.hash(identity)
+        )
+    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, DataError) or not isinstance(cause, OSError | ValueError):
+            raise cause from None
+        raise DataError(
+            f"data.cache={folder} cannot be used ({cause}): name a folder with room and permission, or delete it if a "
+            "process was killed while it wrote"
+        ) from error
+    kept = CachedRows(found.with_format("numpy", dtype=np.int32))
+    counts.skipped = before + kept.skipped
+    return kept
+
+
+class CachedRows(Sequence[Row]):
+    """Rows that lie on disk, mapped into memory; the last record is no row, and says how many documents gave none."""
+
+    def __init__(self, records: Any) -> None:
+        self.records = records
+        self.skipped = int(records[-1]["prompt"])
+
+    def __len__(self) -> int:
+        return len(self.records) - 1
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]  # no slices
+        record = self.records[range(len(self))[index]]
+        prompt, copied = int(record["prompt"]), tuple(record["copied"].tolist())
+        return Row(record["tokens"], None if prompt == NONE else prompt, copied=None if NONE in copied else copied)
 
 
 def _packed(data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int]) -> Packed:
@@ -144,20 +186,24 @@ def _repeated(
 
 @dataclass(frozen=True)
 class TextRows:
-    """The first ``limit`` rows of the documents from ``start`` to ``stop``, made anew each time they are iterated."""
+    """The first rows of the documents from ``start`` to ``stop``, made anew each time they are iterated."""
 
     source: Source
     split: str
-    field: str
-    streaming: bool
+    data: DataConfig
     tokenizer: PreTrainedTokenizerBase
-    cut: Cut
-    limit: int | None = None
+    cut: Packed | Windows | Repeated
     start: int = 0
     stop: int | None = None
+    validates: bool = False
+
+    @property
+    def limit(self) -> int | None:
+        """The most rows there are; None means that there is no bound."""
+        return self.data.val_samples if self.validates else self.data.train_samples
 
     def __iter__(self) -> Iterator[Row]:
-        return itertools.islice(self.cut(self._tokenized()), self.limit)
+        return itertools.islice(self.cut.rows(self._tokenized(), self.validates), self.limit)
 
     def _tokenized(self) -> Iterator[list[int]]:
         documents = itertools.islice(self._documents(), self.start, self.stop)
@@ -165,10 +211,10 @@ class TextRows:
             yield from tokenize(self.tokenizer, texts)
 
     def _documents(self) -> Iterator[str]:
-        where = self.source.where(self.split)
-        for number, row in enumerate(self.source.read(self.split, self.streaming), start=1):
-            check_fields(row, {self.field: str}, f"{where} row {number}")
-            yield row[self.field]
+        where, field = self.source.where(self.split), self.data.text_field
+        for number, row in enumerate(self.source.read(self.split, self.data.streaming), start=1):
+            check_fields(row, {field: str}, f"{where} row {number}")
+            yield row[field]
 
 
 @dataclass(frozen=True)
@@ -179,13 +225,11 @@ class Packed:
     start: list[int]  # tokens before a document
     end: int  # the token after a document
 
-    def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
-        """Pack tokenised documents."""
+    def rows(self, documents: Iterable[list[int]], validates: bool) -> Iterator[Row]:
+        """Pack tokenised documents; all of them, for validation too."""
         tokens = itertools.chain.from_iterable([*self.start, *document, self.end] for document in documents)
         while row := list(itertools.islice(tokens, self.length)):
             yield Row(np.array(row, dtype=np.int32))
-
-    validation = train
 
 
 @dataclass(frozen=True)
@@ -198,24 +242,22 @@ class Windows:
     seed: int
     counts: Counts  # skipped: documents too short for one window
 
-    def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
-        """Cut each document into consecutive windows, the prompt's length drawn from (seed, document)."""
+    def rows(self, documents: Iterable[list[int]], validates: bool) -> Iterator[Row]:
+        """Cut each document into consecutive windows, the prompt's length drawn from (seed, document).
+
+        For validation one window from the start of each document, with the longest prompt that fits.
+        """
         for number, tokens in enumerate(documents):
             rng = np.random.default_rng([self.seed, number])
             position = 0
-            while row := self._window(tokens, position, self.lengths[rng.integers(len(self.lengths))]):
+            while row := self._window(
+                tokens, position, self.lengths[-1 if validates else rng.integers(len(self.lengths))]
+            ):
                 yield row
                 position += len(row.tokens) - len(self.start)
+                if validates:
+                    break
             self.counts.skipped += position == 0
-
-    def validation(self, documents: Iterable[list[int]]) -> Iterator[Row]:
-        """Cut one window from the start of each document, with the longest prompt that fits."""
-        for tokens in documents:
-            row = self._window(tokens, 0, self.lengths[-1])
-            if row:
-                yield row
-            else:
-                self.counts.skipped += 1
 
     def _window(self, tokens: list[int], position: int, wanted: int) -> Row | None:
         room = len(self.start) + len(tokens) - position - self.continuation
@@ -240,21 +282,13 @@ class Repeated:
     seed: int
     counts: Counts  # skipped: documents too short for one passage
 
-    def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
-        """Cut each document into passages; what remains at its end is left out."""
+    def rows(self, documents: Iterable[list[int]], validates: bool) -> Iterator[Row]:
+        """Cut each document into passages; what remains at its end is left out. For validation one of each."""
         for number, tokens in enumerate(documents):
             rng = np.random.default_rng([self.seed, number])
-            starts = range(0, len(tokens) - self.length + 1, self.length)
+            starts = range(0, len(tokens) - self.length + 1, self.length)[: 1 if validates else None]
             yield from (self.row(tokens[at : at + self.length], rng) for at in starts)
             self.counts.skipped += not starts
-
-    def validation(self, documents: Iterable[list[int]]) -> Iterator[Row]:
-        """Take the first passage of each document."""
-        for number, tokens in enumerate(documents):
-            if len(tokens) >= self.length:
-                yield self.row(tokens[: self.length], np.random.default_rng([self.seed, number]))
-            else:
-                self.counts.skipped += 1
 
     def row(self, passage: list[int], rng: np.random.Generator) -> Row:
         """Return a passage with its copy; the passage is the prompt."""

@@ -1,26 +1,113 @@
-"""Chats as their template takes them, and where the parts of one lie among the tokens of its text."""
+"""Chats: as templates take them, which tokens the assistant says, and where the parts of a chat lie.
+
+Where a message lies in the rendered text is known, not searched for: the chat is rendered once more with a symbol for
+each letter of what a message says, a symbol of its own for each text. The two renderings have to agree in all else. So
+what a message says cannot be taken for what the template writes, or for what another message says.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from os.path import commonprefix
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from jinja2 import TemplateError
+import numpy as np
+import numpy.typing as npt
+from jinja2 import Environment, TemplateError
 
 from ag.errors import UserError
 
 Part = Literal["template", "system"]
 Message = dict[str, Any]
+Mask = npt.NDArray[np.bool_]
+Offsets = npt.NDArray[np.int64]  # of each token the place of its first letter, and of the one behind its last, [T, 2]
 
-THOUGHT = "</think>"  # ends what many templates leave out of earlier turns
 VARIABLES = {"tools", "documents"}  # of a template, among the arguments of apply_chat_template
-#: What a template raises at what it cannot write.
-REFUSALS = (TemplateError, TypeError, ValueError, NotImplementedError)
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # that a template may leave out
+MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
+SYMBOL = 0x100000  # the first symbol: characters that Unicode leaves to private use
+BLANK = r"[\s\"\\\x00-\x1f]"  # a blank, or what JSON escapes
+UNKNOWN = (
+    "so that it is not known which tokens carry loss: use a template with {% generation %} marks, a row for each "
+    "answer with what comes before it as its prompt, or leave the row out"
+)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages, and what else their template is told.
+
+    Attributes:
+        messages: as :func:`for_template` returns them.
+        variables: of the chat template, such as ``tools`` or ``enable_thinking``.
+    """
+
+    messages: list[Message]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Chat:
+        """Read a chat from a JSON file.
+
+        Args:
+            path: of the file, with a list of messages, or an object that a row of training data might be: ``messages``,
+                ``tools``, ``chat_template_kwargs``.
+
+        Raises:
+            UserError: it cannot be read, or holds something else.
+        """
+        try:
+            told = json.loads(Path(path).read_text(encoding="utf-8"))
+            json.dumps(told, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+            row = {"messages": told} if isinstance(told, list) else told
+            messages = [for_template(message) for message in row["messages"]]
+            if not messages or not all(isinstance(message.get("role"), str) for message in messages):
+                raise ValueError("a message has no role, or there is none")
+            return cls(messages, variables(row))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise UserError(
+                f"{path}: {error!r:.200}; expected JSON in UTF-8: a list of messages with role and content, or an "
+                "object with messages and tools."
+            ) from error
+
+    def text(self, tokenizer: Any, opened: bool = True) -> str:
+        """Return what a tokenizer's chat template makes of it; ``opened``: up to where the assistant answers.
+
+        Raises:
+            UserError: without a template, for a variable that is none of a template's, or where the template refuses.
+        """
+        return str(self._apply(tokenizer, tokenize=False, add_generation_prompt=opened))
+
+    def tokens(self, tokenizer: Any) -> tuple[list[int], Offsets, Mask | None]:
+        """Return the tokens of the text, where in it they are, and which the template marks as the assistant's.
+
+        None in place of the marks means that the template has none. The errors are those of :meth:`text`.
+        """
+        marked = is_marked(tokenizer, self.variables.get("tools"))
+        told: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": marked}
+        out = self._apply(tokenizer, **told, tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False})
+        marks = np.array(out["assistant_masks"], dtype=np.bool_) if marked else None
+        return out["input_ids"], np.array(out["offset_mapping"]).reshape(-1, 2), marks
+
+    def _apply(self, tokenizer: Any, **told: Any) -> Any:
+        if tokenizer.chat_template is None:
+            raise UserError(
+                f"The tokenizer {tokenizer.name_or_path} has no chat template: give a text in place of a chat, or a "
+                "model with a template, such as an instruct version."
+            )
+        own = inspect.signature(tokenizer.apply_chat_template).parameters
+        if wrong := sorted(self.variables.keys() & own.keys() - VARIABLES):
+            raise UserError(f"{wrong[0]}: expected a variable of the chat template, such as enable_thinking.")
+        try:
+            return tokenizer.apply_chat_template(self.messages, **told, **self.variables)
+        except (TemplateError, TypeError, ValueError, NotImplementedError) as error:
+            raise UserError(f"The chat template of the model refuses this: {error}.") from error
 
 
 def for_template(message: Mapping[str, Any]) -> Message:
@@ -58,73 +145,17 @@ def variables(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"tools": tools or None, **(row.get("chat_template_kwargs") or {})}
 
 
-@dataclass(frozen=True)
-class Chat:
-    """A chat that the assistant is to answer.
-
-    Attributes:
-        messages: as :func:`for_template` returns them.
-        variables: of the chat template, such as ``tools`` or ``enable_thinking``.
-    """
-
-    messages: list[Message]
-    variables: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: str | Path) -> Chat:
-        """Read a chat from a JSON file.
-
-        Args:
-            path: of the file, with a list of messages, or an object that a row of training data might be: ``messages``,
-                ``tools``, ``chat_template_kwargs``.
-
-        Raises:
-            UserError: it cannot be read, or holds something else.
-        """
-        try:
-            told = json.loads(Path(path).read_text(encoding="utf-8"))
-            json.dumps(told, ensure_ascii=False).encode()  # half of a surrogate pair is no character
-            row = {"messages": told} if isinstance(told, list) else told
-            messages = [for_template(message) for message in row["messages"]]
-            if not messages or not all(isinstance(message.get("role"), str) for message in messages):
-                raise ValueError("a message has no role, or there is none")
-            return cls(messages, variables(row))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise UserError(
-                f"{path}: {error!r:.200}; expected JSON in UTF-8: a list of messages with role and content, or an "
-                "object with messages and tools."
-            ) from error
-
-    def text(self, tokenizer: Any) -> str:
-        """Return what a tokenizer's chat template makes of it, up to where the assistant answers.
-
-        Raises:
-            UserError: without a template, for a variable that is none of a template's, or where the template refuses.
-        """
-        if tokenizer.chat_template is None:
-            raise UserError(
-                f"The tokenizer {tokenizer.name_or_path} has no chat template: give a text in place of a chat, or a "
-                "model with a template, such as an instruct version."
-            )
-        own = inspect.signature(tokenizer.apply_chat_template).parameters
-        if wrong := sorted(self.variables.keys() & own.keys() - VARIABLES):
-            raise UserError(f"{wrong[0]}: expected a variable of the chat template, such as enable_thinking.")
-        told = {"tokenize": False, "add_generation_prompt": True, **self.variables}
-        try:
-            return str(tokenizer.apply_chat_template(self.messages, **told))
-        except REFUSALS as error:
-            raise UserError(f"The chat template of the model refuses this: {error}.") from error
+def is_marked(tokenizer: Any, tools: Any = None) -> bool:
+    """Whether the chat template says itself which tokens are the assistant's (``{% generation %}``)."""
+    return MARKED.search(str(tokenizer.get_chat_template(tools=tools))) is not None
 
 
-def spans(
-    tokenizer: Any, text: str, messages: Sequence[Mapping[str, Any]], parts: Collection[str]
-) -> list[tuple[int, int]]:
-    """Return the tokens of parts of a chat, as :meth:`ag.EvictionCache.protect` takes them.
+def spans(tokenizer: Any, chat: Chat, parts: Collection[str]) -> list[tuple[int, int]]:
+    """Return the tokens of parts of a chat that the assistant is to answer, for :meth:`ag.EvictionCache.protect`.
 
     Args:
         tokenizer: a fast tokenizer, which knows where in a text its tokens are.
-        text: what its chat template makes of the messages, as it is tokenized (without special tokens beside it).
-        messages: with ``role`` each, and ``content``, ``reasoning_content`` or ``tool_calls``.
+        chat: whose text is tokenised without special tokens beside it.
         parts: ``template``: what the template adds to what is said, with the tools and their calls; ``system``: what
             system messages say.
 
@@ -138,28 +169,206 @@ def spans(
             )
     if not tokenizer.is_fast:
         raise UserError(f"protect={next(iter(parts))}: {type(tokenizer).__name__} does not say where its tokens are.")
-    of_part, at = ["template"] * len(text), 0
-    for message in messages:
-        role = message["role"]
-        for said in _said(message, text, at):
-            begin = text.find(said, at)
-            if begin >= 0:
-                at = begin + len(said)
-                of_part[begin:at] = [role] * len(said)
-            elif "template" in parts or role in parts:
-                raise UserError(
-                    f"protect={next(iter(parts))}: the chat template changes a {role} message, so that it is not known "
-                    "where it lies; protect spans of tokens such as 0-40."
-                )
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    chosen = [any(of_part[place] in parts for place in range(*offset)) for offset in offsets]
-    runs = [[*run] for inside, run in groupby(range(len(chosen)), chosen.__getitem__) if inside]
-    return [(run[0], run[-1] + 1) for run in runs]
+    found = _Rendered(tokenizer, chat, opened=True, otherwise="protect spans of tokens such as 0-40")
+    roles = [message["role"] for message in chat.messages]
+    found.check([turn for turn, role in enumerate(roles) if "template" in parts or role in parts], ["content"])
+    of_part = np.full(len(found.text), "template", dtype=object)
+    for said, places in zip(found.said, found.places, strict=True):
+        if len(places) and said.kind != "call":
+            of_part[places[0] : places[-1] + 1] = roles[said.turn]
+    offsets = tokenizer(found.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return runs(np.array([bool(set(of_part[slice(*offset)]) & set(parts)) for offset in offsets], dtype=np.bool_))
 
 
-def _said(message: Mapping[str, Any], text: str, at: int) -> list[str]:
-    """Return what a message says, in its order in a text from ``at`` on; thoughts that the text lacks are left out."""
-    content, thought = (str(message.get(name) or "").strip() for name in ("content", "reasoning_content"))
-    if content not in text[at:]:
-        content = content.rpartition(THOUGHT)[2].strip()
-    return [thought, content] if thought and thought in text[at:] else [content]
+def assistant_tokens(tokenizer: Any, chat: Chat, turns: Collection[int]) -> tuple[list[int], Mask]:
+    """Return the tokens of a chat, and which of them the assistant says in some turns.
+
+    Where the template marks what the assistant says, the marks tell. Else a turn is what the template writes between
+    opening the turn, as for an answer, and the next message. Either way the tokens hold all that these turns say, and
+    nothing that another message says.
+
+    Raises:
+        UserError: the template refuses the chat, or it cannot be told of a turn which tokens are its own.
+    """
+    found = _Rendered(tokenizer, chat, opened=False, otherwise=UNKNOWN)
+    found.check(turns, ["content", "call"])
+    for turn in turns:
+        if not any(said.letters for said in found.said if said.turn == turn and said.kind != "thought"):
+            raise found.refused(turn, "has all that turn {} says among its own strings")
+    ids, offsets, marks = chat.tokens(tokenizer)
+    own = found.by_turns(turns, offsets) if marks is None else found.by_marks(turns, offsets, marks)
+    found.check_tokens(turns, offsets, own)
+    return ids, own
+
+
+def runs(mask: Mask) -> list[tuple[int, int]]:
+    """Return where a mask begins to be true, and where it ends."""
+    edges = np.flatnonzero(np.diff([0, *mask.astype(np.int8), 0])).reshape(-1, 2)
+    return [(first, last) for first, last in edges.tolist()]
+
+
+class Said(NamedTuple):
+    """A text of a message."""
+
+    turn: int
+    letters: str  # those that a symbol stands for
+    kind: Literal["content", "thought", "call"]
+
+
+class _Rendered:
+    """A chat as its template writes it (``text``), and the same with symbols for what messages say (``cover``)."""
+
+    def __init__(self, tokenizer: Any, chat: Chat, opened: bool, otherwise: str) -> None:
+        self.tokenizer, self.chat, self.otherwise = tokenizer, chat, otherwise
+        self.text = chat.text(tokenizer, opened)
+        self.said: list[Said] = []
+        self.stays = _stays(str(tokenizer.get_chat_template(tools=chat.variables.get("tools"))))
+        self.hidden = [self._hide(turn, message) for turn, message in enumerate(chat.messages)]
+        self.cover = replace(chat, messages=self.hidden).text(tokenizer, opened)
+        self.symbols = self._symbols(self.cover)
+        turns = np.array([said.turn for said in self.said] + [-1])  # the last one for letters of the template
+        self.turn_of = turns[self.symbols]
+        self.places = [np.flatnonzero(self.symbols == symbol) for symbol in range(len(self.said))]
+
+    def _hide(self, turn: int, message: Message) -> Message:
+        """Return a message with symbols for the letters that it says."""
+
+        def hide(value: Any, kind: Literal["content", "thought", "call"]) -> Any:
+            if isinstance(value, dict):
+                return {key: hide(inner, kind) for key, inner in value.items()}
+            if isinstance(value, list):
+                return [hide(inner, kind) for inner in value]
+            if not isinstance(value, str):
+                return value
+            symbol, pieces = chr(SYMBOL + len(self.said)), self.stays.split(value)
+            self.said.append(Said(turn, "".join(pieces[::2]), kind))
+            pieces[::2] = [symbol * len(letters) for letters in pieces[::2]]
+            return "".join(pieces)
+
+        def hide_call(call: Any) -> Any:
+            inner, before = call.get("function", call) if isinstance(call, dict) else None, len(self.said)
+            if not isinstance(inner, dict):
+                return call
+            inner = inner | {"arguments": hide(inner.get("arguments"), "call")}
+            if not any(said.letters for said in self.said[before:]):  # only the name shows where the call lies
+                inner |= {"name": hide(inner.get("name"), "call")}
+            return {**call, "function": inner} if "function" in call else inner
+
+        out = message | {key: hide(message[key], "thought") for key in THOUGHTS if key in message}
+        if isinstance(content := message.get("content"), list):
+            out["content"] = [
+                part | {"text": hide(part["text"], "content")} if isinstance(part, dict) and "text" in part else part
+                for part in content
+            ]
+        elif content is not None:
+            out["content"] = hide(content, "content")
+        if calls := message.get("tool_calls"):
+            out["tool_calls"] = [hide_call(call) for call in calls]
+        return out
+
+    def _symbols(self, text: str) -> npt.NDArray[np.int64]:
+        """Return of each letter which text of a message its symbol stands for; -1: the template writes it."""
+        symbols = _codes(text) - SYMBOL
+        return np.where((symbols >= 0) & (symbols < len(self.said)), symbols, -1)
+
+    def check(self, turns: Collection[int], kinds: Collection[str]) -> None:
+        """Require that the template writes what turns say, and leaves out at most its beginning, as thoughts are."""
+        both = min(len(self.text), len(self.cover))
+        same = (_codes(self.text)[:both] == _codes(self.cover)[:both]) | (self.symbols[:both] >= 0)
+        if not same.all() or len(self.text) != len(self.cover):
+            before = self.turn_of[: both if same.all() else int(same.argmin())]
+            turn = int(before[before >= 0][-1]) if (before >= 0).any() else 0
+            raise self.refused(turn, "writes other words around turn {} when that turn says other words")
+        for said, places in zip(self.said, self.places, strict=True):
+            written = "".join(self.text[at] for at in places)
+            whole = said.letters.endswith(written) if written else not said.letters
+            if said.turn in turns and said.kind in kinds and not whole:
+                raise self.refused(said.turn, "changes what turn {} says")
+
+    def by_marks(self, turns: Collection[int], offsets: Offsets, marks: Mask) -> Mask:
+        """Take the template's own marks, without those of other turns."""
+        own = marks.copy()
+        for first, behind in runs(marks):
+            inside = self.turn_of[offsets[first, 0] : offsets[behind - 1, 1]]
+            before = self.turn_of[: offsets[first, 0]]
+            of = set(inside[inside >= 0]) or set(before[before >= 0][-1:])
+            own[first:behind] = bool(of & set(turns))
+        return own
+
+    def by_turns(self, turns: Collection[int], offsets: Offsets) -> Mask:
+        """Take of each turn what it says, and what closes it as far as that is a token of its own."""
+        starts, ends = offsets.T
+        own = np.zeros(len(offsets), dtype=np.bool_)
+        for turn in turns:
+            letters = np.flatnonzero(self.turn_of == turn)
+            begin, said = self._begin(turn, int(letters[0])), int(letters[-1]) + 1
+            end = said + _common(self._behind(turn, said, turn + 1, opened=False), self.cover[said:])
+            own |= (ends > begin) & ((starts < said) | (ends <= end))
+        return own
+
+    def _begin(self, turn: int, first: int) -> int:
+        """Return where the template begins what it writes of a turn, behind how it opens an answer."""
+        if not turn:
+            return first
+        said = np.flatnonzero(self.symbols[:first] >= 0)
+        before = int(said[-1]) + 1 if len(said) else 0
+        # a template may open an answer with more than it writes there in the end, such as a tag of thoughts
+        opening = self._behind(turn, before, turn, opened=True)
+        common = _common(opening, self.cover[before:])
+        if common < len(opening) and common <= _common(opening, self._behind(turn, before, turn, opened=False)):
+            raise self.refused(turn, "begins turn {} otherwise than it opens an answer")
+        return before + common
+
+    def _behind(self, turn: int, at: int, messages: int, opened: bool) -> str:
+        """Return what the template writes behind the letter before ``at`` while only the first messages are there."""
+        part = replace(self.chat, messages=self.hidden[:messages]).text(self.tokenizer, opened)
+        said = np.flatnonzero(self._symbols(part) >= 0)
+        behind = int(said[-1]) + 1 if len(said) else 0
+        if part[behind - 1 : behind] != self.cover[at - 1 : at]:
+            raise self.refused(turn, "changes what comes before turn {} when others follow")
+        return part[behind:]
+
+    def check_tokens(self, turns: Collection[int], offsets: Offsets, own: Mask) -> None:
+        """Require that tokens hold all that turns say, and nothing that other messages say."""
+
+        def held(tokens: Mask) -> Mask:
+            steps = np.zeros(len(self.text) + 1, dtype=np.int64)
+            np.add.at(steps, offsets[tokens, 0], 1)
+            np.add.at(steps, offsets[tokens, 1], -1)
+            return np.cumsum(steps)[:-1] > 0
+
+        taught = np.isin(self.turn_of, list(turns))
+        needed = np.array([said.kind != "thought" for said in self.said] + [False])[self.symbols]
+        if (wrong := held(own) & (self.turn_of >= 0) & ~taught).any():
+            raise self.refused(int(self.turn_of[wrong][0]), "would put loss on what turn {} says")
+        if (wrong := held(~own) & needed & taught).any():
+            raise self.refused(int(self.turn_of[wrong][0]), "leaves some of what turn {} says without loss")
+
+    def refused(self, turn: int, what: str) -> UserError:
+        """Return the error that the template does something with a turn."""
+        return UserError(f"the chat template {what.format(turn + 1)}, {self.otherwise}")
+
+
+def _codes(text: str) -> npt.NDArray[np.int64]:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4").astype(np.int64)
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many letters two texts begin with alike."""
+    return len(commonprefix([one, other]))
+
+
+@lru_cache(maxsize=8)
+def _stays(template: str) -> re.Pattern[str]:
+    """Return what no symbol stands for, as the group of a pattern.
+
+    Blanks stay, which templates strip, and so does what JSON escapes and each string of the template, such as
+    ``</think>``, which it may look for.
+    """
+    strings = {
+        token.value.strip()
+        for token in Environment(autoescape=True).lexer.tokenize(template)
+        if token.type == "string" and re.search(r"[^\w\s]", token.value)
+    }
+    pieces = [re.escape(one) for one in sorted(strings, key=len, reverse=True) if one]
+    return re.compile(f"({'|'.join([*pieces, BLANK])})")

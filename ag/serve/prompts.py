@@ -106,7 +106,7 @@ class Prompts:
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
         parts = self.limits.protect if asked.protect is None else asked.protect
-        protect = spans(self.tokenizer, text, chat.messages, parts) if parts else ()
+        protect = spans(self.tokenizer, chat, parts) if parts else ()
         # the template writes the special tokens itself
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], protect
 

@@ -51,20 +51,6 @@ def bos_tokenizer() -> PreTrainedTokenizerFast:
     return byte_level(bos=True)
 
 
-@pytest.fixture(scope="session")
-def spm_tokenizer() -> PreTrainedTokenizerFast:
-    """Like Llama-2's: words start with the mark of a space, and so does every text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    alphabet = sorted({c for text in SENTENCES for c in text})
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(SENTENCES, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-
-
 @pytest.fixture
 def make_config() -> Callable[..., Config]:
     def make(**data: Any) -> Config:

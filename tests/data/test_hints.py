@@ -21,46 +21,30 @@ class Recorded(DataConfig):
         return super().__getattribute__(name)
 
 
-PAIR = {"prompt": "does it rain?", "response": " yes"}
-CHAT = {"messages": [{"role": "user", "content": "does it rain?"}, {"role": "assistant", "content": "yes"}]}
-TEXT = {"text": "A small boat waits near the old bridge. " * 100}
-#: A kind of data and rows that are good, and a change of its keys, or other rows, with which nothing is left.
-CASES = {
-    "pairs": ({"kind": "sft"}, PAIR, {"max_length": 3}),
-    "chats": ({"kind": "sft"}, CHAT, {"max_length": 3}),
-    "no prompt": ({"kind": "sft"}, PAIR, PAIR | {"prompt": ""}),
-    "documents": ({"kind": "sft"}, TEXT, {"text": "short"}),
-    "split": ({"kind": "text"}, TEXT, {"text": "short"}),
-    "split, no field": ({"kind": "text"}, TEXT, PAIR),
-    "split, long": ({"kind": "text"}, TEXT, {"prompt_max": 2000}),
-    "repeated": ({"kind": "text", "packing": "repeated"}, TEXT, {"text": "short"}),
-    "repeated, short rows": ({"kind": "text", "packing": "repeated"}, TEXT, {"max_length": 100}),
-    "packed": ({"kind": "text", "packing": "packed"}, TEXT, PAIR),
-    "held out": ({"kind": "sft"}, PAIR, {"val_samples": 3}),
-    "facts": ({"kind": "facts", "train_samples": 2, "val_samples": 2}, None, {"max_length": 3}),
-    "worked": ({"kind": "worked", "name": "worked", "train_samples": 2, "val_samples": 2}, None, {"max_length": 90}),
-}
+PAIR, SHORT = {"prompt": "does it rain?", "response": " yes"}, {"text": "short"}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_keys_that_are_named_are_read(case, tokenizer, write, tmp_path, monkeypatch):
-    told, row, change = CASES[case]
-    monkeypatch.setattr(
-        tokenizer, "chat_template", "{% for m in messages %}{{ m.role + ':' + m.content + '.' }}{% endfor %}"
-    )
-    told = {"val_samples": 1, "name": str(tmp_path / "mine")} | told
-
-    def build(one, **more):
-        if one is not None:
-            write(tmp_path / "mine", "train", [one] * 3)
-        config = Config()
-        config.data = Recorded(**told | more)
-        READ.clear()
-        ag.data.build(config, tokenizer, 10_000)
-
-    build(row)
-    read = READ & {field.name for field in fields(DataConfig)}
+@pytest.mark.parametrize(
+    ("told", "row"),
+    [
+        ({"max_length": 3}, PAIR),
+        ({"val_samples": 3}, PAIR),
+        ({}, PAIR | {"prompt": ""}),
+        ({}, SHORT),
+        ({"kind": "text"}, SHORT),
+        ({"kind": "text", "prompt_max": 2000}, SHORT),
+        ({"kind": "text", "packing": "repeated"}, SHORT),
+        ({"kind": "text", "packing": "repeated", "max_length": 100}, SHORT),
+        ({"kind": "facts", "train_samples": 2, "val_samples": 2, "max_length": 3}, SHORT),
+        ({"kind": "worked", "name": "worked", "train_samples": 2, "val_samples": 2, "max_length": 90}, SHORT),
+    ],
+)
+def test_keys_that_are_named_are_read(told, row, tokenizer, write, tmp_path):
+    write(tmp_path / "mine", "train", [row] * 3)
+    config = Config()
+    config.data = Recorded(**{"kind": "sft", "val_samples": 1, "name": str(tmp_path / "mine")} | told)
+    READ.clear()
     with pytest.raises(DataError) as caught:
-        build(row, **change) if change.keys() <= read else build(change)
+        ag.data.build(config, tokenizer, 10_000)
     named = set(re.findall(r"data\.([a-z_]+)", str(caught.value)))
-    assert named <= read and (named or "no field text" in str(caught.value)), str(caught.value)
+    assert named and named <= READ & {field.name for field in fields(DataConfig)}, str(caught.value)

@@ -7,13 +7,11 @@ import sys
 from fractions import Fraction
 
 import pytest
-from transformers import AutoTokenizer
 
 import ag.data
 from ag.config import DataConfig
 from ag.data import DataError, reasoning
 from ag.data.problems import GROUPS, generate
-from ag.data.worked import encode
 from ag.evaluate.tasks import make
 from tests.support.refused import refuses
 
@@ -121,19 +119,12 @@ PEOPLE = entry("Amelia is a hero, and Zoey is a villain.")
     ("kind", "given", "answer", "right"),
     [
         *(("chain_sum", entry("-1200"), text, True) for text in ("-1200.0", "-1,200", "\\boxed{-1200}", "-2400/2")),
-        *(("chain_sum", entry("12"), text, False) for text in ("", "13", "-12", "1 2", "twelve", "12**99999999")),
-        *(
-            ("number_sequence", entry("12"), text, right)
-            for text, right in (("+12", True), ("3*4", True), ("1", False))
-        ),
-        *(("countdown", COUNTDOWN, text, True) for text in ("4*94-(6+61)", "94 * 4 - 6 - 61")),
-        *(("countdown", COUNTDOWN, text, False) for text in ("309", "94*4 - 61", "94*4-61-6+0", "94*4 + 61 - 6")),
-        *(("countdown", COUNTDOWN, text, False) for text in ("9**9**9**9", "__import__('os').getpid()", "(" * 200)),
-        *(("number_sorting", LIST, text, True) for text in ('["18.2", "32.6"]', "[18.2, 32.60]")),
-        *(
-            ("number_sorting", LIST, text, False)
-            for text in ("[18.2]", "[18.2, 32.7]", "['18.9', '32.6']", "18.2, 32.6", "['a', 'b']", "3")
-        ),
+        *(("chain_sum", entry("12"), text, False) for text in ("", "-12", "1 2", "12**99999999")),
+        ("number_sequence", entry("12"), "+12", True),
+        ("countdown", COUNTDOWN, "4*94-(6+61)", True),
+        *(("countdown", COUNTDOWN, text, False) for text in ("309", "94*4 - 61", "9**9**9**9", "__import__('os')")),
+        ("number_sorting", LIST, "[18.2, 32.60]", True),
+        *(("number_sorting", LIST, text, False) for text in ("[18.2, 32.7]", "18.2, 32.6", "['a', 'b']", "3")),
         ("knights_knaves", PEOPLE, "Zoey is a villain, Amelia is a hero", True),
         ("knights_knaves", PEOPLE, "Zoey is a hero, Amelia is a hero", False),
     ],
@@ -142,10 +133,9 @@ def test_what_is_as_right_as_the_answer(kind, given, answer, right):
     assert reasoning.equivalent(kind, answer, given) == right
 
 
-@pytest.mark.parametrize("kind", ["chain_sum", "number_sequence"])
-def test_nothing_that_is_measured_is_in_training(kind, make_config, tokenizer):
+def test_nothing_that_is_measured_is_in_training(make_config, tokenizer):
     """So few problems that draws repeat: of some seeds and sizes together, training never has one that is measured."""
-    sizes = {"solution_min": 60, "solution_max": 60}
+    kind, sizes = "chain_sum", {"solution_min": 60, "solution_max": 60}
     seen, drawn = {"train": set(), "validation": set()}, 0
     for seed in (0, 1):
         options = {"train_samples": 150, "val_samples": 30, "max_length": 1024}
@@ -169,16 +159,6 @@ def test_a_group_draws_additions_and_every_kind():
     assert kinds == {"addition", *reasoning.KINDS} == set(GROUPS["reasoning"])
 
 
-def test_lengths_in_tokens(smollm2):
-    """Of the kinds that grow: at most what was asked for."""
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    for kind, step in {"chain_sum": 100, "number_sorting": 110}.items():
-        for tokens in (100, 200, 400):
-            rows = encode(tokenizer, [generate(3, "test", i, tokens, tokens, kind) for i in range(8)], 4096)
-            lengths = [len(row.tokens) - row.prompt_length for row in rows]
-            assert tokens - step < max(lengths) <= tokens, (kind, tokens, lengths)
-
-
 def test_without_the_package(monkeypatch):
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
@@ -195,9 +175,3 @@ def test_without_the_package(monkeypatch):
         with refuses(DataError, "reasoning-gym", "pip install 'ag[reasoning]'"):
             use()
     assert ag.data.check(DataConfig(kind="worked", name="worked")) is None
-
-
-def test_a_comparison_remembers_the_version():
-    identity = make("reasoning", problems=1).identity()
-    assert identity["reasoning-gym"] == importlib.metadata.version("reasoning-gym") and identity["kind"] == "reasoning"
-    assert "reasoning-gym" not in make("worked", problems=1).identity()

@@ -71,10 +71,7 @@ def run(folder: Path, data: DataModule, resume: Path | None = None, **options) -
     return model.seen
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "workers"),
-    [(1, 0), pytest.param(1, 2, marks=pytest.mark.slow), (2, 0), pytest.param(2, 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("accumulate", "workers"), [(1, 0), (2, 0), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_every_checkpoint_continues_with_the_next_batch(tmp_path, workers, accumulate):
     options = {"accumulate_grad_batches": accumulate}
     full = run(tmp_path, data_module(workers), **options)

@@ -7,7 +7,9 @@ import ag.data
 from ag.data import encode
 from ag.data.sources import DataError
 from ag.data.templates import Example
+from tests.data.conftest import SENTENCES
 from tests.support.refused import refuses
+from tests.support.spaced import spaced
 
 BOOLQ = [
     {"question": f"is {word} a fox", "passage": f"The quick {word} fox jumps over the dog.", "answer": word == "red"}
@@ -27,10 +29,6 @@ def build(make_config, tokenizer, root, context=10_000, **data):
     return ag.data.build(config, tokenizer, context)
 
 
-def text(tokenizer, ids):
-    return tokenizer.decode(ids)
-
-
 def test_training_batch(make_config, boolq, tokenizer):
     module = build(make_config, tokenizer, boolq, batch_size=5)
     (batch,) = module.train_dataloader()
@@ -43,7 +41,7 @@ def test_training_batch(make_config, boolq, tokenizer):
         assert mask[:length].all() and not mask[length:].any()
         assert (ids[length:] == tokenizer.eos_token_id).all()  # no padding token: EOS pads
         assert labels.tolist() == [-100] * prompt + ids[prompt:length].tolist() + [-100] * (len(ids) - length)
-        seen.add((text(tokenizer, ids[:prompt]), text(tokenizer, ids[prompt:length])))
+        seen.add((tokenizer.decode(ids[:prompt]), tokenizer.decode(ids[prompt:length])))
     assert seen == {
         (f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", " yes" if row["answer"] else " no")
         for row in BOOLQ
@@ -58,14 +56,14 @@ def test_validation_batches_hold_whole_questions(make_config, boolq, tokenizer):
     assert first["target"].tolist() == [1, 1, 0, 0]  # the first answer is yes, choice 1
     right = first["choice"] == first["target"]
     answers = [
-        text(tokenizer, ids[labels != -100])
+        tokenizer.decode(ids[labels != -100])
         for ids, labels in zip(first["input_ids"][right], first["labels"][right], strict=True)
     ]
     assert answers == [" yes", " no"]
 
 
-def test_prompt_tokens_are_those_of_the_prompt_alone(make_config, boolq, tokenizer, bos_tokenizer, spm_tokenizer):
-    for tok in (tokenizer, bos_tokenizer, spm_tokenizer):
+def test_prompt_tokens_are_those_of_the_prompt_alone(make_config, boolq, tokenizer, bos_tokenizer):
+    for tok in (tokenizer, bos_tokenizer, spaced("always", "\n".join(SENTENCES))):
         module = build(make_config, tok, boolq)
         for row, raw in zip(module.train_rows, BOOLQ, strict=True):
             prompt = f"{raw['passage']}\nQuestion: {raw['question']}?\nAnswer:"
@@ -80,7 +78,7 @@ def test_response_is_tokenised_alone_where_the_joint_text_merges_over_the_border
     merges = [("a", " "), ("a ", "b")]
     tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, merges)), eos_token="</s>")
     assert tok("a b")["input_ids"] == [3]
-    (group,) = encode.Encoder(tok, 10).encode([Example("a", ["b"], 0)], "train", every_choice=False)
+    (group,) = encode.encode(tok, [Example("a", ["b"], 0)])
     assert group[0].tokens.tolist() == [0, 2, 1] and group[0].prompt_length == 1
 
 
@@ -119,7 +117,7 @@ def test_question_behind_the_prompt(make_config, boolq, tokenizer, bos_tokenizer
             assert old.tokens.tolist() == new.tokens.tolist()
             assert new.response_start == old.response_start == old.prompt_length
             assert new.loss.tolist() == [i >= old.prompt_length for i in range(len(old.tokens))]
-            read, asked = (text(tok, part) for part in np.split(new.tokens[: new.response_start], [new.prompt_length]))
+            read, asked = (tok.decode(part) for part in np.split(new.tokens[: new.response_start], [new.prompt_length]))
             assert asked.strip().startswith("Question:") and asked.endswith("Answer:")
             if kind == "boolq":
                 assert BOOLQ[number]["passage"][:-1] in read
@@ -157,17 +155,17 @@ def test_response_that_does_not_fit_is_named(make_config, tmp_path, write, token
         build(make_config, tokenizer, str(tmp_path), name="piqa", max_length=16)
 
 
-def test_first_rows_only(make_config, boolq, tokenizer):
-    module = build(make_config, tokenizer, boolq, train_samples=3, val_samples=1)
-    assert len(module.train_rows) == 3 and len(module.val_rows) == 1
-    assert [row.tokens.tolist() for row in module.train_rows] == [
-        row.tokens.tolist() for row in build(make_config, tokenizer, boolq).train_rows[:3]
-    ]
+def test_first_rows_only_and_an_end_where_asked(make_config, boolq, tokenizer):
+    whole = build(make_config, tokenizer, boolq)
+    for eos, end in ((None, []), (False, []), (True, [tokenizer.eos_token_id])):
+        module = build(make_config, tokenizer, boolq, train_samples=3, val_samples=1, eos=eos)
+        assert len(module.train_rows) == 3 and len(module.val_rows) == 1
+        found, expected = ([*one.train_rows[:3], *one.val_rows[0]] for one in (module, whole))
+        assert [row.tokens.tolist() for row in found] == [row.tokens.tolist() + end for row in expected]
 
 
 def test_tokenizer_without_padding_and_end(make_config, boolq):
-    vocabulary = {"[UNK]": 0}
-    tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "[UNK]")))
+    tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"[UNK]": 0}, "[UNK]")))
     with refuses(DataError, "padding", "end-of-sequence"):
         build(make_config, tok, boolq)
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import ag.data
-from ag.data.sources import DataError, called
+from ag.data.sources import DataError
 from ag.data.text import AGAIN
 from tests.support.refused import refuses
 
@@ -32,9 +32,10 @@ def corpus(tmp_path, write):
     return str(tmp_path)
 
 
-def build(make_config, tokenizer, root, context=10_000, **data):
-    settings = {"kind": "text", "name": "corpus", "root": root, "batch_size": 2, **SMALL} | data
-    return ag.data.build(make_config(**settings), tokenizer, context)
+def build(make_config, tokenizer, root, context=10_000, seed=0, **data):
+    config = make_config(**{"kind": "text", "name": "corpus", "root": root, "batch_size": 2, **SMALL} | data)
+    config.seed = seed
+    return ag.data.build(config, tokenizer, context)
 
 
 def plain(tokenizer, text):
@@ -48,14 +49,9 @@ def test_packing_loses_and_repeats_no_token(make_config, corpus, tokenizer, cont
     assert [len(row.tokens) for row in module.train_rows[:-1]] == [length] * (len(module.train_rows) - 1)
     packed = list(itertools.chain.from_iterable(row.tokens.tolist() for row in module.train_rows))
     assert packed == [token for text in DOCUMENTS for token in [*plain(tokenizer, text), tokenizer.eos_token_id]]
-
-
-def test_packed_batches_carry_loss_everywhere(make_config, corpus, bos_tokenizer):
-    module = build(make_config, bos_tokenizer, corpus, packing="packed")
     batch = next(iter(module.train_dataloader()))
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
     assert batch["labels"].tolist() == batch["input_ids"].tolist()
-    assert module.train_rows[0].tokens[0] == bos_tokenizer.bos_token_id
 
 
 def test_windows_follow_each_other_through_a_document(make_config, corpus, bos_tokenizer):
@@ -77,19 +73,7 @@ def test_windows_follow_each_other_through_a_document(make_config, corpus, bos_t
     assert next(rows, None) is None
     assert lengths == {8, 72, 80}
     assert skipped == 1 and module.counts.skipped == 2  # in training and in validation
-
-
-def test_windows_depend_on_the_seed_alone(make_config, corpus, tokenizer):
-    def windows(seed):
-        config = make_config(kind="text", name="corpus", root=corpus, batch_size=2, **SMALL)
-        config.seed = seed
-        return [row.prompt_length for row in ag.data.build(config, tokenizer, 1000).train_rows]
-
-    assert windows(0) == windows(0) != windows(1)
-
-
-def test_continuation_carries_the_loss(make_config, corpus, tokenizer):
-    for batch in build(make_config, tokenizer, corpus).train_dataloader():
+    for batch in module.train_dataloader():
         for labels, ids, prompt in zip(batch["labels"], batch["input_ids"], batch["prompt_length"], strict=True):
             assert (labels != -100).nonzero().flatten().tolist() == list(range(prompt, prompt + 4))
             assert labels[prompt : prompt + 4].tolist() == ids[prompt : prompt + 4].tolist()
@@ -120,6 +104,10 @@ def test_streaming_gives_the_rows_of_the_loaded_data(make_config, corpus, tokeni
     expected = sorted(tuple(row.tokens.tolist()) for row in loaded.train_rows)
     assert sorted(map(unpadded, batches[:count])) == sorted(map(unpadded, batches[count:])) == expected
     assert list(map(unpadded, batches[:count])) != list(map(unpadded, batches[count:]))
+    lengths = [
+        [row.prompt_length for row in one.train_rows] for one in (loaded, build(make_config, tokenizer, corpus, seed=1))
+    ]
+    assert lengths[0] != lengths[1]
 
 
 def test_without_validation_split_the_first_documents_are_held_out(make_config, tmp_path, write, tokenizer):
@@ -130,39 +118,6 @@ def test_without_validation_split_the_first_documents_are_held_out(make_config, 
     tokens = [tokenizer.decode(row.tokens) for row in module.train_rows]
     assert tokens[0].startswith(DOCUMENTS[3])
     assert tokenizer.decode(module.val_rows[0][0].tokens).startswith(DOCUMENTS[0])
-
-
-def test_hub_arguments(make_config, tokenizer, monkeypatch):
-    calls = []
-
-    def load_dataset(name, subset, *, split, revision, streaming):
-        calls.append((name, subset, split, revision, streaming))
-        return [{"body": text} for text in DOCUMENTS]
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    options = {"subset": "en", "revision": "abc", "text_field": "body", "streaming": True}
-    module = build(make_config, tokenizer, None, name="some/text", **options)
-    next(iter(module.train_dataloader()))
-    assert set(calls) == {("some/text", "en", split, "abc", True) for split in ("train", "validation")}
-
-
-@pytest.mark.parametrize(
-    "data, parts",
-    [
-        ({"text_field": "body"}, ("train.jsonl row 1", "body", "found text")),
-        ({"continuation": 30}, ("data.prompt_max=80", "data.continuation=30")),
-        ({"context": 70}, ("context 70",)),
-    ],
-)
-def test_bad_settings(make_config, corpus, tokenizer, data, parts):
-    with refuses(DataError, *parts):
-        build(make_config, tokenizer, corpus, **data)
-
-
-def test_packing_needs_an_end_token(make_config, corpus):
-    tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"x": 0}, "x")), pad_token="x")
-    with refuses(DataError, "data.packing=packed", "end-of-sequence"):
-        build(make_config, tok, corpus, packing="packed")
 
 
 @pytest.mark.parametrize("context", [10_000, 33])
@@ -191,7 +146,10 @@ def test_padding_begins_no_document(make_config, corpus, tokenizer):
     assert not real.all() and (starts[~real] == starts[real][-1]).all()
 
 
-def test_a_token_that_opens_and_closes_documents(make_config, corpus, bos_tokenizer):
+def test_packing_needs_an_end_of_its_own(make_config, corpus, bos_tokenizer):
+    tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"x": 0}, "x")), pad_token="x")
+    with refuses(DataError, "data.packing=packed", "end-of-sequence"):
+        build(make_config, tok, corpus, packing="packed")
     tok = copy.deepcopy(bos_tokenizer)
     tok.eos_token = tok.bos_token
     with refuses(DataError, "data.cross_documents=true"):
@@ -255,14 +213,11 @@ def test_chunks_of_passages_are_repeated(make_config, corpus, bos_tokenizer, con
     assert [(row.tokens.tolist(), row.copied) for row in same.train_rows] == repeated
 
 
-def test_passages_that_a_chunk_holds_are_repeated_as_a_whole(make_config, corpus, bos_tokenizer):
-    whole = build(make_config, bos_tokenizer, corpus, **REPEATED)
-    module = build(make_config, bos_tokenizer, corpus, **REPEATED, copy_max=100)
+def test_where_passages_are_repeated_as_a_whole(make_config, corpus, tokenizer):
+    """Where a chunk holds the passage; a row that leaves too little for one is refused."""
+    whole, module = (build(make_config, tokenizer, corpus, **REPEATED, copy_max=most) for most in (0, 100))
     assert [row.tokens.tolist() for row in module.train_rows] == [row.tokens.tolist() for row in whole.train_rows]
     assert all(row.copied is None for row in module.train_rows)
-
-
-def test_rows_too_short_to_repeat_a_passage(make_config, corpus, tokenizer):
     again = len(plain(tokenizer, AGAIN))
     with refuses(DataError, "data.packing=repeated", "63", "64", f"data.max_length of {128 + again}"):
         build(make_config, tokenizer, corpus, packing="repeated", max_length=127 + again)
@@ -271,25 +226,17 @@ def test_rows_too_short_to_repeat_a_passage(make_config, corpus, tokenizer):
 
 def test_a_plain_text_is_one_document(make_config, tokenizer, tmp_path, write):
     """As shards, or as a folder of texts with any names; lines do not part it."""
-    text = DOCUMENTS[2].replace(" ", "\n")
-    rows = {}
-    for name, files in {
-        "shards": ("train-1.txt", "train-2.txt"),
-        "texts": ("a.txt", "b.txt"),
-        "one": ("train.txt",),
-    }.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        for file in files:
-            (folder / file).write_text(text)
-        write(folder, "validation", [{"text": text}])
-        module = build(make_config, tokenizer, str(folder), name="facts")  # data.root alone says where they are
-        rows[name] = [row.tokens.tolist() for row in module.train_rows]
+    text, rows = DOCUMENTS[2].replace(" ", "\n"), []
     write(tmp_path / "json", "train", [{"text": text}] * 2)
-    write(tmp_path / "json", "validation", [{"text": text}])
-    json = build(make_config, tokenizer, str(tmp_path / "json"))
-    assert rows["shards"] == rows["texts"] == [row.tokens.tolist() for row in json.train_rows]
-    assert rows["one"] == rows["texts"][: len(rows["one"])] != []
+    for name, files in {"json": (), "shards": ("train-1.txt", "train-2.txt"), "texts": ("a.txt", "b.txt")}.items():
+        write(tmp_path / name, "validation", [{"text": text}])
+        for file in files:
+            (tmp_path / name / file).write_text(text)
+        module = build(
+            make_config, tokenizer, str(tmp_path / name), name="facts"
+        )  # data.root alone says where they are
+        rows.append([row.tokens.tolist() for row in module.train_rows])
+    assert rows[0] == rows[1] == rows[2] != []
 
 
 def test_why_a_split_has_no_rows(make_config, tokenizer, tmp_path, write):
@@ -299,11 +246,3 @@ def test_why_a_split_has_no_rows(make_config, tokenizer, tmp_path, write):
     write(tmp_path / "corpus", "validation", [{"text": DOCUMENTS[2]}])
     with refuses(DataError, "training split", "2 were left out", "too short", "data.prompt_min=80"):
         build(make_config, tokenizer, str(tmp_path), prompt_min=80)
-
-
-def test_what_messages_call_the_data(make_config, tmp_path, write):
-    """The folder where it holds the rows: nobody gave the default name."""
-    write(tmp_path / "corpus", "train", [{"text": DOCUMENTS[0]}])
-    told = [{"name": "a/b"}, {"root": str(tmp_path), "name": "corpus"}, {"root": str(tmp_path / "corpus")}]
-    expected = ["a/b", f"corpus in {tmp_path}", str(tmp_path / "corpus")]
-    assert [called(make_config(**one).data) for one in told] == expected

@@ -15,52 +15,60 @@ MESSAGES = [
     {"role": "assistant", "content": "Yes"},
     {"role": "user", "content": "short"},
 ]
-TEXT = "<system> Be short. <user> user: short <assistant> Yes <user> short <assistant>"
+TURNS = (
+    "{% for m in messages %}{{ '<' + m.role + '> ' + m.content | trim + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
-def said(tokenizer, *parts):
-    return [TEXT[first:behind] for first, behind in chat.spans(tokenizer, TEXT, MESSAGES, parts)]
+@pytest.fixture
+def said(tiny_tokenizer, monkeypatch):
+    """`said(part, ...)`: the texts of parts of a chat; a token is a character."""
 
-
-def test_each_part_is_found_where_it_lies(tiny_tokenizer):
-    assert said(tiny_tokenizer, "system") == ["Be short."]
-    template = ["<system> ", " <user> ", " <assistant> ", " <user> ", " <assistant>"]
-    assert said(tiny_tokenizer, "template") == template
-    assert said(tiny_tokenizer, "system", "template")[0] == "<system> Be short. <user> "
-
-
-def test_what_cannot_be_told(tiny_tokenizer, monkeypatch):
-    with refuses(UserError, "protect=tools", "template", "system", "0-40"):
-        said(tiny_tokenizer, "tools")
-    for role, part in (("system", "system"), ("assistant", "template")):
-        with refuses(UserError, f"protect={part}", role, "changes"):
-            chat.spans(tiny_tokenizer, TEXT, [{"role": role, "content": "No"}], [part])
-    monkeypatch.setattr(type(tiny_tokenizer), "is_fast", False)
-    with pytest.raises(UserError, match="does not say where"):
-        said(tiny_tokenizer, "system")
-
-
-def test_thoughts_calls_and_tools_lie_in_the_template(tiny_tokenizer, monkeypatch):
-    """What templates leave out of earlier turns is not looked for; a message may have nothing but a call."""
-    monkeypatch.setattr(tiny_tokenizer, "chat_template", TEMPLATE)
-    text = chat.Chat(CHAT, {"tools": TOOLS}).text(tiny_tokenizer)
-    ids = tiny_tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def found(messages, part):
-        places = chat.spans(tiny_tokenizer, text, messages, [part])
+    def texts(*parts, messages=MESSAGES, template=TURNS, **variables):
+        monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
+        asked = chat.Chat(messages, variables)
+        ids = tiny_tokenizer(asked.text(tiny_tokenizer), add_special_tokens=False)["input_ids"]
+        places = chat.spans(tiny_tokenizer, asked, parts)
         return [tiny_tokenizer.decode(ids[first:behind]) for first, behind in places]
 
-    assert found(CHAT, "system") == ["Be brief."]
+    return texts
+
+
+def test_each_part_is_found_where_it_lies(said):
+    """Words of a message that the template has too are no part of the template."""
+    assert said("system") == ["Be short."]
+    assert said("template") == ["<system> ", " <user> ", " <assistant> ", " <user> ", " <assistant>"]
+    assert said("system", "template")[0] == "<system> Be short. <user> "
+    user = {"role": "user", "content": "user"}
+    assert said("template", messages=[user]) == ["<user> ", " <assistant>"]
+
+
+def test_what_cannot_be_told(said, tiny_tokenizer, monkeypatch):
+    with refuses(UserError, "protect=tools", "template", "system", "0-40"):
+        said("tools")
+    for role, part in (("system", "system"), ("assistant", "template")):
+        with refuses(UserError, "changes", "turn 1", "0-40"):
+            said(part, messages=[{"role": role, "content": "No"}], template="{{ messages[0].content[:1] }}")
+    monkeypatch.setattr(type(tiny_tokenizer), "is_fast", False)
+    with pytest.raises(UserError, match="does not say where"):
+        said("system")
+
+
+def test_thoughts_calls_and_tools_lie_in_the_template(said):
+    """What templates leave out of earlier turns is not looked for; a message may have nothing but a call."""
+    assert said("system", messages=CHAT, template=TEMPLATE, tools=TOOLS) == ["Be brief."]
     template = [
         "tool: rain\nsystem: ",
         "\nuser: ",
         '\nbot:\n<call>rain {"town": "Oslo"}</call></s>\ntool: ',
         "\nbot:\n",
         "</s>\nuser: ",
+        "\nbot:\n<think>",
+        "</think>",
+        "</s>\nbot:\n",
     ]
-    assert found(CHAT, "template") == [*template, "\nbot:\n<think>", "</think>", "</s>\nbot:\n"]
-    inside = {"role": "assistant", "content": "<think>Too cold.</think>\nNo."}  # which the template has changed
-    assert found([*CHAT[:-1], inside], "template") == [*template, "\nbot:\n<think>Too warm.</think>", "</s>\nbot:\n"]
+    assert said("template", messages=CHAT, template=TEMPLATE, tools=TOOLS) == template
 
 
 @pytest.mark.parametrize(

@@ -399,7 +399,11 @@ def test_a_pass_takes_a_cache_under_either_name(tiny_llama, name, what):
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
-@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"custom_generate": decode}, {"prefill_chunk_size": 8}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"num_beams": 2}, {"custom_generate": decode}, {"prefill_chunk_size": 8}],
+    ids=lambda how: next(iter(how), "greedy"),
+)
 def test_generate_takes_a_cache_under_either_name(tiny_llama, name, how):
     model = tiny_llama()
     cache = ag.EvictionCache(model, "full")

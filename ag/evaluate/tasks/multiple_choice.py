@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.data.encode import Encoder
+from ag.data.encode import encode
 from ag.data.templates import TASKS, WITH_CONTEXT, examples
 from ag.engine import EvictionCache
 from ag.errors import UserError, require
@@ -67,9 +66,8 @@ class MultipleChoice(PromptTask):
         task = TASKS[self.name]
         splits = ("test", "validation") if self.name in TESTED else ("validation",)
         split, where, rows = held_out(self, task.hub, task.folder, splits, task.subset, task.revision)
-        encoder = Encoder(tokenizer, sys.maxsize, question=self.question)
         for number, example in enumerate(examples(task, rows, where)):
-            [group] = encoder.encode([example], split, every_choice=True)
+            [group] = encode(tokenizer, [example], question=self.question, every_choice=True)
             tokens, start = group[0].tokens.tolist(), group[0].response_start
             sample = Sample(
                 f"{split}-{number}",

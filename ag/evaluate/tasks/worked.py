@@ -15,8 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.data import reasoning
-from ag.data.problems import ANY, GROUPS, KINDS, answer_of, generate, needs_package
-from ag.data.worked import encode
+from ag.data.problems import ANY, GROUPS, KINDS, answer_of, encode, generate, needs_package
 from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import require
 from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Samples, Task, require_whole

@@ -1,4 +1,4 @@
-"""Which tokens of a chat carry loss, under the templates that trl ships and under some of common models.
+"""Which tokens of a chat the assistant says, under the templates that trl ships and under some of common models.
 
 Each word of a message has the message's number in it, so that the words show whose tokens carry loss.
 """
@@ -10,12 +10,12 @@ import random
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from ag.data.chats import encode, is_marked
-from ag.data.sources import DataError
+from ag.errors import UserError
+from ag.model.chat import Chat, assistant_tokens, is_marked, runs
 from tests.data.conftest import SENTENCES, byte_level
+from tests.support.reasoning import CHAT, TEMPLATE, TOOLS, TURNS, UNMARKED, call
 from tests.support.refused import names, refuses
 from tests.support.spaced import spaced
 
@@ -125,58 +125,58 @@ def as_parts(chat):
     return [m | {"content": [{"type": "text", "text": m["content"]}]} if "content" in m else m for m in chat]
 
 
-def parted(tokenizer, row, text):
-    """For each letter of a row's text whether its tokens carry loss."""
+def parted(tokenizer, ids, own, text):
+    """For each letter of a text whether its tokens carry loss."""
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    assert row.tokens.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
     carries = [set() for _ in text]
-    for (begin, end), loss in zip(offsets, row.loss.tolist(), strict=True):
+    for (begin, end), loss in zip(offsets, own.tolist(), strict=True):
         for at in range(begin, end):
             carries[at].add(loss)
     return carries
 
 
-def check(tokenizer, row, chat, taught):
+def check(tokenizer, chat, taught):
     """Require loss on each word of the turns that are taught, and on no other; thoughts need not be written."""
+    ids, own = assistant_tokens(tokenizer, Chat(chat), taught)
     text = tokenizer.apply_chat_template(chat, tokenize=False)
-    carries, found = parted(tokenizer, row, text), set()
+    carries, found = parted(tokenizer, ids, own, text), set()
     for match in re.finditer(r"([wt])(\d+)n\d+x", text):
         assert set.union(*carries[slice(*match.span())]) == {int(match[2]) in taught}, (match[0], text)
         found.add(match[0])
     for turn in taught:
         said = str(chat[turn].get("content", "")).rpartition("</think>")[2] + str(chat[turn].get("tool_calls"))
         assert set(re.findall(r"w\d+n\d+x", said)) <= found
+    return ids, own
 
 
-def runs(tokenizer, row):
-    """The texts that carry loss."""
-    edges = np.flatnonzero(np.diff([0, *row.loss.astype(int), 0])).reshape(-1, 2)
-    return [tokenizer.decode(row.tokens[first:behind]) for first, behind in edges]
+def said(tokenizer, chat, turns=None, **variables):
+    """The text of a chat, and its parts that carry loss."""
+    turns = turns or [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+    ids, own = assistant_tokens(tokenizer, Chat(chat, variables), turns)
+    return tokenizer.decode(ids), [tokenizer.decode(ids[first:behind]) for first, behind in runs(own)]
 
 
 @pytest.mark.parametrize("name", TEMPLATES if SHIPPED else [*TEMPLATES, NO_TRL])
 def test_the_loss_is_on_what_the_assistant_says(tokenizer, monkeypatch, name):
     """All of it and nothing that others say; or the chat is refused, which says of which turn."""
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES[name])
-    for kind in KINDS:
-        for number in range(3):
-            chat = draw(random.Random(f"{name}/{kind}/{number}"), kind)
-            chat = as_parts(chat) if name.startswith(PARTS) else chat
-            given = random.Random(number).choice([0, 0, len(chat) - 1])
-            taught = [i for i, message in enumerate(chat) if message["role"] == "assistant" and i >= given]
-            try:
-                row = encode(tokenizer, chat, "file row 3", given=given, end=[], options={})
-            except DataError as error:
-                names(str(error), "file row 3", "chat template")
-                assert kind == "calls" or kind == "system" and "System role not supported" in str(error), error
-                assert not name.startswith(("qwen3_", "nemotron")) or "_vl" in name, error
-                continue
-            check(tokenizer, row, chat, taught)
-            assert row.prompt_length == int(row.loss.argmax())
-            if not is_marked(tokenizer) and kind == "plain":
-                before = tokenizer.apply_chat_template(chat[: taught[0]], tokenize=False, add_generation_prompt=True)
-                assert before.startswith(tokenizer.decode(row.tokens[: row.prompt_length]))
-                assert len(runs(tokenizer, row)) == len(taught)
+    for kind, number in itertools.product(KINDS, range(2)):
+        chat = draw(random.Random(f"{name}/{kind}/{number}"), kind)
+        chat = as_parts(chat) if name.startswith(PARTS) else chat
+        given = random.Random(number).choice([0, 0, len(chat) - 1])
+        taught = [i for i, message in enumerate(chat) if message["role"] == "assistant" and i >= given]
+        try:
+            ids, own = check(tokenizer, chat, taught)
+        except UserError as error:
+            names(str(error), "chat template")
+            assert kind == "calls" or kind == "system" and "System role not supported" in str(error), error
+            assert not name.startswith(("qwen3_", "nemotron")) or "_vl" in name, error
+            continue
+        if not is_marked(tokenizer) and kind == "plain":
+            before = tokenizer.apply_chat_template(chat[: taught[0]], tokenize=False, add_generation_prompt=True)
+            assert before.startswith(tokenizer.decode(ids[: own.argmax()]))
+            assert len(runs(own)) == len(taught)
 
 
 @pytest.mark.parametrize("name", COMMON)
@@ -184,33 +184,32 @@ def test_a_turn_is_what_is_written_of_it(tokenizer, monkeypatch, name):
     """From what opens an answer to what closes it, letter by letter; words that repeat are told apart."""
     template, earlier, last = COMMON[name]
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    for said in (["a", "b", "c"], ["ok"] * 3, ["user", "assistant", "end"], ["a <|user|> b", "</s>a", "[INST] a"]):
-        for system in ([], [{"role": "system", "content": said[0]}]):
+    for words in (["a", "b", "c"], ["ok"] * 3, ["user", "assistant", "end"], ["a <|user|> b", "</s>a", "[INST] a"]):
+        for system in ([], [{"role": "system", "content": words[0]}]):
             chat = [*system]
-            for one in said:
+            for one in words:
                 chat += [{"role": "user", "content": one}, {"role": "assistant", "content": one}]
-            row = encode(tokenizer, chat, "row 1", end=[], options={})
-            assert runs(tokenizer, row) == [earlier.format(said[0]), earlier.format(said[1]), last.format(said[2])]
+            expected = [earlier.format(words[0]), earlier.format(words[1]), last.format(words[2])]
+            assert said(tokenizer, chat)[1] == expected
 
 
-@pytest.mark.parametrize("kind", ["always", "first", "prepended", "unigram"])
+@pytest.mark.parametrize("kind", ["always", "prepended", "unigram"])
 def test_tokenizers_that_put_spaces_before_texts(monkeypatch, kind):
     tokenizer = copy.deepcopy(spaced(kind, "\n".join(SENTENCES)))
     tags = {tag for template, *_ in COMMON.values() for tag in TAG.findall(template)}
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(tags)})
     for name, (template, *_) in COMMON.items():
         monkeypatch.setattr(tokenizer, "chat_template", template)
-        for number, drawn in itertools.product(range(3), ("plain", "system", "spaces", "letters")):
-            chat = draw(random.Random(f"{name}/{drawn}/{number}"), drawn)
-            row = encode(tokenizer, chat, "row 1", end=[], options={})
-            check(tokenizer, row, chat, [i for i, message in enumerate(chat) if message["role"] == "assistant"])
+        for drawn in ("plain", "system", "spaces", "letters"):
+            chat = draw(random.Random(f"{name}/{drawn}"), drawn)
+            check(tokenizer, chat, [i for i, message in enumerate(chat) if message["role"] == "assistant"])
 
 
 @pytest.mark.parametrize(
     ("template", "turn"),
     [
         ("{{ m.content[:4] }}", 2),  # cuts what is said
-        ("{{ m.content | upper }}", 2),
+        ("{{ m.content }}{{ m.content }}", 2),  # says it twice
         ("{{ m.content if loop.last else '...' }}", 2),
         ("{{ m.content }}{% if 'says' in m.content %}!{% endif %}", 1),  # writes by what is said
         ("{% generation %}{{ m.content[:4] }}{% endgeneration %}{{ m.content[4:] }}", 2),
@@ -222,5 +221,37 @@ def test_tokenizers_that_put_spaces_before_texts(monkeypatch, kind):
 def test_turns_that_cannot_be_told_are_named(tokenizer, monkeypatch, template, turn):
     monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}" + template + " {% endfor %}")
     chat = [{"role": role, "content": f"{role} says"} for role in ("user", "assistant") * 2]
-    with refuses(DataError, "row 5", f"turn {turn}", "generation"):
-        encode(tokenizer, chat, "row 5", end=[], options={})
+    with refuses(UserError, f"turn {turn}", "generation"):
+        said(tokenizer, chat)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, UNMARKED], ids=["marked", "unmarked"])
+def test_thoughts_and_calls(tokenizer, monkeypatch, template):
+    """Thoughts before the last message of the user are not written, and carry none; those between calls are."""
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    text, loss = said(tokenizer, CHAT, tools=TOOLS)
+    assert text == (
+        "tool: rain\nsystem: Be brief.\nuser: Does it rain?\nbot:\n"
+        + TURNS[0][1]
+        + "\ntool: 3 mm\nbot:\nYes.</s>\nuser: And snow?\nbot:\n<think>Too warm.</think>No.</s>\n"
+    )
+    ends = "" if template == TEMPLATE else "\n"  # what closes a turn belongs to it where nothing is marked
+    assert loss == [TURNS[0][1] + ends, TURNS[1][1] + ends, "".join(TURNS[2]) + ends]
+    assert said(tokenizer, CHAT[:5])[1] == ["".join(turn) + ends for turn in TURNS[:2]]
+    assert said(tokenizer, CHAT[:5], [4])[1] == ["".join(TURNS[1]) + ends]
+    null = [*CHAT[:2], {"role": "assistant", "tool_calls": call({"town": None, "n": 1})}]
+    assert said(tokenizer, null)[1] == ['<call>rain {"town": null, "n": 1}</call></s>' + ends]
+
+
+def test_thoughts_inside_the_text_of_a_turn(tokenizer, monkeypatch):
+    """As templates have them that cut the content where the thoughts end."""
+    cut = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    monkeypatch.setattr(tokenizer, "chat_template", UNMARKED.replace("{{ m.content or '' }}", cut))
+    chat = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "<think>hm</think>a"},
+        {"role": "user", "content": "r"},
+        {"role": "assistant", "content": "<think>so</think>a"},
+    ]
+    last = "<think>so</think>a</s>\n"
+    assert said(tokenizer, chat) == (f"user: q\nbot:\na</s>\nuser: r\nbot:\n{last}", ["a</s>\n", last])

@@ -2,7 +2,8 @@
 
 What the rows are is told by the names of their columns, in this order:
 
-- ``messages``, or ``conversations`` (ShareGPT): a chat, whose turns of the assistant carry loss (:mod:`ag.data.chats`);
+- ``messages``, or ``conversations`` (ShareGPT): a chat, whose turns of the assistant carry loss
+  (:func:`ag.model.chat.assistant_tokens`);
 - ``prompt`` with ``response`` or ``completion``: two texts, which are joined as they are, or two lists of messages, of
   which the second one's turns of the assistant carry loss;
 - ``text``: a document, which is cut as ``data.kind=text`` cuts it (:mod:`ag.data.text`).
@@ -13,21 +14,20 @@ The prompt, on which gates act, ends where the loss begins.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ag.data import chats
 from ag.data.collate import Collator, Row, end_tokens, padding_token, start_tokens
-from ag.data.encode import Encoder
+from ag.data.encode import encode, fitted
 from ag.data.module import Counts, DataModule
 from ag.data.sources import DataError, Record, called, check_fields, dataset_of, held_out
 from ag.data.templates import Example
 from ag.data.text import Text
-from ag.model.chat import variables
+from ag.errors import UserError
+from ag.model.chat import Chat, Message, assistant_tokens, for_template, is_marked, variables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 AT_ONCE = 64  # rows in a call of the tokenizer
 #: The keys that name columns, and what else these are called where nobody has named them.
 ALSO = {"messages_field": "conversations", "response_field": "completion"}
+#: What ShareGPT's ``from`` says, and what templates call it; other names stay.
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Form:
         """Say what was recognised, and where the loss is."""
         if not self.chat:
             return f"{self.prompt} and {self.answer}, joined as they are; loss on {self.answer}"
-        how = "as the template marks them" if chats.is_marked(tokenizer) else "found by rendering, as none is marked"
+        how = "as the template marks them" if is_marked(tokenizer) else "found by rendering, as none is marked"
         where = f" of {self.answer}" if self.prompt else ""
         return f"messages in {' and '.join(self.columns)}; loss on the assistant's turns{where}, {how}"
 
@@ -66,7 +68,7 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
 
     Without a validation split, the first ``data.val_samples`` training rows are held out. A prompt that does not fit
     loses its left part; a row whose response does not fit is left out, and both are counted. The arguments are those of
-    :meth:`ag.data.kinds.DataKind.build`.
+    :meth:`ag.data.module.DataKind.build`.
 
     Raises:
         DataError: missing folder, split or field, an empty response, or messages without a chat template.
@@ -81,15 +83,21 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
             "carries the loss (data.kind=text data.packing=packed: loss on all tokens)"
         )
         return module
+    if form.chat and tokenizer.chat_template is None:
+        raise DataError(
+            f"{source.where('train')} has messages, and the tokenizer {tokenizer.name_or_path} has no chat template: "
+            "use a model with one, such as its instruct version, or rows with a prompt and a response"
+        )
     first = counts.held_out = held_out(source, data)
-    limit = min(data.max_length, context)
+    limit, begin = min(data.max_length, context), start_tokens(tokenizer)
     longer = f"a higher data.max_length={data.max_length}" if limit < context else "a model with a longer context"
     counts.remedy = f"without a prompt, or with no room for one beside the response; use {longer}"
 
     def rows(split: str, start: int, stop: int | None, most: int | None) -> list[Row]:
         numbered = itertools.islice(enumerate(source.read(split), start=1), start, stop)
         encoded = (_chats if form.chat else _pairs)(form, data, tokenizer, numbered, source.where(split))
-        return list(itertools.islice(_fitted(encoded, limit, start_tokens(tokenizer), counts), most))
+        fits = (fit for row in encoded if (fit := fitted(row, limit, begin, counts)) is not None)
+        return list(itertools.islice(fits, most))
 
     train = rows("train", first, None, data.train_samples)
     before = counts.skipped
@@ -137,7 +145,6 @@ def _pairs(
 ) -> Iterator[Row]:
     """Tokenise rows of two texts, each as long as it is."""
     end, last = ([], "") if data.eos is False else (end_tokens(tokenizer), str(tokenizer.eos_token))
-    encoder = Encoder(tokenizer, sys.maxsize, before="", end=end)
     prompt, answer = form.columns
     while some := list(itertools.islice(rows, AT_ONCE)):
         for number, row in some:
@@ -146,27 +153,70 @@ def _pairs(
             if not row[answer].strip():
                 raise DataError(f"{place} has an empty {answer}: leave the row out, or write a response")
         examples = [Example(row[prompt], [row[answer].removesuffix(last)], 0) for _, row in some]
-        yield from itertools.chain.from_iterable(encoder.encode(examples, where, every_choice=False))
+        yield from itertools.chain.from_iterable(encode(tokenizer, examples, before="", end=end))
 
 
 def _chats(
     form: Form, data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Iterator[tuple[int, Record]], where: str
 ) -> Iterator[Row]:
-    """Tokenise rows of messages, each as long as it is."""
+    """Tokenise rows of messages, each as long as it is; the prompt ends where the loss begins."""
     end = end_tokens(tokenizer) if data.eos else []
     for number, row in rows:
         place = f"{where} row {number}"
         check_fields(row, dict.fromkeys(form.columns, list), place)
-        messages = list(itertools.chain.from_iterable(row[name] for name in form.columns))
-        system = _system(row, messages, place)
+        system = _system(row, row[form.columns[0]], place)
         given = 0 if form.prompt is None else len(system) + len(row[form.prompt])
         try:
-            yield chats.encode(tokenizer, system + messages, place, given=given, end=end, options=_options(row, place))
+            messages = [_message(one, place) for name in form.columns for one in row[name]]
+            chat = Chat(system + messages, _options(row, place))
+            ids, loss = assistant_tokens(tokenizer, chat, _taught(chat, given, place))
         except RecursionError as error:
             raise DataError(f"{place} has objects inside objects too deep to be read: leave the row out") from error
+        except DataError:
+            raise
+        except UserError as error:
+            raise DataError(f"{place}: {error}") from error
+        tokens = np.array([*ids, *end], dtype=np.int32)
+        yield Row(tokens, int(loss.argmax()), loss=np.append(loss, np.ones(len(end), dtype=np.bool_)))
 
 
-def _system(row: Record, messages: list[Any], place: str) -> list[Record]:
+def _taught(chat: Chat, given: int, place: str) -> list[int]:
+    """Return the turns that carry loss: the assistant's after the first ``given``, but those of weight 0 (OpenAI)."""
+    weights = [message.pop("weight", 1) for message in chat.messages]
+    if wrong := [weight for weight in weights if weight not in (0, 1)]:
+        raise DataError(f"{place} has a message with weight={wrong[0]!r:.80}: expected 0 (no loss on it) or 1")
+    of_assistant = [turn for turn, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    taught = [turn for turn in of_assistant if turn >= given and weights[turn]]
+    if not taught:
+        raise DataError(f"{place} has no message with role=assistant that carries loss; leave the row out")
+    for message in (chat.messages[turn] for turn in taught):
+        content = message.get("content")
+        if not (content.strip() if isinstance(content, str) else content) and not message.get("tool_calls"):
+            raise DataError(f"{place} has an empty turn of the assistant: leave the row out, or write a response")
+    return taught
+
+
+def _message(message: Any, place: str) -> Message:
+    """Return a message with the keys and roles of chat templates, without what a table filled in (None)."""
+    message = _without_filled(message)
+    if isinstance(message, dict) and "role" not in message and isinstance(message.get("from"), str):
+        named = {"role": ROLES.get(message["from"], message["from"]), "content": message.get("value")}
+        message = named | {key: value for key, value in message.items() if key not in ("from", "value")}
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(
+            f"{place} has a message that is no object with role and content (or from and value): {message!r:.80}"
+        )
+    return for_template(message)
+
+
+def _without_filled(value: Any) -> Any:
+    """Return a value without the keys of objects that hold None, which tables fill in where other rows have them."""
+    if isinstance(value, dict):
+        return {key: _without_filled(inner) for key, inner in value.items() if inner is not None}
+    return [_without_filled(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _system(row: Record, messages: list[Any], place: str) -> list[Message]:
     """Return the message of a row's column ``system``, which ShareGPT has beside the chat; empty: there is none."""
     told = row.get("system")
     if not told:
@@ -184,26 +234,9 @@ def _system(row: Record, messages: list[Any], place: str) -> list[Record]:
 def _options(row: Record, place: str) -> dict[str, Any]:
     """Return what a row says to its template beside the messages: ``tools``, as a list or as JSON, and others."""
     try:
-        found: dict[str, Any] = chats.without_filled(variables(row))
+        found: dict[str, Any] = _without_filled(variables(row))
         return found
     except (ValueError, TypeError) as error:
         raise DataError(
             f"{place}: tools and chat_template_kwargs are a list (or its JSON) and an object: {error}"
         ) from error
-
-
-def _fitted(rows: Iterator[Row], limit: int, start: list[int], counts: Counts) -> Iterator[Row]:
-    """Cut prompts behind their start to rows of ``limit`` tokens; one token of each prompt stays at least."""
-    for row in rows:
-        prompt, lost = row.prompt_length or 0, max(0, len(row.tokens) - limit)
-        first = len(start) if row.tokens[: len(start)].tolist() == start else 0
-        if prompt - first <= lost:
-            counts.skipped += 1
-            continue
-        if lost:
-            counts.truncated += 1
-            counts.truncated_tokens += lost
-            cut = np.s_[first : first + lost]
-            loss = None if row.loss is None else np.delete(row.loss, cut)
-            row = Row(np.delete(row.tokens, cut), prompt - lost, loss=loss)
-        yield row
