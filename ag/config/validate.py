@@ -88,10 +88,10 @@ def _objective(config: Run) -> None:
     )
     _shares(config)
     _refuse(
-        config.warmup.target in ("kvzip", "kvzip_plus")
+        config.warmup.target == "kvzip"
         and (objective == "regress" or regress_steps > 0)
         and config.data.packing == "packed",
-        f"warmup.target={config.warmup.target} with data.packing=packed: it is the attention of a response, and packed "
+        "warmup.target=kvzip with data.packing=packed: it is the attention of a response, and packed "
         "rows have none; use data.packing=repeated, or warmup.target=attention",
     )
     _refuse(

@@ -29,7 +29,7 @@ loss.share_low=0.2 -> loss.share_high
 loss.share_high=0.5 train=lora -> loss.share_high=0
 train=gates; loss.share_high=0.5 loss.objective=regress
 loss.share_high=0.5 loss.anneal_steps=3 -> loss.beta
-{PACKED} warmup.regress_steps=5; warmup.target=kvzip_plus -> data.packing=packed data.packing=repeated
+{PACKED} warmup.regress_steps=5; warmup.target=kvzip -> data.packing=packed data.packing=repeated
 {REPEATED} warmup.regress_steps=5; warmup.target=reread -> data.packing=repeated data.packing=packed
 lora.targets=[] -> train=gates
 export.merge=true train=gates -> export.merge=false
