@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from ag.config import Config
 from ag.config.exports import StrPath
@@ -83,22 +83,14 @@ class GatedTrainer(Trainer):
             model(ag_batch=self._prepare_inputs(inputs), ag_step=None)
         return None, None, None
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, with the metrics of :class:`ag.training.validation.Validation`."""
         part = _part(self.model)
         part.validation.reset()
-        output: Any = super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        )
+        output: Any = super().evaluation_loop(*args, **kwargs)
         part.measured = {name: float(value) for name, value in part.validation.compute().items()}
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in part.measured.items()})
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        output.metrics.update({f"{prefix}_{name}": value for name, value in part.measured.items()})
         return output
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -161,7 +153,7 @@ class GateCallback(TrainerCallback):
             )
         self.config, self.path, self.base_model = config, Path(path), base_model
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Make the gates, attach them, and let the model's forward pass compute their loss."""
         model = kwargs["model"]
         _check_arguments(args)
@@ -169,13 +161,11 @@ class GateCallback(TrainerCallback):
         if not isinstance(model, PeftModel):
             model.requires_grad_(False)
         gates = make_gates(_base(model), self.config)
-        export.check(gates, _adapter(model))
+        export.check(gates, model if isinstance(model, PeftModel) else None)
         attach(model, gates)
         _Part(self.config, model, gates).install(instrument(model))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Refuse a Trainer that trains with another loss."""
         if not _part(kwargs["model"]).has_loss:
             raise UserError(
@@ -183,32 +173,28 @@ class GateCallback(TrainerCallback):
                 "class Gated(ag.hf.GatedTrainer, SFTTrainer)."
             )
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Write an export into the checkpoint."""
         if state.is_world_process_zero:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / CHECKPOINT
             self._write(kwargs["model"], folder)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Write the export."""
         if state.is_world_process_zero:
             self._write(kwargs["model"], self.path)
 
     def _write(self, model: nn.Module, folder: Path) -> None:
         part, base = _part(model), _base(model)
-        metrics = dict(part.measured)
-        if "evicted" in metrics:
-            metrics["kept"] = 1 - metrics["evicted"]
+        kept = {"kept": 1 - part.measured["evicted"]} if "evicted" in part.measured else {}
         with part.apart():
             export.save(
                 folder,
                 part.gates,
                 base_model=models.hub_name(self.base_model or base.config.name_or_path),
                 base_revision=models.base_revision(base),
-                adapter=_adapter(model),
-                metrics=metrics,
+                adapter=model if isinstance(model, PeftModel) else None,
+                metrics=part.measured | kept,
                 weights=self.config.export.weights,
             )
 
@@ -328,8 +314,7 @@ def _packed(ids: Tensor, labels: Tensor, positions: Tensor, loss: GatedLoss) -> 
 
 def _check_arguments(args: TrainingArguments) -> None:
     """Refuse what would train something else than is said, or nothing."""
-    sharded = next((name for name in ("deepspeed", "fsdp") if getattr(args, name, None)), None)
-    if sharded:
+    if sharded := next((name for name in ("deepspeed", "fsdp") if getattr(args, name, None)), None):
         raise UserError(
             f"{sharded} with a GateCallback: gates are trained by one process or by DistributedDataParallel; leave it "
             "out, or use python -m ag.fit trainer.strategy=fsdp2."
@@ -344,10 +329,6 @@ def _check_arguments(args: TrainingArguments) -> None:
 
 def _base(model: Any) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-def _adapter(model: nn.Module) -> PeftModel | None:
-    return model if isinstance(model, PeftModel) else None
 
 
 def _part(model: Any) -> _Part:

@@ -9,14 +9,11 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMon
 
 from ag.callbacks.checkpoint import RunCheckpoint
 from ag.callbacks.checkpoint_files import AtomicCheckpointIO, newest_valid
-from ag.callbacks.collapse import GateCollapse
-from ag.callbacks.figures import Figures
-from ag.callbacks.finite import FiniteGuard, NonFiniteError
+from ag.callbacks.guards import FiniteGuard, GateCollapse, NonFiniteError
+from ag.callbacks.pictures import Figures, ParameterSummary
 from ag.callbacks.progress import progress_bar
+from ag.callbacks.steps import Throughput, ValidateAfterSteps
 from ag.callbacks.stop import StopOnSignal, Stopped, how_to_continue
-from ag.callbacks.summary import ParameterSummary
-from ag.callbacks.throughput import Throughput
-from ag.callbacks.validations import ValidateAfterSteps
 from ag.config import Config
 
 __all__ = ["AtomicCheckpointIO", "NonFiniteError", "Stopped", "build", "how_to_continue", "newest_valid"]

@@ -13,11 +13,12 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ag.callbacks.checkpoint_files import checkpoints, link, step_of
-from ag.callbacks.finite import NonFiniteError
+from ag.callbacks.guards import NonFiniteError
+from ag.callbacks.steps import StepCallback
 from ag.callbacks.stop import Stopped
 
 
-class RunCheckpoint(Checkpoint):
+class RunCheckpoint(StepCallback, Checkpoint):
     """Saves to `run_dir/checkpoints/step=NNNNNN.ckpt` and keeps `best.ckpt` beside it.
 
     A checkpoint is written every `every_steps` optimiser steps, after each validation, at the end, when the
@@ -36,12 +37,8 @@ class RunCheckpoint(Checkpoint):
 
     def __init__(self, run_dir: Path, every_steps: int, keep_last: int, monitor: str) -> None:
         self._folder = Path(run_dir) / "checkpoints"
-        self._every_steps = every_steps
-        self._keep_last = keep_last
-        self._monitor = monitor
-        self._best = math.inf
-        self._saved_step = 0
-        self._step = 0
+        self._every_steps, self._keep_last, self._monitor = every_steps, keep_last, monitor
+        self._best, self._saved_step = math.inf, 0
         self._step_end: dict[str, Any] = {}
         self._use_step_end = False
 
@@ -61,7 +58,8 @@ class RunCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin at the step that the run was resumed from, or at 0."""
-        self._saved_step = self._step = trainer.global_step
+        super().on_train_start(trainer, pl_module)
+        self._saved_step = self._step
         # Lightning 2.6 forgets to count the epoch that follows a checkpoint of an epoch's last training batch, and a
         # second resume would then repeat that epoch
         epochs = trainer.fit_loop.epoch_progress
@@ -70,13 +68,8 @@ class RunCheckpoint(Checkpoint):
             epochs.increment_ready()
             epochs.increment_started()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """At the end of an optimiser step, remember the loop counters; save when it is time."""
-        if trainer.global_step == self._step:
-            return
-        self._step = trainer.global_step
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember the loop counters; save when it is time."""
         self._step_end = deepcopy(trainer.fit_loop.state_dict())
         if self._every_steps and self._step % self._every_steps == 0:
             self._save(trainer)
@@ -114,7 +107,7 @@ class RunCheckpoint(Checkpoint):
         together = trainer.world_size == 1 or isinstance(exception, Stopped)
         nothing_new = not self._step_end or self._saved_step == trainer.global_step
         # an exception between the optimiser's step and the end of its batch: the counters are those of the step before
-        nothing_new = nothing_new or self._step != trainer.global_step
+        nothing_new |= self._step != trainer.global_step
         if isinstance(exception, NonFiniteError) or not together or nothing_new:
             return
         try:

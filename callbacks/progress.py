@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks.progress.rich_progress import (
 )
 from rich.progress import ProgressColumn, TextColumn, TimeRemainingColumn
 
+from ag.callbacks.steps import StepCallback
 from ag.training.objectives import loss_names
 
 FORMATS = {"train/evicted": ("evicted", ".1%"), "train/tokens_per_second": ("tokens/s", ".0f")}
@@ -78,7 +79,7 @@ class RichBar(RichProgressBar):
         return dict(_training(trainer))
 
 
-class TextBar(ProgressBar):
+class TextBar(StepCallback, ProgressBar):
     """One line every few optimiser steps (about 50 in a run) and one for each validation."""
 
     def __init__(self, log_every: int) -> None:
@@ -97,20 +98,16 @@ class TextBar(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose how many steps lie between two lines: a multiple of `log_every`."""
-        total = trainer.estimated_stepping_batches
-        self._step, self._every = trainer.global_step, self._log_every
+        super().on_train_start(trainer, pl_module)
+        total, self._every = trainer.estimated_stepping_batches, self._log_every
         if math.isfinite(total) and total > 0:
             self._total = f"/{int(total)}"
             self._every *= max(1, round(total / LINES / self._log_every))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Print a line at the end of an optimiser step."""
-        if trainer.global_step != self._step:
-            self._step = trainer.global_step
-            if self._step % self._every == 0:
-                self._line(trainer, "step", _training(trainer))
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print a line."""
+        if self._step % self._every == 0:
+            self._line(trainer, "step", _training(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the line of a validation."""

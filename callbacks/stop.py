@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
 
 from ag.callbacks.checkpoint_files import checkpoints
+from ag.callbacks.steps import StepCallback
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -44,7 +44,7 @@ def how_to_continue(run_dir: Path) -> str:
     return f"{run_dir} holds no checkpoint: start the recipe anew"
 
 
-class StopOnSignal(Callback):
+class StopOnSignal(StepCallback):
     """Finishes the current optimiser step after the first SIGTERM, SIGUSR1 or SIGINT, then raises `Stopped`.
 
     SIGUSR1 is what SLURM sends ahead of the time limit (`--signal=SIGUSR1@120`). `RunCheckpoint` saves when it
@@ -63,12 +63,11 @@ class StopOnSignal(Callback):
         self._told = told
         self._signum = 0
         self._agreed = 0
-        self._step = 0
         self._replaced: dict[int, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace the handlers that Lightning has just installed."""
-        self._step = trainer.global_step
+        super().on_train_start(trainer, pl_module)
         if threading.current_thread() is threading.main_thread():
             self._replaced = {signum: signal.signal(signum, self._note) for signum in SIGNALS}
 
@@ -76,13 +75,15 @@ class StopOnSignal(Callback):
         """Stop here if the ranks agreed to: the metrics of the last step are logged now."""
         self._leave_if_agreed(trainer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Agree with the other ranks, at the end of an optimiser step."""
-        if trainer.global_step != self._step:
-            self._step = trainer.global_step
-            self._agree(trainer, pl_module)
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Agree with the other ranks, at the end of an optimiser step or of a validation."""
+        if self._told is not None:
+            self._signum = self._told() or self._signum
+        if trainer.world_size == 1:
+            self._agreed = self._signum
+        else:
+            signum = torch.tensor(self._signum, device=pl_module.device)
+            self._agreed = int(trainer.strategy.reduce(signum, reduce_op="max"))
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop before the first batch of the validation if the ranks agreed to."""
@@ -104,7 +105,7 @@ class StopOnSignal(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Agree with the other ranks after a validation."""
-        self._agree(trainer, pl_module)
+        self.on_step_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop after the last step too: a resumed run does what follows training."""
@@ -124,15 +125,6 @@ class StopOnSignal(Callback):
         self._signum = self._signum or signum
         if signum == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _agree(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._told is not None:
-            self._signum = self._told() or self._signum
-        if trainer.world_size == 1:
-            self._agreed = self._signum
-        else:
-            signum = torch.tensor(self._signum, device=pl_module.device)
-            self._agreed = int(trainer.strategy.reduce(signum, reduce_op="max"))
 
     def _leave_if_agreed(self, trainer: Trainer) -> None:
         if self._agreed:

@@ -154,18 +154,14 @@ class WarmupConfig:
 
     regress_steps: int = key(0, "first steps that train the gates by regression; 0: none", low=0)
     lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
-    target: Literal["attention", "obcache_value", "kvzip", "kvzip_plus", "reread"] = key(
+    target: Literal["attention", "obcache_value", "kvzip", "reread"] = key(
         "attention",
         "what gates predict of a key, from later queries: their attention on it; sqrt(sum A^2) * ||v||; kvzip: the "
-        "largest attention that a token of the response pays, times ||v||; kvzip_plus: that over ||h||, times "
-        "||W_O v|| (both meant for data.packing=repeated); reread: the largest attention while the engine repeats the "
-        "whole row, chunk by chunk (for data.packing=packed)",
+        "largest attention that a token of the response pays, times ||v|| (meant for data.packing=repeated); reread: "
+        "the largest attention while the engine repeats the whole row, chunk by chunk (for data.packing=packed)",
     )
     scale: Literal["head", "global"] = key(
         "head", "targets are standardised in each head by itself, or over all layers and heads, so that heads compare"
-    )
-    loss: Literal["regression", "ranking"] = key(
-        "regression", "regression: gates predict the targets (smooth L1); ranking: only their order (pairs, RankNet)"
     )
     keep: float = key(0.5, "share of the tokens that the flags keep after the warm start", low=0.01, high=0.99)
 

@@ -28,7 +28,7 @@ loss.share_high>0; train=lora -> there are no gates to keep a share; set loss.sh
 loss.share_high>0; loss.objective=regress -> nothing is evicted; set loss.share_high=0
 loss.share_high>0; loss.anneal_steps>0 -> drawn shares take the place of loss.beta, so nothing falls to it; set one of
     the two to 0
-warmup.target=kvzip|kvzip_plus; data.packing=packed -> it is the attention of a response, and packed rows have none;
+warmup.target=kvzip; data.packing=packed -> it is the attention of a response, and packed rows have none;
     use data.packing=repeated, or warmup.target=attention
 warmup.target=reread; data.packing!=packed -> the rows themselves are repeated, and have no response; use
     data.kind=text with data.packing=packed, or warmup.target=kvzip

@@ -19,19 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ag.config.exports import StrPath
 from ag.errors import UserError, first_line
-from ag.gates.card import merged_card
-from ag.gates.folder import (
-    check_base,
-    check_finite,
-    check_hash,
-    check_replaceable,
-    local,
-    parse,
-    read,
-    read_info,
-    staged,
-    write,
-)
+from ag.gates.folder import check_base, check_replaceable, local, parse, read, read_info, staged, write
 from ag.gates.manifest import ADAPTER, ADAPTER_FILES, CARD, ExportError, minor
 from ag.model import base as models
 from ag.model.quiet import quiet
@@ -40,6 +28,16 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 MERGED = "merged_adapter"  # in the config.json of a merged model
+_README = """\
+# A base model with a LoRA adapter merged into it
+
+The adapter is that of `{source}` beside this folder (sha256 of its weights: `{digest}`), which was trained
+together with gates if that folder has some. The gates run on this model without the adapter:
+
+```sh
+python -m ag.generate gates=../{source} model=. adapter=false prompt="Once upon a time"
+```
+"""
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,8 @@ def adapter_of(folder: Path, info: Mapping[str, Any]) -> Adapter | None:
     name = ADAPTER_FILES[1]
     if name not in info["sha256"]:
         return None
-    raw = read(folder, name)
-    check_hash(folder / name, raw, info["sha256"][name])
-    known = {key: tensor for key, tensor in parse(folder / name, raw).items() if "lora_B" in key and bool(tensor.any())}
+    tensors = parse(folder / name, read(folder, name, info["sha256"][name]))
+    known = {key: tensor for key, tensor in tensors.items() if "lora_B" in key and bool(tensor.any())}
     if not known or minor(info["schema_version"]) < 1:
         return None
     key = min(known)
@@ -138,11 +135,10 @@ def adapter_path(path: StrPath) -> Path | None:
     if is_adapter(path):
         return local(path) / ADAPTER
     sha256 = read_info(path)["sha256"]
-    if len(sha256) == 1:
-        return None
-    for name in ADAPTER_FILES:
-        check_hash(local(path) / name, read(local(path), name), sha256[name])
-    return local(path) / ADAPTER
+    files = [name for name in ADAPTER_FILES if name in sha256]
+    for name in files:
+        read(local(path), name, sha256[name])
+    return local(path) / ADAPTER if files else None
 
 
 def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) -> PeftModel | PreTrainedModel:
@@ -175,10 +171,10 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
             f"{folder}: it does not fit this model ({first_line(error)}): expected the base model that the "
             "adapter was trained on; load that one."
         ) from error
-    return merge_adapter(wrapped, path) if merge else wrapped
+    return _merged(wrapped, path) if merge else wrapped
 
 
-def merge_adapter(model: PeftModel, path: StrPath) -> PreTrainedModel:
+def _merged(model: PeftModel, path: StrPath) -> PreTrainedModel:
     """Merge the adapter of a model, that of the export, into its weights, and name it in the configuration."""
     digest = hashlib.sha256(read(local(path), ADAPTER_FILES[1])).hexdigest()
     merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
@@ -208,12 +204,12 @@ def write_adapter(adapter: PeftModel, folder: Path, base_model: str) -> dict[str
     check_adapter(folder, adapter)
     adapter.save_pretrained(str(folder / ADAPTER), selected_adapters=["default"], save_embedding_layers=False)
     (folder / ADAPTER / "README.md").unlink()  # PEFT's template; the model card is one level up
-    config, weights = (folder / name for name in ADAPTER_FILES)
-    content = json.loads(config.read_bytes()) | {"base_model_name_or_path": base_model or None}
-    raw = weights.read_bytes()
-    check_finite(weights, parse(weights, raw))
-    digests = (write(config, json.dumps(content, indent=2).encode()), hashlib.sha256(raw).hexdigest())
-    return dict(zip(ADAPTER_FILES, digests, strict=True))
+    config, weights = ADAPTER_FILES
+    content = json.loads(read(folder, config)) | {"base_model_name_or_path": base_model or None}
+    raw = read(folder, weights)
+    parse(folder / weights, raw)
+    digest = write(folder / config, json.dumps(content, indent=2).encode())
+    return {config: digest, weights: hashlib.sha256(raw).hexdigest()}
 
 
 def check_adapter(target: Path, adapter: PeftModel) -> None:
@@ -248,15 +244,13 @@ def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerB
     """
     target = Path(path).resolve()
     check_mergeable(target, model)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ExportError(
-            f"{target}: the path exists: expected a new or empty folder; remove it or choose another path."
-        )
+    check_replaceable(target, frozenset(), CARD)
     with staged(target) as folder:
-        merged = merge_adapter(model, source)
+        merged = _merged(model, source)
         merged.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        write(folder / CARD, merged_card(Path(source).resolve().name, getattr(merged.config, MERGED)).encode())
+        text = _README.format(source=Path(source).resolve().name, digest=getattr(merged.config, MERGED))
+        write(folder / CARD, text.encode())
 
 
 def is_merged(path: StrPath, model: str, revision: str | None = None) -> bool:

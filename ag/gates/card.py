@@ -49,8 +49,6 @@ python -m ag.generate gates=PATH prompt="Once upon a time"
 
 {gate}
 """
-
-
 _SHARES = """
 ## Other shares
 
@@ -61,28 +59,12 @@ are those of the validation data: a token is kept when its logit lies above.
 """
 
 
-_MERGED = """\
-# A base model with a LoRA adapter merged into it
-
-The adapter is that of `{source}` beside this folder (sha256 of its weights: `{digest}`), which was trained
-together with gates if that folder has some. The gates run on this model without the adapter:
-
-```sh
-python -m ag.generate gates=../{source} model=. adapter=false prompt="Once upon a time"
-```
-"""
-
-
-def merged_card(source: str, digest: str) -> str:
-    """Return what is said of a model with an adapter of this sha256, which lies in the folder ``source``."""
-    return _MERGED.format(source=source, digest=digest)
-
-
 def model_card(info: Mapping[str, Any], figure: str | None) -> str:
     """Return the text of the model card, of ``gate_config.json`` and the name of a picture in the same folder."""
-    base = info["base_model"]
+    base, table = info["base_model"], info[CALIBRATION] or {"shares": [], "boundaries": []}
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base["name"]) is not None and not Path(base["name"]).exists()
     adapter = ADAPTER_FILES[0] in info["sha256"]
+    shares = {f"{share:.2f}": limit for share, limit in zip(table["shares"], table["boundaries"], strict=True)}
     return _CARD.format(
         base_model=f"base_model: {base['name']}\n" if on_hub else "",
         base=f"`{base['name']}`" if base["name"] else "a causal language model",
@@ -90,23 +72,16 @@ def model_card(info: Mapping[str, Any], figure: str | None) -> str:
         adapter=" The LoRA adapter in `adapter/` was trained with them." if adapter else "",
         module="ag.gates.export" if adapter else "ag",
         load_adapter='model = ag.gates.export.load_adapter(model, "PATH")\n' if adapter else "",
-        metrics=_table("metric", {"kept share of the prompt's entries": info["keep_rate"], **info["metrics"]}),
+        metrics=_table("metric", "value", {"kept share of the prompt's entries": info["keep_rate"], **info["metrics"]}),
         figure=f"\n![Measurements of the gates]({figure})\n" if figure else "",
-        shares="" if info[CALIBRATION] is None else _SHARES.format(table=_shares(info[CALIBRATION])),
-        gate=_table("key", info["gate"]),
+        shares=_SHARES.format(table=_table("share", "boundary", shares)) if shares else "",
+        gate=_table("key", "value", info["gate"]),
     )
 
 
-def _shares(table: Mapping[str, list[float]]) -> str:
-    rows = zip(table["shares"], table["boundaries"], strict=True)
-    return _table("share", {f"{share:.2f}": boundary for share, boundary in rows}, "boundary")
-
-
-def _table(name: str, rows: Mapping[str, Any], values: str = "value") -> str:
-    cells = {
-        key: "not measured" if value is None else f"{value:.6g}" if isinstance(value, float) else value
-        for key, value in rows.items()
-    }
-    return "\n".join(
-        [f"| {name} | {values} |", "| --- | --- |", *(f"| {key} | {cell} |" for key, cell in cells.items())]
-    )
+def _table(name: str, value: str, rows: Mapping[str, Any]) -> str:
+    lines = [f"| {name} | {value} |", "| --- | --- |"]
+    for key, cell in rows.items():
+        shown = "not measured" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else cell
+        lines.append(f"| {key} | {shown} |")
+    return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Exported gates: a folder that is whole or absent, and that is checked from end to end when it loads.
 
-- ``gates.safetensors``: the weights, float32, or eight bits (ag.gates.packed);
+- ``gates.safetensors``: the weights, float32, or eight bits: each matrix as int8 with a float32 scale for each row;
 - ``gate_config.json``: schema, versions, base model, gate configuration, measurements, hashes (ag.gates.manifest);
 - ``adapter/``: the LoRA adapter in PEFT's own format, where one was trained (ag.gates.adapters);
 - ``README.md``: a model card (ag.gates.card), with ``figure.png`` where one was drawn.
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import safetensors.torch
 import torch
@@ -22,9 +22,7 @@ from transformers import PretrainedConfig
 
 from ag.config.exports import StrPath
 from ag.config.gate import GateConfig
-from ag.gates import packed
 from ag.gates.adapters import (
-    Adapter,
     adapter_checksum,
     adapter_of,
     adapter_path,
@@ -42,7 +40,6 @@ from ag.gates.folder import (
     MEGABYTE,
     check_base,
     check_finite,
-    check_hash,
     check_replaceable,
     local,
     parse,
@@ -91,24 +88,9 @@ __all__ = [
     "save_merged",
 ]
 
-VERSIONS = versions("ag", "torch", "transformers", "peft", "safetensors")
 FILES = frozenset({WEIGHTS, CONFIG, CARD, FIGURE, ADAPTER})
-
-
-class Gates(Protocol):
-    """What is read of gates, :class:`ag.gates.gate.AttentionGates`."""
-
-    config: GateConfig
-    fingerprint: dict[str, Any]
-    adapter: Adapter | None
-    calibration: Calibration | None
-
-    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, assign: bool) -> Any: ...  # noqa: D102
-    def eval(self) -> Any: ...  # noqa: D102
-
-
-G = TypeVar("G", bound=Gates)
+SCALE, LARGEST = ".scale", 127  # of a matrix in eight bits: the name of its scales, its largest step
+Gates = Any  #: :class:`ag.gates.gate.AttentionGates`, whose module reads and writes by this one
 
 
 def save(
@@ -147,15 +129,14 @@ def save(
     picture = None if figure is None else Path(figure).read_bytes()
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in gates.state_dict().items()}
     check_finite(target / WEIGHTS, tensors)
-    written = packed.pack(tensors) if weights == "int8" else tensors
     with staged(target) as folder:
-        sha256 = {WEIGHTS: write(folder / WEIGHTS, safetensors.torch.save(written))}
+        packed = pack(tensors) if weights == "int8" else tensors
+        sha256 = {WEIGHTS: write(folder / WEIGHTS, safetensors.torch.save(packed))}
         if adapter is not None:
             sha256 |= write_adapter(adapter, folder, base_model)
         if picture is not None:
             write(folder / FIGURE, picture)
-        base = {"name": base_model, "revision": base_revision, "fingerprint": gates.fingerprint}
-        info = _info(target, gates, base_model=base, metrics=metrics or {}, sha256=sha256, weights=weights)
+        info = _info(target, gates, sha256, base_model, base_revision, metrics or {}, weights)
         write(folder / CARD, model_card(info, FIGURE if picture else None).encode())
         write(folder / CONFIG, (json.dumps(info, indent=2) + "\n").encode())
 
@@ -163,19 +144,19 @@ def save(
 def _info(
     target: Path,
     gates: Gates,
-    *,
-    base_model: dict[str, Any],
-    metrics: Mapping[str, float],
     sha256: dict[str, str],
-    weights: str,
+    base_model: str = "",
+    base_revision: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+    weights: str = "float32",
 ) -> dict[str, Any]:
     """Return the content of ``gate_config.json``, checked as a reader will."""
-    measured = {name: float(value) for name, value in metrics.items()}
+    measured = {name: float(value) for name, value in (metrics or {}).items()}
     numbers = {name: value if math.isfinite(value) else None for name, value in measured.items()}
     info: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "versions": VERSIONS,
-        "base_model": base_model,
+        "versions": versions("ag", "torch", "transformers", "peft", "safetensors"),
+        "base_model": {"name": base_model, "revision": base_revision, "fingerprint": gates.fingerprint},
         "gate": asdict(gates.config),
         "keep_rate": numbers.pop("kept", None),
         "metrics": numbers,
@@ -201,9 +182,7 @@ def check(gates: Gates | None, adapter: PeftModel | None, *, path: StrPath | Non
     if path is not None:
         check_replaceable(target, *((FILES, CONFIG) if gates is not None else ({ADAPTER}, ADAPTER)))
     if gates is not None:
-        base = {"name": "", "revision": None, "fingerprint": gates.fingerprint}
-        sha256 = dict.fromkeys((WEIGHTS, *(() if adapter is None else ADAPTER_FILES)), "")
-        _info(target, gates, base_model=base, metrics={}, sha256=sha256, weights="float32")
+        _info(target, gates, {WEIGHTS: ""})
     if adapter is not None:
         check_adapter(target, adapter)
     if merge and adapter is not None:
@@ -211,8 +190,10 @@ def check(gates: Gates | None, adapter: PeftModel | None, *, path: StrPath | Non
 
 
 def load(
-    path: StrPath, make: Callable[[Mapping[str, Any], GateConfig], G], model_config: PretrainedConfig | None = None
-) -> G:
+    path: StrPath,
+    make: Callable[[Mapping[str, Any], GateConfig], Gates],
+    model_config: PretrainedConfig | None = None,
+) -> Gates:
     """Read gates, strictly, in evaluation mode and on the CPU.
 
     Args:
@@ -233,41 +214,52 @@ def load(
         except ValueError as error:
             raise ExportError(f"{folder / CONFIG}: {error}") from error
     expected = {name: tensor.float() for name, tensor in gates.state_dict().items()}
-    if other is None:
-        tensors = _read_weights(folder, info, expected)
-    else:
-        most = 2 * sum(tensor.nbytes for tensor in expected.values()) + MEGABYTE  # of float64
-        tensors = other.tensors(read(folder, other.file.name, most), expected)
+    tensors = _weights(folder, info, expected) if other is None else other.tensors(expected)
     gates.load_state_dict(tensors, assign=True)
     if other is not None and model_config is not None:
         gates.fingerprint = fingerprint(model_config)  # which the checkpoint knows in part
     gates.adapter = adapter_of(folder, info)
     gates.calibration = None if info.get(CALIBRATION) is None else Calibration(**info[CALIBRATION])
-    gates.eval()
-    return gates
+    return gates.eval()
 
 
-def _read_weights(folder: Path, info: Mapping[str, Any], expected: dict[str, Tensor]) -> dict[str, Tensor]:
+def _weights(folder: Path, info: Mapping[str, Any], expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """Read ``gates.safetensors``, checked against its hash and the tensors that gates of this configuration have."""
     file = folder / WEIGHTS
     biases = [name for name in expected if name.endswith(".bias")]
     before = info["gate"]["kind"] == "mlp" and minor(info["schema_version"]) < 3  # without biases, which is with 0
     unwritten = {name: torch.zeros(expected.pop(name).shape) for name in biases} if before else {}
-    stored = packed.pack(expected) if info.get(PRECISION) == "int8" else expected
-    size = sum(tensor.nbytes for tensor in stored.values())
-    raw = read(folder, WEIGHTS, size + MEGABYTE)
-    whole = 8 + int.from_bytes(raw[:8], "little") + size  # size of the header, header, weights
-    if len(raw) < whole:
-        raise ExportError(f"{file}: {len(raw)} bytes: expected {whole}; it was truncated, copy it again.")
-    check_hash(file, raw, info["sha256"][WEIGHTS])
-    tensors = parse(file, raw)
+    stored = pack(expected) if info.get(PRECISION) == "int8" else expected
+    most = sum(tensor.nbytes for tensor in stored.values()) + MEGABYTE
+    tensors = parse(file, read(folder, WEIGHTS, info["sha256"][WEIGHTS], most))
     check_keys(file, tensors, stored)
     for name, tensor in tensors.items():
         found, wanted = ((x.dtype, tuple(x.shape)) for x in (tensor, stored[name]))
         if found != wanted:
             raise ExportError(f"{file}: {name} is {found}: expected {wanted} from {CONFIG}; export the gates again.")
-    check_finite(file, tensors)
-    return packed.unpack(tensors) | unwritten
+    return unpack(tensors) | unwritten
+
+
+def pack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Round each finite float32 matrix to 127 steps of its row's largest absolute value; other tensors stay."""
+    packed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2:
+            packed[name] = tensor
+            continue
+        scale = tensor.abs().amax(1) / LARGEST
+        steps = tensor / scale.where(scale > 0, 1.0)[:, None]  # a row of zeros has scale 0
+        packed[name], packed[name + SCALE] = steps.round().to(torch.int8), scale
+    return packed
+
+
+def unpack(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the float32 tensors that :func:`pack` rounded."""
+    return {
+        name: packed[name + SCALE][:, None] * tensor if name + SCALE in packed else tensor
+        for name, tensor in packed.items()
+        if not name.endswith(SCALE)
+    }
 
 
 def push(path: StrPath, repository: str) -> str:
@@ -284,6 +276,6 @@ def push(path: StrPath, repository: str) -> str:
         ExportError: the folder is no whole export, or the hub refuses.
     """
     folder = local(path)
-    check_hash(folder / WEIGHTS, read(folder, WEIGHTS), read_info(path)["sha256"][WEIGHTS])
+    read(folder, WEIGHTS, read_info(path)["sha256"][WEIGHTS])
     adapter = () if adapter_path(path) is None else ADAPTER_FILES
     return upload(folder, repository, [WEIGHTS, CONFIG, CARD, FIGURE, *adapter])

@@ -67,12 +67,11 @@ def read_info(path: StrPath) -> dict[str, Any]:
         ExportError: when it is missing, damaged, or of another schema.
     """
     folder = local(path)
-    file = folder / CONFIG
     if (other := recognise(folder)) is not None:
         return other.info()
     if said := absence(folder):
         raise ExportError(said)
-    raw = read(folder, CONFIG, MEGABYTE)
+    file, raw = folder / CONFIG, read(folder, CONFIG, limit=MEGABYTE)
     try:
         info = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -148,39 +147,40 @@ def write(file: Path, data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def read(folder: Path, name: str, limit: int | None = None) -> bytes:
-    """Read a file that lies in the folder itself, of at most ``limit`` bytes."""
+def read(folder: Path, name: str, sha256: str | None = None, limit: int | None = None) -> bytes:
+    """Read a file that lies in the folder itself, of this hash, and of at most ``limit`` bytes, where these are given.
+
+    Raises:
+        ExportError: when it is missing, another one, too large, or a link to a place outside of the folder.
+    """
     file = folder / name
     try:
         if not file.is_file():
             raise ExportError(f"{file}: no such file: expected it in an export; copy the whole folder again.")
-        real, size = file.resolve(), file.stat().st_size
-        inside = folder.resolve()
+        real, size, inside = file.resolve(), file.stat().st_size, folder.resolve()
         blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside  # of the hub's cache
         if not real.is_relative_to(inside) and not real.is_relative_to(blobs):
             raise ExportError(f"{file}: a link to {real}: expected a file inside the export; copy it there.")
         if limit is not None and size > limit:
             raise ExportError(f"{file}: {size} bytes: expected at most {limit}; copy the file again.")
-        return file.read_bytes()
+        raw = file.read_bytes()
     except OSError as error:
         raise ExportError(f"{file}: cannot be read ({error}): expected a readable file; check it.") from error
+    if sha256 is not None and (digest := hashlib.sha256(raw).hexdigest()) != sha256:
+        raise ExportError(f"{file}: sha256 {digest}: expected {sha256}; the file was damaged, copy it again.")
+    return raw
 
 
 def parse(file: Path, raw: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file."""
+    """Return the tensors of a safetensors file, whose numbers are finite."""
     try:
-        return safetensors.torch.load(raw)
+        tensors = safetensors.torch.load(raw)
     except (SafetensorError, KeyError) as error:
         raise ExportError(
             f"{file}: not safetensors ({error}): expected the file as exported; copy it again."
         ) from error
-
-
-def check_hash(file: Path, raw: bytes, expected: str) -> None:
-    """Refuse content with another sha256."""
-    digest = hashlib.sha256(raw).hexdigest()
-    if digest != expected:
-        raise ExportError(f"{file}: sha256 {digest}: expected {expected}; the file was damaged, copy it again.")
+    check_finite(file, tensors)
+    return tensors
 
 
 def check_finite(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -6,8 +6,7 @@ Source: Zeng et al., "In-context KV-Cache Eviction for LLMs via Attention-Gate",
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -166,9 +165,11 @@ class TokenGate(AttentionGate):
 class LinearGate(TokenGate):
     """A linear map of each token by itself."""
 
+    bias: ClassVar[bool] = False
+
     def build(self, hidden_size: int, heads: int) -> None:
         """Make the parameters; the arguments are those of the class."""
-        self.linear = nn.Linear(hidden_size, heads, bias=False)
+        self.linear = nn.Linear(hidden_size, heads, bias=self.bias)
 
     def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
         """Return the logits ``[B, T, heads]``."""
@@ -179,13 +180,13 @@ class LinearGate(TokenGate):
 class AffineGate(LinearGate):
     """A linear map of each token by itself, with a bias for each head (the smaller surrogate of KVzap)."""
 
-    def build(self, hidden_size: int, heads: int) -> None:
-        """Make the parameters; the arguments are those of the class."""
-        self.linear = nn.Linear(hidden_size, heads)
+    bias = True
 
 
 class MLPGate(TokenGate):
     """Two layers on each token by itself (the surrogate of KVzap)."""
+
+    activation: ClassVar[Callable[..., Tensor]] = staticmethod(F.gelu)
 
     def build(self, hidden_size: int, heads: int) -> None:
         """Make the parameters; the arguments are those of the class."""
@@ -194,8 +195,19 @@ class MLPGate(TokenGate):
 
     def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
         """Return the logits ``[B, T, heads]``."""
-        result: Tensor = self.outer(F.gelu(self.inner(hidden)))
+        result: Tensor = self.outer(self.activation(self.inner(hidden)))
         return result
+
+
+class RetentionGate(MLPGate):
+    """Two layers on each token by itself, which say how much of its worth is left after each token that comes.
+
+    Source: Bui et al. 2025, "Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs" (TRIM-KV), arXiv
+    2512.03324.
+    """
+
+    decays = True
+    activation = staticmethod(F.silu)
 
 
 class FastKVzipGate(TokenGate):
@@ -232,21 +244,6 @@ class FastKVzipGate(TokenGate):
         others = others.unflatten(2, (-1, own.shape[-1])).transpose(1, 2)
         kept, gone = (F.logsigmoid(x).logsumexp(-1) for x in (own - others, others - own))  # finite where one is 1
         return kept - gone
-
-
-class RetentionGate(MLPGate):
-    """Two layers on each token by itself, which say how much of its worth is left after each token that comes.
-
-    Source: Bui et al. 2025, "Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs" (TRIM-KV), arXiv
-    2512.03324.
-    """
-
-    decays = True
-
-    def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
-        """Return the logits ``[B, T, heads]``."""
-        result: Tensor = self.outer(F.silu(self.inner(hidden)))
-        return result
 
 
 #: The classes of gates by the name that ``GateConfig.kind`` gives them.
@@ -335,8 +332,7 @@ class AttentionGates(nn.Module):
             UserError: these gates have none.
         """
         self.check_flags()
-        odds = self.config.threshold / (1 - self.config.threshold)
-        return logits > math.log(odds) - self.config.bias  # probability > threshold, in one operation
+        return logits > self.config.boundary  # probability > threshold, in one operation
 
     def keep(self, logits: Tensor) -> Tensor:
         """Differentiable keep flags for attention, float32 and of the shape of ``logits``.
@@ -373,13 +369,13 @@ class AttentionGates(nn.Module):
             if not 0 < threshold < 1:
                 raise UserError(f"threshold={threshold}: expected a probability between 0 and 1.")
             other.config = replace(self.config, threshold=threshold)
+        elif self.calibration is None:
+            raise UserError(
+                f"share={share}: these gates have no table of shares (exports have one since schema 1.3); measure "
+                "it by a validation of their recipe, which exports them again: ag.fit recipe=RECIPE init=EXPORT "
+                "optim.gate_lr=0 warmup.regress_steps=0 trainer.max_steps=1; or give threshold= or a budget."
+            )
         elif share is not None:
-            if self.calibration is None:
-                raise UserError(
-                    f"share={share}: these gates have no table of shares (exports have one since schema 1.3); measure "
-                    "it by a validation of their recipe, which exports them again: ag.fit recipe=RECIPE init=EXPORT "
-                    "optim.gate_lr=0 warmup.regress_steps=0 trainer.max_steps=1; or give threshold= or a budget."
-                )
             moved = self.calibration.boundary(share) - self.config.boundary
             other.config = replace(self.config, bias=self.config.bias - moved)
         return other
@@ -398,4 +394,5 @@ class AttentionGates(nn.Module):
         """
         from ag.gates import export
 
-        return export.load(path, cls, model_config)
+        found: AttentionGates = export.load(path, cls, model_config)
+        return found

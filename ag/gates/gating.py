@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
@@ -15,70 +16,55 @@ from ag.kernels.attention_stats import attention_stats
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.model.hooks import AttentionCall, Interceptor
-from ag.model.projection import output_weight, projected_norms
 
 
-class Dense(Interceptor):
-    """Causal attention to every token of the same document, by the model's own implementation where possible.
-
-    Args:
-        valid: ``[B, T]``, nonzero on real tokens; padding on either side. None without padding.
-        first: ``[B, T]`` long, the column where the document of each token begins. Tokens before it are invisible, and
-            positions count from it, so that a document is computed as if it were alone. None: a row is one document.
-    """
-
-    def __init__(self, valid: Tensor | None = None, first: Tensor | None = None) -> None:
-        if valid is not None and has_gaps(valid.bool()):
-            raise UserError(
-                "Padding between tokens of a row: expected it on the left or the right, as columns say how far tokens "
-                "are apart; documents share a row by packing."
-            )
-        self.left_padded = valid is not None and not bool(valid[:, 0].all())
-        self.valid = None if valid is None or bool(valid.all()) else valid.bool()
-        self.first = None if first is None or not bool(first.any()) else first
-
-    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Yield one pass, whose positions count from the start of each document unless the caller gave some."""
-        if given is None and self.first is not None:
-            given = torch.arange(self.first.shape[1], device=self.first.device) - self.first
-        yield None, given
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend as the model does."""
-        valid, first = (_to(x, call.q.device) for x in (self.valid, self.first))
-        if first is None:
-            return call.dense(valid, self.left_padded)
-        options: dict[str, Any] = {"window": call.window, "first": first, "softmax": call.softmax}
-        return gated_attention(call.q, call.k, call.v, None, valid, call.scaling, **options)
-
-
-class Gating(Dense):
+class Gating(Interceptor):
     """Run ``model(..., gating=Gating(...), use_cache=False)`` under gates.
 
     After the forward pass ``logits`` holds the gate logits by layer.
 
     Args:
-        gates: gates of the model.
-        valid: ``[B, T]``, nonzero on real tokens; padding on either side.
-        prompt_length: ``[B]`` long, tokens of each prompt; with ``covers="prompt"`` gates may evict only these. None:
-            every token.
+        gates: gates of the model; None means that attention is causal and sees every token of the same document.
+        valid: ``[B, T]``, nonzero on real tokens; padding on either side. None, without gates, means no padding.
+        prompt_length: ``[B]`` long, tokens of each prompt; with ``covers="prompt"`` gates may evict only these. None
+            means that every token belongs to a prompt.
         hard: use the flags as they are, without an estimator's gradient or noise.
-        first: ``[B, T]`` long, the column where the document of each token begins; None: a row is one document.
+        first: ``[B, T]`` long, the column where the document of each token begins. Tokens before it are invisible, and
+            positions count from it, so that a document is computed as if it were alone. None means that a row is one
+            document.
         boundary: logit above which a token is kept, in place of that of the configuration.
+        open: run the gates for their logits, and evict nothing.
 
     Raises:
-        UserError: when ``scope="prompt"`` or ``prefill="dense"`` has no prompt length, or documents have one.
+        UserError: when ``scope="prompt"`` or ``prefill="dense"`` has no prompt length, or documents have one; padding
+            between tokens.
     """
 
     def __init__(
         self,
-        gates: AttentionGates,
-        valid: Tensor,
+        gates: AttentionGates | None,
+        valid: Tensor | None = None,
         prompt_length: Tensor | None = None,
         hard: bool = False,
         first: Tensor | None = None,
         boundary: float | None = None,
+        open: bool = False,
     ) -> None:
+        if valid is not None and has_gaps(valid.bool()):
+            raise UserError(
+                "Padding between tokens of a row: expected it on the left or the right, as columns say how far tokens "
+                "are apart; documents share a row by packing."
+            )
+        self.gates, self.hard, self.open = gates, hard, open
+        self.left_padded = valid is not None and not bool(valid[:, 0].all())
+        self.valid = None if valid is None or bool(valid.all()) else valid.bool()
+        self.first = None if first is None or not bool(first.any()) else first
+        #: Gate logits ``[B, Hkv, T']`` of each gated layer, T' being the columns up to the last that gates may evict.
+        self.logits: dict[int, Tensor] = {}
+        self._keep: dict[int, Tensor] = {}
+        if gates is None:
+            return
+        assert valid is not None
         config = gates.config
         if prompt_length is None and (config.scope == "prompt" or config.prefill == "dense"):
             raise UserError(
@@ -87,9 +73,7 @@ class Gating(Dense):
             )
         if prompt_length is not None and first is not None:
             raise UserError("A row of several documents has no prompt: give Gating first or prompt_length, not both.")
-        super().__init__(valid, first)
         valid = valid.bool()
-        self.gates, self.hard = gates, hard
         self._shift = 0.0 if boundary is None else boundary - config.boundary
         rank = valid.cumsum(1) - 1
         #: ``[B, T]`` bool: the tokens of the prompts.
@@ -102,87 +86,65 @@ class Gating(Dense):
         seen = seen[:, : self._end]
         self._seen = None if bool(seen.all()) else seen
         self._dense_until = (self.read * columns).amax(1) if config.prefill == "dense" else None
-        #: Gate logits ``[B, Hkv, T']`` of each gated layer, T' being the columns up to the last that gates may evict.
-        self.logits: dict[int, Tensor] = {}
-        self._keep: dict[int, Tensor] = {}
 
     def counted(self) -> Tensor:
         """Return ``[B, T']`` bool: the columns of ``logits`` whose tokens gates may evict."""
         return self.prompt[:, : self._end]
 
+    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Yield one pass, whose positions count from the start of each document unless the caller gave some."""
+        if given is None and self.first is not None:
+            given = torch.arange(self.first.shape[1], device=self.first.device) - self.first
+        yield None, given
+
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Check that the batch is the one this object was made for."""
-        if tokens.shape[:2] != self.prompt.shape:
+        if self.gates is not None and tokens.shape[:2] != self.prompt.shape:
             raise UserError(f"Gating was made for a batch {tuple(self.prompt.shape)}, not {tuple(tokens.shape[:2])}.")
         self.logits, self._keep = {}, {}
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gate that reads this layer's input."""
-        logits = self._run_gate(layer, hidden)
-        if logits is None:
+        target = layer if self.gates is None else layer + self.gates.config.layer_offset
+        if self.gates is None or str(target) not in self.gates.layers:
             return
-        target = layer + self.gates.config.layer_offset
-        keep = self.gates.flags(logits).float() if self.hard else self.gates.keep(logits)
-        keep = torch.where(self.counted()[:, None].to(keep.device), keep, 1.0)
-        keep = nn.functional.pad(keep, (0, hidden.shape[1] - self._end), value=1.0)
+        seen, first = (_to(x, hidden.device) for x in (self._seen, self.first))
+        first = None if first is None else first[:, : self._end]
+        logits: Tensor = self.gates.layers[str(target)](hidden[:, : self._end], seen, self.left_padded, first)
+        logits = logits - self._shift if self._shift else logits
         # gradient checkpointing runs a layer twice: what the second run computes is not held, nor is its graph
         self.logits.setdefault(target, logits)
-        self._keep.setdefault(target, keep)
+        if self.open:
+            return
+        keep = self.gates.flags(logits).float() if self.hard else self.gates.keep(logits)
+        keep = torch.where(self.counted()[:, None].to(keep.device), keep, 1.0)
+        self._keep.setdefault(target, F.pad(keep, (0, hidden.shape[1] - self._end), value=1.0))
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend under the flags of the layer, or as the model does where it has no gate."""
+        """Attend under the flags of the layer, or, where it has none, as the model does."""
         keep, device = self._keep.get(call.layer), call.q.device
-        if keep is None:
-            return super().attend(call)
-        config = self.gates.config
-        shared: dict[str, Any] = {
-            "key_valid": _to(self.valid, device),
-            "scaling": call.scaling,
-            "recent": config.recent_tokens,
-            "sinks": config.sink_tokens,
-            "window": call.window,
-            "softmax": call.softmax,
-        }
+        valid, first = _to(self.valid, device), _to(self.first, device)
+        if keep is None and first is None:
+            return call.dense(valid, self.left_padded)
+        shared: dict[str, Any] = {"scaling": call.scaling, "window": call.window, "softmax": call.softmax}
+        if self.gates is None or keep is None:
+            return gated_attention(call.q, call.k, call.v, None, valid, first=first, **shared)
+        shared |= {"recent": self.gates.config.recent_tokens, "sinks": self.gates.config.sink_tokens}
         learning = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
-        if self.hard and self._dense_until is None and self.first is None and not learning:
-            return gated_prefill(call.q, call.k, call.v, keep.to(device, torch.bool), **shared)
-        shared |= {"dense_until": _to(self._dense_until, device), "first": _to(self.first, device)}
-        return gated_attention(call.q, call.k, call.v, keep.to(device), **shared)
+        if self.hard and self._dense_until is None and first is None and not learning:
+            return gated_prefill(call.q, call.k, call.v, keep.to(device, torch.bool), key_valid=valid, **shared)
+        shared |= {"dense_until": _to(self._dense_until, device), "first": first}
+        return gated_attention(call.q, call.k, call.v, keep.to(device), valid, **shared)
 
-    def _run_gate(self, layer: int, hidden: Tensor) -> Tensor | None:
-        name = str(layer + self.gates.config.layer_offset)
-        if name not in self.gates.layers:
-            return None
-        device = hidden.device
-        first = None if self.first is None else self.first[:, : self._end]
-        gate = self.gates.layers[name]
-        logits: Tensor = gate(hidden[:, : self._end], _to(self._seen, device), self.left_padded, _to(first, device))
-        return logits - self._shift if self._shift else logits
-
-
-class Open(Gating):
-    """A dense forward pass that runs the gates without a gradient, for their logits; nothing is evicted."""
-
-    @torch.no_grad()
-    def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Run the gate."""
-        logits = self._run_gate(layer, hidden)
-        if logits is not None:
-            self.logits[layer + self.gates.config.layer_offset] = logits
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend as the model does."""
-        return Dense.attend(self, call)
-
-    def boundary(self, share: float) -> float:
+    def boundary_of(self, share: float) -> float:
         """Return a logit above which this share of the logits of :meth:`counted` lies, over all layers and heads.
 
         It lies halfway between two logits, so that rounding moves none across it. They are sorted on their device, the
         first one's where there are several; the host waits twice.
         """
-        counted, (first, *_) = self.counted(), self.logits.values()
+        counted, (nearest, *_) = self.counted(), self.logits.values()
         each = (x.masked_fill(~counted.to(x.device)[:, None], float("inf")) for x in self.logits.values())
-        logits = torch.cat([x.flatten().to(first.device) for x in each]).sort().values  # those not counted come last
+        logits = torch.cat([x.flatten().to(nearest.device) for x in each]).sort().values  # those not counted come last
         count = int(counted.sum()) * sum(x.shape[1] for x in self.logits.values())
         lowest = round((1 - share) * count)  # of those above
         if not 0 < lowest < count:
@@ -201,16 +163,16 @@ class Observing(Gating):
     Args:
         gates: gates of the model.
         valid: ``[B, T]``, nonzero on real tokens.
-        prompt_length: ``[B]`` long, or None: then every token counts.
+        prompt_length: ``[B]`` long; None means that every token counts.
         target: ``attention``: the mean over queries of the summed weights; ``obcache_value``: the root of the mean of
             squared weights, times the norm of the value (OBCache, value term, of the future); ``kvzip``: the largest
             weight that any query of the response, in any query head of the group, gives, times the norm of the value
-            (KVzip, where the response repeats the prompt); ``kvzip_plus``: that of the value behind the head's output
-            projection instead, and each weight over the norm of the hidden state that its query was made of (KVzip+).
-            With these two, only tokens of the prompt have a target.
+            (KVzip, where the response repeats the prompt), of the prompt's tokens alone.
         copied: ``[B, 2]`` long, the columns from which to which (not included) the response repeats the prompt: with
-            these two, no others have a target. None: all that could be seen.
+            ``kvzip`` no others have a target. None means that all tokens of the prompt have one.
     """
+
+    gates: AttentionGates
 
     def __init__(
         self,
@@ -220,23 +182,17 @@ class Observing(Gating):
         target: str = "attention",
         copied: Tensor | None = None,
     ) -> None:
-        super().__init__(gates, valid, prompt_length)
+        super().__init__(gates, valid, prompt_length, open=True)
         self.target, self.copied = target, copied
-        self.repeats = target in ("kvzip", "kvzip_plus")
         self.window: int | None = None
         self.targets: dict[int, Tensor] = {}
-        only_responses = prompt_length is not None and (gates.config.prefill == "dense" or self.repeats)
+        only_responses = prompt_length is not None and (gates.config.prefill == "dense" or target == "kvzip")
         self._queries = valid.bool() & ~self.read if only_responses else valid.bool()
-        self._factors: Tensor | None = None  # of the queries' weights in the layer at hand, [B, T]
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gate with a graph of its own."""
         with torch.enable_grad():
-            logits = self._run_gate(layer, hidden.detach())
-        if logits is not None:
-            self.logits[layer + self.gates.config.layer_offset] = logits
-        if self.target == "kvzip_plus":
-            self._factors = 1 / hidden.detach().float().norm(dim=-1).clamp_min(1e-12)
+            super().enter_layer(layer, hidden.detach())
 
     def has_target(self) -> Tensor:
         """Return ``[B, T']`` bool: the tokens that gates may evict and some counting query could see."""
@@ -247,7 +203,7 @@ class Observing(Gating):
         nearest = torch.maximum(columns + self.gates.config.recent_tokens, first)
         seen = nearest <= last
         counted = self.counted()
-        if self.repeats:
+        if self.target == "kvzip":
             counted = counted & self.read[:, : self._end]
             if self.copied is not None:
                 counted = counted & (columns >= self.copied[:, :1]) & (columns < self.copied[:, 1:])
@@ -255,12 +211,16 @@ class Observing(Gating):
 
     @torch.no_grad()
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend densely and keep the statistics of the layers that have a gate."""
+        """Attend densely, and record."""
+        out = super().attend(call)
+        self.record(call, out)
+        return out
+
+    def record(self, call: AttentionCall, out: Tensor) -> None:
+        """Keep what the targets of a layer are made of, from its attention and its output ``[B, H, T, D]``."""
         if str(call.layer) in self.gates.layers:
-            log = self._measure(call)
-            self.targets[call.layer] = log[..., : self._end]
+            self.targets[call.layer] = self._measure(call)[..., : self._end]
             self.window = call.window
-        return Dense.attend(self, call)
 
     def _measure(self, call: AttentionCall) -> Tensor:
         """Return the target of each key ``[B, Hkv, T]``."""
@@ -269,10 +229,6 @@ class Observing(Gating):
         held = columns.where(self.valid, -1) if self.valid is not None else columns.expand(len(own), -1)
         given = call.q, call.k, own, held[:, None], call.scaling, call.window
         shape = (*call.k.shape[:2], -1, call.k.shape[2])
-        if self.target == "kvzip_plus":
-            largest = attention_stats("max", *given, factors=self._factors, softmax=call.softmax)
-            largest = largest * projected_norms(call.v.float(), output_weight(call.module, call.q.shape[1]), 2)
-            return largest.view(shape).amax(2).clamp_min(1e-12).log()
         sizes: Tensor = call.v.float().norm(dim=-1).clamp_min(1e-12).log()
         if self.target == "kvzip":
             largest = attention_stats("max", *given, softmax=call.softmax).view(shape).amax(2)
@@ -286,7 +242,7 @@ class Observing(Gating):
     def _counting(self, skip: int, window: int | None) -> Tensor:
         """Return how many queries count for each key, ``[B, T]``."""
         length = self._queries.shape[1]
-        before = torch.nn.functional.pad(self._queries.cumsum(1), (1, 0))
+        before = F.pad(self._queries.cumsum(1), (1, 0))
         columns = torch.arange(length, device=before.device)
         first, stop = ((columns + more).clamp_max(length) for more in (skip, length if window is None else window))
         return before[:, stop.maximum(first)] - before[:, first]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ag.config import Config
 from ag.gates.gate import AttentionGates
-from ag.gates.gating import Dense, Gating, Observing, Open
+from ag.gates.gating import Gating, Observing
 from ag.kernels.gated_attention.masks import sink_mask
 from ag.model.hooks import decoder_of, instrument
 from ag.training import losses
@@ -67,10 +67,10 @@ class GatedLoss:
         progress = min(step / loss.anneal_steps, 1.0) if loss.anneal_steps else 1.0
         return loss.beta + (1.0 - loss.beta) * (1.0 - progress)
 
-    def hidden(self, batch: Batch, gating: Dense | None = None) -> Tensor:
+    def hidden(self, batch: Batch, gating: Gating | None = None) -> Tensor:
         """Run the decoder; returns the final hidden states ``[B, T, d]``."""
         if gating is None and "document_start" in batch:
-            gating = Dense(batch["attention_mask"], batch["document_start"])
+            gating = Gating(None, batch["attention_mask"], first=batch["document_start"])
         keywords = {} if gating is None else {"gating": gating}
         mask = None if gating is not None else batch["attention_mask"]
         output = decoder_of(self.model)(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **keywords)
@@ -89,17 +89,11 @@ class GatedLoss:
         chunk = self.config.loss.chunk_tokens
         return self.objective.tokens(self.model, hidden, teacher, batch["labels"], chunk)
 
-    def gating(self, batch: Batch, hard: bool = False, boundary: float | None = None) -> Gating:
-        """Return what runs the gates in a forward pass of a batch."""
+    def gating(self, batch: Batch, **options: Any) -> Gating:
+        """Return what runs the gates in a forward pass of a batch; the options are those of :class:`Gating`."""
         assert self.gates is not None
         documents = batch.get("document_start")
-        return Gating(self.gates, batch["attention_mask"], batch.get("prompt_length"), hard, documents, boundary)
-
-    def open(self, batch: Batch) -> Open:
-        """Return what runs the gates in a forward pass in which nothing is evicted."""
-        assert self.gates is not None
-        documents = batch.get("document_start")
-        return Open(self.gates, batch["attention_mask"], batch.get("prompt_length"), first=documents)
+        return Gating(self.gates, batch["attention_mask"], batch.get("prompt_length"), first=documents, **options)
 
     def evicted(self, gating: Gating) -> Tensor:
         """Return ``[L, B, Hkv, T']`` bool: the tokens that are gone once they are no longer recent."""
@@ -115,26 +109,29 @@ class GatedLoss:
         return evicted * (len(self.gates.layers) / int(self.gates.fingerprint["num_layers"]))
 
     def _objective(self, batch: Batch, step: int) -> Measured:
-        name, values = f"{self.config.loss.objective}_loss", {}
+        config, values = self.config.loss, dict[str, Tensor]()
         boundary, teacher = None, None
-        if self.config.loss.draws_share:
-            values["share"], boundary, teacher = self._drawn_boundary(batch)
+        if config.draws_share:  # of the flags that are 1
+            values["share"] = config.share_low + (config.share_high - config.share_low) * torch.rand(())
+            dense = self.gating(batch, open=True)
+            teacher = self.teacher(batch, dense)
+            boundary = dense.boundary_of(float(values["share"]))
         gating = self.gating(batch, boundary=boundary) if self.gates is not None else None
         hidden = self.hidden(batch, gating)
         if teacher is None and self.objective.needs_teacher:
             teacher = self.teacher(batch)
         labels = batch["labels"]
-        measured = batch | {"labels": losses.sampled(labels, self.config.loss.sampled_tokens)}
+        measured = batch | {"labels": losses.sampled(labels, config.sampled_tokens)}
         loss = losses.sample_mean(*self.tokens(measured, hidden, teacher), labels)
-        values[name] = loss
+        values[f"{config.objective}_loss"] = loss
         if gating is None or self.gates is None:
             return _measured(loss, values)
         means = losses.gate_means(self.gates, gating)
         if boundary is None:
             beta = self.beta(step)
-            values["eviction_loss"] = losses.eviction_loss(means[self.config.loss.mean], beta)
-            loss = loss + self.config.loss.alpha * values["eviction_loss"]
-            if self.config.loss.anneal_steps:
+            values["eviction_loss"] = losses.eviction_loss(means[config.mean], beta)
+            loss = loss + config.alpha * values["eviction_loss"]
+            if config.anneal_steps:
                 values["beta"] = torch.tensor(beta)
         return _measured(loss, values, *self._of_gates(gating, means))
 
@@ -149,23 +146,13 @@ class GatedLoss:
             observed = Observing(self.gates, batch["attention_mask"], prompts, warm.target, copied)
         with torch.no_grad():
             self.hidden(batch, observed)
-        measure = losses.ranking_loss if warm.loss == "ranking" else losses.regression_loss
-        loss = measure(self.gates, observed, warm.keep, warm.scale)
+        loss = losses.regression_loss(self.gates, observed, warm.keep, warm.scale)
         values = {"regress_loss": loss}
         # every trained parameter takes part, else DistributedDataParallel waits for the adapters' gradients
         adapters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         everything = loss + 0.0 * sum(whole(parameter.sum()) for parameter in adapters)
         found = self._of_gates(observed, losses.gate_means(self.gates, observed))
         return _measured(loss, values, *found)._replace(loss=everything)
-
-    @torch.no_grad()
-    def _drawn_boundary(self, batch: Batch) -> tuple[Tensor, float, Tensor]:
-        """Draw the share of flags that are 1; returns it, the logit they lie above, the teacher's hidden states."""
-        low, high = self.config.loss.share_low, self.config.loss.share_high
-        share = low + (high - low) * torch.rand(())
-        dense = self.open(batch)
-        teacher = self.teacher(batch, dense)
-        return share, dense.boundary(float(share)), teacher
 
     def _of_gates(self, gating: Gating, means: dict[losses.Mean, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         """Return what is said of the gates of the global batch, and the share of evicted tokens by layer here."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
-import os
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -24,27 +22,17 @@ class MetricsFile(Logger):
 
     `step` is the number of optimiser steps done, as in the names of the checkpoints; training and validation
     metrics of one step share a row, and what a step did not log is an empty cell. A resumed run continues the
-    file and drops the rows that the run before it wrote after its last checkpoint.
-
-    (Lightning's CSVLogger deletes the file of an earlier run in the same folder.)
+    file and drops the rows that the run before it wrote after its last checkpoint. (Lightning's CSVLogger deletes the
+    file of an earlier run in the same folder.)
     """
+
+    name, version = "metrics.csv", ""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__()
         self._path = Path(run_dir) / "metrics.csv"
-        self._columns = ["step"]
-        self._row: dict[str, Any] = {}
-        self._row_start = 0
-
-    @property
-    def name(self) -> str:
-        """The name of the file."""
-        return self._path.name
-
-    @property
-    def version(self) -> str:
-        """The name of the run folder."""
-        return self._path.parent.name
+        self._columns: list[str] = []
+        self._rows: dict[int, dict[str, float]] | None = None  # by step; None before anything is logged
 
     @property
     def save_dir(self) -> str:
@@ -57,39 +45,26 @@ class MetricsFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write the metrics of one step, which Lightning counts from 0."""
-        step_done = (step or 0) + 1
-        if not self._row:
-            rows = {row["step"]: row for row in read_metrics(self._path)}
-            # a validation of the step that the run was resumed from
-            if all(name.startswith("val/") for name in metrics):
-                self._row = rows.get(step_done, {})
-            self._rewrite([row for step, row in rows.items() if step < step_done])
-        same = step_done == self._row.get("step")
-        self._row = {**(self._row if same else {"step": step_done}), **metrics}
-        if not self._row.keys() <= set(self._columns):
-            self._rewrite([row for row in read_metrics(self._path) if row["step"] != step_done])
-        with open(self._path, "r+b") as file:
-            if not same:
-                self._row_start = file.seek(0, os.SEEK_END)
-            file.seek(self._row_start)
-            file.write(self._lines([self._row]))
-            file.truncate()
-
-    def _rewrite(self, rows: list[dict[str, float]]) -> None:
-        """Replace the file by a header that has every column, and `rows`."""
-        seen = dict.fromkeys([*self._columns, *(name for row in rows for name in row), *self._row])
-        self._columns = list(seen)
-        header = dict(zip(self._columns, self._columns, strict=True))
-        content = self._lines([header, *rows])
+        done = (step or 0) + 1
+        if self._rows is None:
+            again = all(name.startswith("val/") for name in metrics)  # of the step that the run was resumed from
+            last = done if again else done - 1
+            self._rows = {int(row["step"]): row for row in read_metrics(self._path) if row["step"] <= last}
+        new = done not in self._rows
+        row = self._rows[done] = {"step": done} | self._rows.get(done, {}) | dict(metrics)
+        if new and row.keys() <= set(self._columns):
+            with self._path.open("a", newline="") as file:
+                self._writer(file).writerow(row)
+            return
+        self._columns = list(dict.fromkeys(name for one in self._rows.values() for name in one))
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self._path) as partial:
-            partial.write_bytes(content)
-        self._row_start = len(content)
+        with replacing(self._path) as partial, partial.open("w", newline="") as file:
+            writer = self._writer(file)
+            writer.writeheader()
+            writer.writerows(self._rows.values())
 
-    def _lines(self, rows: list[dict[str, Any]]) -> bytes:
-        text = io.StringIO()
-        csv.DictWriter(text, self._columns, lineterminator="\n").writerows(rows)
-        return text.getvalue().encode()
+    def _writer(self, file: Any) -> csv.DictWriter[str]:
+        return csv.DictWriter(file, self._columns, lineterminator="\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

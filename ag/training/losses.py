@@ -140,7 +140,7 @@ def regression_loss(
 
     The targets are standardised, and shifted so that the share ``keep`` of them lies above the gate's threshold: in
     each head of a sequence by itself, or over all layers, sequences and heads of this device's batch. Tokens that no
-    later query could see do not count.
+    later query could see do not count. The loss is a mean over the tokens of the global batch.
 
     Args:
         gates: the gates.
@@ -148,31 +148,6 @@ def regression_loss(
         keep: share of tokens to keep, in (0, 1).
         scale: ``head`` or ``global``.
     """
-    logits, wanted, mask = _above_threshold(gates, observed, keep, scale)
-    return _token_mean(F.smooth_l1_loss(logits, wanted, reduction="none"), mask)
-
-
-def ranking_loss(
-    gates: AttentionGates, observed: Observing, keep: float, scale: Literal["head", "global"] = "head"
-) -> Tensor:
-    """Put gate logits into the order of the same targets: the logistic loss of pairs (RankNet, Burges et al., 2005).
-
-    Each token is compared with another one, drawn anew each time, of its own head and sequence, or of any layer, head
-    and sequence of this device's batch; and with the gate's threshold, above which the share ``keep`` belongs. How far
-    targets lie apart does not count. The arguments are those of :func:`regression_loss`.
-    """
-    logits, wanted, mask = _above_threshold(gates, observed, keep, scale)
-    if scale == "global":
-        logits, wanted, mask = logits.flatten(), wanted.flatten(), mask.flatten()
-    other = torch.randperm(logits.shape[-1]).to(logits.device)
-    pairs = F.softplus((logits[..., other] - logits) * (wanted - wanted[..., other]).sign()) * mask[..., other]
-    return _token_mean(pairs + F.softplus(-logits * wanted.sign()), mask)
-
-
-def _above_threshold(
-    gates: AttentionGates, observed: Observing, keep: float, scale: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, what they should be, and which count: ``[L, B, Hkv, T']``; the first two from the threshold on."""
     mask = observed.has_target()[:, None]
     targets = torch.stack(list(observed.targets.values())).masked_fill(~mask, float("nan"))
     if scale == "global":
@@ -180,12 +155,9 @@ def _above_threshold(
     else:
         wanted = _standardised(targets, keep)
     logits = torch.stack([observed.logits[layer] for layer in observed.targets]) - gates.config.boundary
-    return logits, wanted, mask.expand_as(wanted)
-
-
-def _token_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Average over the tokens of the global batch."""
-    return (values * mask).sum() / (global_sum(mask.sum()) / world_size()).clamp_min(1)
+    mask = mask.expand_as(wanted)
+    values = F.smooth_l1_loss(logits, wanted, reduction="none") * mask
+    return values.sum() / (global_sum(mask.sum()) / world_size()).clamp_min(1)
 
 
 def _standardised(values: Tensor, keep: float) -> Tensor:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,7 +11,7 @@ from ag.engine.cache import EvictionCache
 from ag.engine.policy import policy
 from ag.engine.prompt import Attended
 from ag.gates.gate import AttentionGates
-from ag.gates.gating import Dense, Observing
+from ag.gates.gating import Observing
 from ag.model.hooks import AttentionCall
 
 
@@ -31,14 +29,12 @@ class Rereading(Observing):
         model: that the rows are shown to.
         gates: gates of the model.
         valid: ``[B, T]``, nonzero on real tokens.
-        tokenizer: of the model, for KVzip's instructions; None means that there are none.
     """
 
-    def __init__(self, model: nn.Module, gates: AttentionGates, valid: Tensor, tokenizer: Any = None) -> None:
+    def __init__(self, model: nn.Module, gates: AttentionGates, valid: Tensor) -> None:
         super().__init__(gates, valid, target="reread")
         #: Holds the rows while they are repeated; nothing of it goes.
-        made = policy("kvzip", 1.0, sinks=gates.config.sink_tokens)
-        self._cache = EvictionCache(model, made if tokenizer is None else made.with_tokenizer(tokenizer))
+        self._cache = EvictionCache(model, policy("kvzip", 1.0, sinks=gates.config.sink_tokens))
         self.scores: dict[int, Tensor] = {}
         self._ranks = (valid.long().cumsum(1) - 1).clamp_min(0)
         self._columns: Tensor | None = None  # [B, w] of the tokens that the cache is shown; None means all, as they lie
@@ -54,13 +50,10 @@ class Rereading(Observing):
         yield None, given
         self._take_scores()
 
-    @torch.no_grad()
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend as the model does, and hold keys and values for the reread."""
-        out = Dense.attend(self, call)
+    def record(self, call: AttentionCall, out: Tensor) -> None:
+        """Hold keys and values for the reread."""
         q, k, v, output = (self._left_aligned(x) for x in (call.q, call.k, call.v, out))
         self._cache.attend(Attended(**vars(call) | {"q": q, "k": k, "v": v}, output=output))
-        return out
 
     def _left_aligned(self, x: Tensor) -> Tensor:
         """Return ``[B, H, T, D]`` with the columns that the cache is shown."""

@@ -45,7 +45,7 @@ class Validation(nn.Module):
         """Measure a batch; of one of them the flags are kept."""
         of = self.gated_loss
         gating = None if of.gates is None else of.gating(batch, hard=True)
-        dense = of.open(batch) if self.loss.draws_share else None
+        dense = of.gating(batch, open=True) if self.loss.draws_share else None
         teacher = None if dense is None and not of.objective.needs_teacher else of.teacher(batch, dense)
         hidden = of.hidden(batch, gating)
         nll, rows = losses.token_nll(of.model, hidden, batch["labels"], self.loss.chunk_tokens)

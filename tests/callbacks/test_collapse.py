@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ag.callbacks.collapse import GateCollapse
+from ag.callbacks.guards import GateCollapse
 
 
 def run(shares, batches=3, log_every=1):

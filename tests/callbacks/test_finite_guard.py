@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ag.callbacks import NonFiniteError, newest_valid
-from ag.callbacks.finite import FiniteGuard
+from ag.callbacks.guards import FiniteGuard
 from tests.support import tiny_run
 from tests.support.refused import refuses
 from tests.support.tiny_run import Tiny, command, fit, weights
@@ -74,6 +74,7 @@ def test_scaler_handles_infinite_gradients_but_not_a_nan_loss(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_all_ranks_stop_when_one_loss_is_nan(tmp_path: Path) -> None:
     module = {"nan_batch": 3, "nan_rank": 1, "nan_part": "detached"}
     words = command(tmp_path, module=module, trainer={"devices": 2, "strategy": "ddp"}, checkpoint={"every_steps": 2})

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ag.callbacks.summary import logical_count
-from ag.callbacks.throughput import Throughput
+from ag.callbacks.pictures import logical_count
 from ag.training.loggers import read_metrics
 from tests.support.bounds import conditioned, hold
 from tests.support.tiny_run import TOKENS, WIDTH, Tiny, fit
@@ -54,7 +52,7 @@ def test_throughput_counts_real_tokens_and_no_validation_time(tmp_path: Path, mo
         now += 100.0
         step(module, batch, index)
 
-    monkeypatch.setattr("ag.callbacks.throughput.time.perf_counter", lambda: now)
+    monkeypatch.setattr("ag.callbacks.steps.time.perf_counter", lambda: now)
     monkeypatch.setattr(Tiny, "training_step", train)
     monkeypatch.setattr(Tiny, "validation_step", validate)
     fit(tmp_path, trainer={"log_every": 2, "accumulate": 2, "val_every": 1}, batches=8)
@@ -62,16 +60,6 @@ def test_throughput_counts_real_tokens_and_no_validation_time(tmp_path: Path, mo
     # two rows of 7 real tokens (of 10) each 2 s
     assert TOKENS == 10
     assert [(row["step"], row["train/tokens_per_second"]) for row in rows] == [(2, 7.0), (4, 7.0)]
-
-
-def test_throughput_adds_up_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4 ranks with 10 tokens each in 2 s."""
-    monkeypatch.setattr("ag.callbacks.throughput.time.perf_counter", lambda: 2.0)
-    logged: dict[str, float] = {}
-    strategy = SimpleNamespace(reduce=lambda tokens, reduce_op: tokens * {"sum": 4}[reduce_op])
-    stand: Any = SimpleNamespace(strategy=strategy, global_step=1, device="cpu", log=logged.__setitem__)
-    Throughput(1).on_train_batch_end(stand, stand, None, {"attention_mask": torch.ones(2, 5, dtype=torch.bool)}, 0)
-    assert logged == {"train/tokens_per_second": 20.0}
 
 
 def test_summary_prints_counts_and_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

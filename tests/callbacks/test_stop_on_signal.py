@@ -33,7 +33,12 @@ def wait_for(process: subprocess.Popen[str], line: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("signum", "code", "accumulate"), [(signal.SIGTERM, 143, 4), (signal.SIGUSR1, 138, 1), (signal.SIGINT, 130, 1)]
+    ("signum", "code", "accumulate"),
+    [
+        (signal.SIGTERM, 143, 4),
+        pytest.param(signal.SIGUSR1, 138, 1, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGINT, 130, 1, marks=pytest.mark.nightly),
+    ],
 )
 def test_signal_saves_and_resumes_exactly(tmp_path: Path, signum: int, code: int, accumulate: int) -> None:
     options = {"trainer": {"accumulate": accumulate}, "batches": 12}
@@ -58,6 +63,7 @@ def test_signal_saves_and_resumes_exactly(tmp_path: Path, signum: int, code: int
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_second_interrupt_does_not_wait(tmp_path: Path) -> None:
     process = start(tmp_path, module={"pause": 20.0})
     wait_for(process, "batch 0")

@@ -5,7 +5,6 @@ import torch
 from transformers.modeling_utils import AttentionInterface
 
 import ag
-from ag.gates.gating import Dense
 from ag.model.hooks import UnsupportedModelError, instrument
 from tests.support.bounds import ROUNDINGS, hold, of_logits
 from tests.support.gates_for import gates_for
@@ -121,7 +120,7 @@ def test_gradients_are_those_of_the_models_own_attention(name):
             out = model(row, use_cache=False)
         else:
             instrument(model)
-            out = model(row, gating=Dense(), use_cache=False)
+            out = model(row, gating=ag.Gating(None), use_cache=False)
         out.logits.logsumexp(-1).sum().backward()
         grads.append({part: x.grad for part, x in model.named_parameters() if x.grad is not None})
     assert grads[0].keys() == grads[1].keys() and any("q_proj" in part for part in grads[0])

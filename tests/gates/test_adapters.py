@@ -8,7 +8,6 @@ import peft
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,23 +18,17 @@ from transformers import (
 )
 
 import ag
-from ag.compare import CompareConfig
 from ag.config import LoraConfig
-from ag.continuation import generate
 from ag.errors import UserError
-from ag.evaluate.comparison import cells
 from ag.gates import adapters, export
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
 from ag.gates.manifest import ADAPTER_FILES
-from ag.generate import GenerateConfig
 from ag.model import base as models
 from tests.support import TESTS
-from tests.support.bounds import bounded, hold, of_logits
 from tests.support.exports import MODEL, hidden, make_adapter, make_export, make_gates
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
-from tests.support.shapes import shaped
 
 OLD = TESTS / "fixtures" / "export_1_0"
 LACKS, TWICE = "ag.gates.export.load_adapter(model", "adapter=false"  # what each error tells to do
@@ -113,47 +106,6 @@ def test_both_mistakes_are_one_sentence(folder, tiny_llama):
     with refuses(UserError, LACKS):  # another adapter is not this one
         ag.EvictionCache(lora_on(tiny_llama(), seed=4), spec)
     ag.EvictionCache(load(folder / "base"), "h2o", budget=4)  # no business of other policies
-
-
-def test_the_right_model_and_the_merged_one_say_the_same(folder):
-    ids = torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(1))
-    logits = []
-    for model in (export.load_adapter(load(folder / "base"), folder / "export"), load(folder / "merged")):
-        cache = ag.EvictionCache(model, f"gates:{folder / 'export'}")
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-            logits.append(model(ids[:, :1], past_key_values=cache).logits)
-    hold(*logits, of_logits(model))
-    assert 0 < cache.kept_share() < 1
-
-
-def test_generate(folder):
-    def run(**values):
-        return generate(GenerateConfig(prompt=PROMPT, max_new_tokens=8, **values))
-
-    path, merged, base = (str(folder / name) for name in ("export", "merged", "base"))
-    right = run(gates=path)["gates"].text
-    with refuses(UserError, path, TWICE):
-        run(gates=path, model=merged)
-    assert run(gates=path, model=merged, adapter=False)["gates"].text == right
-    assert run(gates=f"{path}/")["gates"].text == right
-    [alone] = run(policy=f"gates:{path}").values()
-    assert alone.text == right  # the adapter comes along
-    with refuses(UserError, LACKS):
-        run(gates=path, adapter=False)
-    with refuses(UserError, path, base):
-        run(gates=path, policy=f"gates:{base}")
-
-
-def test_compare_runs_gates_on_the_merged_model(folder):
-    def plan(model):
-        return cells.list_cells(
-            CompareConfig(model=str(folder / model), policies=["full", f"gates:{folder / 'export'}"])
-        )
-
-    assert len(plan("merged")) == 2
-    with refuses(UserError, "adapter="):
-        plan("base")
 
 
 def test_a_merged_model_says_so_after_it_was_saved_again(folder, tmp_path, tiny_llama, tiny_tokenizer):
@@ -257,34 +209,6 @@ def test_adapter_errors(tmp_path: Path) -> None:
     with refuses(ExportError, "lora_A.weight"):
         export.save(tmp_path / "nan", make_gates(), adapter=broken)
     assert not (tmp_path / "nan").exists() and hidden(folder) == []
-
-
-def test_an_adapter_of_experts(tmp_path: Path) -> None:
-    """Loaded it gives the same logits; merged, each expert's matrices are W + scale B A of its own A and B."""
-    rank, scale, base = 2, 3.0, shaped("mixtral")
-    adapted = lora_on(shaped("mixtral"), 0.1, rank=rank, alpha=rank * scale, targets=["all-linear"])
-    export.save(tmp_path / "e", make_gates(model=base.config), adapter=adapted)
-    tokens = torch.arange(8)[None]
-    with torch.no_grad():
-        expected = adapted(tokens).logits
-        assert (base(tokens).logits - expected).abs().max() > 0.1
-        loaded = export.load_adapter(copy.deepcopy(base), tmp_path / "e")
-        assert torch.equal(loaded(tokens).logits, expected)
-    gates = AttentionGates.from_pretrained(tmp_path / "e")
-    assert gates.adapter is not None
-    assert (gates.adapter.times_in(loaded), gates.adapter.times_in(base)) == (1, 0)
-
-    parts = load_file(tmp_path / "e" / "adapter" / "adapter_model.safetensors")
-    merged = export.load_adapter(copy.deepcopy(base), tmp_path / "e", merge=True)
-    for layer in range(3):
-        name = f"base_model.model.model.layers.{layer}.mlp.experts"
-        was, now = (model.get_submodule(f"model.layers.{layer}.mlp.experts") for model in (base, merged))
-        # PEFT nests the two: `gate_up_proj` inside, of which one half is the gate's and one the other's
-        for weight, prefix, r in (("gate_up_proj", f"{name}.base_layer", 2 * rank), ("down_proj", name, rank)):
-            a, b = (bounded(parts[f"{prefix}.lora_{x}.weight"]) for x in "AB")
-            for expert in range(4):
-                mine = scale * b[:, expert::4] @ a[expert * r : (expert + 1) * r]
-                hold(getattr(now, weight)[expert], bounded(getattr(was, weight)[expert]) + mine)
 
 
 def test_what_cannot_be_exported_is_told_before(tmp_path: Path) -> None:

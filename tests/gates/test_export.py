@@ -15,12 +15,28 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import Gemma2Config, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ag.config.gate import GateConfig
+from ag.errors import UserError
 from ag.gates import export
+from ag.gates.calibration import Calibration
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
-from tests.support.exports import MODEL, SMALL, assert_same, hidden, make_adapter, make_export, make_gates, snapshot
+from tests.support.exports import (
+    MODEL,
+    SMALL,
+    assert_same,
+    change,
+    hidden,
+    make_adapter,
+    make_export,
+    make_gates,
+    read_json,
+    reseal,
+    reweigh,
+    snapshot,
+)
 from tests.support.refused import refuses
 
+MLP = GateConfig(kind="mlp", hidden=9)
 PNG = b"\x89PNG\r\n\x1a\n picture"
 
 
@@ -57,12 +73,6 @@ def test_round_trip_is_bit_exact(tmp_path: Path, config: GateConfig) -> None:
     hidden_states = torch.randn(2, 5, 64)
     for ours, theirs in zip(loaded.layers.values(), gates.layers.values(), strict=True):
         assert torch.equal(ours(hidden_states), theirs(hidden_states))
-
-
-def test_bfloat16_gates_are_written_as_the_same_values_in_float32(tmp_path: Path) -> None:
-    gates = make_gates().bfloat16()
-    export.save(tmp_path / "e", gates)
-    assert_same(AttentionGates.from_pretrained(tmp_path / "e"), gates)
 
 
 def test_alternating_windows_survive_without_the_model(tmp_path: Path) -> None:
@@ -130,23 +140,6 @@ def test_content_of_the_folder(tmp_path: Path) -> None:
         assert part in body
 
 
-def test_replacing_an_export_leaves_nothing_of_it(tmp_path: Path) -> None:
-    folder = make_export(tmp_path / "e")
-    export.save(folder, make_gates(7))
-    assert sorted(snapshot(folder)) == ["README.md", "gate_config.json", "gates.safetensors"]
-    assert_same(AttentionGates.from_pretrained(folder), make_gates(7))
-    assert hidden(folder) == []
-
-
-def test_an_empty_folder_and_a_link_to_an_export_are_filled(tmp_path: Path) -> None:
-    (tmp_path / "e").mkdir()
-    export.save(tmp_path / "e", make_gates(1))
-    (tmp_path / "link").symlink_to("e")
-    export.save(tmp_path / "link", make_gates(2))
-    assert (tmp_path / "link").is_symlink()
-    assert_same(AttentionGates.from_pretrained(tmp_path / "e"), make_gates(2))
-
-
 @pytest.mark.parametrize("extra", ["thesis.txt", "export/thesis.txt"], ids=["folder", "export"])
 def test_foreign_content_is_left_alone(tmp_path: Path, extra: str) -> None:
     if extra.startswith("export"):
@@ -162,26 +155,12 @@ def test_foreign_content_is_left_alone(tmp_path: Path, extra: str) -> None:
     assert snapshot(tmp_path) == before
 
 
-def test_a_figure_that_is_missing_costs_nothing(tmp_path: Path) -> None:
-    folder = make_export(tmp_path / "e")
-    before = snapshot(folder)
-    with pytest.raises(FileNotFoundError, match="none.png"):
-        export.save(folder, make_gates(3), figure=tmp_path / "none.png")
-    assert snapshot(folder) == before
-
-
 def test_gates_with_nan_are_not_written(tmp_path: Path) -> None:
     gates = make_gates()
     gates.layers["1"].o_proj.weight.data[0, 0] = float("inf")
     with refuses(ExportError, "layers.1.o_proj.weight"):
         export.save(tmp_path / "e", gates)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_local_base_model_is_no_hub_id_in_the_card(tmp_path: Path) -> None:
-    export.save(tmp_path / "e", make_gates(), base_model=str(tmp_path))
-    front = (tmp_path / "e" / "README.md").read_text().split("---\n")[1]
-    assert "base_model" not in yaml.safe_load(front)
 
 
 @pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "plain"])
@@ -197,3 +176,78 @@ def test_the_python_lines_of_the_card_run(tmp_path: Path, capsys: pytest.Capture
     code = code.replace("PATH", str(tmp_path / "e")).replace("BASE", str(tmp_path / "base"))
     exec(code, {})
     assert capsys.readouterr().out.startswith("Once upon a time")
+
+
+TABLE = Calibration((0.2, 0.3, 0.7), (3.0, 1.0, -1.0))
+
+
+@pytest.mark.parametrize(
+    ("share", "boundary"), [(0.2, 3.0), (0.25, 2.0), (0.3, 1.0), (0.4, 0.5), (0.6, -0.5), (0.7, -1.0)]
+)
+def test_a_boundary_between_two_rows_of_the_table(share: float, boundary: float) -> None:
+    assert TABLE.boundary(share) == pytest.approx(boundary)
+
+
+@pytest.mark.parametrize("share", [0.19, 0.71, float("nan")])
+def test_a_share_outside_of_the_table(share: float) -> None:
+    with refuses(UserError, f"share={share}", "0.2", "0.7"):
+        TABLE.boundary(share)
+
+
+def test_an_export_keeps_the_table_of_shares(tmp_path: Path) -> None:
+    gates = make_gates()
+    gates.calibration = TABLE
+    export.save(tmp_path / "a", gates)
+    loaded = AttentionGates.from_pretrained(tmp_path / "a")
+    assert loaded.calibration is not None and loaded.calibration.record() == TABLE.record()
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "| 0.20 | 3 |\n| 0.30 | 1 |\n| 0.70 | -1 |" in card and "share=0.3" in card
+    export.save(tmp_path / "a", make_gates(7))  # of which nothing was measured
+    assert AttentionGates.from_pretrained(tmp_path / "a").calibration is None
+    assert_same(AttentionGates.from_pretrained(tmp_path / "a"), make_gates(7))
+    assert "share=" not in (tmp_path / "a" / "README.md").read_text() and hidden(tmp_path / "a") == []
+
+
+def test_gates_of_two_layers_from_before_have_biases_of_0(tmp_path: Path) -> None:
+    gates = make_gates(config=MLP)
+    export.save(tmp_path / "e", gates)
+    biases = [f"layers.{layer}.{part}.bias" for layer in range(3) for part in ("inner", "outer")]
+    reweigh(lambda tensors: [tensors.pop(name) for name in biases].clear())(tmp_path / "e")
+    with refuses(ExportError, "gates.safetensors", "layers.0.inner.bias"):
+        AttentionGates.from_pretrained(tmp_path / "e")
+    info = read_json(tmp_path / "e")
+    del info["calibration"], info["weights"]
+    reseal(tmp_path / "e", info | {"schema_version": "1.2"})
+    assert_same(AttentionGates.from_pretrained(tmp_path / "e"), gates)  # whose biases are 0, being fresh
+
+
+def test_a_matrix_in_eight_bits_by_hand() -> None:
+    rows = torch.tensor([[254.0, -1.0, 3.1], [0.0, 0.0, 0.0], [-0.5, 0.25, 0.125]])
+    found = export.pack({"inner.weight": rows, "inner.bias": torch.tensor([0.3])})
+    assert found["inner.weight"].tolist() == [[127, 0, 2], [0, 0, 0], [-127, 64, 32]]  # half to even
+    assert found["inner.weight.scale"].tolist() == torch.tensor([2, 0, 0.5 / 127]).tolist()
+    back = export.unpack(found)
+    assert back["inner.weight"][0].tolist() == [254, 0, 4]
+    assert back["inner.bias"].tolist() == torch.tensor([0.3]).tolist()
+
+
+def test_an_export_in_eight_bits(tmp_path: Path) -> None:
+    """Each weight is within half a step of its row; damaged files are refused."""
+    gates = make_gates(config=MLP)
+    export.save(tmp_path / "e", gates, weights="int8")
+    for name, tensor in AttentionGates.from_pretrained(tmp_path / "e").state_dict().items():
+        exact = gates.state_dict()[name]
+        step = exact.abs().amax(-1, keepdim=True) / 127 if exact.dim() == 2 else torch.zeros(1)
+        rounded = 127 * torch.finfo(torch.float32).eps  # the largest is 127 steps, rounded
+        assert ((tensor - exact).abs() <= (0.5 + rounded) * step).all() and tensor.dtype == torch.float32, name
+    scale = "layers.0.inner.weight.scale"
+    for damage, parts in (
+        (change("weights", value="int4"), ["gate_config.json", "weights='int4'", "float32", "int8"]),
+        (change("weights", value="float32"), ["gates.safetensors"]),
+        (reweigh(lambda tensors: tensors.update({scale: tensors[scale] * float("nan")})), [scale, "NaN"]),
+        (reweigh(lambda tensors: tensors.__delitem__(scale)), ["gates.safetensors"]),
+    ):
+        export.save(tmp_path / "e", gates, weights="int8")
+        damage(tmp_path / "e")
+        with refuses(ExportError, *parts):
+            AttentionGates.from_pretrained(tmp_path / "e")

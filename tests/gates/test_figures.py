@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -68,16 +65,3 @@ def test_long_curves_are_smoothed_without_moving_their_ends() -> None:
     raw, mean = curves(rows).axes[0].lines[:2]
     np.testing.assert_allclose(np.asarray(mean.get_ydata()), 2.0, rtol=len(rows) * np.finfo(float).eps)  # of a sum
     assert len(np.asarray(raw.get_ydata())) == 300
-
-
-def test_no_global_state_is_touched() -> None:
-    code = """
-import sys
-import matplotlib, numpy
-before = dict(matplotlib.rcParams)
-from ag.gates.figures import evicted_heatmap
-evicted_heatmap(numpy.zeros((2, 2)), [0, 1]).savefig("/dev/null", format="png")
-assert "matplotlib.pyplot" not in sys.modules
-assert dict(matplotlib.rcParams) == before
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

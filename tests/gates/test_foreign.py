@@ -5,9 +5,11 @@ The formulas are written out here from the papers and from what the authors' cod
 
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ag
 from ag.gates import export
@@ -21,8 +23,6 @@ from tests.support.foreign import (
     GROUP,
     HEADS,
     LAYERS,
-    WIDTH,
-    draw,
     fast_kvzip,
     inputs,
     kvzap,
@@ -30,6 +30,7 @@ from tests.support.foreign import (
     tokens,
     trimkv,
 )
+from tests.support.refused import refuses
 
 
 @pytest.fixture
@@ -88,8 +89,7 @@ def test_scores_of_kvzap(model, tmp_path, hidden, dtype):
         torch.testing.assert_close(found.to(EXACT), expected, rtol=CLOSE, atol=CLOSE)
 
 
-@pytest.mark.parametrize("threshold", [None, 0.3], ids=["as-published", "moved"])
-@pytest.mark.parametrize("hidden", [None, 48], ids=["linear", "mlp"])
+@pytest.mark.parametrize(("threshold", "hidden"), [(None, None), (0.3, 48)], ids=["as-published", "moved-mlp"])
 def test_what_kvzap_keeps(model, tmp_path, monkeypatch, hidden, threshold):
     """What left the window of the newest 128 with a score below the threshold is seen by no later token, and gone.
 
@@ -107,9 +107,8 @@ def test_what_kvzap_keeps(model, tmp_path, monkeypatch, hidden, threshold):
         return (in_window | (scores[layer] >= tau)[:, None]) & (token <= later)
 
     expected = by_hand.masked(model, ids[0], visible)
-    cache = ag.EvictionCache(
-        model, f"flags:{tmp_path / 'zap'}", **({} if threshold is None else {"threshold": threshold})
-    )
+    options = {} if threshold is None else {"threshold": threshold}
+    cache = ag.EvictionCache(model, f"flags:{tmp_path / 'zap'}", **options)
     went = {"prompt": 0, "later": 0}
     for seen in range(prompt, 179):
         with torch.no_grad():
@@ -146,17 +145,6 @@ def test_scores_of_fast_kvzip(model, tmp_path, sinks):
         torch.testing.assert_close(gates.probability(found).to(EXACT), expected, rtol=CLOSE, atol=CLOSE)
 
 
-def test_fast_kvzip_at_the_ends_of_its_range(tmp_path):
-    """Scores that float32 rounds to 0 and 1 have finite logits, in their order."""
-    fast_kvzip(tmp_path / "fast")
-    gates = ag.AttentionGates.from_pretrained(tmp_path / "fast")
-    gate = gates.layers["0"]
-    with torch.no_grad():
-        gate.b.copy_(torch.tensor([[[200.0, 200.0]], [[-200.0, -200.0]]]))
-        found = gate(draw()(1, 5, WIDTH))[0]
-    assert bool(found.isfinite().all()) and float(found[0].min()) > 150 and float(found[1].max()) < -150
-
-
 def test_what_fast_kvzip_keeps(model, tmp_path):
     """The highest scores of all layers and heads within the budget, the first 4 tokens and the given window."""
     states, ids = fast_kvzip(tmp_path / "fast"), tokens(100)
@@ -184,19 +172,6 @@ def test_they_train_on_and_are_exported(model, tmp_path):
         assert all(torch.equal(x, again.state_dict()[key]) for key, x in gates.state_dict().items())
 
 
-def test_a_new_gate_of_fast_kvzips_kind(model):
-    """It begins as its authors' does: no bias, learned keys at 0, so that without keys of its own a score is 1/17."""
-    config = ag.GateConfig(kind="fast_kvzip", granularity="query_head", head_dim=8, hidden=16, bias=0.0)
-    gates = ag.AttentionGates(model.config, config)
-    gate = gates.layers["0"]
-    assert not gate.k_base.any() and not gate.b.any() and bool((gate.q_norm.weight == 1).all())
-    gate.k_proj.weight.data.zero_()
-    found = gates.probability(gate(draw()(2, 3, WIDTH)))
-    torch.testing.assert_close(found, torch.full((2, HEADS, 3), 1 / 17))
-    found.sum().backward()
-    assert gate.b.grad is not None and bool(gate.k_base.grad.any())
-
-
 @pytest.mark.parametrize(
     ("write", "weights", "name", "kind"),
     [
@@ -216,3 +191,55 @@ def test_from_the_hub(tmp_path, monkeypatch, write, weights, name, kind):
     with pytest.raises(ExportError):
         ag.policy("gates:org/model", budget=0.5)
     assert asked == [False, True, False]
+
+
+ZAP, FAST, TRIM = "model.safetensors", "q2_dim16_sink16.pt", "trimkv_weights.pth"
+
+
+@pytest.mark.parametrize(
+    ("write", "changes", "parts"),
+    [
+        (kvzap, {"n_modules": "3"}, "config.json n_modules='3'"),
+        (kvzap, {"output_dim": 1 << 40}, "config.json output_dim"),
+        (kvzap, {"input_dim": 32}, f"{ZAP} linear.weight (2, 64) (2, 32)"),
+        (kvzap, {"n_modules": 2}, f"{ZAP} layers.2.linear.bias"),
+        (trimkv, {"retention_gate": "rg2"}, "config.json retention_gate='rg2' rg"),
+        (trimkv, {"compress_strategy": "alpha_threshold"}, "config.json compress_strategy='alpha_threshold' alpha"),
+        (trimkv, {"num_hidden_layers": 1 << 40}, "config.json num_hidden_layers"),
+        (trimkv, {"extra": {"model.layers.0.self_attn.q_proj.weight": torch.ones(2)}}, f"{TRIM} q_proj.weight"),
+    ],
+)
+def test_what_is_wrong_with_a_checkpoint_is_said(tmp_path, write, changes, parts):
+    write(tmp_path / "export", **changes)
+    with refuses(ExportError, *parts.split()):
+        ag.AttentionGates.from_pretrained(tmp_path / "export")
+
+
+@pytest.mark.parametrize(
+    ("write", "file", "content"),
+    [
+        (kvzap, ZAP, b"none"),
+        (kvzap, ZAP, {"layers.0.weight": torch.full((2, 64), float("nan"))}),
+        (fast_kvzip, FAST, {"module": [{"k_proj.weight": "text"}]}),
+        (fast_kvzip, FAST, {"module": [{}]}),
+        (fast_kvzip, FAST, {"module": [Path("a")]}),  # a pickle that would run code
+        (trimkv, TRIM, {"a": 1}),
+        (trimkv, TRIM, None),
+    ],
+)
+def test_files_that_are_no_gates(tmp_path, write, file, content):
+    write(tmp_path / "export")
+    path = tmp_path / "export" / file
+    path.unlink()
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        (save_file if path.suffix == ".safetensors" else torch.save)(content, path)
+    with refuses(ExportError, file):
+        ag.AttentionGates.from_pretrained(tmp_path / "export")
+
+
+def test_a_model_of_more_layers(tiny_llama, tmp_path):
+    kvzap(tmp_path / "export")
+    with refuses(ExportError, "num_layers", "3", "5"):
+        ag.AttentionGates.from_pretrained(tmp_path / "export", tiny_llama(num_hidden_layers=5).config)

@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -20,14 +17,6 @@ def small(**changes):
     return ag.GateConfig(**{"num_heads": 2, "head_dim": 8} | changes)
 
 
-def test_published_parameter_counts():
-    with torch.device("meta"):
-        gates = ag.AttentionGates(LlamaConfig(**LLAMA_7B), ag.GateConfig())
-    layer = sum(p.numel() for p in gates.layers["0"].parameters())
-    assert layer == 3 * 4096 * 512 + 512 * 32 == 6_307_840
-    assert sum(p.numel() for p in gates.parameters()) == 32 * layer == 201_850_880
-
-
 def test_all_tokens_of_fast_kvzip_share_its_learned_keys():
     """No tensor is larger than the logits of all tokens with all learned keys."""
     gate = KINDS["fast_kvzip"](32, 8, 4, ag.GateConfig(kind="fast_kvzip", head_dim=16, hidden=24))
@@ -38,7 +27,7 @@ def test_all_tokens_of_fast_kvzip_share_its_learned_keys():
 
 @pytest.mark.parametrize(
     ("name", "heads", "size"),
-    [("llama-8b", 4, 128), ("llama-8b", 1, 512), ("llama-1b", 4, 64), ("smollm2-135m", 4, 16), ("tiny", 4, 8)],
+    [("llama-8b", 4, 128), ("llama-8b", 1, 512), ("smollm2-135m", 4, 16), ("tiny", 4, 8)],
 )
 def test_gates_without_a_size_are_sized_by_the_base(name, heads, size):
     """Two or three hundredths of the base's weights; an explicit size stays."""
@@ -99,12 +88,11 @@ def test_gate_equals_the_formula(scope, shortcut, granularity, padding):
     hold(*(x.where(valid[:, None], 0.0) for x in (got, want, bound)))
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "right", "documents"])
-@pytest.mark.parametrize("window", [1, 3, 70, 200])
+@pytest.mark.parametrize(("window", "padding"), [(1, "left"), (3, "documents"), (70, "none"), (200, "right")])
 def test_a_windowed_gate_looks_at_its_last_tokens(window, padding):
     """150 tokens: more than a tile of the fast version, and windows that end within and beyond one."""
     torch.manual_seed(0)
-    gate = AttentionGate(12, 2, 2, small(window=window, shortcut=True)).double()
+    gate = AttentionGate(12, 2, 2, small(num_heads=1, window=window, shortcut=True)).double()
     hidden, valid, first = torch.randn(2, 150, 12).double(), torch.ones(2, 150, dtype=torch.bool), None
     if padding == "documents":
         first = torch.zeros(2, 150, dtype=torch.long)
@@ -137,10 +125,7 @@ def test_gate_of_two_layers_sees_one_token_only():
     for bias in biases:
         assert not bias.any()
         torch.nn.init.normal_(bias)
-    for parameter in (
-        gate.inner.weight,
-        gate.outer.weight,
-    ):  # Xavier's rule: uniform, and each weight has its own bound
+    for parameter in gate.inner.weight, gate.outer.weight:  # Xavier's rule: each weight has its own bound
         bound = (6 / sum(parameter.shape)) ** 0.5
         assert bound / 2 < parameter.abs().max() <= bound
     hidden = torch.randn(2, 7, 12)
@@ -153,13 +138,6 @@ def test_gate_of_two_layers_sees_one_token_only():
     operands = hidden, gate.inner.weight, biases[0], gate.outer.weight, biases[1]
     hold(gate(hidden), formula(*(x.double() for x in operands)), conditioned(formula, *operands))
     assert torch.equal(gate(hidden, torch.zeros(2, 7, dtype=torch.bool), True), gate(hidden))
-
-
-def test_linear_gate_sees_one_token_only():
-    gate = KINDS["linear"](12, 2, 2, small(kind="linear"))
-    hidden = torch.randn(1, 5, 12)
-    hold(gate(hidden), (bounded(hidden) @ bounded(gate.linear.weight).T).transpose(1, 2))
-    assert sum(p.numel() for p in gate.parameters()) == 24
 
 
 def test_flag_is_a_strict_inequality_and_ste_has_the_sigmoid_slope():
@@ -200,14 +178,8 @@ def test_previous_layer_variants_leave_the_first_layers_open():
         ({"recent_tokens": 0}, ("gate.recent_tokens=0", "1")),
         ({"scope": "global"}, ("gate.scope='global'", "causal", "prompt")),
         ({"layer_offset": 1}, ("gate.first_layer=0", "1", "gate.layer_offset=1")),
-        ({"layer_offset": 2, "first_layer": 2}, ("gate.layer_offset=2", "0")),
-        ({"covers": "response"}, ("gate.covers='response'", "prompt", "all")),
         ({"covers": "all", "scope": "prompt"}, ("gate.covers=all", "gate.scope=prompt", "gate.scope=causal")),
-        ({"window": -1}, ("gate.window=-1", "0")),
         ({"window": 8, "kind": "linear"}, ("gate.window=8", "gate.kind=linear", "gate.window=0")),
-        ({"window": 8, "kind": "mlp"}, ("gate.window=8", "gate.kind=mlp", "gate.window=0")),
-        ({"window": 8, "kind": "affine"}, ("gate.window=8", "gate.kind=affine", "gate.window=0")),
-        ({"window": 8, "kind": "fast_kvzip"}, ("gate.window=8", "gate.kind=fast_kvzip", "gate.window=0")),
         ({"window": 8, "kind": "retention"}, ("gate.window=8", "gate.kind=retention", "gate.window=0")),
         ({"window": 8, "scope": "prompt"}, ("gate.window=8", "gate.scope=prompt", "gate.window=0")),
         ({"hidden": 0, "kind": "mlp"}, ("gate.hidden=0", "1")),
@@ -216,16 +188,3 @@ def test_previous_layer_variants_leave_the_first_layers_open():
 def test_wrong_values_are_named(values, parts):
     with refuses(ValueError, *parts):
         ag.GateConfig(**values)
-
-
-@pytest.mark.slow
-def test_a_gate_does_no_input_or_output():
-    """Its module, in a process of its own, loads neither what reads and writes exports nor any library but torch."""
-    code = "import sys, torch; before = set(sys.modules); import ag.gates.gate; print(*set(sys.modules) - before)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
-    assert "ag.gates.gate" in loaded
-    others = {"transformers", "huggingface_hub", "peft", "safetensors", "gguf", "datasets", "lightning", "matplotlib"}
-    assert not loaded & others
-    assert not loaded & {f"ag.gates.{name}" for name in ("export", "folder", "adapters", "manifest")}
-    assert not [name for name in loaded if name.startswith("ag.model.") and name != "ag.model.geometry"]

@@ -16,12 +16,10 @@ GATES = {
     "window": {"window": 5, "shortcut": True},
     "window-1": {"window": 1},
     "query-heads": {"window": 70, "granularity": "query_head"},
-    "linear": {"kind": "linear"},
-    "affine": {"kind": "affine"},
     "mlp": {"kind": "mlp", "hidden": 6},
     "fast_kvzip": {"kind": "fast_kvzip", "granularity": "query_head", "hidden": 3},
 }
-PIECES = {"ones": [1] * 40, "prompt": [11, *[1] * 29], "turns": [7, 1, 1, 6, 2, 1, 12, 1, 9], "whole": [40]}
+PIECES = {"ones": [1] * 40, "prompt": [11, *[1] * 29], "turns": [7, 1, 1, 6, 2, 1, 12, 1, 9]}
 
 
 def gate_for(name):
@@ -70,7 +68,7 @@ def largest(gate, memory):
 @pytest.mark.parametrize("pieces", PIECES)
 @pytest.mark.parametrize("name", GATES)
 def test_pieces_equal_the_whole(name, pieces, padded):
-    gate, (hidden, ranks, real) = gate_for(name), text(padded, 40 if pieces == "whole" else 11)
+    gate, (hidden, ranks, real) = gate_for(name), text(padded)
     want = alone(gate, hidden, real)
     memory, got, at = GateMemory(gate.config.window), [], 0
     for size in PIECES[pieces]:
@@ -105,18 +103,6 @@ def test_a_pass_can_be_taken_back(name, wrong, taken):
     got = [read(gate, memory, hidden[:, t : t + 1], ranks[:, t : t + 1], real[:, t : t + 1], True) for t in (stays,)]
     got.append(read(gate, memory, hidden[:, stays + 1 :], ranks[:, stays + 1 :], real[:, stays + 1 :], True))
     agree(torch.cat(got, 2), want[:, :, stays:], gate, hidden, real)
-
-
-@torch.no_grad()
-def test_a_crop_leaves_room_for_the_longest_row():
-    """Of 35 tokens, beside rows of 5."""
-    gate, (hidden, ranks, real) = gate_for("attention"), text(False)
-    real[1:, :30] = False
-    ranks, memory = real.cumsum(1) - 1, GateMemory(0)
-    read(gate, memory, hidden[:, :36], ranks[:, :36], real[:, :36], True)
-    memory.crop(real[:, :35].sum(1))
-    got = [read(gate, memory, hidden[:, t, None], ranks[:, t, None], real[:, t, None], True) for t in range(35, 40)]
-    agree(torch.cat(got, 2), alone(gate, hidden, real)[:, :, 35:], gate, hidden, real)
 
 
 @torch.no_grad()

@@ -7,8 +7,6 @@ import torch
 import ag
 from ag.data.collate import Collator, Row
 from ag.errors import UserError
-from ag.gates.gating import Open
-from tests.gpu.waiting import Lists, Waits
 from tests.support import batches, by_hand
 from tests.support.bounds import bounded, hold, in_float64, of_logits
 from tests.support.gates_for import gates_for
@@ -44,8 +42,10 @@ def run(model, gating, ids, valid):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("family", ["tiny_llama", "tiny_mistral"])
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [*(("tiny_llama", variant) for variant in VARIANTS), *(("tiny_mistral", x) for x in ("recent-sinks", "all-dense"))],
+)
 def test_logits_and_flags_of_a_padded_batch(family, variant, side, request):
     model = request.getfixturevalue(family)()
     gates = gates_for(model, **VARIANTS[variant])
@@ -124,11 +124,12 @@ def test_soft_flags_are_noisy_in_training_only(tiny_llama):
         ({"scope": "prompt"}, {}, "gate.scope=prompt scope=causal prefill=sparse"),
         ({"prefill": "dense"}, {}, "gate.prefill=dense scope=causal prefill=sparse"),
         ({}, {"prompt_length": torch.tensor([2]), "first": torch.ones(1, 4)}, "first prompt_length"),
+        ({}, {"valid": torch.tensor([[1, 1, 0, 1]])}, "Padding between tokens"),
     ],
 )
 def test_what_does_not_fit_together(tiny_llama, gate, given, parts):
     with refuses(UserError, *parts.split()):
-        ag.Gating(gates_for(tiny_llama(), **gate), torch.ones(1, 4), **given)
+        ag.Gating(gates_for(tiny_llama(), **gate), **{"valid": torch.ones(1, 4)} | given)
 
 
 DOCUMENTS = [(7, 1, 12, 6), (20, 4)]  # lengths in two packed rows, the second shorter
@@ -143,9 +144,7 @@ def packed(documents):
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["training", "hard"])
-@pytest.mark.parametrize(
-    "variant", ["causal", "recent-sinks", "previous-layer", "linear", "mlp", "fast_kvzip", "window"]
-)
+@pytest.mark.parametrize("variant", ["recent-sinks", "previous-layer", "window"])
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_mistral"])
 def test_a_packed_document_is_what_it_is_alone(family, variant, hard, request):
     model = request.getfixturevalue(family)()
@@ -175,9 +174,9 @@ def test_the_boundary_of_a_share(tiny_llama, covers, share):
     gates = gates_for(model, covers=covers, threshold=0.3, bias=0.7)
     ag.attach(model, gates)
     rows, places, ids, valid = padded("left")
-    dense = Open(gates, valid, torch.tensor(PROMPTS))
+    dense = ag.Gating(gates, valid, torch.tensor(PROMPTS), open=True)
     logits = run(model, dense, ids, valid)
-    boundary = dense.boundary(share)
+    boundary = dense.boundary_of(share)
     kept = total = 0
     for b, (row, place, prompt) in enumerate(zip(rows, places, PROMPTS, strict=True)):
         with torch.no_grad():
@@ -196,23 +195,3 @@ def test_the_boundary_of_a_share(tiny_llama, covers, share):
     assert torch.equal(
         run(model, at_home, ids, valid), run(model, ag.Gating(gates, valid, torch.tensor(PROMPTS)), ids, valid)
     )
-
-
-def test_a_drawn_share_is_sorted_where_the_logits_are(tiny_llama, monkeypatch):
-    """On a card the host waits for two numbers, and copies no layer's logits."""
-    model = tiny_llama()
-    gates = gates_for(model, threshold=0.3, bias=0.7)
-    ag.attach(model, gates)
-    _, _, ids, valid = padded("left")
-    dense = Open(gates, valid, torch.tensor(PROMPTS))
-    run(model, dense, ids, valid)
-    waited, waits = [], Waits._waits
-
-    def noted(self, func, *given):
-        return waits(self, func, *given) and waited.append(str(func))
-
-    monkeypatch.setattr(Waits, "_waits", noted)
-    on_card = Waits([dense.prompt, *dense.logits.values()])
-    with Lists(on_card), on_card:
-        dense.boundary(0.37)
-    assert waited == ["aten._local_scalar_dense.default"] * 2

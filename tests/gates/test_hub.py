@@ -3,56 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
-import torch
 
 import ag
 from ag.gates import export, folder
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
-from tests.support.exports import make_gates
+from tests.support.exports import assert_same, make_gates
 from tests.support.refused import refuses
 
 
-class Hub:
-    """Stands for the hub: takes repositories and folders, or refuses."""
-
-    calls: list[tuple[str, dict[str, Any]]] = []
-    refusal: Exception | None = None
-
-    def create_repo(self, repository: str, **options: Any) -> None:
-        if self.refusal:
-            raise self.refusal
-        self.calls.append((repository, options))
-
-    def upload_folder(self, **options: Any) -> str:
-        self.calls.append((options["repo_id"], options))
-        return f"https://hub/{options['repo_id']}"
-
-
 def test_push_uploads_the_export_alone_and_keeps_it_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "HfApi", Hub)
-    monkeypatch.setattr(Hub, "calls", [])
-    path = tmp_path / "export"
+    hub, path = Mock(), tmp_path / "export"
+    hub.upload_folder.return_value = "https://hub/me/gates"
+    monkeypatch.setattr(folder, "HfApi", lambda: hub)
     export.save(path, make_gates())
     (path / "secret.txt").write_text("not part of the export")
     assert export.push(path, "me/gates") == "https://hub/me/gates"
-    [(_, made), (name, upload)] = Hub.calls
-    assert made == {"private": True, "exist_ok": True} and name == "me/gates"
-    assert upload["allow_patterns"] == ["gates.safetensors", "gate_config.json", "README.md", "figure.png"]
-    monkeypatch.setattr(Hub, "refusal", OSError("no login"))
+    hub.create_repo.assert_called_once_with("me/gates", private=True, exist_ok=True)
+    sent = ["gates.safetensors", "gate_config.json", "README.md", "figure.png"]
+    hub.upload_folder.assert_called_once_with(repo_id="me/gates", folder_path=str(path), allow_patterns=sent)
+    hub.create_repo.side_effect = OSError("no login")
     with refuses(ExportError, "push_to_hub=me/gates", "no login", "hf auth login"):
         export.push(path, "me/gates")
-
-
-def test_push_of_a_damaged_export_uploads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "HfApi", lambda: pytest.fail("the hub was asked"))
-    export.save(tmp_path / "export", make_gates())
-    (tmp_path / "export" / "gates.safetensors").write_bytes(b"")
-    with pytest.raises(ExportError):
-        export.push(tmp_path / "export", "me/gates")
+    (path / "gates.safetensors").write_bytes(b"")  # a damaged one is not sent
+    with refuses(ExportError, "gates.safetensors", "sha256"):
+        export.push(path, "me/gates")
+    assert hub.create_repo.call_count == 2
 
 
 @pytest.fixture
@@ -84,16 +63,10 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, s
     ("text", "revision"), [("me/gates", None), ("me/gates:v1", "v1"), ("me/gates:refs/pr/1", "refs/pr/1")]
 )
 def test_exports_of_the_hub(shared: list[tuple[str, str | None]], text: str, revision: str | None) -> None:
-    ours = make_gates().state_dict()
-    for gates in (
-        AttentionGates.from_pretrained(text),
-        ag.policy(f"gates:{text}").gates,
-        ag.policy(f"mine=gates:{text}@heads", 0.5).gates,
-    ):
-        assert gates is not None
-        theirs = gates.state_dict()
-        assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
-    assert str(ag.policy(f"mine=gates:{text}@heads", 0.5).spec) == f"gates:{text}@heads"
+    policy = ag.policy(f"mine=gates:{text}@heads", 0.5)
+    assert str(policy.spec) == f"gates:{text}@heads" and policy.gates is not None
+    for gates in (AttentionGates.from_pretrained(text), policy.gates):
+        assert_same(gates, make_gates())
     assert export.read_info(text)["base_model"]["name"] == "tiny"
     assert export.adapter_path(text) is None and len(export.adapter_checksum(text)) == 64
     assert shared == [("me/gates", revision)]  # once, whatever asks

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,41 +41,10 @@ def test_each_is_what_its_recipe_trains() -> None:
         assert recipe.export.weights == "int8" == export.read_info(name)["weights"]
 
 
-def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "smollm2").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert export.local("smollm2") == Path("smollm2")
-    with refuses(ExportError, "gate_config.json"):
-        export.read_info("smollm2")
-
-
 @pytest.mark.parametrize("wrong", ["smolm2", "smollm"])
 def test_a_name_that_is_not_there_suggests_the_nearest(wrong: str) -> None:
     with refuses(ExportError, wrong, "did you mean smollm2?"):
         ag.policy(f"gates:{wrong}")
-
-
-@pytest.mark.slow
-def test_they_saw_nothing_of_what_they_are_measured_on(shared_data: Path) -> None:
-    """By ids, those of the documents whose continuation is scored; by runs of 12 words, all books that hide numbers."""
-    train, validation, books = (
-        [json.loads(line) for line in lines(shared_data / name)]
-        for name in ("corpus/train.jsonl.gz", "corpus/validation.jsonl", "pg19_style/test.jsonl.gz")
-    )
-    assert len(train) > 4000 and not {row["id"] for row in train} & {row["id"] for row in validation}
-    read = {run for row in books for run in runs(row["text"])}
-    assert len(read) > 100_000 and not any(run in read for row in train for run in runs(row["text"]))
-
-
-def lines(path: Path) -> list[str]:
-    content = path.read_bytes()
-    return (gzip.decompress(content) if path.suffix == ".gz" else content).decode().strip().split("\n")
-
-
-def runs(text: str) -> Iterator[int]:
-    """The hash of each 12 words in a row."""
-    words = text.split()
-    return (hash(tuple(words[i : i + 12])) for i in range(len(words) - 11))
 
 
 @pytest.mark.slow

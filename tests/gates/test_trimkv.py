@@ -10,7 +10,6 @@ import ag
 from ag.config.schema import Config
 from ag.errors import UserError
 from ag.gates import export
-from ag.gates.gating import Open
 from ag.run import fit, make_gates
 from tests.support import by_hand
 from tests.support.bounds import hold, of_logits
@@ -39,7 +38,7 @@ def test_scores(model, tmp_path, dtype):
     gates = ag.AttentionGates.from_pretrained(tmp_path / "trim", model.config)
     seen = inputs(model, ids)
     ag.attach(model, gates)
-    gating = Open(gates, torch.ones_like(ids), torch.tensor([60]))
+    gating = ag.Gating(gates, torch.ones_like(ids), torch.tensor([60]), open=True)
     with torch.no_grad():
         model(ids, gating=gating, use_cache=False)
     for layer in range(LAYERS):
@@ -91,28 +90,6 @@ def test_what_stays(model, tmp_path, prompt):
             found = [sorted(kept.tolist()) for kept in cache.kept_positions(layer)[0]]
             assert found == steps[step], (seen, layer)
     assert len(steps[-1][0]) < prompt + NEW  # something went
-
-
-@pytest.mark.parametrize("allocator", ["global", "heads"])
-def test_what_stays_of_a_prompt_under_budgets_of_several_heads(model, tmp_path, allocator):
-    """One top-k over all layers and heads, or over the heads of each layer, as the authors' other cache has it."""
-    state, ids, hidden = trimkv(tmp_path / "trim"), tokens(60), {}
-    dense = torch.ones(HEADS, 60, 60, dtype=torch.bool).tril()
-    by_hand.masked(model, ids[0], lambda layer, x: hidden.setdefault(layer, x) is x and dense)
-    options = {} if allocator == "global" else {"floor": 0.0}
-    cache = ag.EvictionCache(model, f"gates:{tmp_path / 'trim'}@{allocator}", MEMORY, **options)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    age = 61 - torch.arange(60)
-    scores = torch.stack([age * log_retention(state, layer, hidden[layer].to(EXACT)) for layer in range(LAYERS)])
-    parts, count = (scores[None], LAYERS) if allocator == "global" else (scores, 1)
-    best = [part.flatten().topk(MEMORY * HEADS * count).indices for part in parts]
-    none = torch.zeros(parts[0].numel(), dtype=torch.bool)
-    keep = torch.stack([none.index_fill(0, index, True) for index in best]).view_as(scores)
-    for layer in range(LAYERS):
-        found = [sorted(kept.tolist()) for kept in cache.kept_positions(layer)[0]]
-        assert found == [row.nonzero().flatten().tolist() for row in keep[layer]]
-    assert len({len(row) for row in found}) > 1
 
 
 def test_as_published(model, tmp_path):

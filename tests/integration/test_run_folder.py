@@ -54,9 +54,7 @@ CASES = {
     "lora": Case(["train=lora"], gates=0, lora=LORA, drawn=True),
     "kl": Case(["train=gates+lora", "loss.objective=kl"], lora=LORA, objective="kl_loss"),
     "regress": Case(["loss.objective=regress"], objective="regress_loss"),
-    "warm start": Case(
-        ["train=gates+lora", "warmup.regress_steps=2", "warmup.loss=ranking"], lora=LORA, extra={"train/regress_loss"}
-    ),
+    "warm start": Case(["train=gates+lora", "warmup.regress_steps=2"], lora=LORA, extra={"train/regress_loss"}),
     "soft estimator, hard mean": Case(["gate.estimator=soft", "loss.mean=hard"]),
     "dense prefill": Case(["gate.prefill=dense", "gate.sink_tokens=2", "gate.recent_tokens=4"]),
     "linear": Case(["gate.kind=linear"], gates=2 * 32 * 2),

@@ -11,7 +11,7 @@ import torch
 
 import ag
 from ag import fit
-from ag.callbacks.throughput import Throughput
+from ag.callbacks.steps import Throughput
 from ag.model.hooks import decoder_of
 from tests.support.gates_for import gates_for
 

@@ -19,7 +19,7 @@ undrawn.undraw()
 
 def undraw(remove: Callable[[type, str], object] = delattr) -> None:
     """Take out what draws while a run goes on; ``remove`` may remember it, to put it back."""
-    from ag.callbacks.figures import Figures
+    from ag.callbacks.pictures import Figures
 
     for hook in ("on_validation_end", "on_train_end"):
         remove(Figures, hook)

@@ -1,13 +1,12 @@
 """The plan of a run against the bytes and counts of real, small models."""
 
 import shutil
-import subprocess
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoConfig, MixtralConfig
+from transformers import MixtralConfig
 
 from ag import plan as command
 from ag.config import Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
@@ -16,9 +15,8 @@ from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.model import base as models
 from ag.model.hooks import decoder_of
-from ag.training.memory_plan import _measured_tflops, plan, report
+from ag.training.memory_plan import plan, report
 from ag.training.module import GatedLM
-from tests.support.warm import started
 
 LAYERS, LENGTH = 6, 160
 
@@ -78,15 +76,12 @@ def saved_bytes(module):
     ("train", "precision", "gate"),
     [
         ("gates", "32-true", {}),
-        ("gates", "32-true", {"kind": "mlp", "hidden": 24, "covers": "all"}),
         ("gates", "32-true", {"window": 32, "shortcut": True, "covers": "all"}),
         ("gates", "32-true", {"kind": "fast_kvzip", "hidden": 24, "covers": "all"}),
-        ("gates", "32-true", {"first_layer": 3, "covers": "all"}),
-        ("gates+lora", "32-true", {}),
         ("gates+lora", "bf16-mixed", {}),
         ("lora", "32-true", {}),
     ],
-    ids=["gates", "mlp", "window", "kvzip", "half", "both", "both-bf16", "lora"],
+    ids=["gates", "window", "kvzip", "both-bf16", "lora"],
 )
 def test_parameters_are_exact_and_activations_those_that_the_step_saves(folder, train, precision, gate):
     config = config_of(folder, train, precision=precision)
@@ -102,33 +97,6 @@ def test_parameters_are_exact_and_activations_those_that_the_step_saves(folder, 
     config.model.gradient_checkpointing = True
     assert saved_bytes(real(config)) == pytest.approx(kept, rel=0.1)
     assert kept < plain / 3
-
-
-def test_sampled_tokens_spare_the_logits_of_others(folder):
-    config, sampled = config_of(folder, "gates"), 8
-    plain = plan(config)
-    config.loss.sampled_tokens = sampled
-    fewer = plan(config)
-    geometry = AutoConfig.from_pretrained(folder)
-    passes = 2  # forward, and backward to the states
-    spared = 2 * LENGTH - sampled
-    assert plain.flops - fewer.flops == passes * 2 * spared * geometry.vocab_size * geometry.hidden_size
-
-
-def test_drawn_shares_cost_a_teacher(folder):
-    config = config_of(folder, "gates")
-    config.data.packing = "repeated"
-    plain = plan(config)
-    config.loss.share_high = 0.7
-    drawn = plan(config)
-    config.loss.share_high, config.loss.objective = 0.0, "kl"
-    assert plain.tokens == drawn.tokens == 2 * LENGTH
-    assert plain.flops < drawn.flops == plan(config).flops
-
-
-def test_checkpointing_chooses_what_is_summed(folder):
-    plain, kept = (plan(config_of(folder, gradient_checkpointing=on)) for on in (False, True))
-    assert (plain.memory["activations"], kept.memory["activations"]) == plain.activations
 
 
 def test_operations_of_a_step(folder):
@@ -197,36 +165,18 @@ def test_nf4_bytes(tmp_path, tiny_llama, tiny_tokenizer):
 
 
 @pytest.mark.slow
-def test_report_of_a_json_file_which_is_enough(folder, tmp_path, monkeypatch, capsys):
+def test_report_of_a_json_file_which_is_enough(folder, tmp_path, capsys):
     shutil.copy(folder / "config.json", tmp_path / "other.json")
     config = config_of(tmp_path / "other.json")
     text, found = report(config, 1.0), plan(config)
     assert found == plan(config_of(folder))
-    assert f"{found.tokens:,} tokens" in text and "(given)" in text
-    assert f"{found.flops / 1e12:.3g} s a step" in text
-    assert _measured_tflops(config) > 1e-6  # the least that may be given
-    monkeypatch.setattr("ag.training.memory_plan._measured_tflops", lambda _: 2.0)
-    assert "at 2 tera-operations a second (measured" in report(config)
+    assert f"{found.tokens:,} tokens" in text and f"(given): {found.flops / 1e12:.3g} s a step" in text
     arguments = [f"model.name={folder}", "data.kind=facts", "trainer.accelerator=cpu", "train=gates"]
     assert command.main(arguments) == 0
-    assert "peak of a step" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "peak of a step" in out and "measured on matrix products" in out
     assert command.main([*arguments, "model.name=./nowhere"]) == 2
     assert "nowhere" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_large_model_without_its_weights(tmp_path):
-    """70 billion parameters within 2 GiB of memory."""
-    code = (
-        "import re, sys; from ag import plan; code = plan.main(sys.argv[1:]);"
-        "print('PEAK', re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1]); sys.exit(code)"
-    )
-    words = "recipe=redpajama_cpt model.name=docs/models/llama-2-70b.json tflops=70 trainer.devices=8"
-    words += " data.max_length=256"
-    done = subprocess.run([started(), "-c", code, *words.split()], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "base 68,976.6 M" in done.stdout
-    assert int(done.stdout.rpartition("PEAK ")[2]) < 2 << 20
 
 
 @pytest.mark.slow

@@ -53,13 +53,6 @@ def test_padding_questions_and_rows_without_tokens():
     assert math.isnan(float(empty.compute()))
 
 
-def test_the_first_of_equal_answers_wins():
-    metric = MultipleChoiceAccuracy()
-    metric.update(*answers([1, 1], [0.5, 0.5], [0, 0], [0, 1], [1, 1]))
-    metric.update(*answers([1, 1], [0.5, 0.5], [0, 0], [0, 1], [0, 0]))
-    assert (float(metric.correct), float(metric.questions)) == (1, 2)
-
-
 @pytest.mark.parametrize("scale", [0.01, 1.0, 3e3])
 def test_boundaries_of_shares(scale):
     """Two ranks, one of which saw few logits; against the sorted logits."""
@@ -77,9 +70,3 @@ def test_boundaries_of_shares(scale):
         assert abs(above - share * len(ranked)) <= most + 1
         wide = boundary.asinh().cosh() * 2 * LogitCounts.REACH / LogitCounts.BINS  # of its bin
         assert ranked[-above - 1] - wide <= boundary <= ranked[-above] + wide
-
-
-def test_boundaries_without_logits():
-    metric = LogitCounts()
-    metric.update(torch.zeros(0))
-    assert metric.compute().isnan().all()

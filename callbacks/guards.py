@@ -1,7 +1,8 @@
-"""Gradient norms, and the guard against NaN and infinity."""
+"""Guards: an error at NaN and infinity, a warning when the gates of a layer no longer decide anything."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from ag.training.objectives import loss_names
 from ag.training.sharded import whole
 
 GRADIENTS = {"gates": "gradient norm of the gates", "lora": "gradient norm of LoRA"}
+HINTS = {
+    "kept": "lower loss.beta or gate.bias, raise loss.alpha or optim.gate_lr, or begin with warmup.regress_steps",
+    "evicted": "raise loss.beta or gate.bias, or lower loss.alpha or optim.gate_lr",
+}
 
 
 class NonFiniteError(RuntimeError):
@@ -66,16 +71,44 @@ class FiniteGuard(Callback):
         names = loss_names(trainer.callback_metrics) | {"train/eviction_loss": "eviction loss"}
         values = {name: trainer.callback_metrics.get(key) for key, name in names.items()}
         values |= {name: norms.get(key) for key, name in GRADIENTS.items()}
-        parts = [
-            f"{name} is {float(value)}"
-            for name, value in values.items()
-            if value is not None and not torch.isfinite(value)
-        ]
+        odd = {name: float(x) for name, x in values.items() if x is not None and not torch.isfinite(x)}
+        what = ", ".join(f"{name} is {value}" for name, value in odd.items())
         saved = checkpoints(self._run_dir)
-        what = ", ".join(parts) or "the loss is not finite on another rank"
         return (
-            f"step {trainer.global_step + 1}: {what}. "
+            f"step {trainer.global_step + 1}: {what or 'the loss is not finite on another rank'}. "
             f"The weights were not changed; the last checkpoint is {saved[0] if saved else 'none yet'}. "
             "Lower optim.gate_lr or optim.lora_lr, or set trainer.precision=32-true, and continue with "
             f"resume={self._run_dir}."
         )
+
+
+class GateCollapse(Callback):
+    """Warns, once for each layer, when its gates were all open or all shut on every token for many batches.
+
+    Args:
+        batches: number of consecutive batches; 0: never.
+        log_every: optimiser steps between checks of the counts; a check waits for the device.
+    """
+
+    def __init__(self, batches: int, log_every: int) -> None:
+        self._batches, self._log_every = batches, log_every
+        self._streaks: dict[str, Tensor | int] = {"kept": 0, "evicted": 0}
+        self._warned: set[tuple[str, int]] = set()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count the batch; at a log step, warn of the layers that have reached the number."""
+        evicted: Tensor | None = pl_module.evicted_in_batch
+        if not self._batches or evicted is None:
+            return
+        for what, share in {"kept": 0, "evicted": 1}.items():
+            self._streaks[what] = streak = (self._streaks[what] + 1) * (evicted == share)
+            if trainer.global_step % self._log_every:
+                continue
+            for index in (streak >= self._batches).nonzero().flatten().tolist():
+                self._warn(what, pl_module.gates.layer_indices[index])
+
+    def _warn(self, what: str, layer: int) -> None:
+        if (what, layer) not in self._warned:
+            self._warned.add((what, layer))
+            text = f"layer {layer}: its gates {what} every token of the last {self._batches} batches: {HINTS[what]}"
+            warnings.warn(text, stacklevel=2)
