@@ -242,6 +242,7 @@ def best(rivals, own, capacity, heads):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_chat_of_the_docs_stays_bounded(tiny_llama, tiny_tokenizer, tmp_path, capsys):
     page = (ROOT / "docs" / "gates.md").read_text()
     (example,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "EvictionCache" in code)

@@ -90,8 +90,11 @@ def held_alone(model: Any, policy: ag.Policy, rows: list[torch.Tensor], passes: 
 def hold_in_chunks(model: Any, policy: ag.Policy, rows: Any, passes: Any, draw: random.Random, whole: Run) -> None:
     """Assert that prompts that come in chunks of drawn sizes leave what they leave as a whole."""
     ends, prompt, longest = [0], passes[0], max(passes[0])
-    while ends[-1] < longest:
-        ends.append(min(longest, ends[-1] + draw.randint(1, 9)))
+    first = min(prompt) - 1
+    while ends[-1] < first:
+        ends.append(min(first, ends[-1] + draw.randint(1, 9)))
+    # the shorter prompt ends right before the longer one, whose last queries saw what has left a window since
+    ends += sorted({max(first, longest - 2), longest} - {first})
     parts = [[max(0, min(n, end) - start) for n in prompt] for start, end in zip(ends, ends[1:], strict=False)]
     chunks = feed(EvictionCache(model, policy), model, rows, parts, "left", parts=len(parts))
     assert chunks.held[-1] == whole.held[0]

@@ -33,12 +33,13 @@ def as_transformers(llama, mask, cuts, changed, by_mask):
         at = (mask.long().cumsum(1) - 1).clamp_min(0)[:, start:end] if by_mask else None
         given = {"input_ids": IDS[: len(mask), start:end], "position_ids": at}
         if number == changed and start:
-            before, other = state(ours), mask[:, :end].clone()
-            place = divmod(changed * 7 % (len(mask) * start), start)
-            other[place] = ~other[place]
-            with refuses(UserError, f"column {place[1]}", f"sequence {place[0]}", "cache.reset()"):
-                llama(**given, attention_mask=other.long(), past_key_values=ours)
-            assert state(ours) == before
+            before, past = state(ours), mask[:, :start]
+            for row, column in [*past.nonzero()[:1].tolist(), *(~past).nonzero()[:1].tolist()]:
+                other = mask[:, :end].clone()
+                other[row, column] = ~other[row, column]
+                with refuses(UserError, f"column {column}", f"sequence {row}", "cache.reset()"):
+                    llama(**given, attention_mask=other.long(), past_key_values=ours)
+                assert state(ours) == before
         given["attention_mask"] = mask[:, :end].long()
         want = llama(**given, past_key_values=theirs).logits
         real = mask[:, start:end]
