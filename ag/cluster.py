@@ -1,17 +1,15 @@
 """Work that the machines of a Ray cluster share: ``cluster=local``, ``auto`` or the address of one.
 
-A *unit* of work is a value that can be sent. A *host* is a process of the cluster that makes what does units once, such
-as a worker with a model, and then does one unit after the other. This process deals the units out and takes the results
-in, so that one process alone writes them down. Nothing of its environment is sent along.
+A *unit* of work is a value that can be sent. A *host* is an actor of Ray that makes what does units once, such as a
+worker with a model, and then does one unit after the other. Ray places hosts where there is room, starts those that die
+again, and repeats the unit that they were at. This process deals the units out and takes the results in, so that it
+alone writes them down. Nothing of its environment is sent along.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import socket
-import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ CLUSTER = (
 )
 CONNECT_SECONDS = 5.0
 NO_ROOM_SECONDS = 60.0  # after which work that no machine has room for is given up
-LOOK_SECONDS = 5.0  # between two looks at the machines
+MOST_HOSTS = 256  # that are asked for at once; Ray starts those that machines have room for, now or when they join
 
 LIBRARIES = ("ag", "torch", "transformers", "peft", "lightning")  # results depend on
 
@@ -151,25 +149,24 @@ class Host(Generic[U, R]):
     """A process of the cluster that does units.
 
     Args:
-        make: makes what does them.
+        make: makes what does them; a host that Ray starts again makes it anew.
         versions: of the libraries where the work is dealt out.
     """
 
     def __init__(self, make: Callable[[], Callable[[U], R]], versions: Mapping[str, str]) -> None:
         self._make, self._versions = make, versions
+        self._do: Callable[[U], R] | None = None
 
-    def begin(self) -> None:
-        """Make what does the units.
+    def do(self, *units: U) -> list[R]:
+        """Do units; without one be ready for the next.
 
         Raises:
             UserError: when the libraries here are others.
         """
-        check_versions(self._versions)
-        self._do = self._make()
-
-    def do(self, unit: U) -> R:
-        """Do a unit."""
-        return self._do(unit)
+        if self._do is None:
+            check_versions(self._versions)
+            self._do = self._make()
+        return [self._do(unit) for unit in units]
 
 
 def share(
@@ -177,13 +174,13 @@ def share(
 ) -> Iterator[tuple[U, R | Lost]]:
     """Have units done by the machines of the cluster that this process is connected to.
 
-    A unit whose host dies, alone or with its machine, is given to another one. Machines that join get hosts too.
+    A unit whose host dies, alone or with its machine, is done again. Machines that join get hosts too.
 
     Args:
         units: what is to be done.
         make: makes what does a unit, once in each host.
         room: of a host.
-        failures: hosts that a unit may lose.
+        failures: times that a unit may end its host.
 
     Yields:
         Each unit with its result, in the order in which they end.
@@ -195,44 +192,33 @@ def share(
     import ray
     from ray.exceptions import RayError, RayTaskError
 
-    takes: Any = {"num_cpus": room.cpus, "num_gpus": room.gpus, "memory": room.memory or None, "max_restarts": 0}
-    kind: Any = ray.remote(**takes)(Host)
-    ours = versions(*LIBRARIES)
-    busy: dict[Any, tuple[Any, int | None]] = {}  # hosts by what they promised: a unit done; None: to have begun
-    free: list[Any] = []
-    todo, lost, left = deque(range(len(units))), Counter[int | None](), len(units)
-    begun, looked = time.monotonic(), -math.inf
+    takes: Any = {"num_cpus": room.cpus, "num_gpus": room.gpus, "memory": room.memory or None}
+    kind: Any = ray.remote(**takes, max_restarts=-1, max_task_retries=failures - 1)(Host)
+    ours, todo, left = versions(*LIBRARIES), list(reversed(units)), len(units)
+    busy: dict[Any, tuple[Any, list[U]]] = {}  # hosts by what they promised: a unit done; none: to be ready
+    for _ in range(min(left, MOST_HOSTS)):
+        host = kind.remote(make, ours)
+        busy[host.do.remote()] = host, []
     while left:
-        if time.monotonic() - looked > LOOK_SECONDS:
-            looked, machines = time.monotonic(), resources()
-            for _ in range(min(room.hosts(machines), left) - len(busy) - len(free)):
-                host = kind.remote(make, ours)
-                busy[host.begin.remote()] = host, None
-            if not busy and looked - begun > NO_ROOM_SECONDS:
-                raise UserError(
-                    f"cluster: it has {described()}, and a host takes {room}: add a machine, or ask for less."
-                )
-        ended: list[tuple[int, R | Lost]] = []
-        for done in ray.wait([*busy], timeout=LOOK_SECONDS)[0] if busy else ():
-            host, place = busy.pop(done)
+        host = None  # one without work ends when nothing names it, and another one has its room
+        if not todo:  # those that are not ready yet come too late
+            busy = {promise: one for promise, one in busy.items() if one[1]}
+        ended, _ = ray.wait([*busy], timeout=NO_ROOM_SECONDS)
+        if not ended and not room.hosts(resources()):
+            raise UserError(f"cluster: it has {described()}, and a host takes {room}: add a machine, or ask for less.")
+        for promise in ended:
+            host, given = busy.pop(promise)
+            results: list[Any]
             try:
-                result: R | Lost = ray.get(done)
-                free.append(host)
+                results = ray.get(promise)
             except RayTaskError as error:
                 raise error.cause from None
-            except RayError as error:  # the host is gone
-                lost[place], looked = lost[place] + 1, -math.inf
-                result = Lost(lost[place], first_line(error))
-                if place is None and lost[None] > failures:
-                    raise UserError(f"cluster: {lost[None]} hosts ended as they began: {result.why}") from None
-                if place is not None and lost[place] < failures:
-                    todo.appendleft(place)
-                    continue
-            if place is not None:
-                ended.append((place, result))
-        while free and todo:  # before this process is busy with what came out
-            host, place = free.pop(), todo.popleft()
-            busy[host.do.remote(units[place])] = host, place
-        left -= len(ended)
-        for place, result in ended:
-            yield units[place], result
+            except RayError as error:  # it died, each time that Ray started it again
+                if not given:
+                    raise UserError(f"cluster: hosts end as they begin: {first_line(error)}") from None
+                results = [Lost(failures, first_line(error))]
+            if todo:  # before this process is busy with what came out
+                unit = todo.pop()
+                busy[host.do.remote(unit)] = host, [unit]
+            left -= len(given)
+            yield from zip(given, results, strict=True)

@@ -114,6 +114,10 @@ def fit(
         print(batches.about)
     begun = folder if folder is not None and checkpoints(folder) else config.resume
     checkpoint = None if begun is None else newest_valid(Path(begun))
+    if run_dir is None:
+        checkpoint = None  # Lightning's dry run has one epoch, and refuses what is from a later one
+    elif trainer.is_global_zero and checkpoint is not None:
+        print(f"on from {checkpoint}")
     module.train()  # Lightning does not change the mode, and activation checkpointing needs training mode
     if run_dir is not None:
         os.environ["AG_RUN"] = run_dir.name  # the ranks that Lightning starts inherit it

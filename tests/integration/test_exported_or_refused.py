@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ag import fit, run
 from ag.gates import export
@@ -30,6 +30,7 @@ def mixture(tmp_path: Path, tiny_tokenizer) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_adapted_experts_are_exported(
     mixture: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,20 +77,3 @@ def test_refused_before_the_first_step(
     assert fit.main([f"resume={done}", "trainer.max_steps=3"]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ag.fit: error: ")]
     names(line, str(done / "export"), "notes.txt")
-
-
-def test_a_model_that_gates_cannot_serve(
-    tiny_tokenizer, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = GPTNeoXConfig(
-        hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32, vocab_size=128
-    )
-    GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
-    tiny_tokenizer.save_pretrained(tmp_path / "neox")
-    monkeypatch.setattr("ag.data.build", lambda *_: pytest.fail("the data were read"))
-    capsys.readouterr()
-    model = [f"model.name={tmp_path / 'neox'}", "model.attn_implementation=eager"]
-    assert fit.main([f"recipe={recipe}", *model, f"output={tmp_path / 'runs'}"]) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ag.fit: error: ")]
-    names(line, "GPTNeoXForCausalLM does not use the attention interface")
-    assert not (tmp_path / "runs").exists()

@@ -25,6 +25,7 @@ LEAST = 20  # tests of each type, else something else was run
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(
     not FOLDER,

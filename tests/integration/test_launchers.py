@@ -75,16 +75,11 @@ def test_four_cards_go_on_after_a_crash(tmp_path, capsys):
         assert line in printed
 
 
-@pytest.mark.parametrize("code", [2, 3, 130, 143])
-def test_four_cards_stop_where_another_attempt_is_no_use(tmp_path, code):
-    found, calls = launch(tmp_path, "scripts/launch_4x4090.sh", "night", run="runs/redpajama_cpt/night", codes=[code])
-    assert (found, len(calls)) == (code, 1)
-
-
-def test_four_cards_give_up_in_the_end(tmp_path):
+@pytest.mark.parametrize(("codes", "attempts"), [([2], 1), ([143], 1), ([1] * 9, 5)])
+def test_four_cards_stop_where_another_attempt_is_no_use(tmp_path, codes, attempts):
     run = "runs/redpajama_cpt/night"
-    found, calls = launch(tmp_path, "scripts/launch_4x4090.sh", "night", run=run, codes=[1] * 9)
-    assert (found, len(calls)) == (1, 5)
+    found, calls = launch(tmp_path, "scripts/launch_4x4090.sh", "night", run=run, codes=codes)
+    assert (found, len(calls)) == (codes[0], attempts)
 
 
 def test_slurm_job_is_queued_again_and_continues(tmp_path, capsys):
@@ -98,18 +93,14 @@ def test_slurm_job_is_queued_again_and_continues(tmp_path, capsys):
     code, calls = launch(tmp_path, script, "redpajama_cpt", run=run, codes=[0], **job)
     assert code == 0 and calls[-1][1:4] == [*FIT, f"resume={run}"]
     fits(calls[-1], capsys)
-
-
-def test_slurm_warns_ahead_of_the_time_limit():
-    settings = [
-        line.removeprefix("#SBATCH ")
-        for line in (ROOT / "scripts/slurm/train.sbatch").read_text().splitlines()
-        if line.startswith("#SBATCH")
-    ]
-    assert {"--signal=SIGUSR1@120", "--requeue", "--ntasks-per-node=4", "--gpus-per-node=4"} <= set(settings)
+    told = {
+        line.removeprefix("#SBATCH ") for line in (ROOT / script).read_text().splitlines() if line[0:7] == "#SBATCH"
+    }
+    assert {"--signal=SIGUSR1@120", "--requeue", "--ntasks-per-node=4", "--gpus-per-node=4"} <= told
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_with_two_ranks(tmp_path, tiny_llama, tiny_tokenizer):
     """The script as it is, with two ranks of the CPU on generated data."""
     tiny_llama(num_hidden_layers=1, vocab_size=256).save_pretrained(tmp_path / "base")

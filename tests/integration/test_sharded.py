@@ -25,6 +25,7 @@ def finish(*arguments: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_sharded_run_trains_resumes_and_exports(recipe: Path, moved_base: Path, tmp_path: Path) -> None:
     """Checkpointed activations, a regression warm start, gates and LoRA, a validation with a filler row."""
     overrides = ["train=gates+lora", "warmup.regress_steps=1", "trainer.max_steps=4", "data.val_samples=3"]

@@ -15,7 +15,7 @@ from ag.callbacks.steps import Throughput
 from ag.model.hooks import decoder_of
 from tests.support.gates_for import gates_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 STEPS, GENERATIONS = 1000, 455
 POLICIES = ["full", "streaming_llm", "h2o", "tova", "snapkv", "scissorhands", "cake", "knorm", "random", "gates"]
