@@ -62,6 +62,7 @@ def test_wrong_keys_options_and_values(error: Any, argument: str, expected: str)
         ("data.root", "null", None),
         ("data.root", "yes", "yes"),
         ("data.root", "a: b #c", "a: b #c"),
+        ("data.root", "runs #1", "runs #1"),
         ("data.root", "'null'", "null"),
         ("data.root", "it's", "it's"),
         ("data.revision", "0123", "0123"),

@@ -17,7 +17,8 @@ calls, training_step = count(1), GatedLM.training_step
 
 def faulty_step(self: GatedLM, batch: Any, batch_idx: int) -> Any:
     """Do a step; in its seventh `kill` ends the process, and `wait` waits for the file `go-on`."""
-    if next(calls) == STEP and os.environ.get("RANK") == "1" and (fault := Path("fault")).exists():
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK")  # of Ray, or of Lightning
+    if next(calls) == STEP and rank == "1" and (fault := Path("fault")).exists():
         kind = fault.read_text()
         fault.rename("fault-done")
         if kind == "kill":
