@@ -147,7 +147,7 @@ def test_nothing_that_is_measured_is_in_training(make_config, tokenizer):
             drawn += len(rows)
     tasks = [make("worked", kind=kind, seed=seed, **sizes) for seed in (0, 1)]
     samples = [sample for task in tasks for sample in task.load(tokenizer, 40, 4096).samples]
-    measured = {sample.problem.prompt for sample in samples}
+    measured = {sample.parts[0].prompt for sample in samples}
     assert {tokenizer.decode(sample.prompt) for sample in samples} == measured
     assert not measured & (seen["train"] | seen["validation"]) and not seen["train"] & seen["validation"]
     assert len(measured) > 30 and len(seen["train"]) > 100
