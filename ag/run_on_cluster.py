@@ -1,7 +1,7 @@
 """A training run on the machines of a Ray cluster: ``python -m ag.fit cluster=local trainer.devices=2``.
 
 Ray Train starts the ranks, each a process of a machine, which find one another as those that torchrun starts. What they
-share is the run folder: a run whose machine is lost is started again and goes on from its last checkpoint.
+share is the run folder: a run that loses a rank is started again by Ray and goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -15,27 +15,52 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from ag import cluster
 from ag.callbacks import NonFiniteError, Stopped
 from ag.callbacks.stop import SIGNALS, how_to_continue
 from ag.config import Config
-from ag.errors import UserError, first_line
+from ag.errors import UserError
 from ag.plugins import load
 from ag.versions import versions
 
-EXIT_FAILED, EXIT_USER_ERROR, EXIT_NOT_FINITE, EXIT_MOVED = 1, 2, 3, -1  # the last: its machine is about to go
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_NOT_FINITE = 1, 2, 3
 LOOK_SECONDS = 0.5
 LOG = "log.txt"  # in the run folder: what the first rank prints, which the command shows
 
+T = TypeVar("T")
 
-class Ended(Exception):
-    """A rank ended before the run was done: ``args`` are an exit code, as those of ``ag.fit``, and why."""
+
+class Desk:
+    """What the command and its ranks tell one another; an actor."""
+
+    def __init__(self) -> None:
+        self._rung, self._signum = asyncio.Event(), 0
+        self._verdict = 0, ""
+
+    async def ring(self, signum: int) -> None:
+        """Tell all ranks of a signal that came to the command."""
+        self._signum = self._signum or signum
+        self._rung.set()
+
+    async def heard(self) -> int:
+        """Wait for a signal; returns its number."""
+        await self._rung.wait()
+        return self._signum
+
+    async def judge(self, code: int, said: str) -> None:
+        """Note what no other attempt mends: an exit code of ``ag.fit``, and why."""
+        self._verdict = code, said
+
+    async def verdict(self) -> tuple[int, str]:
+        """Return what no other attempt mends; code 0 means that nothing is known."""
+        return self._verdict
 
 
 @dataclass(frozen=True)
@@ -47,7 +72,7 @@ class Rank:
         config: of the run.
         folder: the run folder, of which all machines see the same path; None for a dry run.
         place: the working folder.
-        bell: its ``heard`` ends with the number of a signal that came to the command.
+        desk: the actor :class:`Desk`.
         versions: of the libraries where the command runs.
     """
 
@@ -55,67 +80,59 @@ class Rank:
     config: Config
     folder: Path | None
     place: str
-    bell: Any
+    desk: Any
     versions: Mapping[str, str]
 
     def __call__(self) -> tuple[int, str]:
         """Train, as one of the ranks; returns an exit code and what there is to say of it.
 
         Raises:
-            Ended: for all that is not agreed with the other ranks.
+            RuntimeError: for all that is not agreed with the other ranks. Ray ends these, and starts all again.
         """
         import ray
 
-        heard = self.bell.heard.remote()
+        code, said = ray.get(self.desk.verdict.remote())
+        if code:  # of an attempt before this one
+            return code, said
+        heard, going = self.desk.heard.remote(), False
 
         def told() -> int:
-            going = ray.train.get_preemption_info()  # waits for all ranks: each asks it each time
+            nonlocal going
+            going = ray.train.get_preemption_info() is not None  # waits for all ranks: each asks it each time
             if ray.wait([heard], timeout=0)[0]:
                 return int(ray.get(heard))
             return signal.SIGTERM if going else 0
 
         try:
-            cluster.check_versions(self.versions)
-            os.chdir(self.place)
-            load(self.config.plugins)
-            folder = self.folder
-            if folder is not None and not (folder / "config.yaml").is_file():
-                raise UserError(
-                    f"cluster: {socket.gethostname()} does not see {folder.absolute()}: expected output= to be a "
-                    "folder that all machines share under one path."
-                )
-            # Lightning takes these ranks for torchrun's
-            os.environ |= {"TORCHELASTIC_RUN_ID": "ray", "GROUP_RANK": os.environ["NODE_RANK"]}
-            with _printed(None if folder is None or os.environ["RANK"] != "0" else folder / LOG):
-                self.fit(self.config, folder is None, folder, told)
+            self._train(told)
         except Stopped as stopped:
-            if not ray.wait([heard], timeout=0)[0]:
-                raise Ended(EXIT_MOVED, f"a machine is about to go, after step {stopped.step}") from None
-            return 128 + stopped.signum, str(stopped)
-        except NonFiniteError as error:
-            raise Ended(EXIT_NOT_FINITE, str(error)) from None
-        except UserError as error:
-            raise Ended(EXIT_USER_ERROR, str(error)) from None
+            if ray.wait([heard], timeout=0)[0]:
+                return 128 + stopped.signum, str(stopped)
+            if going:  # Ray ends the ranks with the machine, and starts them on others
+                threading.Event().wait()
+            raise RuntimeError(str(stopped)) from None
+        except (UserError, NonFiniteError) as error:
+            code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_NOT_FINITE
+            ray.get(self.desk.judge.remote(code, str(error)))
+            raise RuntimeError(str(error)) from None
         except Exception:
-            raise Ended(EXIT_FAILED, traceback.format_exc()) from None  # many exceptions cannot be sent
+            raise RuntimeError(traceback.format_exc()) from None  # many exceptions cannot be sent
         return 0, ""
 
-
-class Bell:
-    """Rings when a signal comes to the command; an actor, which the ranks listen to."""
-
-    def __init__(self) -> None:
-        self._rung, self._signum = asyncio.Event(), 0
-
-    async def ring(self, signum: int) -> None:
-        """Tell all who listen."""
-        self._signum = self._signum or signum
-        self._rung.set()
-
-    async def heard(self) -> int:
-        """Wait for it; returns the number of the signal."""
-        await self._rung.wait()
-        return self._signum
+    def _train(self, told: Callable[[], int]) -> None:
+        cluster.check_versions(self.versions)
+        os.chdir(self.place)
+        load(self.config.plugins)
+        folder = self.folder
+        if folder is not None and not (folder / "config.yaml").is_file():
+            raise UserError(
+                f"cluster: {socket.gethostname()} does not see {folder.absolute()}: expected output= to be a "
+                "folder that all machines share under one path."
+            )
+        # Lightning takes these ranks for torchrun's
+        os.environ |= {"TORCHELASTIC_RUN_ID": "ray", "GROUP_RANK": os.environ["NODE_RANK"]}
+        with _printed(None if folder is None or os.environ["RANK"] != "0" else folder / LOG):
+            self.fit(self.config, folder is None, folder, told)
 
 
 def run_on_cluster(config: Config, make_folder: Callable[[], Path | None], fit: Callable[..., object]) -> int:
@@ -135,30 +152,24 @@ def run_on_cluster(config: Config, make_folder: Callable[[], Path | None], fit: 
 
         scaling = _scaling(config)
         folder = make_folder()
-        log = None if folder is None else folder / LOG
-        bell = ray.remote(num_cpus=0)(Bell).remote()
-        rank = Rank(fit, replace(config, cluster=None), folder, os.getcwd(), bell, versions(*cluster.LIBRARIES))
-        lost = 0
-        with _signals(bell):
-            while True:
-                try:
-                    code, said = _waited(lambda: _started(rank, scaling, scratch), log)
-                    break
-                except ControllerError as error:
-                    raise UserError(f"cluster={config.cluster}: the ranks cannot be started: {error}") from None
-                except WorkerGroupError as error:
-                    code, said = _ended(error.worker_failures)
-                if code == EXIT_USER_ERROR:
-                    raise UserError(said)
-                lost += code == EXIT_FAILED
-                if code == EXIT_NOT_FINITE or lost > config.failures:
-                    said = f"error: {said}"
-                    if code == EXIT_FAILED and folder is not None:
-                        said += f"; lost {lost} times (failures={config.failures}); {how_to_continue(folder)}"
-                    break
-                print(f"ag.fit: {said.splitlines()[-1]}; on from the last checkpoint", file=sys.stderr, flush=True)
+        desk: Any = ray.remote(num_cpus=0)(Desk).remote()
+        rank = Rank(fit, replace(config, cluster=None), folder, os.getcwd(), desk, versions(*cluster.LIBRARIES))
+        try:
+            with _signals(desk):
+                code, said = _waited(lambda: _started(rank, scaling, scratch), folder and folder / LOG)
+        except ControllerError as error:
+            raise UserError(f"cluster={config.cluster}: the ranks cannot be started: {error}") from None
+        except WorkerGroupError as error:
+            code, said = ray.get(desk.verdict.remote())
+            if not code:  # of ranks that end together the one that died tells most
+                failures = [getattr(x, "_base_exc", x) for _, x in sorted(error.worker_failures.items())]
+                died = str(min(failures, key=lambda x: isinstance(x, RuntimeError))).strip()
+                code, said = EXIT_FAILED, f"{died}; ranks ended once more than failures={config.failures} allows"
+                said += "" if folder is None else f"; {how_to_continue(folder)}"
+    if code == EXIT_USER_ERROR:
+        raise UserError(said)
     if said:
-        print(f"ag.fit: {said}", file=sys.stderr)
+        print(f"ag.fit: {'error: ' * (code in (EXIT_FAILED, EXIT_NOT_FINITE))}{said}", file=sys.stderr)
     return int(code)
 
 
@@ -188,10 +199,10 @@ def _scaling(config: Config) -> Any:
 
 
 def _started(rank: Rank, scaling: Any, scratch: str) -> tuple[int, str]:
-    """Start the ranks, once, and return what the first of them returns.
+    """Start the ranks, again where one is lost, and return what the first of them returns.
 
     Raises:
-        ray.train.TrainingFailedError: when they cannot be started, or one ends in another way.
+        ray.train.TrainingFailedError: when they cannot be started, or were lost more often than ``failures``.
     """
     import ray.train
     from ray.train.torch import TorchTrainer
@@ -209,24 +220,17 @@ def _started(rank: Rank, scaling: Any, scratch: str) -> tuple[int, str]:
 
     own = train.RunConfig(
         storage_path=scratch,  # of nothing that is kept
-        # more is tried by the caller, who knows after which errors; a machine that is about to go is none
-        failure_config=train.FailureConfig(max_failures=0, controller_failure_limit=rank.config.failures),
+        failure_config=train.FailureConfig(
+            max_failures=rank.config.failures, controller_failure_limit=rank.config.failures
+        ),
         logging_config=train.LoggingConfig(log_level="WARNING"),
     )
     returned: tuple[int, str] = Trainer(rank, scaling_config=scaling, run_config=own).fit().return_value
     return returned
 
 
-def _ended(failures: Mapping[int, Exception]) -> tuple[int, str]:
-    """Return the exit code and the reason that tell most: first what no other attempt mends, then what died."""
-    told = [getattr(error, "_base_exc", error) for _, error in sorted(failures.items())]
-    deaths = [(EXIT_FAILED, first_line(x)) for x in told if not isinstance(x, Ended)]
-    order = [EXIT_USER_ERROR, EXIT_NOT_FINITE, EXIT_MOVED, EXIT_FAILED]
-    return min([*deaths, *(x.args for x in told if isinstance(x, Ended))], key=lambda one: order.index(one[0]))
-
-
 @contextmanager
-def _signals(bell: Any) -> Iterator[None]:
+def _signals(desk: Any) -> Iterator[None]:
     """Pass the first signal on to the ranks, which save and end; a second one ends this process."""
     seen: list[int] = []
 
@@ -234,7 +238,7 @@ def _signals(bell: Any) -> Iterator[None]:
         if seen:
             raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
         seen.append(signum)
-        bell.ring.remote(signum)
+        desk.ring.remote(signum)
 
     before = {number: signal.signal(number, note) for number in SIGNALS}
     try:
@@ -246,41 +250,37 @@ def _signals(bell: Any) -> Iterator[None]:
 
 @contextmanager
 def _printed(path: Path | None) -> Iterator[None]:
-    """Have what this process prints added to a file."""
-    if path is None:
-        yield
-        return
-    with path.open("a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+    """Have what this process prints added to a file; None means that it is printed as ever."""
+    with ExitStack() as stack:
+        if path is not None:
+            file = stack.enter_context(path.open("a", buffering=1))
+            stack.enter_context(redirect_stdout(file))
+            stack.enter_context(redirect_stderr(file))
         yield
 
 
-def _waited(work: Callable[[], Any], log: Path | None) -> Any:
+def _waited(work: Callable[[], T], log: Path | None) -> T:
     """Return what work returns, or raise what it raises; show what a file gains meanwhile.
 
-    In a thread: Ray Train would take Ctrl-C for itself.
+    In a thread: Ray Train would take Ctrl-C for itself. It is a daemon, so that a second Ctrl-C ends the process.
     """
-    result: list[Any] = []
-    raised: list[BaseException] = []
+    result: Future[T] = Future()
 
     def do() -> None:
         try:
-            result.append(work())
+            result.set_result(work())
         except BaseException as error:
-            raised.append(error)
+            result.set_exception(error)
 
-    thread = threading.Thread(target=do, daemon=True)
     shown = 0 if log is None or not log.exists() else log.stat().st_size
-    thread.start()
-    going = True
-    while going:
-        thread.join(LOOK_SECONDS)
-        going = thread.is_alive()
+    threading.Thread(target=do, daemon=True).start()
+    while True:
+        ended, _ = wait([result], timeout=LOOK_SECONDS)
         if log is not None and log.exists():
             with log.open("rb") as file:
                 file.seek(shown)
                 sys.stdout.write(file.read().decode(errors="replace"))
                 sys.stdout.flush()
                 shown = file.tell()
-    if raised:
-        raise raised[0]
-    return result[0]
+        if ended:
+            return result.result()

@@ -192,7 +192,7 @@ def test_the_quickstart_and_the_python_example(smollm2, tmp_path, monkeypatch, c
     assert len(scores["full cache"]["losses"]) == 2
     assert scores["flags"]["kept"] < 1 and scores["flags"]["kv_bytes"] < scores["full cache"]["kv_bytes"]
     assert "2 held-out responses" in capsys.readouterr().out
-    prompt = (ROOT / "scripts" / "quickstart.txt").read_text()
+    prompt = (ROOT / "scripts" / "quickstart.txt").read_text().rstrip()  # as a shell reads it
     for asked in (
         [f"gates={folder}/export", f"prompt={prompt}", "max_new_tokens=12", "compare=true"],
         [word.replace("runs/quickstart/TIME", str(folder)) for word in words["ag.generate"]] + ["max_new_tokens=8"],
