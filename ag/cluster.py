@@ -1,15 +1,16 @@
 """Work that the machines of a Ray cluster share: ``cluster=local``, ``auto`` or the address of one.
 
 A *unit* of work is a value that can be sent. A *host* is an actor of Ray that makes what does units once, such as a
-worker with a model, and then does one unit after the other. Ray places hosts where there is room, starts those that die
-again, and repeats the unit that they were at. This process deals the units out and takes the results in, so that it
-alone writes them down. Nothing of its environment is sent along.
+worker with a model, and then does one unit after the other. Ray places hosts where there is room. This process deals
+the units out, asks for another host where one dies, and takes the results in, so that it alone writes them down.
+Nothing of its environment is sent along.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ class Host(Generic[U, R]):
     """A process of the cluster that does units.
 
     Args:
-        make: makes what does them; a host that Ray starts again makes it anew.
+        make: makes what does them.
         versions: of the libraries where the work is dealt out.
     """
 
@@ -193,32 +194,46 @@ def share(
     from ray.exceptions import RayError, RayTaskError
 
     takes: Any = {"num_cpus": room.cpus, "num_gpus": room.gpus, "memory": room.memory or None}
-    kind: Any = ray.remote(**takes, max_restarts=-1, max_task_retries=failures - 1)(Host)
-    ours, todo, left = versions(*LIBRARIES), list(reversed(units)), len(units)
-    busy: dict[Any, tuple[Any, list[U]]] = {}  # hosts by what they promised: a unit done; none: to be ready
-    for _ in range(min(left, MOST_HOSTS)):
+    kind: Any = ray.remote(**takes)(Host)
+    ours, todo, left = versions(*LIBRARIES), list(reversed(range(len(units)))), len(units)
+    died: Counter[int | None] = Counter()  # hosts, by the number of the unit that they were at; None means in between
+    busy: dict[Any, tuple[Any, int | None]] = {}  # hosts and what they are at, by what they promised
+
+    def begin() -> None:
         host = kind.remote(make, ours)
-        busy[host.do.remote()] = host, []
+        busy[host.do.remote()] = host, None
+
+    asked_for = min(left, MOST_HOSTS)
+    for _ in range(asked_for):
+        begin()
     while left:
         host = None  # one without work ends when nothing names it, and another one has its room
         if not todo:  # those that are not ready yet come too late
-            busy = {promise: one for promise, one in busy.items() if one[1]}
+            busy = {promise: one for promise, one in busy.items() if one[1] is not None}
         ended, _ = ray.wait([*busy], timeout=NO_ROOM_SECONDS)
         if not ended and not room.hosts(resources()):
             raise UserError(f"cluster: it has {described()}, and a host takes {room}: add a machine, or ask for less.")
         for promise in ended:
-            host, given = busy.pop(promise)
-            results: list[Any]
+            host, at = busy.pop(promise)
+            result: list[R | Lost] = []
             try:
-                results = ray.get(promise)
+                result = ray.get(promise)
+                died[None] = 0
             except RayTaskError as error:
                 raise error.cause from None
-            except RayError as error:  # it died, each time that Ray started it again
-                if not given:
+            except RayError as error:  # it died, alone or with its machine: another one takes its place
+                died[at] += 1
+                if at is None and died[at] == failures * asked_for:
                     raise UserError(f"cluster: hosts end as they begin: {first_line(error)}") from None
-                results = [Lost(failures, first_line(error))]
-            if todo:  # before this process is busy with what came out
-                unit = todo.pop()
-                busy[host.do.remote(unit)] = host, [unit]
-            left -= len(given)
-            yield from zip(given, results, strict=True)
+                if at is not None and died[at] == failures:
+                    result = [Lost(failures, first_line(error))]
+                elif at is not None:
+                    todo.append(at)
+                begin()
+            else:
+                if todo:  # before this process is busy with what came out
+                    unit = todo.pop()
+                    busy[host.do.remote(units[unit])] = host, unit
+            if at is not None and result:
+                left -= 1
+                yield units[at], result[0]
