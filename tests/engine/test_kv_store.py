@@ -186,7 +186,9 @@ class Machine:
         assert self.pool.num_used == int((references > 0).sum())
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=[pytest.mark.slow, pytest.mark.nightly]) for seed in (1, 2))]
+)
 @pytest.mark.parametrize("kind", ["reserving", "copying", "fixed"])
 def test_random_operations_equal_lists(seed, kind, monkeypatch):
     monkeypatch.setattr("ag.engine.block_pool.RESERVES", kind == "reserving")

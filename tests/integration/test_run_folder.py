@@ -251,10 +251,11 @@ def test_an_export_is_calibrated_by_a_step_of_0(recipe: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_metrics_of_the_export_are_those_of_the_last_step(recipe: Path, tmp_path: Path) -> None:
-    run = train(recipe, tmp_path, "trainer.max_steps=3")  # an epoch has 12
-    [row] = [row for row in logged(run) if "val/loss" in row]
+    run = train(recipe, tmp_path, "trainer.max_steps=3", "trainer.val_every=2")  # an epoch has 12
+    first, last = [row for row in logged(run) if "val/loss" in row]
     metrics = json.loads((run / "export" / "gate_config.json").read_text())["metrics"]
-    assert (row["step"], row["val/loss"]) == (3, metrics["loss"])
+    assert (first["step"], last["step"], last["val/loss"]) == (2, 3, metrics["loss"])
+    assert first["val/loss"] != last["val/loss"]
 
 
 @pytest.mark.parametrize(

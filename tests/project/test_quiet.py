@@ -37,7 +37,8 @@ def test_help_and_lists_import_nothing_heavy(words):
 
 def test_a_reader_that_leaves_early_is_no_error():
     words = [sys.executable, "-m", "ag.models", "--help"]  # short: it is written when the command ends
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=buffered)
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(30) == 128 + signal.SIGPIPE
