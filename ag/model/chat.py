@@ -108,6 +108,8 @@ class Chat:
             return tokenizer.apply_chat_template(self.messages, **told, **self.variables)
         except (TemplateError, TypeError, ValueError, NotImplementedError) as error:
             raise UserError(f"The chat template of the model refuses this: {error}.") from error
+        except OverflowError as error:  # an older transformers looks for the token before the text
+            raise UserError("The chat template of the model marks an empty {% generation %} at its start.") from error
 
 
 def for_template(message: Mapping[str, Any]) -> Message:

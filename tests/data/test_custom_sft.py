@@ -270,7 +270,7 @@ for _ in range(900):
         ({"messages": "hello"}, PLAIN, "row 2 messages str list"),
         ({"messages": TURNS}, FORGETFUL, "row 2 turn 2 generation"),
         ({"messages": TURNS}, "{{ raise_exception('no system') }}", "row 2 template no system"),
-        ({"messages": TURNS}, "{% generation %}{% endgeneration %}" + PLAIN, "row 2 template turn 2 generation"),
+        ({"messages": TURNS}, "{% generation %}{% endgeneration %}" + PLAIN, "row 2 template generation"),
         ({"messages": [*TURNS, {"role": "user", "content": DEEP}]}, PLAIN, "row 2 deep"),
     ],
 )
