@@ -17,8 +17,14 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import yaml  # type: ignore[import-untyped]
+
 from ag.errors import UserError, first_line
 from ag.errors import nearest as nearest
+
+MAX_YAML_EVENTS = 20_000
+MAX_YAML_DEPTH = 20
+YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class ConfigError(UserError):
@@ -166,12 +172,20 @@ def parse_yaml(text: str) -> Any:
     """Read YAML as plain values, numbers such as ``5e-5`` included.
 
     Raises:
-        ConfigError: when it is not valid, or has a key twice.
+        ConfigError: when it is not valid, has a key twice, or is too long or too deeply nested.
     """
     from omegaconf import OmegaConf  # where a key is read: kernels, gates and the engine do without it
 
     try:
+        # deep nesting would overflow the stack of the C parser that builds values; its events need no stack
+        depth = 0
+        for count, event in enumerate(yaml.parse(text, Loader=YamlLoader)):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if count > MAX_YAML_EVENTS or depth > MAX_YAML_DEPTH:
+                raise ConfigError("too long or too deeply nested for a configuration")
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload,index]
+    except ConfigError:
+        raise
     except Exception as error:  # the parser raises many types, RecursionError and KeyError among them
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""

@@ -49,12 +49,20 @@ def test_cycles(error: Any, write: Any) -> None:
         ("base: piqa_sf\n", "'piqa_sf' piqa_sft?"),
         ("base: nowhere.yaml\n", "nowhere.yaml"),
         (b"\xff\xfe\x00", "UTF-8"),
+        ("seed: " + "[" * 100_000 + "]" * 100_000, "nested"),  # which overflows the stack of a parser in C
+        ("seed: [" + "1," * 400_000 + "]", "nested"),
     ],
 )
 def test_wrong_files(error: Any, write: Any, text: str | bytes, expected: str) -> None:
     line = error("recipe=" + write("mine.yaml", text))
     names(line, *expected.split())
     names(line, "nowhere.yaml:" if "nowhere" in expected else "mine.yaml:")
+
+
+def test_an_alias_bomb_is_refused_at_once(error: Any, write: Any) -> None:
+    lines = ["l0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"l{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    names(error("recipe=" + write("bomb.yaml", "\n".join(lines))), "bomb.yaml", "YAML")
 
 
 def test_dump_round_trip_of_unusual_text(tmp_path: Path) -> None:
