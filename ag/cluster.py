@@ -229,7 +229,8 @@ def share(
                     result = [Lost(failures, first_line(error))]
                 elif at is not None:
                     todo.append(at)
-                begin()
+                if todo:
+                    begin()
             else:
                 if todo:  # before this process is busy with what came out
                     unit = todo.pop()

@@ -82,14 +82,6 @@ def select_over_heads(
     return select(score, sure, every, total[:, None], order).view_as(valid)
 
 
-def closing_order(keep: Tensor) -> Tensor:
-    """Return the slots ``[B, Hkv, N']`` of the kept tokens in order, N' being the most over heads, then others."""
-    kept = keep.cumsum(-1)
-    place = torch.where(keep, kept, kept[..., -1:] + (~keep).cumsum(-1)) - 1  # cheaper than a stable sort
-    slots = torch.arange(keep.shape[-1], device=keep.device).expand_as(place)
-    return torch.empty_like(place).scatter_(-1, place, slots)[..., : int(keep.sum(-1).max())]
-
-
 def filling_order(keep: Tensor) -> Tensor:
     """Return from which slots ``[B, Hkv, N']`` those of rows come once the holes are filled by the last kept tokens.
 

@@ -129,13 +129,6 @@ def hold_exactly(policy: ag.Policy, passes: list[list[int]], held: list[Any]) ->
                 assert all(len(set(layer)) == 1 for layer in counts)
 
 
-@pytest.fixture(scope="module")
-def llama(tiny_llama):
-    model = tiny_llama()
-    ag.attach(model, gates_for(model))
-    return model
-
-
 @pytest.mark.parametrize(
     ("start", "allocator", "schedule", "side"),
     list(marked(covering(allowed, start=list(STARTS), allocator=ALLOCATORS, schedule=SCHEDULES, side=SIDES))),

@@ -16,7 +16,6 @@ from ag.errors import UserError
 from tests.support import slow_policies
 from tests.support.batches import columns, padded, row, step
 from tests.support.bounds import hold, of_logits, of_nats
-from tests.support.gates_for import gates_for
 from tests.support.held import feed, observed_calls, run, seen_by
 from tests.support.memory import storages
 from tests.support.pairs import covering
@@ -50,13 +49,6 @@ def make(name: str, schedule: str, budget: float = 0.5, **options: Any) -> ag.Po
     base, end = re.fullmatch(r"([\w-]+)(.*)", name).groups()
     given = SCORERS.get(base, {}) | ({"observers": 4} if end.endswith("@preference") else {})
     return ag.policy(base.partition("-")[0] + end, budget=budget, schedule=schedule, **given | options)
-
-
-@pytest.fixture(scope="module")
-def llama(tiny_llama):
-    model = tiny_llama()
-    ag.attach(model, gates_for(model))
-    return model
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from ag.serve.metrics import as_text, labelled  # noqa: E402
 from ag.serve.scheduler import StoppedError  # noqa: E402
 from ag.serve.snapshot import Counts, Running, Snapshot, together  # noqa: E402
 from tests.support import ROOT, ray_worker, replicas  # noqa: E402
-from tests.support.http_server import VOCABULARY, byte_tokenizer, said, saved, server  # noqa: E402
+from tests.support.http_server import byte_tokenizer, said, saved, server  # noqa: E402
 from tests.support.refused import refuses  # noqa: E402
 from tests.support.served import alone  # noqa: E402
 from tests.support.warm import started  # noqa: E402
@@ -40,11 +40,6 @@ TOKENIZER = byte_tokenizer()
 KEY = "a key of a test"
 LONG = 3000  # tokens of an answer that takes seconds
 KEYS = ("policy=h2o", "share=0.5", "memory=32MiB", f"answer_tokens={LONG}", "served_name=tiny", "batch=16", "queue=16")
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_llama):
-    return tiny_llama(vocab_size=VOCABULARY, max_position_embeddings=8192)
 
 
 @pytest.fixture(scope="module")

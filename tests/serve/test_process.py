@@ -14,7 +14,7 @@ pytest.importorskip("fastapi", reason="needs the server's libraries: pip install
 
 import ag  # noqa: E402
 from ag.serve import Request  # noqa: E402
-from tests.support.http_server import VOCABULARY, byte_tokenizer, said, saved, server  # noqa: E402
+from tests.support.http_server import byte_tokenizer, said, saved, server  # noqa: E402
 from tests.support.served import alone  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -22,11 +22,6 @@ pytestmark = pytest.mark.slow
 KEY = "a key of a test"
 LONG = 4000  # tokens of an answer that takes seconds
 NEVER = {"logit_bias": {"2": -100}}  # no end before the last token
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_llama):
-    return tiny_llama(vocab_size=VOCABULARY, max_position_embeddings=8192)
 
 
 @pytest.fixture(scope="module")
