@@ -28,6 +28,7 @@ from ag.engine.spec import PolicySpec
 from ag.errors import UserError
 from ag.model.geometry import entry_sizes, fingerprint
 from ag.model.hooks import decoder_of, device_of, instrument
+from ag.model.hybrid import States
 from ag.model.support import check_attention, check_ranks
 
 
@@ -91,7 +92,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
             self.pool = pool
         if self.rotation is not None:
             self.rotation.check(self.pool)
-        self.kv_heads, self.num_layers = geometry["num_kv_heads"], len(self.decoder.layers)
+        self.kv_heads, self.num_layers = geometry["num_kv_heads"], geometry["num_layers"]
         windowed = geometry["windowed_layers"]
         self.sharing = [index for index in range(self.num_layers) if index not in windowed]
         self.reset()
@@ -111,6 +112,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
             Layer(self.policy, self.decoder, index, gates if index in mine else None)
             for index in range(self.num_layers)
         ]
+        self.states = States.of(self.decoder.config)
         self.batch, self._new, self.broken, self._length, self.kind = None, None, False, 0, None
 
     def __repr__(self) -> str:
@@ -128,6 +130,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
             new.evictor = self.evictor.fork()
         if self.reconstruction is not None:
             new.reconstruction = self.reconstruction.fork()
+        new.states = copy.deepcopy(self.states)
         return new
 
     def __reduce__(self) -> NoReturn:
@@ -190,6 +193,8 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
             return
         self.check_whole()
         self.look()
+        if self.states is not None:
+            self._refuse_going_back("crop")
         tokens = self.sequences.crop(remove)
         if self.rotation is not None:
             self.rotation.crop(self.store, self.sequences.num_tokens + tokens, self.sequences.num_tokens)
@@ -226,6 +231,8 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         Raises:
             UserError: for a policy that could make something go that is then wanted back.
         """
+        if self.states is not None:
+            self._refuse_going_back("drafts")
         if not self.is_croppable:
             what = "repeats a prompt before anything follows it"
             if self.policy.steps is not None:
@@ -235,10 +242,17 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
                 "with the schedule prefill."
             )
 
+    def _refuse_going_back(self, what: str) -> NoReturn:
+        raise UserError(
+            f"{what}: {type(self.decoder).__name__} has layers of linear attention or convolutions, whose states cannot "
+            "go back: expected no token to be taken back; call cache.reset() and read the text again."
+        )
+
     @property
     def is_croppable(self) -> bool:
         """Whether drafts can be taken back; ``model.generate`` asks after the prompt."""
-        return self.policy.scorer is None or not (self.policy.rereads or self.policy.steps is not None)
+        evicts_later = self.policy.rereads or self.policy.steps is not None
+        return self.states is None and (self.policy.scorer is None or not evicts_later)
 
     # ---- other sequences
 
@@ -256,6 +270,8 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         self.store.select(places)
         for layer in self.layers:
             layer.select(places)
+        if self.states is not None:
+            self.states.select(places)
         if self.reconstruction is not None:
             self.reconstruction.select(places)
         if self.evictor is not None:
@@ -316,6 +332,8 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.observation_window.join(theirs.observation_window)
             mine.gate_memory.join(theirs.gate_memory)
+        if self.states is not None and other.states is not None:
+            self.states.join(other.states)
         if self.evictor is not None and other.evictor is not None:
             self.evictor.decision.budgets.join(other.evictor.decision.budgets)
         other.reset()
@@ -338,6 +356,34 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
     def is_initialized(self) -> bool:
         """Whether something was read."""
         return self.seen_tokens > 0
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return what a layer that does not attend keeps for its convolution; None before its first token."""
+        return self._kept().get_conv_state(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the next inputs of such a convolution."""
+        return self._kept().update_conv_state(*args, **kwargs)
+
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return the recurrent state of a layer that does not attend; None before its first token."""
+        return self._kept().get_recurrent_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the next recurrent state of such a layer."""
+        return self._kept().update_recurrent_state(*args, **kwargs)
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether such a layer has read something."""
+        return self._kept().has_previous_state(*args, **kwargs)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: states do not go back."""
+        return False
+
+    def _kept(self) -> States:
+        assert self.states is not None
+        return self.states
 
     is_compileable = property(lambda self: False)
     get_max_cache_shape = get_max_length  # the name before transformers 5.20

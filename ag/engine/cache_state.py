@@ -39,6 +39,7 @@ def state_of(cache: Forward) -> dict[str, Any]:
         "owned": cache.store.owned,
         "layers": {str(part.index): _state_of_layer(cache, part) for part in cache.layers},
         "budgets": None if cache.evictor is None else cache.evictor.decision.budgets.state_dict(),
+        "states": None if cache.states is None else cache.states.tensors,
     }
 
 
@@ -79,6 +80,10 @@ def restore(cache: Forward, state: Mapping[str, Any]) -> None:
         _require("window", said["window"] is None or type(said["window"]) is int)
         part.window, part.watch = said["window"], Stopwatch(float(said["seconds"]))
         part.open_to = int(held[part.index].max())
+    _require("states", (state["states"] is None) == (cache.states is None))
+    if cache.states is not None:
+        _require("states", all(len(x) == len(cache.sequences) for x in state["states"].values()))
+        cache.states.load(_moved(state["states"], cache))
     _require("budgets", (state["budgets"] is None) == (cache.evictor is None))
     if cache.evictor is not None:
         cache.evictor.decision.budgets.load_state_dict(_moved(state["budgets"], cache))

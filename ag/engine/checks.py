@@ -10,7 +10,7 @@ from ag.engine.policy import Policy
 from ag.errors import UserError
 from ag.gates.attach import alike, attached_gates, check_geometry, move_to_layers
 from ag.gates.gate import AttentionGates
-from ag.model.hooks import device_of
+from ag.model.hooks import attentions_of, device_of
 from ag.model.projection import output_projection
 from ag.model.support import check_ranks, check_rotations
 
@@ -57,8 +57,8 @@ def check_needs(wanting: Policy, decoder: Any) -> None:
         check_ranks(decoder, repr(wanting))
     if wanting.scorer.needs.rotations:
         check_rotations(decoder, repr(wanting), "Use another policy.")
-    for layer in decoder.layers if wanting.scorer.needs.output_projection else ():
-        output_projection(layer.self_attn)
+    for attention in attentions_of(decoder) if wanting.scorer.needs.output_projection else ():
+        output_projection(attention)
 
 
 def check_add(cache: Forward, other: Forward) -> None:

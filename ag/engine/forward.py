@@ -22,6 +22,7 @@ from ag.engine.sequences import SequenceState
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import AttentionCall, Interceptor
+from ag.model.hybrid import States
 
 
 class Forward(Interceptor):
@@ -40,6 +41,7 @@ class Forward(Interceptor):
     evictor: Evictor | None
     #: What keys and queries are rotated by; None means by their places in the text, as the model rotates them.
     rotation: Turned | None
+    states: States | None
     #: Lets the model repeat the prompt; None means that the policy needs no repetition.
     reconstruction: ReconstructionPass | None
 

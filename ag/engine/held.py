@@ -43,7 +43,7 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that are taken, and of what gates look back at."""
+        """Bytes of the blocks that are taken, and of what gates look back at; states of other layers do not count."""
         blocks = self.store.num_blocks() * self.pool.block_nbytes(self.store.gate_type)
         return blocks + sum(part.gate_memory.nbytes for part in self.layers)
 

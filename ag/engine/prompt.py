@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -72,7 +73,10 @@ def read_prompt(
             together["" if plain else cache.policy.positions].append(cache)
     shared: dict[EvictionCache, Tensor] = {}
     for some in together.values():
-        shared |= dict.fromkeys(some, read({"gating": Together(some), "use_cache": False}))
+        reader = Together(some)
+        shared |= dict.fromkeys(some, read({"gating": reader, "use_cache": False}))
+        for cache in some[1:]:
+            cache.states = copy.deepcopy(reader.states)
     return [(cache, shared[cache] if cache in shared else read({"past_key_values": cache})) for cache in caches]
 
 
@@ -91,7 +95,9 @@ class Together(Interceptor):
     """Several caches that see the same forward pass, in which nothing is held before and nothing goes within it."""
 
     def __init__(self, caches: list[EvictionCache]) -> None:
-        self.caches = caches
+        self.caches, self.states = caches, caches[0].states
+        for cache in caches:  # while they read
+            cache.states = self.states
         self.modules = [module for cache in caches for module in cache.modules]
         # what is repeated does not depend on the budget, but codes are what is attended to where there are any
         known: dict[KVDtype, dict[Rereader, Measured]] = defaultdict(dict)

@@ -10,7 +10,7 @@ from torch import nn
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
-from ag.model.hooks import Attachment, decoder_of, device_of, instrument, restore
+from ag.model.hooks import Attachment, attentions_of, decoder_of, device_of, instrument, restore
 from ag.model.support import check_attention
 
 
@@ -53,9 +53,9 @@ def check_geometry(model: nn.Module, gates: AttentionGates) -> None:
 
 def move_to_layers(model: nn.Module, gates: AttentionGates) -> None:
     """Move each gate to the device of the layer whose input it reads."""
-    layers = decoder_of(model).layers
+    attentions = attentions_of(decoder_of(model))
     for index in gates.layer_indices:
-        source = layers[index - gates.config.layer_offset]
+        source = attentions[index - gates.config.layer_offset]
         gates.layers[str(index)].to(device_of(source))
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+
 from ag.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+SERVED = ("full_attention", "sliding_attention")  # layer types that hold a key and a value of each token, no more
 
 
 def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
@@ -21,7 +26,7 @@ def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
         heads = int(text.num_attention_heads)
         return {
             "model_type": text.model_type,
-            "num_layers": int(text.num_hidden_layers),
+            "num_layers": len(attention_layers(text)),
             "num_heads": heads,
             "num_kv_heads": int(getattr(text, "num_key_value_heads", None) or heads),
             "head_dim": int(getattr(text, "head_dim", None) or text.hidden_size // heads),
@@ -41,8 +46,22 @@ def entry_sizes(model_config: PretrainedConfig) -> tuple[int, int]:
     return (sum(parts) if all(parts) else size), int(getattr(text, "v_head_dim", None) or size)
 
 
+def attention_layers(model_config: PretrainedConfig) -> list[int]:
+    """Return which layers of a decoder hold keys and values, by the cache that transformers would make for it.
+
+    The others keep a state of fixed size (linear attention, state spaces, convolutions), or nothing. Gates and caches
+    count the layers with keys and values alone.
+    """
+    text = model_config.get_text_config()
+    if not {*(getattr(text, "layer_types", None) or ())} - {*SERVED}:
+        return [*range(text.num_hidden_layers)]
+    layers = DynamicCache(config=text).layers
+    return [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+
+
 def _alternating_windows(text: PretrainedConfig) -> list[int]:
     """Return the windowed layers of a model that also has full ones (Gemma's pattern): gates leave them alone."""
     types = getattr(text, "layer_types", None) or []
-    windowed = [index for index, kind in enumerate(types) if kind == "sliding_attention"]
-    return windowed if len(windowed) < len(types) else []
+    held = [types[index] for index in attention_layers(text)] if types else []
+    windowed = [index for index, kind in enumerate(held) if kind == "sliding_attention"]
+    return windowed if len(windowed) < len(held) else []

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
+from transformers.cache_utils import Cache
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -33,10 +34,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.softmax import PLAIN, Softmax
+from ag.model.hybrid import aligned, as_they_came, has_other_layers, masks_by_type, put_back
 from ag.model.products import ThreadedLayers
 from ag.model.rope import rotate as rotate
 from ag.model.structure import USE_ANOTHER, own_config, unwrapped
 from ag.model.structure import UnsupportedModelError as UnsupportedModelError
+from ag.model.structure import attentions_of as attentions_of
 from ag.model.structure import decoder_of as decoder_of
 from ag.model.structure import device_of as device_of
 from ag.model.structure import lm_head as lm_head
@@ -95,6 +98,10 @@ class Interceptor(ABC):
     attended: list[int] | None = None
     #: Modules that run in a forward pass beside the model's.
     modules: Sequence[nn.Module] = ()
+    #: What layers of a hybrid model that do not attend keep; None means that they keep nothing.
+    states: Cache | None = None
+    #: Where the tokens of each sequence stand in the pass at hand, ``[B, n]``; None means in every column.
+    order: Tensor | None = None
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Start a forward pass.
@@ -158,6 +165,7 @@ class Attachment:
     handles: list[Change]
     configs: list[tuple[nn.Module, PretrainedConfig]]
     forward: Callable[..., Any] | None  # the decoder's, where it had one of its own (accelerate's hooks)
+    hybrid: bool  # whether some layers do not attend
     gates: nn.Module | None = None  # see ag.gates.attach
     unturned: str | None = None  # see ag.model.support.check_rotations; None: not asked yet
 
@@ -174,8 +182,7 @@ def instrument(model: nn.Module) -> Attachment:
         return existing
     handles: list[Change] = []
     configs = []
-    for index, layer in enumerate(decoder.layers):
-        module = layer.self_attn
+    for index, module in enumerate(attentions_of(decoder)):
         handles.append(module.register_forward_pre_hook(partial(_before_attention, index), with_kwargs=True))
         configs.append((module, module.config))
         module.config = copy.copy(module.config)
@@ -184,7 +191,8 @@ def instrument(model: nn.Module) -> Attachment:
     base = unwrapped(model)
     threaded = ThreadedLayers(base)
     handles += [base.register_forward_pre_hook(partial(_before_model, threaded), with_kwargs=True), threaded]
-    attachment = decoder._ag_attachment = Attachment(base, handles, configs, vars(decoder).get("forward"))
+    hybrid = has_other_layers(decoder.config)
+    attachment = decoder._ag_attachment = Attachment(base, handles, configs, vars(decoder).get("forward"), hybrid)
     decoder.forward = partial(_decode, decoder, decoder.forward)
     base.generate = partial(_generate, base)
     if hasattr(base, "prepare_inputs_for_generation"):
@@ -342,18 +350,27 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
     tokens: Tensor = named[name]
     interceptor.begin(decoder, named.get("attention_mask"), tokens)
+    attachment, padding, cache = decoder._ag_attachment, named.get("attention_mask"), cache_argument(type(decoder))
     # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the interceptor knows the padding
-    named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+    mask = named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+    if interceptor.states is not None and named.get(cache) is not interceptor:
+        named |= {cache: interceptor.states, "use_cache": True}
     in_words = named.get("return_dict", getattr(decoder.config, "return_dict", True)) is not False
     if not in_words:
         named["return_dict"] = True  # a tuple is made of it behind the interceptor's end of the pass
 
     parts: list[tuple[Tensor | None, Any]] = []
+    seen = 0
     for columns, positions in interceptor.passes(named.pop("position_ids", None)):
+        if attachment.hybrid:
+            columns, positions, interceptor.order, there = as_they_came(columns, positions, padding, seen)
+            seen = tokens.shape[1] if columns is None else int(columns[0, -1]) + 1
+            length = tokens.shape[1] if columns is None else columns.shape[1]
+            named["attention_mask"] = masks_by_type(mask, there, length)
         if columns is not None:
             index = columns.clamp_min(0).to(tokens.device)
             named[name] = tokens.gather(1, index if tokens.ndim == 2 else _wide(index, tokens))
-        interceptor.attended = [0] * len(decoder.layers)  # type: ignore[arg-type]
+        interceptor.attended = [0] * len(attachment.configs)  # type: ignore[arg-type]
         parts.append((columns, forward(**named, position_ids=positions)))
         if any(times != 1 for times in interceptor.attended):
             _refuse_unreached(decoder, interceptor.attended)
@@ -401,7 +418,7 @@ def _refuse_unreached(decoder: Any, attended: list[int]) -> NoReturn:
         UnsupportedModelError: naming the layers, and the reason where it is known.
     """
     wrong = [index for index, times in enumerate(attended) if times != 1]
-    kind, layer = type(decoder).__name__, decoder.layers[wrong[0]].self_attn
+    kind, layer = type(decoder).__name__, attentions_of(decoder)[wrong[0]]
     if max(attended) == 0 and _checkpoints(decoder):
         raise UserError(_WITHOUT_CACHE.format(kind))
     if max(attended) == 0:
@@ -445,7 +462,8 @@ def _before_attention(index: int, module: nn.Module, args: tuple[Any, ...], kwar
     kwargs.pop("gating", None)
     if interceptor is None:
         return None
-    interceptor.enter_layer(index, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    interceptor.enter_layer(index, aligned(hidden, interceptor.order, 1))
     return args, kwargs | {"ag_interceptor": interceptor, "ag_layer": index}
 
 
@@ -470,20 +488,18 @@ def _attention(
     own_mask = attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.numel() == 1)
     if unknown or own_mask or kwargs.get("is_causal") is False:  # a mask of one number is what _decode gave
         _refuse_arguments(module, attention_mask if own_mask else None, unknown)
-    scaling = kwargs.get("scaling")
+    scaling, order = kwargs.get("scaling"), ag_interceptor.order
     call = AttentionCall(
         module,
         ag_layer,
-        query,
-        key,
-        value,
+        *(aligned(x, order, 2) for x in (query, key, value)),
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         kwargs.get("sliding_window"),
         Softmax(kwargs.get("softcap"), kwargs.get("s_aux")),
     )
     if ag_interceptor.attended is not None:
         ag_interceptor.attended[ag_layer] += 1
-    out = ag_interceptor.attend(call)
+    out = put_back(ag_interceptor.attend(call), order, query.shape[2], 2)
     rate = kwargs.get("dropout", 0.0)
     return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
 

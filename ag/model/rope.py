@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ag.model.geometry import attention_layers
+
 
 def rope_of(decoder: Any, layer: int) -> tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], float]:
-    """Return what makes cosines and sines ``[B, T, D]`` like x for positions ``[B, T]`` in a layer, and their scaling.
+    """Return what makes cosines and sines ``[B, T, D]`` like x for positions ``[B, T]`` in a layer that attends, and their scaling.
 
     Some models have a RoPE for each type of layers (Gemma 3).
     """
     rotary = decoder.rotary_emb
     if not isinstance(rotary.rope_type, dict):
         return rotary, rotary.attention_scaling
-    kind = decoder.config.layer_types[layer]
+    kind = decoder.config.layer_types[attention_layers(decoder.config)[layer]]
     return partial(rotary, layer_type=kind), getattr(rotary, f"{kind}_attention_scaling")
 
 

@@ -1,8 +1,10 @@
-"""The parts of a Hugging Face model: its stack of layers, its head, and what it computes behind the layers."""
+"""The parts of a Hugging Face model: its stack of layers, their attention, its head, and what follows the layers."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ag.errors import UserError
 
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # of transformers, by which a model finds its attention function
 USE_ANOTHER = "use a model such as Llama, Mistral, Qwen2 or Qwen3."
 
 
@@ -34,13 +37,37 @@ def decoder_of(model: nn.Module) -> Any:
     base = unwrapped(model)
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
     layers = getattr(decoder, "layers", ())
-    supported = isinstance(base, PreTrainedModel) and base._supports_attention_backend
-    if not (supported and layers and all(getattr(layer, "self_attn", None) is not None for layer in layers)):
+    if not (isinstance(base, PreTrainedModel) and any(attention_of(layer) is not None for layer in layers)):
         raise UnsupportedModelError(
-            f"{type(base).__name__} does not use the attention interface of transformers (layers with self_attn and "
-            f"_supports_attention_backend); {USE_ANOTHER}"
+            f"{type(base).__name__} has no layer that attends through the attention interface of transformers: "
+            f"expected a decoder with such layers; {USE_ANOTHER}"
         )
     return decoder
+
+
+def attention_of(layer: nn.Module) -> Any:
+    """Return the module of a layer that attends through the attention interface; None where the layer has none."""
+    return next((part for part in layer.children() if _calls_interface(_class_of(part))), None)
+
+
+def attentions_of(decoder: Any) -> list[Any]:
+    """Return the attention modules of a stack of layers in order, by which gates and caches count layers.
+
+    In hybrid models some layers have none: linear attention, state spaces, convolutions.
+    """
+    return [module for layer in decoder.layers if (module := attention_of(layer)) is not None]
+
+
+def _class_of(module: nn.Module) -> Any:
+    return type(getattr(module, "_orig_mod", module))  # of a compiled module too
+
+
+@functools.cache
+def _calls_interface(kind: Any) -> bool:
+    """Whether some method of a class names the table of attention functions."""
+    own = [base for base in kind.__mro__ if base not in nn.Module.__mro__]
+    methods = [inspect.unwrap(part) for base in own for part in vars(base).values() if inspect.isfunction(part)]
+    return any(INTERFACE in method.__code__.co_names for method in methods)
 
 
 def own_config(module: Any) -> PretrainedConfig:

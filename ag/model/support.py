@@ -11,11 +11,18 @@ from torch import Tensor, nn
 
 from ag.errors import UserError
 from ag.model.hooks import AttentionCall, Interceptor, causal_attention, check_adapter
+from ag.model.geometry import SERVED, attention_layers
 from ag.model.rope import rope_of, rotate
-from ag.model.structure import USE_ANOTHER, UnsupportedModelError, decoder_of, device_of, unwrapped
+from ag.model.structure import (
+    USE_ANOTHER,
+    UnsupportedModelError,
+    attention_of,
+    attentions_of,
+    decoder_of,
+    device_of,
+    unwrapped,
+)
 
-SERVED = ("full_attention", "sliding_attention")  # layer types whose cache holds a key and a value of each token
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # of transformers, by which a model finds its attention function
 FAR, TOLERANCE = 100, 0.05  # places between two queries, and how much of a query's length rounding may change
 
 
@@ -38,19 +45,18 @@ def check_attention(model: nn.Module) -> None:
                 "beside text: expected a model that hands the attention_mask on; load the language model alone."
             )
     kinds = getattr(decoder.config, "layer_types", None) or SERVED[:1] * len(decoder.layers)
-    for index, layer in enumerate(decoder.layers):
-        module: Any = layer.self_attn
-        kind: Any = type(getattr(module, "_orig_mod", module))  # that of a compiled module too
-        if not hasattr(module, "config") or not _calls_interface(kind):
-            does = "computes its attention without the attention interface of transformers"
-        elif kinds[index] not in SERVED:
+    for index in attention_layers(decoder.config):
+        module: Any = attention_of(decoder.layers[index])
+        if module is None:
+            module, does = decoder.layers[index], "has no attention that uses the attention interface of transformers"
+        elif kinds[index] not in (*SERVED, "hybrid"):
             does = f"is of the type {kinds[index]}: expected {' or '.join(SERVED)}"
         elif getattr(module, "is_causal", True) is False:
             does = "lets tokens see later ones: expected causal attention"
         elif getattr(module, "is_kv_shared_layer", False):
             does = "takes its keys and values from another layer: expected its own"
-        elif getattr(module, "head_dim", None) != (size := getattr(decoder.layers[0].self_attn, "head_dim", None)):
-            does = f"has heads of {module.head_dim} numbers: expected {size}, as in layer 0"
+        elif getattr(module, "head_dim", None) != (size := getattr(attentions_of(decoder)[0], "head_dim", None)):
+            does = f"has heads of {module.head_dim} numbers: expected {size}, as in the first layer"
         else:
             causal_attention(module)
             continue
@@ -69,14 +75,6 @@ def _makes_masks(kind: Any) -> bool:
     """Whether the forward pass of a class calls a function that creates attention masks."""
     names = inspect.unwrap(kind.forward).__code__.co_names
     return any(name.startswith("create_") and "mask" in name for name in names)
-
-
-@functools.cache
-def _calls_interface(kind: Any) -> bool:
-    """Whether some method of an attention class names the table of attention functions."""
-    own = [base for base in kind.__mro__ if base not in nn.Module.__mro__]
-    methods = [inspect.unwrap(part) for base in own for part in vars(base).values() if inspect.isfunction(part)]
-    return any(INTERFACE in method.__code__.co_names for method in methods)
 
 
 def check_rotations(decoder: Any, what: str, instead: str) -> None:
@@ -135,13 +133,13 @@ def _unturned(decoder: Any) -> str:
         return "rotates each key by several positions; expected one for each token"
     rotary: Any = getattr(decoder, "rotary_emb", None)
     kinds = getattr(rotary, "rope_type", None)
-    for index, layer in enumerate(decoder.layers):
-        name = decoder.config.layer_types[index] if isinstance(kinds, dict) else ""
+    for index, attention in enumerate(attentions_of(decoder)):
+        name = decoder.config.layer_types[attention_layers(decoder.config)[index]] if isinstance(kinds, dict) else ""
         kind = kinds.get(name) if isinstance(kinds, dict) else kinds
         if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
             found = f"{kind or 'no'} RoPE"
             return f"rotates keys by {found}; expected fixed frequencies (default, linear, llama3, yarn)"
-        q = _probed(decoder, index, layer)
+        q = _probed(decoder, index, attention)
         turned = 2 * len(getattr(rotary, f"{name}_inv_freq" if name else "inv_freq"))
         if q.shape[-1] != turned:
             return f"rotates {turned} of a key's {q.shape[-1]} dimensions; expected all"
@@ -155,14 +153,14 @@ def _unturned(decoder: Any) -> str:
 
 
 @torch.no_grad()
-def _probed(decoder: Any, index: int, layer: Any) -> Tensor:
-    """Return the queries ``[1, H, 2, D]`` that a layer makes of the same hidden state at the places 0 and ``FAR``."""
-    weight, device = decoder.get_input_embeddings().weight, device_of(layer)
+def _probed(decoder: Any, index: int, attention: Any) -> Tensor:
+    """Return the queries ``[1, H, 2, D]`` that an attention makes of the same hidden state at the places 0 and ``FAR``."""
+    weight, device = decoder.get_input_embeddings().weight, device_of(attention)
     drawn = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0))
     hidden = drawn.to(device, weight.dtype).expand(-1, 2, -1)
     places = torch.tensor([[0, FAR]], device=device)
     probe = _Probe()
-    layer.self_attn(
+    attention(
         hidden_states=hidden,
         position_embeddings=rope_of(decoder, index)[0](hidden, places),
         position_ids=places,

@@ -1,0 +1,173 @@
+"""Hybrid models: layers that keep a state of fixed size beside layers that attend.
+
+Linear attention, state spaces and convolutions read the columns of a batch in turn, padding included, while the passes
+of an interceptor are left-aligned. So a pass of a hybrid model runs over the columns as they came, and its attention
+over the tokens in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+
+from ag.errors import UserError
+
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # types of layers, by which models take masks
+IN_TURN = ("linear_attention", "conv")
+
+
+class States(Cache):
+    """What the layers that do not attend keep of the tokens that went by, in transformers' own cache layers.
+
+    Keys and values of attention are handed on, and not kept.
+
+    Args:
+        config: of the decoder.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(layers=DynamicCache(config=config).layers)
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> States | None:
+        """Return empty states for a decoder; None means that all of its layers attend, and nothing else."""
+        states = cls(config) if has_other_layers(config) else None
+        return states if states is not None and states.kept else None
+
+    @property
+    def kept(self) -> list[Any]:
+        """The layers that have a state."""
+        return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hand keys and values of an attention layer on."""
+        return key_states, value_states
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The states by a name that says layer, kind and number; they have a row for each sequence."""
+        return {
+            f"{index}.{kind}.{number}": state
+            for index, layer in enumerate(self.kept)
+            for kind in ("conv_states", "recurrent_states")
+            for number, state in getattr(layer, kind).items()
+            if state is not None
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what :attr:`tensors` gave.
+
+        Raises:
+            KeyError: for a layer or a kind that is none.
+        """
+        layers = dict(enumerate(self.kept))
+        for name, state in tensors.items():
+            index, kind, number = name.split(".")
+            layer, place = layers[int(index)], int(number)
+            {"conv_states": layer.update_conv_state, "recurrent_states": layer.update_recurrent_state}[kind](state, place)
+            layer.has_previous_state[place] = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(state.nbytes for state in self.tensors.values())
+
+    def select(self, indices: Tensor) -> None:
+        """Make the sequences those at ``indices``."""
+        for layer in self.kept:
+            for states in (layer.conv_states, layer.recurrent_states):
+                states.update({n: x[indices.to(x.device)] for n, x in states.items() if x is not None})
+
+    def join(self, other: States) -> None:
+        """Append the sequences of other states of the same model."""
+        for mine, theirs in zip(self.kept, other.kept, strict=True):
+            for name in ("conv_states", "recurrent_states"):
+                rows, more = getattr(mine, name), getattr(theirs, name)
+                rows.update({n: torch.cat([x, more[n]]) for n, x in rows.items() if x is not None})
+
+
+def has_other_layers(config: PretrainedConfig) -> bool:
+    """Tell whether some layers of a decoder are of another type than attention."""
+    return bool({*(getattr(config, "layer_types", None) or ())} - {*ATTENTION})
+
+
+class Arranged(NamedTuple):
+    """A pass over columns as they came."""
+
+    columns: Tensor | None  # [B, w], which columns of the call are read; None means all
+    positions: Tensor | None  # [B, w], of these columns; None means that the model counts them
+    order: Tensor | None  # [B, n], where the tokens of each sequence stand in the pass; None means in every column
+    there: Tensor | None  # [B, w] bool, which columns are tokens; None means all
+
+
+def as_they_came(columns: Tensor | None, positions: Tensor | None, mask: Tensor | None, seen: int) -> Arranged:
+    """Arrange a pass for layers that read columns in turn.
+
+    Args:
+        columns: ``[B, n]``, the columns of each sequence's next tokens, left-aligned, -1 behind them; None means all.
+        positions: ``[..., B or 1, n]``, of these tokens; None means that the model counts them.
+        mask: ``[B, seen + T]``, nonzero on tokens; None means that all columns are. It counts where ``columns`` is None.
+        seen: columns of the call that were read by earlier passes.
+
+    Raises:
+        UserError: when sequences would have to be read to different columns.
+    """
+    if columns is None:
+        return Arranged(None, positions, None, None if mask is None or bool(mask.all()) else mask.bool())
+    tokens = columns >= 0
+    first, end = int(columns.where(tokens, columns.max()).min()), int(columns.max()) + 1
+    if first < seen:
+        raise UserError(
+            "Layers of linear attention read the columns of a batch in turn, and the sequences of this one end their "
+            "blocks or prompts at different columns: expected sequences of one length; read each by itself."
+        )
+    there = torch.zeros(len(columns), end - first + 1, dtype=torch.bool, device=columns.device)
+    there.scatter_(1, (columns - first).where(tokens, end - first), True)  # the last column takes what is no token
+    there = there[:, :-1]
+    order = (~there).int().argsort(dim=1, stable=True)
+    if positions is not None:
+        *more, _, width = positions.shape
+        given = positions.expand(*more, len(columns), width)
+        padded = torch.nn.functional.pad(given, (0, end - first - width), value=0)
+        positions = padded.new_zeros(padded.shape).scatter(-1, order.expand_as(padded), padded)
+    window = torch.arange(first, end, device=columns.device).expand(len(columns), -1)
+    return Arranged(window, positions, order[:, : columns.shape[1]], None if bool(there.all()) else there)
+
+
+def masks_by_type(attention: Tensor, there: Tensor | None, length: int) -> dict[str, Tensor | None]:
+    """Return the masks of a pass of ``length`` columns by the type of layer, as hybrid models take them.
+
+    Args:
+        attention: what layers that attend get.
+        there: ``[B, length or more]`` bool, which columns are tokens, this pass's last; None means all.
+        length: columns of the pass.
+    """
+    in_turn = None if there is None or length == 1 else there[:, -length:].contiguous()
+    return dict.fromkeys(ATTENTION, attention) | dict.fromkeys(IN_TURN, in_turn)
+
+
+def aligned(x: Tensor, order: Tensor | None, dim: int) -> Tensor:
+    """Return the tokens of a pass left-aligned: columns ``order`` ``[B, n]`` of a dimension of ``x`` ``[B, ...]``."""
+    return x if order is None else x.gather(dim, _index(order, x, dim))
+
+
+def put_back(x: Tensor, order: Tensor | None, length: int, dim: int) -> Tensor:
+    """Undo :func:`aligned` for a pass of ``length`` columns."""
+    if order is None:
+        return x
+    shape = [*x.shape]
+    shape[dim] = length
+    return x.new_zeros(shape).scatter(dim, _index(order, x, dim), x)
+
+
+def _index(order: Tensor, like: Tensor, dim: int) -> Tensor:
+    shape = [len(order), *[1] * (like.ndim - 1)]
+    shape[dim] = order.shape[1]
+    full = [*like.shape]
+    full[dim] = order.shape[1]
+    return order.to(like.device).view(shape).expand(full)
