@@ -26,7 +26,7 @@ from ag.engine.reconstruction import ReconstructionPass
 from ag.engine.sequences import SequenceState
 from ag.engine.spec import PolicySpec
 from ag.errors import UserError
-from ag.model.geometry import entry_sizes, fingerprint
+from ag.model.geometry import attention_layers, entry_sizes, fingerprint, shared_layers
 from ag.model.hooks import decoder_of, device_of, instrument
 from ag.model.hybrid import States
 from ag.model.support import check_attention, check_ranks
@@ -95,6 +95,10 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         self.kv_heads, self.num_layers = geometry["num_kv_heads"], geometry["num_layers"]
         windowed = geometry["windowed_layers"]
         self.sharing = [index for index in range(self.num_layers) if index not in windowed]
+        kinds = getattr(config, "layer_types", None) or ()
+        self.chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
+        places = attention_layers(config)
+        self.readers = [places.index(source) for source in shared_layers(config).values()]
         self.reset()
 
     def reset(self) -> None:
@@ -103,13 +107,13 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         if gates is not None:
             kind = torch.bool if self.policy.budget is None else torch.float32
         self.store = KVStore(self.pool, self.num_layers, self.kv_heads, kind, self.rotation)
-        self.sequences = SequenceState(self.policy)
+        self.sequences = SequenceState(self.policy, self.chunk)
         self.evictor = None if self.policy.budget is None else Evictor(self.policy, self.sharing)
         rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
         self.reconstruction = None if rereader is None else ReconstructionPass(rereader)
         mine = () if gates is None else gates.layer_indices
         self.layers = [
-            Layer(self.policy, self.decoder, index, gates if index in mine else None)
+            Layer(self.policy, self.decoder, index, gates if index in mine else None, self.readers.count(index))
             for index in range(self.num_layers)
         ]
         self.states = States.of(self.decoder.config)
@@ -341,8 +345,9 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
     # ---- what transformers asks
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the columns seen, which drive positions."""
-        return self.seen_tokens
+        """Return the columns seen, which drive positions: within a pass those before it."""
+        within = self.batch.ranks.shape[1] if self.broken and self.batch is not None else 0
+        return self.seen_tokens - within
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return the sizes of a mask over everything seen."""

@@ -281,6 +281,8 @@ class Forward(Interceptor):
         assert batch is not None
         if batch.fresh:
             self.hold_as(call.k.dtype, call.v.dtype)
+        if call.shared:
+            return self.layers[call.layer].read_by_another(call, batch, self.store)
         evictor = self.evictor if call.layer in self.sharing else None
         if not (batch.is_prefill or self.policy.steps is not None):
             evictor = None

@@ -41,14 +41,20 @@ class Layer:
         decoder: the model's stack of layers.
         index: of the layer.
         gates: of the model; None where this layer has no gate.
+        readers: later layers of the model that read the keys and values of this one.
     """
 
-    def __init__(self, policy: Policy, decoder: Any, index: int, gates: AttentionGates | None) -> None:
+    def __init__(
+        self, policy: Policy, decoder: Any, index: int, gates: AttentionGates | None, readers: int = 0
+    ) -> None:
+        self.readers = readers
         self.index, self.policy, self.decoder, self.gates = index, policy, decoder, gates
         #: Newest tokens that a query sees whatever their flags, its own included; None means that flags do not count.
         self.flagged = None if gates is None or policy.budget is not None else gates.config.recent_tokens
         #: Sliding window of the model's layer; None means that it has none.
         self.window: int | None = None
+        #: Tokens of the chunks of a text within which the layer attends; None means that it has none.
+        self.chunk: int | None = None
         #: Whether later queries do not see some of what is held: a sliding window, or flags.
         self.hides = self.flagged is not None
         #: The last queries of each sequence, for scorers that look back at them.
@@ -90,11 +96,36 @@ class Layer:
             The attention output ``[B, H, T, Dv]``.
         """
         self.window, self.hides = call.window, call.window is not None or self.flagged is not None
+        self.chunk = call.chunk
+        first = batch.num_tokens - batch.counts
+        if self.chunk is not None and bool(((first % self.chunk == 0) & (first > 0)).any()):  # a chunk begins
+            self._remove(batch, store, first, batch.counts[:, None] if batch.step else 0)
         if store.rotation is not None and store.rotation.counts_held and not batch.fresh:
             self._remove(batch, store, batch.num_tokens - batch.counts, batch.counts[:, None] if batch.step else 0)
         out, weights, placed = self.read(call, batch, store, evictor)
+        if self.readers and not batch.fresh:  # what they do not see yet goes behind the last of them
+            batch.memo["readers", self.index] = self.readers, placed, weights, evictor
+        else:
+            self._observe(placed, batch, store, evictor, weights)
+        return out.to(call.q.dtype)
+
+    def read_by_another(self, call: AttentionCall, batch: ForwardBatch, store: KVStore) -> Tensor:
+        """Attend with the queries of a later layer, ``[B, H, T, D]``; returns the output ``[B, H, T, Dv]``."""
+        gate, recent = batch.memo.get(("gate", self.index)), None if self._dense(batch) else self.flagged
+        out, _ = self._attend(call, batch, store, gate, recent, weigh=False)
+        if not batch.fresh:
+            left, placed, weights, evictor = batch.memo["readers", self.index]
+            batch.memo["readers", self.index] = left - 1, placed, weights, evictor
+            if left == 1:
+                self._observe(placed, batch, store, evictor, weights)
+        return out.to(call.q.dtype)
+
+    def _observe(
+        self, placed: AttentionCall, batch: ForwardBatch, store: KVStore, evictor: Evictor | None, weights: Tensor | None
+    ) -> None:
+        """Show the scorer a pass behind its attention, and remove what later passes do not need."""
         if evictor is not None:
-            with self.watch.running(out.device):
+            with self.watch.running(placed.q.device):
                 needs, q = evictor.scorer.needs, placed.q
                 queries = Queries(q=q, ranks=batch.ranks, valid=batch.ranks >= 0, new=q.shape[2], weights=weights)
                 last = self.policy.lookback if batch.is_prefill else needs.lookback
@@ -104,7 +135,6 @@ class Layer:
                     self._show(placed, batch, store, evictor, queries)
         if self.hides and not batch.step:  # behind a step the cache does it for all layers
             self.expire(batch, store)
-        return out.to(call.q.dtype)
 
     # ---- append and attend
 
@@ -126,18 +156,32 @@ class Layer:
             gate = self._gate_output(batch)
             recent = None if self._dense(batch) else recent
         kv_append(pages, placed.k, placed.v, batch.ranks, gate)
-        if batch.fresh and recent is None:  # left-aligned: padding comes last, where no token sees it
-            return call.dense(None, left_padded=False), None, call
-        if batch.fresh and recent and gate is not None:
-            there = batch.ranks >= 0 if batch.padded else None
-            given = placed.q, placed.k, placed.v, gate, there, call.scaling, recent
-            return gated_prefill(*given, window=call.window, softmax=call.softmax), None, placed
-        free = batch.step and call.window is None and recent is None  # a new token sees all that is held
+        if self.readers:
+            batch.memo["gate", self.index] = gate
         needs = None if evictor is None or not batch.step else evictor.scorer.needs
         weigh = needs is not None and needs.rows and (batch.evict is not None or needs.every_query)
-        ranks = None if free else batch.ranks
-        out, weights = paged_attention(placed.q, pages, ranks, call.scaling, call.window, recent, call.softmax, weigh)
-        return out, weights, placed
+        dense = batch.fresh and recent is None
+        return *self._attend(call if dense else placed, batch, store, gate, recent, weigh), call if dense else placed
+
+    def _attend(
+        self,
+        call: AttentionCall,
+        batch: ForwardBatch,
+        store: KVStore,
+        gate: Tensor | None,
+        recent: int | None,
+        weigh: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend to the rows of the layer; returns the output, and the weights of a single query where ``weigh``."""
+        if batch.fresh and recent is None:  # left-aligned: padding comes last, where no token sees it
+            return call.dense(None, left_padded=False), None
+        if batch.fresh and recent and gate is not None:
+            there = batch.ranks >= 0 if batch.padded else None
+            given = call.q, call.k, call.v, gate, there, call.scaling, recent
+            return gated_prefill(*given, window=call.window, softmax=call.softmax), None
+        free = batch.step and call.window is None and recent is None  # a new token sees all that is held
+        pages, ranks = store.pages(self.index), None if free else batch.ranks
+        return paged_attention(call.q, pages, ranks, call.scaling, call.window, recent, call.softmax, weigh)
 
     def _dense(self, batch: ForwardBatch) -> bool:
         """Tell whether the queries of a pass see what is not flagged too."""
@@ -280,7 +324,7 @@ class Layer:
         dense = self._dense(batch) and not batch.ends_prompt  # the rest of the prompt sees all tokens
         if batch.is_prefill and not batch.ends_prompt:  # scorers look back at queries that see further
             query = (query - self.policy.lookback).clamp_min(0)
-        if self.window is None and (self.flagged is None or dense):
+        if self.window is None and self.chunk is None and (self.flagged is None or dense):
             return
         index, ranks = store.ledger(self.index)
         keep = self.visible(store, index, ranks, query, flags=not dense)
@@ -304,6 +348,8 @@ class Layer:
         keep, first = ranks >= 0, query.to(ranks.device)[:, None, None]
         if self.window is not None:
             keep &= ranks > first - self.window
+        if self.chunk is not None:
+            keep &= ranks >= first // self.chunk * self.chunk
         if self.flagged is not None and flags:
             keep &= (ranks > first - self.flagged) | (self._gates_of(store, index) > 0)
         return keep

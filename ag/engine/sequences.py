@@ -25,6 +25,7 @@ class SequenceState:
 
     Args:
         policy: of the cache.
+        chunk: tokens of the chunks within which some layers attend, which no pass crosses; None means no chunks.
     """
 
     VECTORS = "num_tokens", "prompt_len", "evicted_at", "settled", "num_held"
@@ -37,8 +38,8 @@ class SequenceState:
     settled: Tensor
     num_held: Tensor
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, chunk: int | None = None) -> None:
+        self.policy, self.chunk = policy, chunk
         self.reset()
 
     def reset(self) -> None:
@@ -183,16 +184,13 @@ class SequenceState:
 
     def _parts(self, before: Tensor, end: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """Yield from which ranks to which ``[B]`` each part goes, and whether it belongs to the prompt."""
-        prompt, size = self.prompt_len, self.policy.block
-        in_prompt = end.minimum(prompt).maximum(before)
-        if bool((in_prompt > before).any()):
-            chunk = int(in_prompt.max()) if size is None else size
-            for number in range(int(before.min()) // chunk, -(-int(in_prompt.max()) // chunk)):
-                first, last = before.maximum(torch.tensor(number * chunk)), in_prompt.clamp_max((number + 1) * chunk)
-                if bool((last > first).any()):
-                    yield first, last.maximum(first), True
-        if bool((end > in_prompt).any()) or not bool((end > before).any()):
-            yield in_prompt, end, False
+        in_prompt = end.minimum(self.prompt_len).maximum(before)
+        for first, last in _cut(before, in_prompt, self.policy.block, self.chunk):
+            yield first, last, True
+        for first, last in _cut(in_prompt, end, self.chunk):
+            yield first, last, False
+        if not bool((end > before).any()):
+            yield before, end, False
 
     def _made(
         self, ranks: Tensor, columns: Tensor | None, counts: Tensor, *, is_prefill: bool, step: bool = False
@@ -340,3 +338,14 @@ class SequenceState:
         self.mask = mask[:, int(mask.any(0).long().argmax()) :]  # without columns of texts that left
         self.own_positions, self.by_column, self.ids = True, False, TokenIds()
         self._expected = self._prompt = None
+
+
+def _cut(first: Tensor, last: Tensor, *sizes: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parts of the ranks from ``first`` to ``last`` ``[B]``, cut at the multiples of the sizes."""
+    low, high = int(first.min()), int(last.max())
+    cuts = {cut for size in sizes if size for cut in range((low // size + 1) * size, high, size)}
+    for cut in [*sorted(cuts), high]:
+        end = last.clamp_max(cut).maximum(first)
+        if bool((end > first).any()):
+            yield first, end
+        first = end

@@ -12,7 +12,8 @@ from ag.errors import UserError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-SERVED = ("full_attention", "sliding_attention")  # layer types that hold a key and a value of each token, no more
+#: Types of layers that attend by a cache of keys and values: to all, the newest, or those of the same chunk of a text.
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
@@ -23,18 +24,17 @@ def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
     """
     text = model_config.get_text_config()
     try:
-        heads = int(text.num_attention_heads)
+        heads, layers = int(text.num_attention_heads), attention_layers(text)
+        sizes = _sizes(text, layers)
         return {
             "model_type": text.model_type,
-            "num_layers": len(attention_layers(text)),
+            "num_layers": len(layers),
             "num_heads": heads,
-            "num_kv_heads": int(getattr(text, "num_key_value_heads", None) or heads),
-            "head_dim": int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            "num_kv_heads": sizes["num_key_value_heads"] or heads,
+            "head_dim": sizes["head_dim"] or text.hidden_size // heads,
             "hidden_size": int(text.hidden_size),
             "windowed_layers": _alternating_windows(text),
         }
-    except RuntimeError as error:  # of a configuration that has several values of something, as Gemma 4's
-        raise UserError(f"{type(text).__name__}: layers differ in size, expected the same in all: {error}") from error
     except AttributeError as error:
         raise UserError(f"{type(text).__name__} is not the configuration of a decoder: {error}.") from error
 
@@ -46,22 +46,56 @@ def entry_sizes(model_config: PretrainedConfig) -> tuple[int, int]:
     return (sum(parts) if all(parts) else size), int(getattr(text, "v_head_dim", None) or size)
 
 
+def _sizes(text: PretrainedConfig, layers: list[int]) -> dict[str, int]:
+    """Return the number of KV heads and the largest size of a head, 0 where the configuration does not say.
+
+    Layers may have heads of several sizes (Gemma 4), the smaller of which are held with zeros behind them.
+
+    Raises:
+        UserError: when layers have unequal numbers of KV heads.
+    """
+    each = getattr(text, "per_layer_config", None) or [text] * (max(layers, default=0) + 1)
+    found = {
+        name: {int(getattr(each[index], name, None) or 0) for index in layers}
+        for name in ("num_key_value_heads", "head_dim")
+    }
+    heads = sorted(found["num_key_value_heads"])
+    if len(heads) > 1:
+        raise UserError(
+            f"{type(text).__name__}: layers have {' and '.join(map(str, heads))} KV heads: expected the same number in "
+            "all; use another model."
+        )
+    return {name: max(values, default=0) for name, values in found.items()}
+
+
 def attention_layers(model_config: PretrainedConfig) -> list[int]:
     """Return which layers of a decoder hold keys and values, by the cache that transformers would make for it.
 
-    The others keep a state of fixed size (linear attention, state spaces, convolutions), or nothing. Gates and caches
-    count the layers with keys and values alone.
+    The others keep a state of fixed size (linear attention, state spaces, convolutions), read the keys and values of an
+    earlier layer, or keep nothing. Gates and caches count the layers with keys and values of their own alone.
     """
     text = model_config.get_text_config()
-    if not {*(getattr(text, "layer_types", None) or ())} - {*SERVED}:
+    if not (has_other_layers(text) or getattr(text, "kv_sharing_modes", None)):
         return [*range(text.num_hidden_layers)]
     layers = DynamicCache(config=text).layers
     return [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+
+
+def has_other_layers(config: PretrainedConfig) -> bool:
+    """Tell whether some layers of a decoder are of another type than attention."""
+    return bool({*(getattr(config, "layer_types", None) or ())} - {*ATTENTION})
+
+
+def shared_layers(config: PretrainedConfig) -> dict[int, int]:
+    """Return the layers of a decoder that read the keys and values of an earlier one, and which that is."""
+    modes, types = getattr(config, "kv_sharing_modes", None) or (), getattr(config, "layer_types", ())
+    stored = {types[index]: index for index, mode in enumerate(modes) if mode == "store"}
+    return {index: stored[types[index]] for index, mode in enumerate(modes) if mode == "reuse"}
 
 
 def _alternating_windows(text: PretrainedConfig) -> list[int]:
     """Return the windowed layers of a model that also has full ones (Gemma's pattern): gates leave them alone."""
     types = getattr(text, "layer_types", None) or []
     held = [types[index] for index in attention_layers(text)] if types else []
-    windowed = [index for index, kind in enumerate(held) if kind == "sliding_attention"]
+    windowed = [index for index, kind in enumerate(held) if kind in ATTENTION[1:]]
     return windowed if len(windowed) < len(held) else []

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.softmax import PLAIN, Softmax
-from ag.model.hybrid import aligned, as_they_came, has_other_layers, masks_by_type, put_back
+from ag.model.geometry import attention_layers, has_other_layers, shared_layers
+from ag.model.hybrid import aligned, as_they_came, masks_by_type, put_back
 from ag.model.products import ThreadedLayers
 from ag.model.rope import rotate as rotate
-from ag.model.structure import USE_ANOTHER, own_config, unwrapped
+from ag.model.structure import USE_ANOTHER, attention_of, own_config, unwrapped
 from ag.model.structure import UnsupportedModelError as UnsupportedModelError
 from ag.model.structure import attentions_of as attentions_of
 from ag.model.structure import decoder_of as decoder_of
@@ -73,6 +74,8 @@ class AttentionCall:
     scaling: float
     window: int | None
     softmax: Softmax = PLAIN
+    chunk: int | None = None  # tokens of the chunks of a text within which the layer attends; None means no chunks
+    shared: bool = False  # whether the queries are of another layer than keys and values, which ``layer`` counts
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
@@ -89,6 +92,16 @@ class AttentionCall:
         own = causal_attention(self.module)
         out: Tensor = own(_Own(self.module), self.q, self.k, self.v, None, dropout=0.0, scaling=self.scaling)[0]
         return out.transpose(1, 2)
+
+
+class Site(NamedTuple):
+    """Where a module attends."""
+
+    number: int  # of the module, among all that attend
+    layer: int  # whose keys and values it reads, among the layers that have some
+    shared: bool  # whether an earlier module made them
+    chunk: int | None
+    missing: int  # zeros behind the numbers of a head, where other layers have larger heads
 
 
 class Interceptor(ABC):
@@ -182,8 +195,8 @@ def instrument(model: nn.Module) -> Attachment:
         return existing
     handles: list[Change] = []
     configs = []
-    for index, module in enumerate(attentions_of(decoder)):
-        handles.append(module.register_forward_pre_hook(partial(_before_attention, index), with_kwargs=True))
+    for site, module in _sites(decoder):
+        handles.append(module.register_forward_pre_hook(partial(_before_attention, site), with_kwargs=True))
         configs.append((module, module.config))
         module.config = copy.copy(module.config)
         module.config._attn_implementation = IMPLEMENTATION
@@ -199,6 +212,19 @@ def instrument(model: nn.Module) -> Attachment:
         prepare = partial(_prepare_inputs, base)
         base.prepare_inputs_for_generation = functools.update_wrapper(prepare, base.prepare_inputs_for_generation)
     return attachment
+
+
+def _sites(decoder: Any) -> Iterator[tuple[Site, Any]]:
+    """Yield each module that attends, and where that is."""
+    config = decoder.config
+    places = {index: place for place, index in enumerate(attention_layers(config))}
+    shared, types = shared_layers(config), getattr(config, "layer_types", None) or ()
+    modules = {index: attention_of(decoder.layers[index]) for index in sorted([*places, *shared])}
+    largest = max(getattr(module, "head_dim", 0) for module in modules.values())
+    for number, (index, module) in enumerate(modules.items()):
+        chunk = config.attention_chunk_size if types and types[index] == "chunked_attention" else None
+        missing = largest - getattr(module, "head_dim", largest)
+        yield Site(number, places[shared.get(index, index)], index in shared, chunk, missing), module
 
 
 def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
@@ -350,6 +376,8 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
     tokens: Tensor = named[name]
     interceptor.begin(decoder, named.get("attention_mask"), tokens)
+    if "logits_to_keep" in named:  # by which Gemma 4 leaves out what its last layers would read
+        named["logits_to_keep"] = 0
     attachment, padding, cache = decoder._ag_attachment, named.get("attention_mask"), cache_argument(type(decoder))
     # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the interceptor knows the padding
     mask = named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
@@ -418,7 +446,7 @@ def _refuse_unreached(decoder: Any, attended: list[int]) -> NoReturn:
         UnsupportedModelError: naming the layers, and the reason where it is known.
     """
     wrong = [index for index, times in enumerate(attended) if times != 1]
-    kind, layer = type(decoder).__name__, attentions_of(decoder)[wrong[0]]
+    kind, layer = type(decoder).__name__, decoder._ag_attachment.configs[wrong[0]][0]
     if max(attended) == 0 and _checkpoints(decoder):
         raise UserError(_WITHOUT_CACHE.format(kind))
     if max(attended) == 0:
@@ -457,14 +485,15 @@ def _wide(index: Tensor, like: Tensor) -> Tensor:
     return index[:, :, None].expand(-1, -1, like.shape[-1])
 
 
-def _before_attention(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _before_attention(site: Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     interceptor = interceptor_in(kwargs)
     kwargs.pop("gating", None)
     if interceptor is None:
         return None
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    interceptor.enter_layer(index, aligned(hidden, interceptor.order, 1))
-    return args, kwargs | {"ag_interceptor": interceptor, "ag_layer": index}
+    if not site.shared:
+        interceptor.enter_layer(site.layer, aligned(hidden, interceptor.order, 1))
+    return args, kwargs | {"ag_interceptor": interceptor, "ag_site": site}
 
 
 def _attention(
@@ -475,7 +504,7 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     ag_interceptor: Interceptor | None = None,
-    ag_layer: int = 0,
+    ag_site: Site = Site(0, 0, False, None, 0),
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Serve the attention interface: the interceptor's attention, or the model's own when there is no interceptor."""
@@ -488,18 +517,22 @@ def _attention(
     own_mask = attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.numel() == 1)
     if unknown or own_mask or kwargs.get("is_causal") is False:  # a mask of one number is what _decode gave
         _refuse_arguments(module, attention_mask if own_mask else None, unknown)
-    scaling, order = kwargs.get("scaling"), ag_interceptor.order
+    scaling, order, size = kwargs.get("scaling"), ag_interceptor.order, value.shape[-1]
+    if ag_site.missing:
+        query, key, value = (F.pad(x, (0, ag_site.missing)) for x in (query, key, value))
     call = AttentionCall(
         module,
-        ag_layer,
+        ag_site.layer,
         *(aligned(x, order, 2) for x in (query, key, value)),
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         kwargs.get("sliding_window"),
         Softmax(kwargs.get("softcap"), kwargs.get("s_aux")),
+        ag_site.chunk,
+        ag_site.shared,
     )
     if ag_interceptor.attended is not None:
-        ag_interceptor.attended[ag_layer] += 1
-    out = put_back(ag_interceptor.attend(call), order, query.shape[2], 2)
+        ag_interceptor.attended[ag_site.number] += 1
+    out = put_back(ag_interceptor.attend(call), order, query.shape[2], 2)[..., :size]
     rate = kwargs.get("dropout", 0.0)
     return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
 

@@ -16,9 +16,9 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from ag.errors import UserError
+from ag.model.geometry import ATTENTION, has_other_layers
 
-ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # types of layers, by which models take masks
-IN_TURN = ("linear_attention", "conv")
+IN_TURN = ("linear_attention", "conv")  # types of the other layers, by which models take masks
 
 
 class States(Cache):
@@ -89,11 +89,6 @@ class States(Cache):
             for name in ("conv_states", "recurrent_states"):
                 rows, more = getattr(mine, name), getattr(theirs, name)
                 rows.update({n: torch.cat([x, more[n]]) for n, x in rows.items() if x is not None})
-
-
-def has_other_layers(config: PretrainedConfig) -> bool:
-    """Tell whether some layers of a decoder are of another type than attention."""
-    return bool({*(getattr(config, "layer_types", None) or ())} - {*ATTENTION})
 
 
 class Arranged(NamedTuple):

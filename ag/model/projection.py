@@ -56,5 +56,6 @@ def projected_norms(v: Tensor, weight: Tensor, order: int) -> Tensor:
     for start in range(0, v.shape[2], TOKENS):
         part = slice(start, start + TOKENS)
         for head, matrix in enumerate(weight):
-            out[:, head, part] = torch.linalg.vector_norm(v[:, head // group, part] @ matrix, ord=order, dim=-1)
+            rows = v[:, head // group, part, : len(matrix)]  # without the zeros behind heads that are smaller
+            out[:, head, part] = torch.linalg.vector_norm(rows @ matrix, ord=order, dim=-1)
     return out

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ag.errors import UserError
+from ag.model.geometry import attention_layers
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # of transformers, by which a model finds its attention function
 USE_ANOTHER = "use a model such as Llama, Mistral, Qwen2 or Qwen3."
@@ -36,6 +37,7 @@ def decoder_of(model: nn.Module) -> Any:
     """
     base = unwrapped(model)
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    decoder = getattr(base, "model", base) if decoder is base else decoder  # Llama 4 does not find its own
     layers = getattr(decoder, "layers", ())
     if not (isinstance(base, PreTrainedModel) and any(attention_of(layer) is not None for layer in layers)):
         raise UnsupportedModelError(
@@ -51,11 +53,8 @@ def attention_of(layer: nn.Module) -> Any:
 
 
 def attentions_of(decoder: Any) -> list[Any]:
-    """Return the attention modules of a stack of layers in order, by which gates and caches count layers.
-
-    In hybrid models some layers have none: linear attention, state spaces, convolutions.
-    """
-    return [module for layer in decoder.layers if (module := attention_of(layer)) is not None]
+    """Return the attention modules that make keys and values, in order, as gates and caches count layers."""
+    return [attention_of(decoder.layers[index]) for index in attention_layers(decoder.config)]
 
 
 def _class_of(module: nn.Module) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ag.errors import UserError
 from ag.model.hooks import AttentionCall, Interceptor, causal_attention, check_adapter
-from ag.model.geometry import SERVED, attention_layers
+from ag.model.geometry import ATTENTION, attention_layers, shared_layers
 from ag.model.rope import rope_of, rotate
 from ag.model.structure import (
     USE_ANOTHER,
@@ -44,19 +45,18 @@ def check_attention(model: nn.Module) -> None:
                 f"{type(part).__name__} makes the attention masks of its {type(decoder).__name__} itself, for images "
                 "beside text: expected a model that hands the attention_mask on; load the language model alone."
             )
-    kinds = getattr(decoder.config, "layer_types", None) or SERVED[:1] * len(decoder.layers)
-    for index in attention_layers(decoder.config):
+    kinds = getattr(decoder.config, "layer_types", None) or ATTENTION[:1] * len(decoder.layers)
+    shared = shared_layers(decoder.config)
+    for index in sorted([*attention_layers(decoder.config), *shared]):
         module: Any = attention_of(decoder.layers[index])
         if module is None:
             module, does = decoder.layers[index], "has no attention that uses the attention interface of transformers"
-        elif kinds[index] not in (*SERVED, "hybrid"):
-            does = f"is of the type {kinds[index]}: expected {' or '.join(SERVED)}"
+        elif kinds[index] not in (*ATTENTION, "hybrid"):
+            does = f"is of the type {kinds[index]}: expected {' or '.join(ATTENTION)}"
         elif getattr(module, "is_causal", True) is False:
             does = "lets tokens see later ones: expected causal attention"
-        elif getattr(module, "is_kv_shared_layer", False):
+        elif getattr(module, "is_kv_shared_layer", False) and index not in shared:
             does = "takes its keys and values from another layer: expected its own"
-        elif getattr(module, "head_dim", None) != (size := getattr(attentions_of(decoder)[0], "head_dim", None)):
-            does = f"has heads of {module.head_dim} numbers: expected {size}, as in the first layer"
         else:
             causal_attention(module)
             continue
@@ -136,6 +136,9 @@ def _unturned(decoder: Any) -> str:
     for index, attention in enumerate(attentions_of(decoder)):
         name = decoder.config.layer_types[attention_layers(decoder.config)[index]] if isinstance(kinds, dict) else ""
         kind = kinds.get(name) if isinstance(kinds, dict) else kinds
+        apply = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
+        if apply is None or not {"q", "k", "cos", "sin"} <= {*inspect.signature(apply).parameters}:
+            return "rotates keys by a function of its own; expected apply_rotary_pos_emb(q, k, cos, sin)"
         if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
             found = f"{kind or 'no'} RoPE"
             return f"rotates keys by {found}; expected fixed frequencies (default, linear, llama3, yarn)"
@@ -159,13 +162,14 @@ def _probed(decoder: Any, index: int, attention: Any) -> Tensor:
     drawn = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0))
     hidden = drawn.to(device, weight.dtype).expand(-1, 2, -1)
     places = torch.tensor([[0, FAR]], device=device)
-    probe = _Probe()
+    probe, names = _Probe(), inspect.signature(type(attention).forward).parameters
     attention(
         hidden_states=hidden,
         position_embeddings=rope_of(decoder, index)[0](hidden, places),
         position_ids=places,
         attention_mask=None,
         gating=probe,
+        **({"shared_kv_states": {}} if "shared_kv_states" in names else {}),
     )
     return probe.q
 

@@ -13,6 +13,7 @@ from ag.engine.allocators.uniform import Uniform
 from ag.engine.block_pool import BLOCK
 from ag.engine.cache import EvictionCache
 from ag.engine.layer import EXPIRED
+from ag.model.geometry import attention_layers
 from ag.serve.request import Request
 
 MARGIN = 1.25  # over the share that flags have kept so far, for prompts to come
@@ -127,4 +128,4 @@ def _windows(text: PretrainedConfig, layers: int) -> list[int | None]:
     """Return the sliding window of each layer."""
     window: int | None = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [window if kinds[index] == "sliding_attention" else None for index in attention_layers(text)]
