@@ -29,8 +29,9 @@ from ag.engine.step_runner import StepRunner
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.model.base import load_base
-from ag.model.geometry import fingerprint
+from ag.model.geometry import attention_layers, fingerprint
 from ag.model.hooks import AttentionCall, cache_argument, decoder_of
+from ag.model.structure import attention_of
 
 CALIBRATION_TOKENS = 8192
 GATES_SHARE = 0.03  # largest share of a model's parameters that its gates have
@@ -126,14 +127,15 @@ class Arena:
             parts = cache.passes(None)
         for columns, _ in parts:
             tokens = length if columns is None else columns.shape[1]
-            for index, layer in enumerate(decoder.layers):
+            for place, index in enumerate(attention_layers(decoder.config)):
                 k, v = (draw(size["num_kv_heads"], tokens) for _ in "kv")
                 cache.update(k, v, index)
                 if isinstance(cache, EvictionCache):
                     scorer = cache.policy.scorer
                     blind = scorer is None or isinstance(scorer, Random)
                     q = k[:, :1].expand(-1, size["num_heads"], -1, -1) if blind else draw(size["num_heads"], tokens)
-                    cache.attend(_Unattended(layer.self_attn, index, q, k, v, size["head_dim"] ** -0.5, None))
+                    attention = attention_of(decoder.layers[index])
+                    cache.attend(_Unattended(attention, place, q, k, v, size["head_dim"] ** -0.5, None))
 
     def decode(self, cache: Cache, token: Tensor, contestant: Contestant = FULL) -> Iterator[Tensor]:
         """Generate greedily, one token ``[B, 1]`` after the other."""

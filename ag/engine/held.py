@@ -14,6 +14,7 @@ from ag.engine.layer import Layer
 from ag.engine.policy import Policy
 from ag.engine.report import Report
 from ag.engine.sequences import SequenceState
+from ag.model.hybrid import States
 
 
 class Held:
@@ -29,6 +30,7 @@ class Held:
     store: KVStore
     sequences: SequenceState
     layers: list[Layer]
+    states: States | None
     evictor: Evictor | None
 
     @property
@@ -103,6 +105,7 @@ class Held:
             nbytes=self.layer_nbytes(),
             seconds=[part.watch.seconds for part in self.layers],
             plain_nbytes=sum(self._plain_nbytes(part) for part in self.layers),
+            state_nbytes=0 if self.states is None else self.states.nbytes,
         )
 
     def layer_nbytes(self) -> list[int]:

@@ -17,6 +17,7 @@ class Report:
         seconds: by layer, time spent on scores and decisions.
         over_budget: sequences that hold more than the budget, because more is protected than it allows.
         plain_nbytes: bytes of keys and values that transformers' own cache would hold for the same columns.
+        state_nbytes: bytes of the states of layers that do not attend (linear attention, convolutions), beside these.
     """
 
     policy: str
@@ -26,6 +27,7 @@ class Report:
     seconds: list[float]
     over_budget: int = 0
     plain_nbytes: int = 0
+    state_nbytes: int = 0
 
     @property
     def kept_share(self) -> float:
@@ -49,6 +51,8 @@ class Report:
         if self.plain_nbytes:
             share = sum(self.nbytes) / self.plain_nbytes
             lines.append(f"{share:.1%} of the {self.plain_nbytes:,} bytes of transformers' own cache for the same text")
+        if self.state_nbytes:
+            lines.append(f"{self.state_nbytes:,} bytes more for the states of layers that do not attend")
         if self.over_budget:
             lines.append(
                 f"over budget in {self.over_budget} {'sequence' if self.over_budget == 1 else 'sequences'}: more is "

@@ -77,7 +77,10 @@ def attention_layers(model_config: PretrainedConfig) -> list[int]:
     text = model_config.get_text_config()
     if not (has_other_layers(text) or getattr(text, "kv_sharing_modes", None)):
         return [*range(text.num_hidden_layers)]
-    layers = DynamicCache(config=text).layers
+    try:
+        layers = DynamicCache(config=text).layers
+    except KeyError as error:
+        raise UserError(f"{type(text).__name__}: no cache of transformers has layers of the type {error}.") from error
     return [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
 
 

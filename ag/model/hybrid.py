@@ -110,7 +110,7 @@ def as_they_came(columns: Tensor | None, positions: Tensor | None, mask: Tensor 
         seen: columns of the call that were read by earlier passes.
 
     Raises:
-        UserError: when sequences would have to be read to different columns.
+        UserError: when sequences would have to be read up to different columns.
     """
     if columns is None:
         return Arranged(None, positions, None, None if mask is None or bool(mask.all()) else mask.bool())
@@ -118,8 +118,8 @@ def as_they_came(columns: Tensor | None, positions: Tensor | None, mask: Tensor 
     first, end = int(columns.where(tokens, columns.max()).min()), int(columns.max()) + 1
     if first < seen:
         raise UserError(
-            "Layers of linear attention read the columns of a batch in turn, and the sequences of this one end their "
-            "blocks or prompts at different columns: expected sequences of one length; read each by itself."
+            "Layers of linear attention and convolutions read the columns of a batch in turn, and the prompts of this "
+            "one end at different columns: expected prompts that end together; read each by itself."
         )
     there = torch.zeros(len(columns), end - first + 1, dtype=torch.bool, device=columns.device)
     there.scatter_(1, (columns - first).where(tokens, end - first), True)  # the last column takes what is no token

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from ag.errors import UserError
 from ag.model.hooks import AttentionCall, Interceptor, causal_attention, check_adapter
@@ -45,6 +46,12 @@ def check_attention(model: nn.Module) -> None:
                 f"{type(part).__name__} makes the attention masks of its {type(decoder).__name__} itself, for images "
                 "beside text: expected a model that hands the attention_mask on; load the language model alone."
             )
+    own = [name for name, kind in vars(sys.modules[type(decoder).__module__]).items() if _is_cache_of_its_own(kind)]
+    if own:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} keeps the states of its layers in a cache of its own ({own[0]}): expected one "
+            f"that reads and writes them through transformers' Cache; {USE_ANOTHER}"
+        )
     kinds = getattr(decoder.config, "layer_types", None) or ATTENTION[:1] * len(decoder.layers)
     shared = shared_layers(decoder.config)
     for index in sorted([*attention_layers(decoder.config), *shared]):
@@ -68,6 +75,11 @@ def check_attention(model: nn.Module) -> None:
             f"{type(decoder).__name__} learns its positions and counts them by the mask: expected rotary ones; "
             f"{USE_ANOTHER}"
         )
+
+
+def _is_cache_of_its_own(kind: Any) -> bool:
+    """Whether something in the module of a model is a class of caches that transformers has nowhere else."""
+    return isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ != Cache.__module__
 
 
 @functools.cache

@@ -45,7 +45,9 @@ from ag.gates.gate import AttentionGate, AttentionGates, FastKVzipGate
 from ag.model import base as models
 from ag.model import random_base
 from ag.model.geometry import fingerprint
+from ag.model.geometry import attention_layers
 from ag.model.hooks import decoder_of
+from ag.model.structure import attention_of
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 GIB = 1 << 30
@@ -112,8 +114,10 @@ def plan(config: Config) -> MemoryPlan:
         states["all-reduce buckets"] = learned
 
     # the layers
-    found = [_layer(config, shape, length, layer, gates, index) for index, layer in enumerate(decoder.layers)]
-    learning = found[gates.layer_indices[0] :] if gates is not None and config.train == "gates" else found
+    attending = attention_layers(decoder.config)  # which gates count
+    places = {index: place for place, index in enumerate(attending)}
+    found = [_layer(config, shape, length, layer, gates, places.get(n)) for n, layer in enumerate(decoder.layers)]
+    learning = found[attending[gates.layer_indices[0]] :] if gates is not None and config.train == "gates" else found
     number, product = getattr(torch, config.model.dtype).itemsize, _dtype(config).itemsize
     teacher, width = config.loss.objective == "kl", shape["hidden_size"]
     state = number * width
@@ -193,15 +197,19 @@ class _Layer(NamedTuple):
 
 
 def _layer(
-    config: Config, shape: dict[str, Any], length: int, layer: Any, gates: AttentionGates | None, index: int
+    config: Config, shape: dict[str, Any], length: int, layer: Any, gates: AttentionGates | None, place: int | None
 ) -> _Layer:
-    """Count a layer of the adapted model of this shape, and its gate where it has one."""
+    """Count a layer of the adapted model of this shape, and its gate where it has one.
+
+    ``place`` is that of the layer among those that attend; None means that it does not attend.
+    """
     width, head_dim = shape["hidden_size"], shape["head_dim"]
     heads = (shape["num_heads"] + shape["num_kv_heads"]) * head_dim
     product, stored = _dtype(config).itemsize, getattr(torch, config.model.dtype).itemsize
     mixed = config.trainer.precision in AUTOCAST
     e = product if mixed else 4  # bytes of a number that gates and adapters compute with
-    experts = getattr(layer.self_attn.config, "num_experts_per_tok", None) or 0
+    attention = attention_of(layer)  # None: its operations by token are in its matrices
+    experts = getattr(getattr(attention, "config", None), "num_experts_per_tok", None) or 0
     stacks = sum(p.numel() / len(p) * experts for p in layer.parameters() if p.ndim == 3)
 
     linear = {name: m.weight for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
@@ -214,7 +222,7 @@ def _layer(
     # the output of the last matrix is kept by nothing where no norm or adapter follows
     ends = norms.count(width) <= 2 and not stacks and mlp and not list(mlp)[-1].endswith("base_layer")
     saved = 4 * normed + product * (2 * heads + wide) + 4 * shape["num_heads"]
-    seen = _keys(length, getattr(layer.self_attn, "sliding_window", None))
+    seen = 0 if attention is None else _keys(length, getattr(attention, "sliding_window", None))
     products = 4 * shape["num_heads"] * head_dim * seen
 
     read: dict[Any, int] = {}  # numbers that are kept of what enters the trained matrices, by what they read
@@ -225,8 +233,8 @@ def _layer(
         shared = not mixed and stored == 4 and "lora_A" in name
         if weight.requires_grad:
             read[(block, part == ending[block]) if shared else name] = weight.shape[1]
-    if gates is not None and str(index) in gates.layers:
-        gate: Any = gates.layers[str(index)]
+    if gates is not None and str(place) in gates.layers:
+        gate: Any = gates.layers[str(place)]
         maps = {f"gate.{name}": m.weight for name, m in gate.named_modules() if isinstance(m, nn.Linear)}
         reading = [name for name, w in maps.items() if w.shape[1] == width]
         leaving = sum(maps[name].shape[0] for name in reading)

@@ -39,6 +39,19 @@ MLA = {  # of attention with compressed keys and values, which have as many head
     **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
     **{"v_head_dim": 8, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
 }
+DELTA = {  # a layer of linear attention
+    "layer_types": ["linear_attention", "full_attention"],
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+MAMBA = {  # a layer of a state space
+    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_groups": 1},
+    **{"mamba_expand": 2, "attn_layer_indices": [1]},
+}
+SHARED = {  # two layers with keys and values, two that read them
+    **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4},
+    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 #: Model types of transformers, with what their configuration needs to be tiny.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llama", "mistral", "mixtral", "ministral", "ministral3", "qwen2", "qwen2_moe"), {}),
@@ -47,13 +60,39 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("smollm3", "cohere", "cohere2", "gpt_oss", "gpt_neox", "starcoder2", "stablelm"), {}),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "helium", "nemotron", "exaone4", "ernie4_5", "seed_oss"), {}),
     **dict.fromkeys(("arcee", "apertus", "hunyuan_v1_dense", "persimmon", "bitnet", "afmoe", "nanochat"), {}),
-    **dict.fromkeys(("opt", "gpt_bigcode", "diffllama", "doge", "jetmoe", "minimax", "falcon"), {}),
+    **dict.fromkeys(("opt", "gpt_bigcode", "diffllama", "doge", "jetmoe", "falcon"), {}),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), MLA),
     **dict.fromkeys(
         ("gemma3_text", "olmo3", "cohere2", "gpt_oss"), {"layer_types": ["sliding_attention", "full_attention"]}
     ),
     **dict.fromkeys(("granite", "granitemoe"), {"logits_scaling": 8.0}),
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    # linear attention, state spaces and convolutions beside attention; chunks; shared keys and values
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), DELTA),
+    **dict.fromkeys(("granitemoehybrid", "bamba", "falcon_h1"), MAMBA),
+    "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
+    "nemotron_h": {
+        **{"layers_block_type": ["mamba", "attention", "mlp", "moe"], "num_hidden_layers": 4, "mamba_num_heads": 4},
+        **{"mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1},
+    },
+    "jamba": {
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    },
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    "minimax": {"layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": MLA
+    | {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_attn_config": {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4},
+    },
+    "llama4_text": {
+        **{"no_rope_layers": [1, 0], "attention_chunk_size": 44, "intermediate_size_mlp": 48},
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
+    "gemma3n_text": SHARED | {"altup_num_inputs": 2, "laurel_rank": 4, "intermediate_size": [48] * 4},
+    "gemma4_text": SHARED | {"global_head_dim": 16, "num_global_key_value_heads": 2},
+    **dict.fromkeys(("minimax_m2", "beam", "aria_text", "apertus1p5_text"), {}),
+    "glm4_moe_lite": MLA,
 }
 #: Those whose logits are more than the product of the head: it is scaled, or capped.
 MORE_THAN_A_HEAD = {"gemma2", "vaultgemma", "granite", "granitemoe", "cohere", "cohere2", "nanochat"}
@@ -64,12 +103,12 @@ PROMPT, NEW = 40, 6
 SUMS = 32  # orders of summation may differ by so many times what rounding does to the model's own logits
 
 
-def tiny(name: str) -> Any:
-    """A model of a type, as small as its configuration allows, drawn from a seed."""
+def tiny(name: str, **more: Any) -> Any:
+    """A model of a type, as small as its configuration allows, drawn from a seed; ``more`` are words of that."""
     kind = type(AutoConfig.for_model(name))
     known = {word for base in kind.__mro__ for word in getattr(base, "__annotations__", {})}
     known |= set(inspect.signature(kind.__init__).parameters)
-    words = {word: value for word, value in (SMALL | ARCHITECTURES[name]).items() if word in known}
+    words = {word: value for word, value in (SMALL | ARCHITECTURES[name] | more).items() if word in known}
     torch.manual_seed(0)
     config = kind(**words)
     config._experts_implementation = "eager"  # the other ones know no float64, in which bounds are computed

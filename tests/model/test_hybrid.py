@@ -1,0 +1,213 @@
+"""Models with layers that do not attend beside layers that do, and other layers of this year's models."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig
+
+import ag
+from ag import EvictionCache
+from ag.engine import read_prompt
+from ag.errors import UserError
+from ag.model.hooks import cache_argument
+from ag.model.structure import UnsupportedModelError
+from tests.model.test_architectures import SUMS, text, tiny
+
+ALL = [
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h", "olmo_hybrid", "granitemoehybrid", "bamba"),
+    *("jamba", "falcon_h1", "lfm2", "lfm2_moe", "kimi_linear", "llama4_text", "gemma3n_text", "gemma4_text"),
+]
+BY_DAY = {"qwen3_5_text", "nemotron_h", "falcon_h1", "lfm2", "gemma4_text", "llama4_text"}
+IN_TURN = ALL[:12]
+LENGTHS, NEW = (30, 19), 5
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def kinds(names):
+    return [pytest.param(x, marks=() if x in BY_DAY else (pytest.mark.slow, pytest.mark.nightly)) for x in names]
+
+
+def rows():
+    return [text(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+def padded():
+    """Return ids and mask ``[2, 30]`` of two texts, padded on the left."""
+    width = max(LENGTHS)
+    ids = torch.stack([F.pad(row, (width - len(row), 0)) for row in rows()])
+    mask = torch.stack([F.pad(torch.ones(len(row)), (width - len(row), 0)) for row in rows()]).long()
+    return ids, mask
+
+
+def words(**more):
+    return {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **more}
+
+
+def rounding(model):
+    """What orders of summation may change of a model's logits: its own distance from float64, several times."""
+    row = rows()[0][None]
+    exact = copy.deepcopy(model).double()(row, use_cache=False).logits
+    return SUMS * float((model(row, use_cache=False).logits - exact).abs().max())
+
+
+@pytest.mark.parametrize("name", kinds(ALL))
+@torch.no_grad()
+def test_full_is_the_model_alone_padded_in_chunks_and_over_turns(name):
+    model = tiny(name)
+    bound = min(rounding(model), 1e-5)
+    ids, mask = padded()
+    for index, row in enumerate(rows()):
+        want = model(row[None], use_cache=False).logits[0]
+        cache = EvictionCache(model, "full")
+        got = torch.cat([model(part[None], past_key_values=cache).logits[0] for part in row.split([11, len(row) - 11])])
+        assert float((got - want).abs().max()) <= bound
+        places = (mask.cumsum(1) - 1).clamp_min(0)
+        both = model(ids, attention_mask=mask, position_ids=places, past_key_values=EvictionCache(model, "full")).logits
+        assert float((both[index, -len(row) :] - want).abs().max()) <= bound
+    for chunk in (None, 8):
+        cache = EvictionCache(model, "full")
+        more = {} if chunk is None else {"prefill_chunk_size": chunk}
+        got = model.generate(ids, attention_mask=mask, past_key_values=cache, **words(**more))
+        assert torch.equal(got, model.generate(ids, attention_mask=mask, **words()))
+        turn, longer = torch.cat([got, text(14, 9).view(2, 7)], 1), F.pad(mask, (0, NEW + 7), value=1)
+        again = model.generate(turn, attention_mask=longer, past_key_values=cache, **words())
+        assert torch.equal(again, model.generate(turn, attention_mask=longer, **words()))
+
+
+@pytest.mark.parametrize("name", kinds(name for name in IN_TURN if name not in ("falcon_h1", "kimi_linear")))
+@torch.no_grad()
+def test_what_is_evicted_is_what_the_attention_does_not_see(name):
+    """The one layer that attends, under a mask, in the model of transformers with its own cache."""
+    model, row = tiny(name), rows()[0][None]
+    cache = EvictionCache(model, "h2o@heads", 0.4)
+    model(row, past_key_values=cache)
+    own = DynamicCache(config=model.config)
+    called = cache_argument(type(model))
+    model(row, **{called: own})
+    config = model.config
+    held = torch.zeros(config.num_key_value_heads, row.shape[1], dtype=torch.bool)
+    for head, kept in enumerate(cache.kept_positions(0)[0]):
+        held[head, kept] = True
+    assert 0 < held.float().mean() < 0.5
+    seen = held.repeat_interleave(config.num_attention_heads // len(held), 0)[None, :, None]
+    for token in text(4, 5).view(4, 1, 1):
+        seen = F.pad(seen, (0, 1), value=True)
+        mask = {"full_attention": torch.where(seen, 0.0, -torch.inf), "linear_attention": None, "conv": None}
+        want = model(token, attention_mask=mask, **{called: own}).logits
+        got = model(token, past_key_values=cache).logits
+        assert float((got - want).abs().max()) <= rounding(model)
+
+
+@pytest.mark.parametrize("name", kinds(ALL))
+@torch.no_grad()
+def test_sequences_come_and_go(name):
+    """Selected, forked, removed and added sequences go on as each alone does."""
+    model, token = tiny(name), torch.tensor([[7]])
+    pool = ag.Pool(model, 1 << 22)
+    alone = []
+    for row in rows():
+        cache = EvictionCache(model, "h2o", 8, pool=pool)
+        model(row[None], past_key_values=cache)
+        alone.append((cache, model(token, past_key_values=copy.deepcopy(cache)).logits[0, -1]))
+    both = EvictionCache(model, "h2o", 8, pool=pool)
+    for cache, _ in alone:
+        both.add(copy.deepcopy(cache))
+    both.batch_select_indices([1, 0, 1])
+    both.remove([2])
+    places = torch.tensor([[LENGTHS[1]], [LENGTHS[0]]])
+    mask = F.pad(both.valid.long(), (0, 1), value=1)
+    got = model(token.expand(2, 1), attention_mask=mask, position_ids=places, past_key_values=both).logits[:, -1]
+    for row, (_, want) in zip(got, reversed(alone), strict=True):
+        assert float((row - want).abs().max()) <= rounding(model)
+
+
+@pytest.mark.parametrize("name", kinds(IN_TURN))
+@torch.no_grad()
+def test_a_prompt_is_read_once_for_many_policies_and_repeated_for_kvzip(name):
+    model = tiny(name)
+    ids, mask = padded()
+    policies = [ag.policy("full"), ag.policy("kvzip", 0.5), ag.policy("kvzip", 1.0), ag.policy("h2o", 0.5)]
+    token, longer = torch.tensor([[5], [6]]), F.pad(mask, (0, 1), value=1)
+    steps = {}
+    for policy, (cache, _) in zip(policies, read_prompt(model, policies, ids, mask), strict=True):
+        single = EvictionCache(model, policy)
+        model(ids, attention_mask=mask, past_key_values=single)
+        assert [*map(len, cache.kept_positions(0)[1])] == [*map(len, single.kept_positions(0)[1])]
+        steps[policy], want = (
+            model(token, attention_mask=longer, past_key_values=one).logits for one in (cache, single)
+        )
+        assert float((steps[policy] - want).abs().max()) <= rounding(model)
+    assert float((steps[policies[2]] - steps[policies[0]]).abs().max()) <= rounding(model)  # nothing was evicted
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+@torch.no_grad()
+def test_what_states_cannot_do_is_refused_and_nothing_changes(name):
+    model, row = tiny(name), rows()[0][None]
+    cache = EvictionCache(model, "full")
+    model(row, past_key_values=cache)
+    want = model(row[:, :1], past_key_values=copy.deepcopy(cache)).logits
+    with pytest.raises(UserError, match="states cannot go back"):
+        cache.crop(-3)
+    with pytest.raises(ValueError, match="states cannot go back|stateful models"):  # which transformers says itself
+        model.generate(row, past_key_values=EvictionCache(model, "full"), prompt_lookup_num_tokens=2, **words())
+    ids, mask = padded()
+    blocks = EvictionCache(model, "h2o", 8, "blocks:8")
+    with pytest.raises(UserError, match="blocks of sequences with padding end at different columns"):
+        model(ids, attention_mask=mask, past_key_values=blocks)
+    model(row, past_key_values=blocks)
+    assert len(blocks.kept_positions(0)[0][0]) == 8
+    assert torch.equal(model(row[:, :1], past_key_values=cache).logits, want)
+    assert "states of layers that do not attend" in str(cache.report())
+
+
+def test_models_without_attention_or_with_a_cache_of_their_own_are_refused():
+    mamba = AutoModelForCausalLM.from_config(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32))
+    with pytest.raises(UnsupportedModelError, match="no layer that attends"):
+        EvictionCache(mamba, "full")
+    with pytest.raises(UnsupportedModelError, match="MiniMaxCache"):
+        EvictionCache(tiny("minimax"), "full")
+
+
+def test_a_layer_of_an_unknown_type_is_refused():
+    model = tiny("llama")
+    model.config.layer_types = ["full_attention", "dreams"]
+    with pytest.raises(UserError, match="no cache of transformers has layers of the type 'dreams'"):
+        EvictionCache(model, "full")
+
+
+@torch.no_grad()
+def test_chunks_of_llama4_end_where_the_model_ends_them():
+    """Within a prompt, in a batch whose sequences cross at different steps, and over an eviction."""
+    model = tiny("llama4_text", attention_chunk_size=16)
+    bound = rounding(model)
+    ids, mask = padded()
+    cache = EvictionCache(model, "full")
+    got = model.generate(ids, attention_mask=mask, past_key_values=cache, **words(max_new_tokens=20))
+    assert torch.equal(got, model.generate(ids, attention_mask=mask, **words(max_new_tokens=20)))
+    row, whole = rows()[0][None], EvictionCache(model, "h2o", 0.5)
+    model(row, past_key_values=whole)
+    parts = EvictionCache(model, "h2o", 0.5)
+    model.generate(row, past_key_values=parts, **words(prefill_chunk_size=7, max_new_tokens=1, min_new_tokens=1))
+    assert [x.tolist() for x in whole.kept_positions(1)[0]] == [x.tolist() for x in parts.kept_positions(1)[0]]
+    assert [len(x) for x in whole.kept_positions(0)[0]] == [30 - 16] * 2
+    steps = [model(torch.tensor([[5]]), past_key_values=one).logits for one in (whole, parts)]
+    assert float((steps[0] - steps[1]).abs().max()) <= bound
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+@torch.no_grad()
+def test_shared_keys_are_read_before_they_go(name):
+    """A prompt in chunks is a whole one under eviction too: the later layers of its last chunk see what it saw."""
+    model, row = tiny(name), rows()[0][None]
+    logits = []
+    for sizes in ([30], [11, 19], [29, 1]):
+        cache = EvictionCache(model, "h2o", 8)
+        cache.expect(torch.ones(1, 30, dtype=torch.bool))
+        for part in row.split(sizes, 1):
+            last = model(part, past_key_values=cache).logits[:, -1]
+        logits.append(torch.stack([last, model(torch.tensor([[5]]), past_key_values=cache).logits[:, -1]]))
+    for other in logits[1:]:
+        assert float((other - logits[0]).abs().max()) <= rounding(model)
