@@ -34,8 +34,8 @@ class StepRunner:
     memory, of two kinds: a step that evicts, and one that does not. On a card the first step of a kind runs as it is,
     the second one is recorded as a CUDA graph, and those that follow are replayed. All is recorded anew where memory
     moved: rows outgrew the block table (it gets room for 128 tokens or an eighth more), sequences came or went, tokens
-    were cropped, other calls of the model read some. Steps of policies that cannot be recorded run as they are, as do
-    evictions for which the device is asked how many tokens stayed (heads, global), and nothing is recorded elsewhere.
+    were cropped, other calls of the model read some. Steps of policies and models that cannot be recorded (hybrid models,
+    chunked attention) run as they are, as do evictions for which the device is asked how many tokens stayed (heads, global), and nothing is recorded elsewhere.
 
     Args:
         model: that the cache was made for, in evaluation mode.
@@ -113,7 +113,7 @@ class StepRunner:
         if evictor is not None and acts and not (evictor.scorer.needs.steady and (evictor.counted or not evicts)):
             return None
         gates = tuple(part.gate_memory.step_key() for part in cache.layers)
-        if None in gates or policy.positions != "original":
+        if None in gates or policy.positions != "original" or cache.states is not None or cache.chunk is not None:
             return None
         return evicts, cache.pool.version, -(-batch.longest // COLUMNS) if acts else 0, gates
 

@@ -1,6 +1,7 @@
 """Models with layers that do not attend beside layers that do, and other layers of this year's models."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from ag.engine import read_prompt
 from ag.errors import UserError
 from ag.model.hooks import cache_argument
 from ag.model.structure import UnsupportedModelError
+from ag.serve import Request, Scheduler
 from tests.model.test_architectures import SUMS, text, tiny
+from tests.support import served
 
 ALL = [
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h", "olmo_hybrid", "granitemoehybrid", "bamba"),
@@ -140,6 +143,20 @@ def test_a_prompt_is_read_once_for_many_policies_and_repeated_for_kvzip(name):
         )
         assert float((steps[policy] - want).abs().max()) <= rounding(model)
     assert float((steps[policies[2]] - steps[policies[0]]).abs().max()) <= rounding(model)  # nothing was evicted
+
+
+@pytest.mark.parametrize("name", kinds(IN_TURN))
+def test_answers_of_a_server_are_those_of_each_request_alone(name, tiny_tokenizer):
+    """Prompts in parts, of which some share a beginning."""
+    model, draw = tiny(name), random.Random(0)
+    policy, pool = ag.policy("h2o", 12), ag.Pool(model, 1 << 21)
+    scheduler = Scheduler(model, tiny_tokenizer, policy, pool, prefill_tokens=24)
+    system = served.text(draw, 80)
+    requests = [Request(tokens=system + served.text(draw, 5 + n), max_tokens=4 + n) for n in range(4)]
+    streams = [stream for request in requests for stream in scheduler.submit(request)]
+    served.finish(scheduler)
+    assert [served.read(stream) for stream in streams] == [served.alone(model, policy, x) for x in requests]
+    assert scheduler.counts.reused
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
