@@ -35,7 +35,7 @@ class BenchConfig(SharedModel):
     batch: list[int] = key([1], "sequences in a batch")
     policy: list[str] = key(
         ["random"],
-        "policies in addition to full; flags are those of random gates that evict as much (prefill, memory)",
+        "policies in addition to full; flags uses random gates that evict as much (prefill, memory)",
     )
     schedule: str = key("prefill", "when policies evict")
     kv_dtypes: list[KVDtype] = key(
