@@ -29,7 +29,7 @@ class ServeConfig(SharedPolicy):
     host: str = key("127.0.0.1", "address to listen at; 0.0.0.0 means every address of the machine")
     port: int = key(8000, "port to listen at; 0 means a free one", low=0, high=65535)
     api_key: str | None = key(
-        None, f"what clients have to know; where others can see this line, set the variable {KEY_VARIABLE} instead"
+        None, f"key that clients must send; if others can see this line, set the variable {KEY_VARIABLE} instead"
     )
     served_name: str | None = key(None, "name of the model for clients; null means the last part of its name")
     protect: list[Literal["system", "template"]] = key(

@@ -42,7 +42,7 @@ class Config:
     resume: str | None = key(None, "run folder to continue")
     init: str | None = key(None, "export of gates to start from, of the same sizes", holds="export")
     plugins: list[str] = key([], "modules to import first, which add your own kinds of gates and data, losses, ...")
-    cluster: str | None = key(None, f"where the ranks of a run, or the runs of a sweep (-m), work. {CLUSTER}")
+    cluster: str | None = key(None, f"for the ranks of a run, or the runs of a sweep (-m): {CLUSTER}")
     failures: int = key(
         3, "with cluster=: the number of times that a run which loses a process continues from its checkpoint", low=0
     )
