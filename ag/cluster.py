@@ -20,8 +20,8 @@ from ag.errors import UserError, first_line
 from ag.versions import versions
 
 CLUSTER = (
-    "null: in this process; local: processes of this machine; auto: the Ray cluster that it is in; HOST:PORT: that one "
-    "(ag[cluster])"
+    "where the work runs: null means in this process; local: in processes of this machine; auto: on the Ray cluster of "
+    "this machine; HOST:PORT: on the cluster at this address (ag[cluster])"
 )
 CONNECT_SECONDS = 5.0
 NO_ROOM_SECONDS = 60.0  # after which work that no machine has room for is given up

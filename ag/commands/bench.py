@@ -18,39 +18,42 @@ class BenchConfig(SharedModel):
     """What ``python -m ag.bench`` can be told."""
 
     mode: Literal["decode", "stream", "prefill", "train", "memory"] = key(
-        "decode", "what is measured; may also stand as the first word"
+        "decode", "what is measured; may also be the first word"
     )
-    threads: int | None = key(None, "CPU threads; null: torch's default", low=1)
+    threads: int | None = key(None, "CPU threads; null means torch's default", low=1)
     context: list[int] = key([2048], "tokens of the prompt, or of a training row; stream: tokens held")
     sdpa: list[Backend] = key(
         [],
-        "what torch's attention is pinned to in plain transformers, a row each; others are compared with the first; "
-        "none: flash (torch's choice in float32 on a GPU)",
+        "backends that torch's attention is pinned to in plain transformers, a row each; others are compared with the "
+        "first; empty means flash (in float32 on a GPU torch's choice)",
     )
     static: list[Backend] = key(
-        [], "decode: the same, for transformers with a static cache under torch.compile, beside its dynamic cache"
+        [],
+        "decode: the same, for transformers with a static cache under torch.compile, in addition to its dynamic cache",
     )
     keep: list[float] = key([0.2], "shares of the prompt that policies keep")
-    batch: list[int] = key([1], "sequences at once")
+    batch: list[int] = key([1], "sequences in a batch")
     policy: list[str] = key(
         ["random"],
-        "policies beside full; flags: those of random gates, set to evict as much (prefill, memory)",
+        "policies in addition to full; flags uses random gates that evict as much (prefill, memory)",
     )
     schedule: str = key("prefill", "when policies evict")
     kv_dtypes: list[KVDtype] = key(
-        ["float"], "how this engine's caches hold keys and values, a row each: as they come, int8"
+        ["float"], "how this engine's caches store keys and values, a row each: float (the model's type), int8"
     )
     uneven: bool = key(False, "decode: heads keep different numbers of tokens, which policy=random then draws")
     fill: bool | None = key(
-        None, "decode, memory: put random keys and values into the cache, in place of reading a prompt; null: in decode"
+        None,
+        "decode, memory: fill the cache with random keys and values instead of reading a prompt; null means in decode "
+        "only",
     )
     kinds: list[str] = key(["attention", "mlp"], "stream: kinds of gates that decide on every generated token")
     recent: int = key(128, "stream: newest tokens that no gate evicts, and the window of attention gates", low=1)
     steps: int = key(16, "decode, stream, memory: tokens generated in a round", low=1)
     interleaved: bool = key(
-        False, "decode: contestants take turns token by token, with all caches there at once; for noisy machines"
+        False, "decode: contestants take turns token by token, with all caches in memory at once; for noisy machines"
     )
-    rounds: int = key(5, "times that every contestant is measured, in turn", low=1)
+    rounds: int = key(5, "measurements of every contestant, which take turns", low=1)
     warmup: int = key(1, "rounds before those that count", low=0)
     seed: int = key(0, "seed of tokens, gates and uneven heads", low=0, high=2**32 - 1)
     output: str = key("runs/bench", "folder for MODE.json and MODE.md")

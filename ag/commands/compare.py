@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class CompareConfig(SharedModel):
     """What ``python -m ag.compare`` can be told."""
 
-    recipe: str = key("compare", "name of a shipped recipe, or path of a YAML file: where the values start from")
+    recipe: str = key("compare", "name of a shipped recipe, or path of a YAML file, with the values to start from")
     revision: str | None = key(None, "git revision of a hub model")
     quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "the model's own attention")
@@ -28,20 +28,22 @@ class CompareConfig(SharedModel):
     adapter: str | None = key(
         None, "export whose LoRA adapter every policy runs with, with or without gates", holds="export"
     )
-    policies: list[str] = key(["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or mine=gates:EXPORT")
-    also: list[str] = key([], "policies beside those of policies, such as gates of your own beside a recipe's")
-    budgets: list[Any] = key(
-        [], "what policies keep that can be told: all but full and flags", words=f"list of {BUDGET}"
+    policies: list[str] = key(
+        ["full", "h2o", "snapkv"], "policies to compare, such as snapkv+caote or mine=gates:EXPORT"
     )
-    schedule: str = key("prefill", "when something is evicted, for policies with a budget")
-    kv_dtypes: list[KVDtype] = key(["float"], "how every policy holds keys and values: as they come, int8")
+    also: list[str] = key([], "policies in addition to policies, such as your own gates beside those of a recipe")
+    budgets: list[Any] = key([], "what policies keep; full and flags take no budget", words=f"list of {BUDGET}")
+    schedule: str = key("prefill", "when tokens are evicted, for policies with a budget")
+    kv_dtypes: list[KVDtype] = key(["float"], "how every policy stores keys and values: float (the model's type), int8")
     positions: Literal["original", "slot", "interpolated"] = key(
         "original",
-        "what every policy rotates keys by: places in the text, slots in the cache, or interpolated: places, of which "
-        "the far ones are squeezed into the model's context",
+        "by which positions every policy rotates keys: original (in the text), slot (in the cache), or interpolated "
+        "(in the text, far ones compressed into the model's context)",
     )
-    tasks: list[str] = key(["ppl"], "what to compare on")
-    root: str | None = key(None, "local folder of the data, with a folder for each task; null: the hub", holds="folder")
+    tasks: list[str] = key(["ppl"], "tasks to compare on")
+    root: str | None = key(
+        None, "local folder of the data, with a folder for each task; null means the hub", holds="folder"
+    )
     roots: dict[str, str] = mapping("folders of single tasks, as roots.TASK=FOLDER", of="tasks", holds="folder")
     samples: int | None = key(None, "the first N samples of each task that can be run", low=1)
     max_tokens: int | None = key(None, "longest sample in tokens, instead of the model's context", low=1)
@@ -50,11 +52,11 @@ class CompareConfig(SharedModel):
         "options of policies, as policy_options.POLICY.OPTION=VALUE", of="policies"
     )
     baseline: str = key("full", "the policy that the others are tested against, at its own or the same budget")
-    batch_policies: int = key(8, "policies of a task that share the reading of a prompt, where they allow it", low=1)
+    batch_policies: int = key(8, "policies of a task that share the reading of a prompt, if they allow it", low=1)
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
-    output: str | None = key(None, "folder of the results, resumed when it has some; null: runs/RECIPE")
+    output: str | None = key(None, "folder of the results, continued if it has some; null means runs/RECIPE")
     cluster: str | None = key(None, CLUSTER)
-    logger: list[Literal["wandb"]] = key([], "where the report goes beside output")
+    logger: list[Literal["wandb"]] = key([], "where the report goes in addition to output")
     wandb: WandbConfig = field(default_factory=WandbConfig)
     retry: bool = key(False, "run the cells again that ended without a result")
     view_samples: int = key(2, "samples of each task whose kept tokens the report shows", low=0)

@@ -19,23 +19,25 @@ from ag.config.sections import BUDGET, key
 class EvaluateConfig(Shared):
     """What ``python -m ag.evaluate`` can be told."""
 
-    run: str | None = key(None, "run folder of ag.fit: its model, export and data", holds="folder")
+    run: str | None = key(None, "run folder of ag.fit, for its model, export and data", holds="folder")
     model: str = key("smollm2", f"without a run: {MODEL}")
     root: str | None = key(
-        None, "local folder of the data (a run has one; without a run: of plain documents)", holds="folder"
+        None, "local folder of the data: a run names its own; without a run: plain documents", holds="folder"
     )
     policies: list[str] | None = key(
         None,
-        "what to compare; flags and gates are those of the run; null: full, flags, and gates where there are budgets",
+        "policies to compare; flags and gates are those of the run; null means full, flags, and with budgets gates",
     )
-    budgets: list[Any] = key([], "what policies keep that can be told, so also gates", words=f"list of {BUDGET}")
-    schedule: str = key("prefill", "when something is evicted, for policies with a budget")
-    kv_dtypes: list[KVDtype] = key(["float"], "how every policy holds keys and values: as they come, int8")
+    budgets: list[Any] = key(
+        [], "what policies keep, gates included; full and flags take no budget", words=f"list of {BUDGET}"
+    )
+    schedule: str = key("prefill", "when tokens are evicted, for policies with a budget")
+    kv_dtypes: list[KVDtype] = key(["float"], "how every policy stores keys and values: float (the model's type), int8")
     samples: int | None = key(None, "validate on the first N rows or documents, instead of the run's number", low=1)
     prompt: int | None = key(None, "tokens of each prompt, instead of the run's (plain documents)", low=1)
     continuation: int | None = key(None, "tokens scored after it, instead of the run's (plain documents)", low=1)
     output: str | None = key(
-        None, "FILE.json for the figures, with the folder FILE for all else; null: RUN/evaluation.json"
+        None, "FILE.json for the figures; the folder FILE has all else; null means RUN/evaluation.json"
     )
     cluster: str | None = key(None, CLUSTER)
 

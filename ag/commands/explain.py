@@ -16,20 +16,25 @@ class ExplainConfig(SharedModel):
 
     revision: str | None = key(None, "git revision of a hub model")
     gates: str | None = key(
-        None, "exported gates, which join the policies as gates, and are those of flags", holds="export"
+        None, "export whose gates join the policies under the name gates, and decide as flags", holds="export"
     )
-    adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
-    policies: list[str] = key(["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "what to picture")
-    budget: Any = key(0.25, "what the policies may keep; flags take none", words=f"{BUDGET} | null")
-    task: str = key("ppl", "where the texts come from")
+    adapter: bool = key(
+        True, "apply the export's LoRA adapter to the model; false if it is merged into the model already"
+    )
+    policies: list[str] = key(
+        ["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "policies to picture"
+    )
+    budget: Any = key(0.25, "what the policies keep; flags take no budget", words=f"{BUDGET} | null")
+    task: str = key("ppl", "task whose texts are shown")
     task_options: dict[str, Any] = mapping("options of the task, as task_options.OPTION=VALUE")
-    root: str | None = key(None, "local folder of the task's data; null: the hub", holds="folder")
-    samples: int = key(3, "how many texts", low=1)
-    tokens: int = key(256, "of each text; attention maps grow with its square", low=2)
-    continuation: int = key(32, "last of these tokens, whose attention outputs are compared", low=1)
-    layers: list[int] = key([], "layers of the attention maps; empty: four, spread out")
+    root: str | None = key(None, "local folder of the task's data; null means the hub", holds="folder")
+    samples: int = key(3, "number of texts", low=1)
+    tokens: int = key(256, "tokens of each text; attention maps grow with their square", low=2)
+    continuation: int = key(32, "last tokens of each text, whose attention outputs are compared", low=1)
+    layers: list[int] = key([], "layers of the attention maps; empty means four, spread over the model")
     pictures: list[Literal["keep", "attention", "errors"]] = key(
-        ["keep", "attention", "errors"], "kept tokens; attention of model and gates; errors of outputs"
+        ["keep", "attention", "errors"],
+        "keep: kept tokens; attention: maps of model and gates; errors: errors of attention outputs",
     )
     output: str = key("runs/explain", "folder of the pictures")
 

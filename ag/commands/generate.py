@@ -15,7 +15,7 @@ class GenerateConfig(SharedPolicy):
     """The keys of ``python -m ag.generate``."""
 
     prompt: str | None = key(None, "the text to continue")
-    file: str | None = key(None, "file with that text, instead of prompt", holds="file")
+    file: str | None = key(None, "file with the text to continue, instead of prompt", holds="file")
     chat: bool = key(False, "put the text into the tokenizer's chat template, as a user's message")
     messages: str | None = key(
         None,
@@ -24,13 +24,15 @@ class GenerateConfig(SharedPolicy):
     )
     template: dict[str, Any] = mapping("variables of the chat template, as template.enable_thinking=false")
     protect: list[str] = key(
-        [], "tokens of the prompt that never go: spans such as 0-40; of a chat template (what it adds) and system"
+        [],
+        "prompt tokens that are never evicted: spans such as 0-40; in a chat template (what the template adds) and "
+        "system",
     )
     max_new_tokens: int = key(64, "longest continuation in tokens", low=1)
-    temperature: float = key(0.0, "0: always the likeliest token; above: sample at this temperature", low=0)
+    temperature: float = key(0.0, "0: always the likeliest token; above 0: sample at this temperature", low=0)
     top_p: float = key(1.0, "sample from the likeliest tokens that together have this probability", low=0, high=1)
     seed: int = key(0, "seed of the samples", low=0, high=2**32 - 1)
-    compare: bool = key(False, "continue with a full cache as well")
+    compare: bool = key(False, "also continue with a full cache")
 
 
 main = keyed("ag.generate", GenerateConfig, "ag.continuation:run")

@@ -12,8 +12,10 @@ from ag.config.sections import key
 class ModelsConfig:
     """What ``python -m ag.models`` can be told."""
 
-    model: str = key("smollm2", "smollm2, gemma3-270m, a hub id or a folder; may also stand as the first word")
-    accept_license: str | None = key(None, "the licence that you accept, which fetches the model (gemma3-270m: gemma)")
+    model: str = key("smollm2", "smollm2, gemma3-270m, a hub id or a folder; may also be the first word")
+    accept_license: str | None = key(
+        None, "the licence that you accept, after which the model is downloaded (gemma3-270m: gemma)"
+    )
 
 
 main = keyed("ag.models", ModelsConfig, "ag.models:show", first="model")

@@ -20,33 +20,41 @@ UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10
 class ServeConfig(SharedPolicy):
     """The keys of ``python -m ag.serve``."""
 
-    share: float | None = key(None, "what the policy keeps of each prompt, instead of budget", low=0, high=1)
-    memory: str = key("1GiB", "for the keys and values of all requests, taken at once", words="bytes, MiB, GiB, MB, GB")
-    host: str = key("127.0.0.1", "address that it listens at; 0.0.0.0: every address of the machine")
-    port: int = key(8000, "port that it listens at; 0: one that is free", low=0, high=65535)
+    share: float | None = key(None, "share of each prompt that the policy keeps, instead of budget", low=0, high=1)
+    memory: str = key(
+        "1GiB",
+        "memory for the keys and values of all requests, allocated at the start",
+        words="bytes, MiB, GiB, MB, GB",
+    )
+    host: str = key("127.0.0.1", "address to listen at; 0.0.0.0 means every address of the machine")
+    port: int = key(8000, "port to listen at; 0 means a free one", low=0, high=65535)
     api_key: str | None = key(
-        None, f"what clients have to know; where others can see this line, set the variable {KEY_VARIABLE} instead"
+        None, f"key that clients must send; if others can see this line, set the variable {KEY_VARIABLE} instead"
     )
-    served_name: str | None = key(None, "what clients call the model; null: the last part of its name")
+    served_name: str | None = key(None, "name of the model for clients; null means the last part of its name")
     protect: list[Literal["system", "template"]] = key(
-        [], "parts of chats that are never evicted: what system messages say, and what the chat template adds"
+        [],
+        "parts of chats that are never evicted: system (text of system messages), template (what the chat template "
+        "adds)",
     )
-    prefill_tokens: int = key(512, "tokens of prompts that are read between two tokens of the answers", low=1)
-    batch: int = key(64, "most answers at once", low=1)
-    queue: int = key(256, "most requests that wait", low=1)
+    prefill_tokens: int = key(512, "prompt tokens that are read between two tokens of running answers", low=1)
+    batch: int = key(64, "largest number of requests answered at once", low=1)
+    queue: int = key(256, "largest number of waiting requests", low=1)
     prompt_lookup: int = key(
-        0, "draft tokens in a step, all answers together, looked up in what an answer has so far; 0: none", low=0
+        0, "draft tokens per step, divided among all answers and looked up in their own text; 0 means none", low=0
     )
     body_bytes: int = key(2**20, "longest body of a request", low=1)
-    answer_tokens: int = key(1024, "longest answer; a chat that asks for no other length may be as long", low=1)
+    answer_tokens: int = key(1024, "longest answer in tokens; also the default of a chat", low=1)
     wait_seconds: float = key(60.0, "longest time that a request waits before its prompt is read", low=0)
-    answer_seconds: float = key(600.0, "longest time from a request to the end of its answer, which is cut", low=0)
+    answer_seconds: float = key(600.0, "longest time from a request to the end of its answer, which is then cut", low=0)
 
     cluster: str | None = key(None, CLUSTER)
     replicas: list[int] = key(
-        [1], "processes that answer on a cluster, each with the memory; [1,8]: from 1 to 8, as requests are answered"
+        [1],
+        "processes that answer on a cluster, each with its own memory; [1,8] means from 1 to 8, by the number of "
+        "requests",
     )
-    cores: int = key(1, "cores, and threads, of each of them; with device=cuda each has a GPU as well", low=1)
+    cores: int = key(1, "cores, and threads, of each replica; with device=cuda each has a GPU as well", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,16 +9,14 @@ from ag.config.sections import BUDGET, key, mapping
 from ag.plugins import load
 
 KVDtype = Literal["float", "int8"]  # as in ag.kernels.codes, which loads torch
-MODEL = "hub id, local folder, alias (smollm2, gemma3-270m), or random:llama-8b (random:PATH.json): random weights"
+MODEL = "hub id, local folder, alias (smollm2, gemma3-270m), or random:llama-8b (random:PATH.json) for random weights"
 
 
 @dataclass
 class Shared:
     """The keys of every command that runs a policy."""
 
-    plugins: list[str] = key(
-        [], "modules to import first, which add scorers, wrappers, allocators or tasks of your own"
-    )
+    plugins: list[str] = key([], "modules to import first, which add your own scorers, wrappers, allocators or tasks")
     device: str = key("cpu", "cpu, cuda, cuda:1, ...")
 
     def __post_init__(self) -> None:
@@ -43,11 +41,17 @@ class SharedModel(SharedDtype):
 class SharedPolicy(SharedDtype):
     """The keys of a command that runs one policy."""
 
-    gates: str | None = key(None, "folder of exported gates, which a policy named gates or flags uses", holds="export")
-    policy: str | None = key(None, "what to evict, such as h2o or gates; null: gates where there are some, else full")
+    gates: str | None = key(None, "folder of exported gates for a policy named gates or flags", holds="export")
+    policy: str | None = key(
+        None, "policy to evict with, such as h2o or gates; null means gates if there are some, else full"
+    )
     budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
-    schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, or some joined by +")
-    kv_dtype: KVDtype = key("float", "how keys and values are held: as they come, or in codes of 8 bits")
+    schedule: str = key("prefill", "when tokens are evicted: prefill, blocks:m, every, steps:n, or several joined by +")
+    kv_dtype: KVDtype = key(
+        "float", "how keys and values are stored: float means the model's type, int8 codes of 8 bits"
+    )
     options: dict[str, Any] = mapping("options of the policy, as options.window=16")
-    adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
+    adapter: bool = key(
+        True, "apply the export's LoRA adapter to the model; false if it is merged into the model already"
+    )
     model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")

@@ -27,40 +27,45 @@ class GateConfig:
 
     num_heads: int = key(4, "heads of the gate's own attention (h')", low=1)
     head_dim: int = key(
-        0, "size of each of those heads (d'); 0: by the base, all heads together an eighth of its width", low=0
+        0, "size of each of those heads (d'); 0: from the base, all heads together an eighth of its width", low=0
     )
     threshold: float = key(0.5, "a token is kept when sigmoid(logit + bias) > threshold (tau)")
-    bias: float = key(2.0, "added to every logit: gates start open (gamma)")
+    bias: float = key(2.0, "added to every logit: above 0 gates start open (gamma)")
     scope: Literal["causal", "prompt"] = key(
-        "causal", "causal: a gate sees the past; prompt: it sees the whole prompt, responses are never gated"
+        "causal", "causal: a gate sees the past; prompt: it sees the whole prompt, and responses are never gated"
     )
     granularity: Literal["kv_head", "query_head"] = key(
-        "kv_head", "one logit per KV head, or one per query head (a KV entry goes when all its heads drop it)"
+        "kv_head",
+        "one logit per KV head, or one per query head (a KV entry is evicted when all its query heads drop it)",
     )
     kind: str = key(
         "attention",
-        "attention block; or a map of each token by itself: linear, affine (with biases), mlp of two layers, "
-        "fast_kvzip (its share of attention beside learned keys), retention (how fast it is forgotten: for "
-        "inference); or one of plugins",
+        "attention: an attention block; or a map of each token by itself: linear, affine (with biases), mlp (two "
+        "layers), fast_kvzip (its share of attention beside learned keys), retention (its rate of decay; inference "
+        "only); or a kind of a plugin",
         words="attention | linear | affine | mlp | fast_kvzip | retention | a kind of your own",
     )
     hidden: int = key(
-        64, "kind=mlp and retention: units of the hidden layer; fast_kvzip: learned keys of a KV head", low=1
+        64, "kind=mlp and retention: units of the hidden layer; fast_kvzip: learned keys per KV head", low=1
     )
-    window: int = key(0, "kind=attention: newest tokens that a token's gate looks at, its own included; 0: all", low=0)
+    window: int = key(
+        0, "kind=attention: newest tokens that the gate of a token attends to, its own included; 0 means all", low=0
+    )
     covers: Literal["prompt", "all"] = key(
-        "prompt", "which tokens may be evicted: those of the first prompt, or later turns and generated ones too"
+        "prompt", "prompt: tokens of the first prompt may be evicted; all: those of later turns and generated ones too"
     )
     shortcut: bool = key(False, "add a linear map of each token beside the attention block")
     estimator: Literal["ste", "soft"] = key(
-        "ste", "ste: hard flags, sigmoid's slope backward; soft: noisy sigmoids in training, hard flags after"
+        "ste",
+        "ste: hard flags, with the slope of the sigmoid in the backward pass; soft: noisy sigmoids in training, hard "
+        "flags afterwards",
     )
     prefill: Literal["sparse", "dense"] = key(
-        "sparse", "sparse: evicted tokens are invisible within the prompt too; dense: only to what follows"
+        "sparse", "sparse: evicted tokens are invisible within the prompt too; dense: only after it"
     )
     recent_tokens: int = key(1, "every query sees this many newest tokens, its own included", low=1)
     sink_tokens: int = key(0, "every query sees this many first tokens", low=0)
-    layer_offset: int = key(0, "1: a layer's gate reads the input of the layer before", low=0, high=1)
+    layer_offset: int = key(0, "1: a layer's gate reads the input of the previous layer", low=0, high=1)
     first_layer: int = key(0, "index of the first layer with a gate", low=0)
 
     def sized(self, hidden_size: int) -> GateConfig:

@@ -33,17 +33,21 @@ from ag.plugins import load
 class Config:
     """A whole run."""
 
-    recipe: str = key("fit", "name of a shipped recipe, or path of a YAML file: where the values start from")
-    train: Literal["gates", "gates+lora", "lora"] = key("gates+lora", "what is trained; lora is the baseline")
+    recipe: str = key("fit", "name of a shipped recipe, or path of a YAML file, with the values to start from")
+    train: Literal["gates", "gates+lora", "lora"] = key(
+        "gates+lora", "what is trained; lora is the baseline without gates"
+    )
     seed: int = key(0, "seed of weights, data order and noise", low=0, high=2**32 - 1)
     output: str = key("runs", "folder of the run folders")
     resume: str | None = key(None, "run folder to continue")
-    init: str | None = key(None, "exported gates to start from, of the same sizes", holds="export")
-    plugins: list[str] = key([], "modules to import first, which add kinds of gates and data, losses, ... of your own")
-    cluster: str | None = key(None, f"where the ranks of a run, or the runs of a sweep (-m), work. {CLUSTER}")
-    failures: int = key(3, "with cluster=: so often a run that loses a process goes on from its checkpoint", low=0)
+    init: str | None = key(None, "export of gates to start from, of the same sizes", holds="export")
+    plugins: list[str] = key([], "modules to import first, which add your own kinds of gates and data, losses, ...")
+    cluster: str | None = key(None, f"for the ranks of a run, or the runs of a sweep (-m): {CLUSTER}")
+    failures: int = key(
+        3, "with cluster=: the number of times that a run which loses a process continues from its checkpoint", low=0
+    )
     logger: list[Literal["csv", "tensorboard", "wandb"]] = key(
-        ["csv"], "where metrics and pictures go; metrics.csv is always written"
+        ["csv"], "where metrics and pictures are logged; metrics.csv is always written"
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

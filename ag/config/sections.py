@@ -29,7 +29,7 @@ def mapping(doc: str, **more: Any) -> Any:
 class ModelConfig:
     """The frozen base model."""
 
-    name: str = key("smollm2", "hub id, folder, alias (smollm2, gemma3-270m), or random:llama-8b: random weights")
+    name: str = key("smollm2", "hub id, folder, alias (smollm2, gemma3-270m), or random:llama-8b for random weights")
     revision: str | None = key(None, "git revision of a hub model")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the frozen weights")
     quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")
@@ -47,7 +47,8 @@ class LoraConfig:
     dropout: float = key(0.0, "dropout on the adapter's input", low=0, high=1)
     targets: list[str] = key(
         ["q_proj", "k_proj", "v_proj", "o_proj"],
-        "names of the linear layers to adapt; all-linear: all but the output layer, and experts that PEFT knows",
+        "names of the linear layers to adapt; all-linear means all but the output layer, with the experts that PEFT "
+        "supports",
     )
 
 
@@ -57,50 +58,57 @@ class DataConfig:
 
     kind: str = key(
         "facts",
-        "sft: prompt and response; text: plain documents; generated: facts of the quickstart, worked problems; or one "
-        "of plugins",
+        "sft: prompt and response; text: plain documents; facts (of the quickstart) and worked problems are "
+        "generated; or a kind of a plugin",
         words="sft | text | facts | worked | a kind of your own",
     )
     name: str = key(
         "facts",
-        "task of the sft table (piqa, boolq, ...); folder or hub id (sft, text); worked, or a kind of it, as addition",
+        "a task of the sft table (piqa, boolq, ...); a folder or hub id (sft, text); worked or one of its kinds, such "
+        "as addition",
     )
     subset: str | None = key(None, "configuration name of a hub dataset (text, own sft)")
     revision: str | None = key(None, "git revision of a hub dataset (text, own sft)")
     root: str | None = key(
         None,
-        "local folder (SPLIT.jsonl, .json, .parquet, .csv, .txt, shards SPLIT-*.jsonl, or of save_to_disk), instead of "
-        "the hub; a folder data.name in it goes first",
+        "local folder instead of the hub: SPLIT.jsonl, .json, .parquet, .csv, .txt, shards SPLIT-*.jsonl, or the "
+        "output of save_to_disk; a subfolder called data.name goes first",
         holds="folder",
     )
-    text_field: str = key("text", "the field that holds a document (text)")
-    prompt_field: str = key("prompt", "the field that holds a prompt (own sft)")
+    text_field: str = key("text", "field that holds a document (text)")
+    prompt_field: str = key("prompt", "field that holds a prompt (own sft)")
     response_field: str = key(
-        "response", "the field that holds its response, joined as it is; completion counts as well (own sft)"
+        "response", "field that holds its response, appended as it is; completion is read as well (own sft)"
     )
     messages_field: str = key(
         "messages",
-        "the field that holds a chat instead, as objects with role and content; conversations counts as well (own sft)",
+        "field that holds a chat instead, as objects with role and content; conversations is read as well (own sft)",
     )
     question: Literal["before", "after"] = key(
         "before",
-        "before: the prompt holds the question; after: the prompt, on which gates act, is the text before it (facts; "
-        "boolq, rte)",
+        "before: the prompt contains the question; after: the prompt, on which gates act, is the text before the "
+        "question (facts, boolq, rte)",
     )
-    eos: bool | None = key(None, "a response ends with EOS (sft); null: yes in rows of prompt and response of your own")
-    max_length: int = key(1024, "longest row in tokens; a longer prompt loses its left part, and is counted", low=2)
+    eos: bool | None = key(
+        None,
+        "whether a response ends with EOS (sft); null means yes in your own rows of prompt and response, no elsewhere",
+    )
+    max_length: int = key(1024, "longest row in tokens; a longer prompt is counted and loses its left part", low=2)
     packing: Literal["packed", "split", "repeated"] = key(
         "split",
         "text; packed: rows of max_length tokens; split: prompt and continuation; repeated: a passage and its copy",
     )
     cross_documents: bool = key(
-        True, "text, packed: attention runs on across the documents of a row; false: it stays inside each"
+        True, "text, packed: tokens attend to earlier documents of their row; false: only to their own document"
     )
     prompt_min: int = key(192, "shortest prompt in tokens (text, split; facts: roughly)", low=1)
     prompt_max: int = key(512, "longest prompt in tokens (text, split; facts: roughly)", low=1)
     continuation: int = key(64, "tokens after the prompt that carry the loss (text, split)", low=1)
     copy_max: int = key(
-        0, "of a longer passage a chunk of so many tokens is repeated, drawn for each; 0: all (text, repeated)", low=0
+        0,
+        "a chunk of this many tokens of a longer passage is repeated, drawn for each passage; 0 means the whole "
+        "passage (text, repeated)",
+        low=0,
     )
     solution_min: int = key(200, "shortest solution in tokens (worked; roughly)", low=20)
     solution_max: int = key(400, "longest solution in tokens (worked)", low=60)
@@ -119,7 +127,8 @@ class LossConfig:
 
     objective: str = key(
         "lm",
-        "lm: cross-entropy; kl: to the model with open gates and no adapter; regress: no backward; or one of plugins",
+        "lm: cross-entropy; kl: divergence from the model with open gates and no adapter; regress: regression without "
+        "a backward pass through the model; or a loss of a plugin",
         words="lm | kl | regress | a loss of your own",
     )
     alpha: float = key(1.0, "weight of the eviction loss", low=0)
@@ -127,8 +136,8 @@ class LossConfig:
     share_low: float = key(0.1, "with share_high: the smallest share that is drawn", low=0.01, high=1)
     share_high: float = key(
         0.0,
-        "above 0: gates for any share; each batch draws one from share_low to this, and the gates keep so much of it "
-        "(no alpha, no beta)",
+        "above 0: gates for any share. Each batch draws a share from share_low to this value, and the gates keep that "
+        "share (alpha and beta are not used)",
         low=0,
         high=1,
     )
@@ -136,11 +145,11 @@ class LossConfig:
     mean: Literal["soft", "hard"] = key("soft", "mean over sigmoids, or over flags")
     sampled_tokens: int = key(
         0,
-        "tokens of a batch that the loss is measured on, drawn for each step; 0: all (where the vocabulary is large, "
-        "its logits take longer than the model)",
+        "tokens of a batch on which the loss is measured, drawn for each step; 0 means all (for a large vocabulary, "
+        "whose logits take longer than the model)",
         low=0,
     )
-    chunk_tokens: int = key(1024, "tokens whose logits exist at once in the loss", low=1)
+    chunk_tokens: int = key(1024, "tokens whose logits are in memory at once in the loss", low=1)
 
     @property
     def draws_share(self) -> bool:
@@ -152,16 +161,18 @@ class LossConfig:
 class WarmupConfig:
     """A warm start of the gates: regression on attention statistics, no backward through the model."""
 
-    regress_steps: int = key(0, "first steps that train the gates by regression; 0: none", low=0)
+    regress_steps: int = key(0, "first steps that train the gates by regression; 0 means none", low=0)
     lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
     target: Literal["attention", "obcache_value", "kvzip", "reread"] = key(
         "attention",
-        "what gates predict of a key, from later queries: their attention on it; sqrt(sum A^2) * ||v||; kvzip: the "
-        "largest attention that a token of the response pays, times ||v|| (meant for data.packing=repeated); reread: "
-        "the largest attention while the engine repeats the whole row, chunk by chunk (for data.packing=packed)",
+        "what gates predict for a key, from later queries. attention: their attention to it; obcache_value: sqrt(sum "
+        "A^2) * ||v||; kvzip: the largest attention of a response token, times ||v|| (for data.packing=repeated); "
+        "reread: the largest attention while the engine repeats the whole row, chunk by chunk (for "
+        "data.packing=packed)",
     )
     scale: Literal["head", "global"] = key(
-        "head", "targets are standardised in each head by itself, or over all layers and heads, so that heads compare"
+        "head",
+        "head: targets are standardised in each head; global: over all layers and heads, so that heads are comparable",
     )
     keep: float = key(0.5, "share of the tokens that the flags keep after the warm start", low=0.01, high=0.99)
 
@@ -183,39 +194,42 @@ class OptimConfig:
 class TrainerConfig:
     """Handed to lightning.Trainer."""
 
-    accelerator: Literal["auto", "cpu", "gpu", "mps"] = key("auto", "what to train on")
+    accelerator: Literal["auto", "cpu", "gpu", "mps"] = key("auto", "device type to train on")
     devices: int = key(1, "devices per node", low=1)
     num_nodes: int = key(1, "machines", low=1)
     strategy: str = key(
-        "auto", "auto, ddp, ...: a Lightning strategy, none that forks or spawns; fsdp2: the base divided over the GPUs"
+        "auto",
+        "auto, ddp, ...: a Lightning strategy that does not fork or spawn; fsdp2: the base divided among the GPUs",
     )
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = key(
         "32-true", "precision of the computation; trainable weights stay float32"
     )
     max_epochs: int = key(1, "passes over the training data", low=1)
-    max_steps: int = key(-1, "optimiser steps; -1: as many as max_epochs gives", low=-1)
+    max_steps: int = key(-1, "optimiser steps; -1 means as many as max_epochs gives", low=-1)
     accumulate: int = key(1, "batches per optimiser step", low=1)
-    clip: float = key(1.0, "largest gradient norm; 0: no clipping", low=0)
-    val_every: int = key(0, "optimiser steps between validations; 0: once an epoch", low=0)
+    clip: float = key(1.0, "largest gradient norm; 0 means no clipping", low=0)
+    val_every: int = key(0, "optimiser steps between validations; 0 means once an epoch", low=0)
     val_batches: int | None = key(None, "validate on the first N batches only", low=1)
     log_every: int = key(1, "optimiser steps between log lines", low=1)
     collapse_batches: int = key(
-        200, "warn of a layer whose gates were all open or all shut for so many batches in a row; 0: never", low=0
+        200,
+        "warn about a layer whose gates were all open or all shut for this many batches in a row; 0 means never",
+        low=0,
     )
-    deterministic: bool = key(False, "deterministic kernels, slower")
-    progress: bool = key(True, "show the progress bar on a terminal; false: lines of text, as elsewhere")
+    deterministic: bool = key(False, "use deterministic kernels, which are slower")
+    progress: bool = key(True, "show the progress bar on a terminal; false: print lines of text")
 
 
 @dataclass
 class CheckpointConfig:
     """What is saved while training: trainable weights only."""
 
-    every_steps: int = key(0, "optimiser steps between checkpoints; 0: at each validation only", low=0)
-    keep_last: int = key(2, "how many of the newest checkpoints stay", low=1)
+    every_steps: int = key(0, "optimiser steps between checkpoints; 0 means at each validation only", low=0)
+    keep_last: int = key(2, "number of newest checkpoints to keep", low=1)
     monitor: Literal["val/loss", "val/lm_loss", "val/perplexity"] = key(
         "val/loss", "metric that chooses the best checkpoint (lower is better)"
     )
-    patience: int = key(0, "stop after so many validations without improvement; 0: never", low=0)
+    patience: int = key(0, "stop after this many validations without improvement; 0 means never", low=0)
 
 
 @dataclass
@@ -231,5 +245,5 @@ class ExportConfig:
     """What is written at the end of a run."""
 
     weights: Literal["float32", "int8"] = key("float32", "data type of the gates' matrices in the export")
-    merge: bool = key(False, "write a full copy of the base model with the adapter merged into it as well (merged/)")
+    merge: bool = key(False, "also write a full copy of the base model with the adapter merged into it (merged/)")
     push_to_hub: str | None = key(None, "upload the finished export, with its model card, to this hub repository")

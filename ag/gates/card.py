@@ -18,8 +18,8 @@ tags: [kv-cache, attention-gate, token-eviction]
 
 # Attention-Gates for {base}
 
-Small learned modules that decide, in every layer and KV head, which entries of the KV cache stay once the
-prompt is read; the others are dropped from memory.{adapter}
+Attention-Gates are small trained networks. For each layer and KV head they decide which entries of the KV cache are
+kept; the others are evicted, and their memory is freed.{adapter}
 
 ## Use
 
@@ -52,8 +52,8 @@ python -m ag.generate gates=PATH prompt="Once upon a time"
 _SHARES = """
 ## Other shares
 
-`ag.policy("gates:PATH", share=0.3)` keeps about that share of the tokens, over all layers and KV heads. The boundaries
-are those of the validation data: a token is kept when its logit lies above.
+`ag.policy("gates:PATH", share=0.3)` keeps about 30 % of the tokens, over all layers and KV heads. The boundaries were
+measured on the validation data: a token is kept if its logit is above the boundary.
 
 {table}
 """
