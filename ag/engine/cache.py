@@ -248,8 +248,8 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
 
     def _refuse_going_back(self, what: str) -> NoReturn:
         raise UserError(
-            f"{what}: {type(self.decoder).__name__} has layers of linear attention or convolutions, whose states cannot "
-            "go back: expected no token to be taken back; call cache.reset() and read the text again."
+            f"{what}: {type(self.decoder).__name__} has layers of linear attention or convolutions, whose states "
+            "cannot go back: expected no token to be taken back; call cache.reset() and read the text again."
         )
 
     @property

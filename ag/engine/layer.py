@@ -121,7 +121,12 @@ class Layer:
         return out.to(call.q.dtype)
 
     def _observe(
-        self, placed: AttentionCall, batch: ForwardBatch, store: KVStore, evictor: Evictor | None, weights: Tensor | None
+        self,
+        placed: AttentionCall,
+        batch: ForwardBatch,
+        store: KVStore,
+        evictor: Evictor | None,
+        weights: Tensor | None,
     ) -> None:
         """Show the scorer a pass behind its attention, and remove what later passes do not need."""
         if evictor is not None:

@@ -76,7 +76,7 @@ def read_prompt(
         reader = Together(some)
         shared |= dict.fromkeys(some, read({"gating": reader, "use_cache": False}))
         for cache in some[1:]:
-            cache.states = copy.deepcopy(reader.states)
+            cache.states = copy.deepcopy(some[0].states)
     return [(cache, shared[cache] if cache in shared else read({"past_key_values": cache})) for cache in caches]
 
 
@@ -95,9 +95,10 @@ class Together(Interceptor):
     """Several caches that see the same forward pass, in which nothing is held before and nothing goes within it."""
 
     def __init__(self, caches: list[EvictionCache]) -> None:
-        self.caches, self.states = caches, caches[0].states
+        self.caches, states = caches, caches[0].states
+        self.states = states
         for cache in caches:  # while they read
-            cache.states = self.states
+            cache.states = states
         self.modules = [module for cache in caches for module in cache.modules]
         # what is repeated does not depend on the budget, but codes are what is attended to where there are any
         known: dict[KVDtype, dict[Rereader, Measured]] = defaultdict(dict)

@@ -34,8 +34,9 @@ class StepRunner:
     memory, of two kinds: a step that evicts, and one that does not. On a card the first step of a kind runs as it is,
     the second one is recorded as a CUDA graph, and those that follow are replayed. All is recorded anew where memory
     moved: rows outgrew the block table (it gets room for 128 tokens or an eighth more), sequences came or went, tokens
-    were cropped, other calls of the model read some. Steps of policies and models that cannot be recorded (hybrid models,
-    chunked attention) run as they are, as do evictions for which the device is asked how many tokens stayed (heads, global), and nothing is recorded elsewhere.
+    were cropped, other calls of the model read some. Steps of policies and models that cannot be recorded (hybrid
+    models, chunked attention) run as they are, as do evictions for which the device is asked how many tokens stayed
+    (heads, global), and nothing is recorded elsewhere.
 
     Args:
         model: that the cache was made for, in evaluation mode.

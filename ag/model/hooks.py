@@ -378,7 +378,8 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     interceptor.begin(decoder, named.get("attention_mask"), tokens)
     if "logits_to_keep" in named:  # by which Gemma 4 leaves out what its last layers would read
         named["logits_to_keep"] = 0
-    attachment, padding, cache = decoder._ag_attachment, named.get("attention_mask"), cache_argument(type(decoder))
+    attachment: Any = decoder._ag_attachment
+    padding, cache = named.get("attention_mask"), cache_argument(type(decoder))
     # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the interceptor knows the padding
     mask = named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     if interceptor.states is not None and named.get(cache) is not interceptor:
@@ -398,7 +399,7 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
         if columns is not None:
             index = columns.clamp_min(0).to(tokens.device)
             named[name] = tokens.gather(1, index if tokens.ndim == 2 else _wide(index, tokens))
-        interceptor.attended = [0] * len(attachment.configs)  # type: ignore[arg-type]
+        interceptor.attended = [0] * len(attachment.configs)
         parts.append((columns, forward(**named, position_ids=positions)))
         if any(times != 1 for times in interceptor.attended):
             _refuse_unreached(decoder, interceptor.attended)
@@ -492,7 +493,8 @@ def _before_attention(site: Site, module: nn.Module, args: tuple[Any, ...], kwar
         return None
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     if not site.shared:
-        interceptor.enter_layer(site.layer, aligned(hidden, interceptor.order, 1))
+        order = interceptor.order
+        interceptor.enter_layer(site.layer, hidden if order is None else aligned(hidden, order, 1))
     return args, kwargs | {"ag_interceptor": interceptor, "ag_site": site}
 
 
@@ -504,26 +506,31 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     ag_interceptor: Interceptor | None = None,
-    ag_site: Site = Site(0, 0, False, None, 0),
+    ag_site: Site | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Serve the attention interface: the interceptor's attention, or the model's own when there is no interceptor."""
-    if ag_interceptor is None:
+    if ag_interceptor is None or ag_site is None:
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         own: Any = ALL_ATTENTION_FUNCTIONS.get_interface(own_config(module)._attn_implementation, eager)
         result: tuple[Tensor, Tensor | None] = own(_Own(module), query, key, value, attention_mask, **kwargs)
         return result
-    unknown = [name for name, value in kwargs.items() if value is not None and name not in HARMLESS]
+    said = {name for name, value in kwargs.items() if value is not None and value is not False}
+    unknown = sorted(said - HARMLESS)
     own_mask = attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.numel() == 1)
     if unknown or own_mask or kwargs.get("is_causal") is False:  # a mask of one number is what _decode gave
         _refuse_arguments(module, attention_mask if own_mask else None, unknown)
-    scaling, order, size = kwargs.get("scaling"), ag_interceptor.order, value.shape[-1]
+    scaling, order, length, size = kwargs.get("scaling"), ag_interceptor.order, query.shape[2], value.shape[-1]
     if ag_site.missing:
         query, key, value = (F.pad(x, (0, ag_site.missing)) for x in (query, key, value))
+    if order is not None:
+        query, key, value = (aligned(x, order, 2) for x in (query, key, value))
     call = AttentionCall(
         module,
         ag_site.layer,
-        *(aligned(x, order, 2) for x in (query, key, value)),
+        query,
+        key,
+        value,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         kwargs.get("sliding_window"),
         Softmax(kwargs.get("softcap"), kwargs.get("s_aux")),
@@ -532,7 +539,9 @@ def _attention(
     )
     if ag_interceptor.attended is not None:
         ag_interceptor.attended[ag_site.number] += 1
-    out = put_back(ag_interceptor.attend(call), order, query.shape[2], 2)[..., :size]
+    out = ag_interceptor.attend(call)[..., :size]
+    if order is not None:
+        out = put_back(out, order, length, 2)
     rate = kwargs.get("dropout", 0.0)
     return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
 

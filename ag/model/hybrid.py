@@ -69,7 +69,8 @@ class States(Cache):
         for name, state in tensors.items():
             index, kind, number = name.split(".")
             layer, place = layers[int(index)], int(number)
-            {"conv_states": layer.update_conv_state, "recurrent_states": layer.update_recurrent_state}[kind](state, place)
+            update = {"conv_states": layer.update_conv_state, "recurrent_states": layer.update_recurrent_state}[kind]
+            update(state, place)
             layer.has_previous_state[place] = True
 
     @property
@@ -106,7 +107,7 @@ def as_they_came(columns: Tensor | None, positions: Tensor | None, mask: Tensor 
     Args:
         columns: ``[B, n]``, the columns of each sequence's next tokens, left-aligned, -1 behind them; None means all.
         positions: ``[..., B or 1, n]``, of these tokens; None means that the model counts them.
-        mask: ``[B, seen + T]``, nonzero on tokens; None means that all columns are. It counts where ``columns`` is None.
+        mask: ``[B, seen + T]``, nonzero on tokens, for a pass over all columns; None means that all are tokens.
         seen: columns of the call that were read by earlier passes.
 
     Raises:
@@ -143,18 +144,16 @@ def masks_by_type(attention: Tensor, there: Tensor | None, length: int) -> dict[
         length: columns of the pass.
     """
     in_turn = None if there is None or length == 1 else there[:, -length:].contiguous()
-    return dict.fromkeys(ATTENTION, attention) | dict.fromkeys(IN_TURN, in_turn)
+    return {**dict.fromkeys(ATTENTION, attention), **dict.fromkeys(IN_TURN, in_turn)}
 
 
-def aligned(x: Tensor, order: Tensor | None, dim: int) -> Tensor:
+def aligned(x: Tensor, order: Tensor, dim: int) -> Tensor:
     """Return the tokens of a pass left-aligned: columns ``order`` ``[B, n]`` of a dimension of ``x`` ``[B, ...]``."""
-    return x if order is None else x.gather(dim, _index(order, x, dim))
+    return x.gather(dim, _index(order, x, dim))
 
 
-def put_back(x: Tensor, order: Tensor | None, length: int, dim: int) -> Tensor:
+def put_back(x: Tensor, order: Tensor, length: int, dim: int) -> Tensor:
     """Undo :func:`aligned` for a pass of ``length`` columns."""
-    if order is None:
-        return x
     shape = [*x.shape]
     shape[dim] = length
     return x.new_zeros(shape).scatter(dim, _index(order, x, dim), x)

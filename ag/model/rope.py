@@ -14,7 +14,7 @@ from ag.model.geometry import attention_layers
 
 
 def rope_of(decoder: Any, layer: int) -> tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], float]:
-    """Return what makes cosines and sines ``[B, T, D]`` like x for positions ``[B, T]`` in a layer that attends, and their scaling.
+    """Return what makes cosines and sines ``[B, T, D]`` like x for positions ``[B, T]`` in a layer, and their scaling.
 
     Some models have a RoPE for each type of layers (Gemma 3).
     """

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ag.errors import UserError
-from ag.model.hooks import AttentionCall, Interceptor, causal_attention, check_adapter
 from ag.model.geometry import ATTENTION, attention_layers, shared_layers
+from ag.model.hooks import AttentionCall, Interceptor, causal_attention, check_adapter
 from ag.model.rope import rope_of, rotate
 from ag.model.structure import (
     USE_ANOTHER,
@@ -57,7 +57,8 @@ def check_attention(model: nn.Module) -> None:
     for index in sorted([*attention_layers(decoder.config), *shared]):
         module: Any = attention_of(decoder.layers[index])
         if module is None:
-            module, does = decoder.layers[index], "has no attention that uses the attention interface of transformers"
+            module = getattr(decoder.layers[index], "self_attn", decoder.layers[index])
+            does = "computes its attention without the attention interface of transformers"
         elif kinds[index] not in (*ATTENTION, "hybrid"):
             does = f"is of the type {kinds[index]}: expected {' or '.join(ATTENTION)}"
         elif getattr(module, "is_causal", True) is False:
@@ -169,7 +170,7 @@ def _unturned(decoder: Any) -> str:
 
 @torch.no_grad()
 def _probed(decoder: Any, index: int, attention: Any) -> Tensor:
-    """Return the queries ``[1, H, 2, D]`` that an attention makes of the same hidden state at the places 0 and ``FAR``."""
+    """Return the queries ``[1, H, 2, D]`` that attention makes of one hidden state at the places 0 and ``FAR``."""
     weight, device = decoder.get_input_embeddings().weight, device_of(attention)
     drawn = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0))
     hidden = drawn.to(device, weight.dtype).expand(-1, 2, -1)

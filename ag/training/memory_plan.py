@@ -44,8 +44,7 @@ from ag.errors import first_line
 from ag.gates.gate import AttentionGate, AttentionGates, FastKVzipGate
 from ag.model import base as models
 from ag.model import random_base
-from ag.model.geometry import fingerprint
-from ag.model.geometry import attention_layers
+from ag.model.geometry import attention_layers, fingerprint
 from ag.model.hooks import decoder_of
 from ag.model.structure import attention_of
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PaliGemmaForConditionalGeneration
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -91,8 +92,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "gemma3n_text": SHARED | {"altup_num_inputs": 2, "laurel_rank": 4, "intermediate_size": [48] * 4},
     "gemma4_text": SHARED | {"global_head_dim": 16, "num_global_key_value_heads": 2},
-    **dict.fromkeys(("minimax_m2", "beam", "aria_text", "apertus1p5_text"), {}),
-    "glm4_moe_lite": MLA,
+    **dict.fromkeys(("lfm3", "bailing_hybrid", "lara_mini"), {"layer_types": ["linear_attention", "full_attention"]}),
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "bailing_hybrid": MLA | {"layer_types": ["linear_attention", "full_attention"]},
+    **dict.fromkeys(("minimax_m2", "beam", "aria_text", "apertus1p5_text", "cohere2_moe", "cwm", "ernie4_5_moe"), {}),
+    **dict.fromkeys(("exaone", "exaone_moe", "flint", "gemma4_unified_text", "granite_swa", "granitemoe_swa"), {}),
+    **dict.fromkeys(("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder"), {}),
+    **dict.fromkeys(("jais2", "kolibri1", "laguna", "mellum", "minimax_m3_vl_text", "moshi", "sarvam_moe"), {}),
+    **dict.fromkeys(("solar_open", "mimo_v2_flash", "gpt_neo", "bloom", "modernbert-decoder", "hrm_text"), {}),
+    **dict.fromkeys(("deepseek_v4", "dory", "inkling_text", "qwen4_exp_text", "mamba", "rwkv", "xlstm"), {}),
+    **dict.fromkeys(("recurrent_gemma", "falcon_mamba", "biogpt", "bert", "cpmant", "gpt_neox_japanese"), {}),
+    **dict.fromkeys(("glm4_moe_lite", "axk1", "minicpm3", "sarvam_mla", "youtu", "axk2", "deepseek_v32"), MLA),
+    **dict.fromkeys(("glm_moe_dsa", "hy_v4"), MLA),
 }
 #: Those whose logits are more than the product of the head: it is scaled, or capped.
 MORE_THAN_A_HEAD = {"gemma2", "vaultgemma", "granite", "granitemoe", "cohere", "cohere2", "nanochat"}
@@ -213,7 +224,7 @@ def line(name: str, said: list[str]) -> str:
 
 
 def lines_of_page() -> dict[str, str]:
-    found = re.findall(r"^(\| `(\w+)` \|.*)$", PAGE.read_text(encoding="utf-8"), re.M)
+    found = re.findall(r"^(\| `([\w-]+)` \|.*)$", PAGE.read_text(encoding="utf-8"), re.M)
     return {name: line for line, name in found if name != "model_type"}
 
 
@@ -226,6 +237,8 @@ def by_day(*names: str) -> list[Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", by_day(*ARCHITECTURES))
 def test_the_table_in_docs_is_what_runs(name: str) -> None:
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     assert lines_of_page()[name] == line(name, outcome(name))
 
 
@@ -307,14 +320,13 @@ def test_every_type_of_transformers_is_served_right_or_refused() -> None:
     assert sum(said != "untried" for said in found.values()) >= 30
 
 
-@pytest.mark.parametrize("name", ["gemma3", "paligemma", "gemma4_text", "gemma3n_text"])
+@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
 def test_what_cannot_be_served_is_refused_before_the_first_pass(name: str) -> None:
-    """Masks made for images beside text, heads whose sizes differ by layer, and keys taken from other layers."""
+    """Masks made for images beside text."""
     kinds = ["sliding_attention", "full_attention"]
     sizes = {**{key: value for key, value in SMALL.items() if "expert" not in key}, "layer_types": kinds}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
-    per_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
     given: dict[str, Any] = {
         "gemma3": {"text_config": sizes, "vision_config": vision},
         "paligemma": {
@@ -322,11 +334,6 @@ def test_what_cannot_be_served_is_refused_before_the_first_pass(name: str) -> No
             "vision_config": vision | {"projection_dim": 32},
             "projection_dim": 32,
         },
-        "gemma4_text": sizes | {"global_head_dim": 16, "num_kv_shared_layers": 0} | per_layer,
-        "gemma3n_text": sizes
-        | per_layer
-        | {"num_kv_shared_layers": 2, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4}
-        | {"num_hidden_layers": 4, "layer_types": kinds * 2},
     }[name]
     config = type(AutoConfig.for_model(name))(**given)
     make: Any = PaliGemmaForConditionalGeneration if name == "paligemma" else AutoModelForCausalLM.from_config
