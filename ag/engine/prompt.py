@@ -73,8 +73,7 @@ def read_prompt(
             together["" if plain else cache.policy.positions].append(cache)
     shared: dict[EvictionCache, Tensor] = {}
     for some in together.values():
-        reader = Together(some)
-        shared |= dict.fromkeys(some, read({"gating": reader, "use_cache": False}))
+        shared |= dict.fromkeys(some, read({"gating": Together(some), "use_cache": False}))
         for cache in some[1:]:
             cache.states = copy.deepcopy(some[0].states)
     return [(cache, shared[cache] if cache in shared else read({"past_key_values": cache})) for cache in caches]

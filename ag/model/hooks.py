@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.softmax import PLAIN, Softmax
-from ag.model.geometry import attention_layers, has_other_layers, shared_layers
+from ag.model.geometry import attention_layers, fingerprint, has_other_layers, shared_layers
 from ag.model.hybrid import aligned, as_they_came, masks_by_type, put_back
 from ag.model.products import ThreadedLayers
 from ag.model.rope import rotate as rotate
@@ -102,6 +102,7 @@ class Site(NamedTuple):
     shared: bool  # whether an earlier module made them
     chunk: int | None
     missing: int  # zeros behind the numbers of a head, where other layers have larger heads
+    kv_heads: int
 
 
 class Interceptor(ABC):
@@ -220,11 +221,12 @@ def _sites(decoder: Any) -> Iterator[tuple[Site, Any]]:
     places = {index: place for place, index in enumerate(attention_layers(config))}
     shared, types = shared_layers(config), getattr(config, "layer_types", None) or ()
     modules = {index: attention_of(decoder.layers[index]) for index in sorted([*places, *shared])}
+    kv_heads = fingerprint(config)["num_kv_heads"]
     largest = max(getattr(module, "head_dim", 0) for module in modules.values())
     for number, (index, module) in enumerate(modules.items()):
         chunk = config.attention_chunk_size if types and types[index] == "chunked_attention" else None
         missing = largest - getattr(module, "head_dim", largest)
-        yield Site(number, places[shared.get(index, index)], index in shared, chunk, missing), module
+        yield Site(number, places[shared.get(index, index)], index in shared, chunk, missing, kv_heads), module
 
 
 def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
@@ -520,6 +522,11 @@ def _attention(
     own_mask = attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.numel() == 1)
     if unknown or own_mask or kwargs.get("is_causal") is False:  # a mask of one number is what _decode gave
         _refuse_arguments(module, attention_mask if own_mask else None, unknown)
+    if key.shape[1] != ag_site.kv_heads:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends with {key.shape[1]} KV heads: expected {ag_site.kv_heads}, as its "
+            f"configuration says; {USE_ANOTHER}"
+        )
     scaling, order, length, size = kwargs.get("scaling"), ag_interceptor.order, query.shape[2], value.shape[-1]
     if ag_site.missing:
         query, key, value = (F.pad(x, (0, ag_site.missing)) for x in (query, key, value))
