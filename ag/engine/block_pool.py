@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import sys
@@ -23,10 +24,10 @@ NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: address space for which no memory
 
 
 class PoolFullError(UserError):
-    """A pool of fixed size has fewer free blocks than are asked for; nothing was written, and nothing is lost.
+    """A pool of fixed size has fewer free blocks than are needed; nothing was written, and nothing is lost.
 
     Attributes:
-        blocks: that were asked for.
+        blocks: needed ones.
     """
 
     blocks: int = 0
@@ -45,23 +46,20 @@ class BlockPool:
         nbytes: size of a fixed pool; None makes a pool that grows.
     """
 
-    keys: Tensor  # [P, 16, D], or bytes of codes [P, 16, n]
-    values: Tensor  # [P, 16, Dv], likewise
-    ranks: Tensor  # [P, 16] int32
-
     def __init__(self, key: Tensor, value: Tensor, kv_dtype: KVDtype = "float", nbytes: int | None = None) -> None:
         #: A key and a value of no tokens, ``[0, D]`` and ``[0, Dv]``.
         self.token = key.new_empty(0, key.shape[-1]), value.new_empty(0, value.shape[-1])
         self.kv_dtype, self.device, self.fixed = kv_dtype, key.device, nbytes is not None
         #: How keys and values are written; None means as they come.
         self.format = coded = Format.of(kv_dtype, key, value)
-        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"ranks": ((), torch.int32)}
+        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # of a token in each column
         for name, x, codes in zip(("keys", "values"), self.token, (coded or (None, None))[:2], strict=True):
             width, dtype = (x.shape[1], x.dtype) if codes is None else (codes.nbytes, torch.uint8)
             self._shapes[name] = (width,), dtype
+        self._shapes["ranks"] = (), torch.int32
         self._reserved = not self.fixed and RESERVES and self.device.type == "cpu"
         self._maps: dict[str, mmap.mmap] = {}
-        self._gates: dict[torch.dtype, Tensor] = {}
+        self._columns: dict[str, Tensor] = {}
         if nbytes is None and self._reserved:
             nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.capacity = FIRST if nbytes is None else nbytes // self.block_nbytes()
@@ -71,7 +69,7 @@ class BlockPool:
         self._holes = 0  # free blocks before that
         self._holders: dict[int, list[Any]] = {}  # what stores take, also those just below
         self._dropped: list[int] = []  # stores that are gone
-        #: Hold blocks that can be made anew: ``drop()`` releases some of them, and returns whether there were any.
+        #: Holders of blocks that can be made anew: ``drop()`` releases some, and returns whether there were any.
         self.spares: weakref.WeakSet[Any] = weakref.WeakSet()
         #: Changes whenever columns move to other memory.
         self.version = 0
@@ -82,17 +80,42 @@ class BlockPool:
 
     # ---- columns
 
+    @property
+    def keys(self) -> Tensor:
+        """``[P, 16, D]``, or bytes of codes ``[P, 16, n]``."""
+        return self._columns["keys"]
+
+    @property
+    def values(self) -> Tensor:
+        """``[P, 16, Dv]``, or bytes of codes."""
+        return self._columns["values"]
+
+    @property
+    def ranks(self) -> Tensor:
+        """``[P, 16]`` int32."""
+        return self._columns["ranks"]
+
+    def gate(self, kind: torch.dtype) -> Tensor:
+        """Return the column of gate outputs of a type, ``[P, 16]``; it is made at the first call."""
+        if (name := str(kind)) not in self._columns:
+            self._shapes[name] = (), kind
+            self._columns[name] = self._column(name, self.capacity)
+        return self._columns[name]
+
+    def columns(self) -> list[Tensor]:
+        """Return keys, values, ranks, and gate outputs of each type that is held."""
+        return [*self._columns.values()]
+
     def _lay_out(self, blocks: int) -> None:
-        for name in ("keys", "values", "ranks"):
-            setattr(self, name, self._column(name, blocks, getattr(self, name, None)))
-        self._gates = {kind: self._column(str(kind), blocks, x) for kind, x in self._gates.items()}
+        for name in self._shapes:
+            self._columns[name] = self._column(name, blocks, self._columns.get(name))
 
     def _column(self, name: str, blocks: int, before: Tensor | None = None) -> Tensor:
         """Return memory for a column, with what another one of fewer blocks holds."""
         shape, dtype = self._shapes[name]
         if self._reserved:
-            size = blocks * BLOCK * dtype.itemsize * (shape[0] if shape else 1)
-            self._maps[name] = memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+            size, flags = blocks * self._nbytes(name), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+            self._maps[name] = memory = mmap.mmap(-1, size, flags=flags)
             return torch.frombuffer(memory, dtype=dtype).view(blocks, BLOCK, *shape)
         with torch.inference_mode(False):  # the next text may be read outside of it
             column = torch.zeros(blocks, BLOCK, *shape, dtype=dtype, device=self.device)
@@ -100,21 +123,15 @@ class BlockPool:
             column[: len(before)] = before
         return column
 
-    def gate(self, kind: torch.dtype) -> Tensor:
-        """Return the column of gate outputs of a type, ``[P, 16]``; it is made at the first call."""
-        if kind not in self._gates:
-            self._shapes[str(kind)] = (), kind
-            self._gates[kind] = self._column(str(kind), self.capacity)
-        return self._gates[kind]
-
-    def columns(self) -> list[Tensor]:
-        """Return keys, values, ranks, and gate outputs of each type that is held."""
-        return [self.keys, self.values, self.ranks, *self._gates.values()]
+    def _nbytes(self, name: str) -> int:
+        """Return the bytes of a block in a column."""
+        shape, dtype = self._shapes[name]
+        return BLOCK * dtype.itemsize * math.prod(shape)
 
     def block_nbytes(self, gate: torch.dtype | None = None) -> int:
         """Return the bytes of a block: keys, values, ranks, and gate outputs of a type where one is given."""
-        wide = sum(dtype.itemsize * (shape[0] if shape else 1) for shape, dtype in list(self._shapes.values())[:3])
-        return BLOCK * (wide + (0 if gate is None else gate.itemsize))
+        own = sum(map(self._nbytes, ("keys", "values", "ranks")))
+        return own + (0 if gate is None else BLOCK * gate.itemsize)
 
     @property
     def token_nbytes(self) -> int:
@@ -124,8 +141,7 @@ class BlockPool:
     @property
     def nbytes(self) -> int:
         """Bytes of a fixed pool, free blocks included; of a pool that grows, those of the blocks that are taken."""
-        blocks = self.capacity if not self._reserved else self.num_used
-        return blocks * (self.block_nbytes() + BLOCK * sum(kind.itemsize for kind in self._gates))
+        return (self.num_used if self._reserved else self.capacity) * sum(map(self._nbytes, self._shapes))
 
     # ---- blocks
 
@@ -183,7 +199,7 @@ class BlockPool:
             pages.clear()
 
     def full(self, what: str, blocks: int) -> PoolFullError:
-        """Return the error that says what needs this number of blocks."""
+        """Return the error for something that needs this number of blocks."""
         error = PoolFullError(
             f"The pool is full: {what} {blocks * self.block_nbytes()} bytes ({blocks} blocks of {BLOCK} tokens), and "
             f"{self.free * self.block_nbytes()} of {self.capacity * self.block_nbytes()} are free; remove sequences, "
@@ -207,7 +223,7 @@ class BlockPool:
         return self._references[blocks]
 
     def serve(self, store: Any, holder: list[Any]) -> None:
-        """Take note of a store, whose blocks are free when it is gone.
+        """Register a store, whose blocks are free when it is gone.
 
         Args:
             store: that takes blocks.
@@ -246,8 +262,7 @@ class BlockPool:
         runs = list(zip((free == 1).nonzero()[:, 0].tolist(), (free == -1).nonzero()[:, 0].tolist(), strict=True))
         assert not runs or runs[-1][1] <= behind
         for name, memory in self._maps.items():
-            shape, dtype = self._shapes[name]
-            size = BLOCK * dtype.itemsize * (shape[0] if shape else 1)
+            size = self._nbytes(name)
             for first, end in runs:
                 start, stop = -(-first * size // mmap.PAGESIZE), end * size // mmap.PAGESIZE
                 if stop > start:
@@ -262,8 +277,8 @@ class BlockPool:
         number[used] = torch.arange(len(used), dtype=torch.int32)
         here, there = used.to(self.device), number.to(self.device)
         with torch.inference_mode(False):  # the next text may be read outside of it
-            self.keys, self.values, self.ranks = self.keys[here], self.values[here], self.ranks[here]
-            self._gates = {kind: x[here] for kind, x in self._gates.items()}
+            for name, x in self._columns.items():
+                self._columns[name] = x[here]
         for table, _, _ in self._holders.values():
             table.copy_(there[table.long()])
         self._references, self.capacity = self._references[used], len(used)

@@ -16,7 +16,6 @@ from ag.engine import saved
 from ag.engine.block_pool import BlockPool, Pool
 from ag.engine.checks import attached, check_add, check_needs, fitted
 from ag.engine.evictor import Evictor
-from ag.engine.forward import Forward
 from ag.engine.held import Held
 from ag.engine.kv_store import KVStore
 from ag.engine.layer import Layer
@@ -31,7 +30,7 @@ from ag.model.hooks import decoder_of, device_of, instrument
 from ag.model.support import check_attention, check_ranks
 
 
-class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers are no layers of transformers
+class EvictionCache(Held, Cache):  # type: ignore[misc] # its layers are no layers of transformers
     """A key-value cache that forgets: evicted keys and values are dropped from memory, per sequence and KV head.
 
     The first forward pass is the prompt. The policy's schedule says when something goes: after the prompt, within it
@@ -259,7 +258,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         if self.reconstruction is not None:
             self.reconstruction.select(places)
         if self.evictor is not None:
-            self.evictor.decision.budgets.select(places)
+            self.evictor.budgets.select(places)
 
     def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
         """Repeat each sequence, all equally often or each as often as a tensor ``[B]`` says."""
@@ -317,7 +316,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
             mine.observation_window.join(theirs.observation_window)
             mine.gate_memory.join(theirs.gate_memory)
         if self.evictor is not None and other.evictor is not None:
-            self.evictor.decision.budgets.join(other.evictor.decision.budgets)
+            self.evictor.budgets.join(other.evictor.budgets)
         other.reset()
 
     # ---- what transformers asks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy
 from ag.engine.reconstruction import Measured
-from ag.engine.scorers.base import Rereader
+from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
 from ag.gates.memory import has_gaps
 from ag.kernels.codes import KVDtype
@@ -94,7 +94,7 @@ class Together(Interceptor):
         self.caches = caches
         self.modules = [module for cache in caches for module in cache.modules]
         # what is repeated does not depend on the budget, but codes are what is attended to where there are any
-        known: dict[KVDtype, dict[Rereader, Measured]] = defaultdict(dict)
+        known: dict[KVDtype, dict[KVzip, Measured]] = defaultdict(dict)
         for cache in caches:
             if cache.reconstruction is not None:
                 cache.reconstruction.known = known[cache.policy.kv_dtype]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ag.engine.scorers.base import Rereader
+from ag.engine.scorers.kvzip import KVzip
 from ag.engine.sequences import SequenceState
 from ag.engine.stopwatch import Stopwatch
 from ag.errors import UserError
@@ -40,10 +40,10 @@ class ReconstructionPass:
         scorer: which tokens of a prompt are repeated, behind which instructions.
     """
 
-    def __init__(self, scorer: Rereader) -> None:
+    def __init__(self, scorer: KVzip) -> None:
         self.scorer = scorer
         #: What was measured, by scorer; caches that read a prompt together share it.
-        self.known: dict[Rereader, Measured] = {}
+        self.known: dict[KVzip, Measured] = {}
         self._ids = torch.zeros(0, 0, dtype=torch.long)  # [B, columns], the prompt so far; empty when it was repeated
         self._next = torch.zeros(0, dtype=torch.long)  # [B], the position behind the newest token; empty likewise
         self._calls: dict[int, AttentionCall] = {}  # of each layer's attention, without its tokens
@@ -167,7 +167,7 @@ class Repetition(Interceptor):
         scores: what tokens were paid so far, which becomes more.
     """
 
-    def __init__(self, cache: Any, scorer: Rereader, places: list[range], scores: dict[int, Tensor]) -> None:
+    def __init__(self, cache: Any, scorer: KVzip, places: list[range], scores: dict[int, Tensor]) -> None:
         self.cache, self.scorer, self.scores = cache, scorer, scores
         rows = [torch.tensor([*range(min(scorer.sinks, chunk.start)), *chunk], dtype=torch.long) for chunk in places]
         device = cache.pool.device

@@ -92,7 +92,7 @@ def test_a_kernel_sums_what_tiles_sum(scene, version, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setenv("AG_KERNELS", version)
             patch.setattr(
-                attention_stats.AttentionStats, "_blocks", lambda seen: pytest.fail("queries were visited in tiles")
+                attention_stats.AttentionStats, "_tiles", lambda seen: pytest.fail("queries were visited in tiles")
             )
             found = scene.seen.total(statistic)
         assert bool((tiles > 0).any())

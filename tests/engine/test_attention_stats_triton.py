@@ -76,7 +76,7 @@ def test_what_all_queries_pay_is_summed_by_a_kernel(monkeypatch, name):
     """No tile of logits is made. By hand in float64."""
     scene = Scene(seed=3, **SCENES[name])
     monkeypatch.setenv("AG_KERNELS", "triton")
-    monkeypatch.setattr(AttentionStats, "_blocks", lambda seen: pytest.fail("the queries were visited in blocks"))
+    monkeypatch.setattr(AttentionStats, "_tiles", lambda seen: pytest.fail("the queries were visited in blocks"))
     found = scene.seen.total(attention)
     assert found.dtype == torch.float32
     for b in range(len(scene.lengths)):

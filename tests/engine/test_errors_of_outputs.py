@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ag.engine.rows import AttentionRows, attention
-from ag.engine.values import Values
+from ag.engine.rows import AttentionRows, Values, attention
 from ag.engine.wrappers.obcache import joint_error, key_error, value_error
 from tests.support.bounds import bounded, hold
 from tests.support.pairs import covering

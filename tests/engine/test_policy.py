@@ -14,7 +14,7 @@ from ag.config.policies import ALIASES, FLAGS
 from ag.engine.allocators import ALLOCATORS
 from ag.engine.allocators.heads import Heads
 from ag.engine.allocators.pyramid import Pyramid
-from ag.engine.decide import Decision
+from ag.engine.evictor import Evictor
 from ag.engine.scorers import SCORERS
 from ag.engine.scorers.controls import KNorm
 from ag.engine.scorers.gates import Gates
@@ -159,20 +159,9 @@ def test_what_is_refused(spec, given, parts, monkeypatch):
         ag.policy(spec, **given)
 
 
-@pytest.mark.parametrize(
-    ("text", "character"),
-    [
-        ("+caote", 1),
-        ("h2o:x", 4),
-        ("gates:+caote", 7),
-        ("h2o@+vatp", 5),
-        ("h2o+vatp+caote", 9),
-        ("h2o@heads+vatp", 10),
-        ("gates:runs/a+b@", 16),
-    ],
-)
-def test_a_sign_out_of_place_is_pointed_at(text, character):
-    with refuses(UserError, f"at character {character}:"):
+@pytest.mark.parametrize("text", ["+caote", "h2o:x", "gates:+caote", "h2o@+vatp", "h2o+vatp+caote", "h2o@heads+vatp"])
+def test_parts_out_of_order(text):
+    with refuses(UserError, repr(text), "expected"):
         ag.policy(text, budget=64)
 
 
@@ -189,7 +178,7 @@ def test_schedules_and_budgets():
 
 
 def decide(policy, scene):
-    return Decision(policy, [0]).decide(scene.seen)[0]
+    return Evictor(policy, [0]).decide(scene.seen)[0]
 
 
 @pytest.mark.parametrize(
@@ -316,5 +305,5 @@ def test_a_scorer_whose_name_begins_with_gates_is_not_gates(monkeypatch, tiny_ll
     assert ag.EvictionCache(tiny_llama(), ag.policy("gates_mean", budget=4)).gates is None
     with pytest.raises(UserError, match="budget"):
         ag.policy("gates_mean")
-    with pytest.raises(UserError, match="gates_mean .*path"):
+    with pytest.raises(UserError, match="behind gates_mean: expected"):
         ag.policy("gates_mean:x", budget=4)

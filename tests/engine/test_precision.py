@@ -7,7 +7,7 @@ import torch
 
 import ag
 from ag.engine.attention_stats import AttentionStats
-from ag.engine.shown import Keys, Queries
+from ag.engine.shown import Keys
 from ag.kernels.attention_stats import cpu
 from tests.support.bounds import bounded, hold
 from tests.support.pairs import covering
@@ -38,9 +38,14 @@ def observed(q, k, v):
         keys=Keys(
             stored=lambda: (k, v), shape=(1, KV_HEADS, KEYS), ledger=lambda: (ranks.expand(1, KV_HEADS, KEYS), valid)
         ),
-        queries=Queries(q=q, ranks=ranks[None], valid=valid[:, 0]),
+        q=q,
+        query_ranks=ranks[None],
+        query_valid=valid[:, 0],
+        new=KEYS,
+        lengths=torch.tensor([KEYS]),
+        longest=KEYS,
+        prompt_lengths=torch.tensor([KEYS]),
         scaling=q.shape[-1] ** -0.5,
-        precise=True,
     )
 
 

@@ -247,7 +247,6 @@ FORGED = {
     "another layer's length": ("h2o", forge("held", row_of(1, lambda x: x - 1))),
     "all memory": ("h2o", forge("owned", lambda x: x + 10**6)),
     "precise keys": ("h2o", forge(TOKENS + "keys", lambda x: x.double())),
-    "said to be coarse": ("h2o", put("state", types=["torch.float32", "torch.float16"])),
     "ranks beyond the text": ("h2o", forge(TOKENS + "ranks", lambda x: x.where(x < x.max(), 41))),
     "a token twice": ("h2o", forge(TOKENS + "ranks", lambda x: x.where(x != x[1], x[0]))),
     "other sequences": ("h2o", forge("sequences.mask", lambda x: x[:2])),
@@ -324,12 +323,12 @@ def test_what_cannot_be_written(saved, tmp_path):
 
 
 def test_under_autocast(tiny_llama, tmp_path):
-    """Keys are rotated in float32 then, and values are products in bfloat16."""
+    """Values are products in bfloat16 then, and are held in the type of the weights."""
     model, text = tiny_llama(), Text()
     cache = made(model, "h2o")
     with torch.autocast("cpu", torch.bfloat16):
         text.begin(model, cache)
-        assert (cache.pool.keys.dtype, cache.pool.values.dtype) == (torch.float32, torch.bfloat16)
         assert torch.equal(*text.feed(model, loaded_too(model, cache, tmp_path / "c"), text.tokens(1)))
-    with refuses(UserError, "values"):
-        ag.EvictionCache.load(tmp_path / "c", model)
+    coarse = tiny_llama().bfloat16()
+    with refuses(UserError, "torch.float16", "torch.bfloat16", "torch.autocast"), torch.autocast("cpu", torch.float16):
+        text.begin(coarse, ag.EvictionCache(coarse, "full"))

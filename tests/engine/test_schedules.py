@@ -10,7 +10,7 @@ import torch
 
 import ag
 from ag.engine import EvictionCache
-from ag.engine.decide import NonFiniteScoreError
+from ag.engine.evictor import NonFiniteScoreError
 from ag.engine.layer import Layer
 from ag.errors import UserError
 from tests.support import slow_policies
@@ -216,7 +216,7 @@ def test_reset_forgets_all_that_was_recorded(llama, name):
     cache = run(llama, policy, ROWS, PROMPTS).cache
     assert any(x > 0 for x in cache.report().seconds)
     cache.reset()
-    assert (cache.evictor.decision.budgets.settled, cache.batch, cache.seen_tokens, cache.nbytes) == ({}, None, 0, 0)
+    assert (cache.evictor.budgets.settled, cache.batch, cache.seen_tokens, cache.nbytes) == ({}, None, 0, 0)
     for layer, new in zip(cache.layers, EvictionCache(llama, policy).layers, strict=True):
         assert vars(layer) | {"watch": layer.watch.seconds} == vars(new) | {"watch": 0.0}
     again = feed(cache, llama, [ROWS[1]], [[23], *[[1]] * STEPS])

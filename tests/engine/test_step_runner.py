@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 import ag
 from ag.engine import evictor
 from ag.engine.cache import EvictionCache
-from ag.engine.decide import NonFiniteScoreError
 from ag.engine.decode import decode
+from ag.engine.evictor import NonFiniteScoreError
 from ag.engine.step_runner import StepRunner
 from ag.errors import UserError
 from ag.kernels.native import Kernel

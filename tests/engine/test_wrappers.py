@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ag.engine.rows import AttentionRows
+from ag.engine.rows import AttentionRows, Values
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm
 from ag.engine.scorers.gates import Gates
@@ -13,7 +13,6 @@ from ag.engine.scorers.h2o import H2O
 from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.tova import Tova
-from ag.engine.values import Values
 from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote, removal_error
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue, joint_error, key_error, value_error

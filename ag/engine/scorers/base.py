@@ -1,4 +1,4 @@
-"""What every scorer offers."""
+"""The interface of scorers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
 from ag.engine.rows import Statistic, attention
 from ag.errors import require
+
+if TYPE_CHECKING:
+    from ag.engine.scorers.kvzip import KVzip
 
 #: Metadata of a field that is no option of a policy.
 DERIVED = MappingProxyType({"option": False})
@@ -29,18 +32,18 @@ def option_names(part: type | object) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a scorer has to be shown or given.
+    """What a scorer needs to see or to be given.
 
     Attributes:
         lookback: earlier queries that a decision needs beside the new ones.
-        observers: width of the observation window, in which an allocator may measure too; None means no window.
+        observers: width of the observation window, in which an allocator may measure too; None means that there is
+            none.
         every_query: whether it has to see every query, also when nothing is evicted.
         rows: whether it reads attention weights, which a single query's attention then keeps.
-        precise: whether its score is made of differences, which the rounding of float32 logits shows in.
-        rotations: whether it turns queries to other places, which takes a model whose rotations are known for all.
-        output_projection: whether it asks for the attention's output projection, which not every model shows.
+        rotations: whether it rotates queries further, which takes a model with the same known RoPE in all layers.
+        output_projection: whether it reads the attention's output projection, which not every model shows.
         steady: whether the score of a step is the same operations on the same memory each time, without a wait for the
-            device, so that a CUDA graph can record it; of a plugin it is not known.
+            device, so that a CUDA graph can record it.
         from_tokenizer: options that :meth:`Scorer.with_tokenizer` fills in.
     """
 
@@ -48,7 +51,6 @@ class Needs:
     observers: int | None = None
     every_query: bool = False
     rows: bool = False
-    precise: bool = False
     rotations: bool = False
     output_projection: bool = False
     steady: bool = False
@@ -81,7 +83,7 @@ class Scorer(ABC):
 
     @cached_property
     def needs(self) -> Needs:
-        """What it has to be shown or given."""
+        """What it needs to see or to be given."""
         return Needs()
 
     @classmethod
@@ -112,21 +114,16 @@ class Scorer(ABC):
         return False
 
     @property
-    def rereader(self) -> Rereader | None:
+    def rereader(self) -> KVzip | None:
         """The scorer that lets the model repeat a prompt, which is evicted once after it; None means that none does."""
         return None
 
     def note(self, seen: AttentionStats, records: Records) -> None:
-        """Record what is seen, before it is scored and where it is not; scores read it in :meth:`recorded`."""
+        """Record what is seen, before each score and, with ``every_query``, without one; see :meth:`recorded`."""
         return
 
     def recorded(self, seen: AttentionStats, *how: Any) -> Mapping[str, Tensor]:
-        """Return what was noted of a layer; where there are no records, what is noted of this observation alone.
-
-        Args:
-            seen: the layer.
-            how: what else :meth:`note` takes.
-        """
+        """Return the records of a layer; where there are none, those of this observation, noted with ``how``."""
         if seen.recorded is not None:
             return seen.recorded
         records: Records = {}
@@ -140,7 +137,8 @@ class Scorer(ABC):
     def second(self, seen: AttentionStats, score: Tensor) -> tuple[Tensor, float] | None:
         """Return another score ``[B, Hkv, N]``, and the share of a head's tokens that ``score`` decides over.
 
-        The other one decides over the rest. How many tokens a head gets is decided by ``score``. None means no other.
+        The other one decides over the rest; the numbers of tokens of heads follow from ``score``. None means that there
+        is one score.
         """
         return None
 
@@ -225,28 +223,3 @@ def pooled(values: Tensor, inside: Tensor, kernel: int, kind: str, order: Tensor
     pool = F.avg_pool1d if kind == "avg" else F.max_pool1d
     found = pool(values, kernel, stride=1, padding=kernel // 2)
     return found if order is None else torch.empty_like(found).scatter_(-1, order, found)
-
-
-class Rereader(Scorer):
-    """A scorer that measures what the model looks at when it repeats the prompt; see :mod:`ag.engine.reconstruction`.
-
-    Attributes:
-        sinks: first tokens, which are in every softmax and are not repeated.
-        normalize: whether weights are multiplied by the size of projected values, and divided by that of hidden states.
-    """
-
-    sinks: int
-    normalize: bool
-
-    @property
-    def rereader(self) -> Rereader:
-        """The scorer itself."""
-        return self
-
-    @abstractmethod
-    def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:
-        """Return the chunks of a sequence's own tokens, and what the model reads to repeat each.
-
-        Args:
-            context: ids of the prompt.
-        """

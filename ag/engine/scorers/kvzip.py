@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.attention_stats import AttentionStats
-from ag.engine.scorers.base import Needs, Rereader
+from ag.engine.scorers.base import Needs, Scorer
 from ag.errors import UserError, require
 
 ASK = "\n\nRepeat the context above exactly, word for word."
@@ -20,7 +20,7 @@ MARK = "\x00"  # stands for the user's text while a chat template is cut open
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVzip(Rereader):
+class KVzip(Scorer):
     """``max A_ip`` over the queries of a repetition of the context, and over the query heads of the group.
 
     After the prompt was read, the context behind the sinks is repeated chunk by chunk under the whole cache: an
@@ -84,6 +84,11 @@ class KVzip(Rereader):
             if getattr(self, name) is None
         }
         return replace(self, **ids)
+
+    @property
+    def rereader(self) -> KVzip:
+        """The scorer itself."""
+        return self
 
     def score(self, seen: AttentionStats) -> Tensor:
         """Return the largest weight; 0 for what was not repeated."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ag.engine.attention_stats import AttentionStats
-from ag.engine.scorers.base import Needs, grouped
+from ag.engine.scorers.base import grouped
 from ag.engine.wrappers.base import Wrapper, more
 
 SMALLEST = 1e-12  # weight of all other tokens below which a token counts as the only one
@@ -25,11 +24,6 @@ class Caote(Wrapper):
     of a group combine as the root of the sum of squares, the change of their concatenated output. The newest token
     stays on any base.
     """
-
-    @cached_property
-    def needs(self) -> Needs:
-        """What the base needs, precisely."""
-        return replace(super().needs, precise=True)
 
     def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
         """Return what the base protects, and at least the newest token."""
