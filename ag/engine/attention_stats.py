@@ -152,10 +152,7 @@ class AttentionStats:
     def turn(self, x: Tensor, places: Tensor, span: int = 1) -> Tensor:
         """Rotate queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n or 1]``, as the model's RoPE does.
 
-        Args:
-            x: what to rotate.
-            places: whole ones; negative ones turn back.
-            span: average the rotations of this number of places, from each of ``places`` on.
+        Negative places turn back. Rotations of ``span`` places, from each one on, are averaged.
         """
         assert self.rotation is not None
         return self.rotation(x, places, span)
@@ -178,9 +175,7 @@ class AttentionStats:
     def rows(self, last: int, only_new: bool = False) -> AttentionRows:
         """Return the last ``last`` queries of each sequence, or as many as there are, oldest first.
 
-        Args:
-            last: how many.
-            only_new: leave out those that were shown before.
+        With ``only_new`` those that were shown before are left out.
         """
         return self.once(("rows", last, only_new), lambda: self._last_rows(last, only_new))
 

@@ -36,7 +36,7 @@ class PoolFullError(UserError):
 class BlockPool:
     """Columns ``[P, 16, ...]`` of keys, values, ranks and gate outputs, with a reference count for each block.
 
-    A pool of fixed size takes its memory at once. One that grows reserves address space on a CPU under Linux, whose
+    A pool of fixed size takes its memory at once. A growing one reserves address space on a CPU under Linux, whose
     pages the system provides when they are first written; elsewhere its columns are copied into larger ones.
 
     Args:
@@ -157,7 +157,7 @@ class BlockPool:
         return self.capacity - self.num_used
 
     def has(self, count: int) -> bool:
-        """Tell whether ``count`` blocks are free, once spare ones are released where these are wanted."""
+        """Return whether ``count`` blocks are free; spare ones are released until they are."""
         for spare in [*self.spares] if self.fixed else []:
             while self.free < count and spare.drop():
                 pass
@@ -166,8 +166,7 @@ class BlockPool:
     def allocate(self, count: int) -> Tensor:
         """Return ``count`` blocks ``[count]`` long on the CPU with one reference each, the lowest free numbers first.
 
-        Raises:
-            PoolFullError: when the pool cannot have ``count``; nothing changes then.
+        Raises ``PoolFullError``, and changes nothing, when the pool cannot have them.
         """
         self._collect()
         self.has(count)
@@ -185,15 +184,15 @@ class BlockPool:
         self._references[found] = 1
         return found
 
-    def _grow(self, blocks: int, asked: int) -> None:
+    def _grow(self, blocks: int, needed: int) -> None:
         if self.fixed or self._reserved:
-            raise self.full("tokens of a layer need", asked)
+            raise self.full("tokens of a layer need", needed)
         self.capacity = max(blocks, self.capacity * 5 // 4)
         self._lay_out(self.capacity)
         self._moved()
 
     def _moved(self) -> None:
-        """Let stores forget what refers to columns, which lie in other memory now."""
+        """Let stores forget references to columns, which lie in other memory now."""
         self.version += 1
         for _, _, pages in self._holders.values():
             pages.clear()
@@ -225,13 +224,11 @@ class BlockPool:
     def serve(self, store: Any, holder: list[Any]) -> None:
         """Register a store, whose blocks are free when it is gone.
 
-        Args:
-            store: that takes blocks.
-            holder: has at each time its table ``[..., W]``, how many of the first blocks of each row are its own, and a
-                dictionary of what refers to columns, which is emptied when these move.
+        ``holder`` has at each time its table ``[..., W]``, the numbers of blocks that each row owns, and a dict of
+        references to columns, which is emptied when these move.
         """
         self._holders[id(holder)] = holder
-        # the garbage collector calls it in the midst of anything, so that nothing is computed there
+        # the garbage collector may call it in any operation, so that it computes nothing
         weakref.finalize(store, self._dropped.append, id(holder)).atexit = False
 
     def _collect(self) -> None:
@@ -314,11 +311,7 @@ class Pool(BlockPool):
             )
 
     def check(self, decoder: Any) -> None:
-        """Refuse a model, by its stack of layers, whose keys and values the pool was not made for.
-
-        Raises:
-            UserError: when geometry, type or device differ.
-        """
+        """Refuse a model, by its stack of layers, of another geometry, type or device than the pool was made for."""
         mine = self.geometry | {"dtype": self.token[0].dtype}
         for name, value in (fingerprint(decoder.config) | {"dtype": decoder.dtype}).items():
             if mine[name] != value:

@@ -81,10 +81,7 @@ class Evictor:
     def begin_step(self, batch: ForwardBatch, store: KVStore, window: int | None) -> None:
         """Count what a step keeps of all layers, and put it where the kernel reads it.
 
-        Args:
-            batch: the step.
-            store: rows of all layers, whose ``held`` counts the new tokens.
-            window: sliding window of the layers that share the budget; None means that they have none.
+        ``store.held`` counts the new tokens; ``window`` is that of the layers that share the budget.
         """
         self.counted = batch.evict is not None and self._counts_later and store.rotation is None
         if not self.counted:
@@ -103,11 +100,7 @@ class Evictor:
     def evict(self, seen: AttentionStats, batch: ForwardBatch, store: KVStore, records: Records) -> None:
         """Let the scorer note the pass, and drop what exceeds the budget, from earlier layers too where layers compete.
 
-        Args:
-            seen: what the scorer is shown of the layer at hand.
-            batch: the pass.
-            store: rows of all layers.
-            records: what the scorer noted of the slots that it is shown; it may note more there.
+        ``records`` are those of the slots that the scorer sees, to which it may add.
         """
         assert batch.evict is not None
         layer, place, counted = seen.layer, self.budgets.layers.index(seen.layer), batch.step and self.counted

@@ -1,4 +1,4 @@
-"""What a cache does in a forward pass, in the order in which a model's hooks call it."""
+"""The work of a cache in a forward pass, in the order in which a model's hooks call it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Forward(Interceptor):
     store: KVStore
     sequences: SequenceState
     layers: list[Layer]
-    #: Indices of the layers that share the budget: those without a sliding window.
+    #: Indices of the layers that share the budget: those without a sliding window, where others have one.
     sharing: list[int]
     #: Decides what goes; None means that the policy has no budget.
     evictor: Evictor | None
-    #: What keys and queries are rotated by; None means by their places in the text, as the model rotates them.
+    #: Rotates keys and queries again; None means that they stay at their places in the text.
     rotation: Turned | None
     #: Lets the model repeat the prompt; None means that the policy needs no repetition.
     reconstruction: ReconstructionPass | None
@@ -61,7 +61,7 @@ class Forward(Interceptor):
 
     @property
     def prompt_sees(self) -> Literal["dense", "sparse", "blocks"]:
-        """What later tokens of a prompt see of earlier ones: all, what the gates leave, what blocks left."""
+        """What later tokens of a prompt see of earlier ones: all, those the gates leave, or those that blocks left."""
         if self.policy.block is not None:
             return "blocks"
         if self.gates is not None and self.policy.budget is None:
@@ -100,7 +100,7 @@ class Forward(Interceptor):
         """Keep tokens whatever the policy decides, until :meth:`reset`: a system prompt, say.
 
         They count in the budget, like sinks. A model's sliding window hides them in its layers all the same. Another
-        call replaces what this one says.
+        call replaces this one.
 
         Args:
             spans: pairs (first token, the one behind the last) of each sequence's own tokens, counted from 0, or for
@@ -117,9 +117,7 @@ class Forward(Interceptor):
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Turn the mask of a forward pass into ranks; see :class:`ag.model.hooks.Interceptor`.
 
-        Raises:
-            UserError: for a pass that cannot go on from what is held; nothing has changed then.
-            PoolFullError: when the pool has no room for its tokens; nothing has changed then.
+        A pass that cannot go on, or for which the pool has no room (``PoolFullError``), changes nothing.
         """
         if self.prepared:
             return
@@ -173,11 +171,7 @@ class Forward(Interceptor):
             )
 
     def _check_prompt(self, tokens: Tensor) -> None:
-        """Refuse a part of a prompt for gates that read it whole, and note the ids for a policy that repeats them.
-
-        Raises:
-            UserError: for a part of the announced prompt, or embeddings in place of ids.
-        """
+        """Refuse a part of a prompt for gates that read it whole, and note the ids for a policy that repeats them."""
         seen, announced, length = self.sequences.columns, self.sequences.announced, tokens.shape[1]
         if self.gates is not None and self.gates.config.scope == "prompt" and not seen and length < announced:
             raise UserError(
@@ -322,6 +316,6 @@ class Forward(Interceptor):
         state, span = self.sequences, self.gates.config.window if self.gates is not None else 0
         if "expired" in batch.memo:
             state.evicted_at = state.settled.maximum(state.evicted_at)
-        if span and any(layer.gate_memory for layer in self.layers):  # which looks back at the newest tokens alone
+        if span and any(layer.gate_memory for layer in self.layers):  # which hold the newest tokens alone
             state.evicted_at = state.settled.where(state.settled >= span, 0).maximum(state.evicted_at)
         self.broken = False

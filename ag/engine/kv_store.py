@@ -112,9 +112,7 @@ class KVStore:
     def places(self, layer: int, *, whole: bool = False) -> Tensor:
         """Return where each slot of a layer lies in the pool's columns, ``[B, Hkv, N]`` long.
 
-        Args:
-            layer: index of the layer.
-            whole: whether N is the slots of the table, which no step changes, or the tokens of the longest row.
+        N is the tokens of the longest row, or with ``whole`` the slots of the table, which no step changes.
         """
         blocks, count = self._table(layer, whole)
         places = blocks[..., None] * BLOCK + torch.arange(BLOCK, device=blocks.device)
@@ -143,8 +141,7 @@ class KVStore:
             tokens: ``[B]`` long on the CPU, tokens that come to each row of a sequence.
             ahead: tokens for which rows that need a block get further room, where the pool can grow.
 
-        Raises:
-            PoolFullError: when the pool is too small; nothing changes then.
+        Raises ``PoolFullError``, and changes nothing, when the pool is too small.
         """
         ahead = 0 if self.pool.fixed else ahead
         wide = tokens[:, None].expand(-1, self.kv_heads)
@@ -267,12 +264,9 @@ class KVStore:
         self.shared[layers] = self.shared[layers].minimum(self.owned[layers])
 
     def truncate(self, tokens: Tensor, layers: slice = slice(None), spare: int = BLOCK) -> None:
-        """Drop the newest tokens of each sequence, which lie last in their rows.
+        """Drop the ``tokens`` ``[B]`` newest tokens of each sequence, which lie last in their rows.
 
-        Args:
-            tokens: ``[B]`` long on the CPU, how many.
-            layers: of which layers.
-            spare: tokens for which free blocks stay with a row.
+        Rows keep free blocks for ``spare`` tokens.
         """
         kept = (self.held[layers] - tokens[:, None]).clamp_min(0)
         self.lengths[layers].copy_(kept)

@@ -77,16 +77,9 @@ class Layer:
         batch.memo["logits", self.index] = logits
 
     def run(self, call: AttentionCall, batch: ForwardBatch, store: KVStore, evictor: Evictor | None) -> Tensor:
-        """Take a pass.
+        """Take a pass, and return the attention output ``[B, H, T, Dv]``.
 
-        Args:
-            call: queries, keys and values of the new tokens.
-            batch: the pass.
-            store: rows of all layers.
-            evictor: decides what goes; None means that this pass evicts nothing from this layer.
-
-        Returns:
-            The attention output ``[B, H, T, Dv]``.
+        ``evictor`` decides what goes; None means that this pass evicts nothing from this layer.
         """
         self.window, self.hides = call.window, call.window is not None or self.flagged is not None
         if store.rotation is not None and store.rotation.counts_held and not batch.fresh:
@@ -271,13 +264,9 @@ class Layer:
             self._remove(batch, store, batch.settled)
 
     def _remove(self, batch: ForwardBatch, store: KVStore, query: Tensor, coming: Tensor | int = 0) -> None:
-        """Remove the tokens that no query of a rank from ``query`` on sees.
+        """Remove the tokens that no query of a rank from ``query`` ``[B]`` on sees.
 
-        Args:
-            batch: the pass.
-            store: rows of all layers.
-            query: ``[B]`` long on the host, the lowest rank of a query.
-            coming: ``[B, 1]`` long, tokens that ``store.held`` counts already and that are not stored yet.
+        ``store.held`` counts ``coming`` ``[B, 1]`` tokens already that are not stored yet.
         """
         dense = self._dense(batch) and not batch.ends_prompt  # the rest of the prompt sees all tokens
         if batch.is_prefill and not batch.ends_prompt:  # scorers look back at queries that see further
@@ -294,14 +283,14 @@ class Layer:
         self.open_to = int(kept.max())
 
     def visible(self, store: KVStore, index: Tensor, ranks: Tensor, query: Tensor, flags: bool = True) -> Tensor:
-        """Return the slots whose token some later query may see, bool like ``ranks`` ``[B, Hkv, N]``.
+        """Return the slots whose token some query of a rank from ``query`` ``[B]`` on may see, bool like ``ranks``.
 
         Args:
             store: rows of all layers.
-            index: places of the slots in the pool.
+            index: places of the slots in the pool, ``[B, Hkv, N]``.
             ranks: of their tokens, -1 on free slots.
-            query: ``[B]`` long, the lowest rank of such a query.
-            flags: whether it sees flagged and recent tokens alone, where the layer has flags.
+            query: on the host.
+            flags: whether such a query sees flagged and recent tokens alone, where the layer has flags.
         """
         keep, first = ranks >= 0, query.to(ranks.device)[:, None, None]
         if self.window is not None:

@@ -56,11 +56,7 @@ def check_announced(prompt: Tensor, new: Tensor, seen: int) -> None:
 
 
 def marked(spans: Sequence[Any]) -> Tensor:
-    """Return ``[L]`` bool, which own tokens lie in spans ``(first, behind the last)``.
-
-    Raises:
-        UserError: for something else than such a span.
-    """
+    """Return ``[L]`` bool, which own tokens lie in spans ``(first, behind the last)``; refuse something else."""
     for span in spans:
         whole = isinstance(span, tuple) and len(span) == 2 and all(isinstance(x, int) for x in span)
         if not whole or not 0 <= span[0] < span[1]:

@@ -107,11 +107,7 @@ class Policy:
         return replace(self, kv_dtype=kv_dtype, options={**self.options, "kv_dtype": kv_dtype})
 
     def trained_with(self, gates: AttentionGates) -> Policy:
-        """Return the policy that ranks by these gates, and protects what they were trained to rely on.
-
-        Raises:
-            UserError: when there is no budget and the gates have no flags.
-        """
+        """Return the policy that ranks by these gates, and protects what they were trained to rely on."""
         if self.scorer is None or not self.by_gates:
             return self
         if self.budget is None:
@@ -177,17 +173,18 @@ def policy(
     spec = PolicySpec.parse(spec) if isinstance(spec, str) else spec
     budget = None if budget is None else parse_budget(budget)
     parts, rest = spec.resolved(), dict(options)
-    boundary = {name: rest.pop(name) for name in BOUNDARY if name in rest and spec.reads_gates}
     _check(spec, budget, schedule)
-    engine = _engine_options(spec, budget, rest)
+    _check_options(spec, parts, budget, rest)
+    engine: dict[str, Any] = {name: rest.pop(name) for name in ENGINE if name in rest}
+    for name, value in engine.items():
+        _check_type(f"Policy '{spec}': {name}={value!r}", value, get_type_hints(Policy)[name])
+    boundary = {name: rest.pop(name) for name in BOUNDARY if name in rest and spec.reads_gates}
     gates = AttentionGates.from_pretrained(spec.path) if spec.path else None
     scorer = _scorer(parts, rest) if spec.evicts else None
-    allocator = _allocator(parts, scorer, budget, rest)
+    kind = ALLOCATORS[str(parts.allocator)]
+    window = None if scorer is None else scorer.needs.observers
+    allocator = _make(kind, kind.completed(rest, budget, window))
     gates = _moved(gates, boundary, spec, budget)
-    if rest:
-        made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
-        own = {name for part in (*made, allocator) for name in option_names(part)} - {"inner"}
-        check_known(next(iter(rest)), sorted({*own, *allocator.shorthands, *ENGINE}), "option", str(spec))
     whole = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
     return whole if gates is None else whole.trained_with(gates)
 
@@ -215,21 +212,24 @@ def _check(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
         raise UserError(f"Policy '{spec}' scores a prompt once, after it: schedule={schedule!r}: expected prefill.")
 
 
-def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[str, Option]) -> dict[str, Any]:
-    """Take the options of every policy out of ``options``; refuse others without meaning where there is no budget."""
-    engine = {name: options.pop(name) for name in ENGINE if name in options}
-    if spec.reads_gates and budget is None:
-        known = {*BOUNDARY, *ENGINE, *option_names(SCORERS[spec.resolved().scorer])}
-        for name in options:
-            check_known(name, sorted(known), "option", str(spec))
-    if options and spec.evicts and budget is None:
-        raise UserError(
-            f"Policy '{spec}': {next(iter(options))} has no meaning, because without a budget the gates' flags decide; "
-            "leave it out."
-        )
-    for name, value in engine.items():
-        _check_type(f"Policy '{spec}': {name}={value!r}", value, get_type_hints(Policy)[name])
-    return engine
+def _check_options(
+    spec: PolicySpec, parts: PolicySpec, budget: int | float | None, options: Mapping[str, Option]
+) -> None:
+    """Refuse options that no part has, and those without meaning where flags decide."""
+    kind = ALLOCATORS[str(parts.allocator)]
+    used = [SCORERS[parts.scorer]] if spec.evicts else []
+    used += [WRAPPERS[parts.wrapper]] if parts.wrapper else []
+    known = {name for part in used for name in option_names(part)} - {"inner"} | {*ENGINE}
+    known |= {*BOUNDARY} if spec.reads_gates else set()
+    if not spec.reads_gates or budget is not None:
+        known |= {*option_names(kind), *kind.shorthands}
+    for name in options:
+        check_known(name, sorted(known), "option", str(spec))
+        if spec.evicts and budget is None and name not in (*ENGINE, *BOUNDARY):
+            raise UserError(
+                f"Policy '{spec}': {name} has no meaning, because without a budget the gates' flags decide; leave it "
+                "out."
+            )
 
 
 def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
@@ -243,14 +243,6 @@ def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
     own = {name for part in bases for name in vars(part).get("__annotations__", {})} & {*option_names(wrapper)}
     mine = {name: options.pop(name) for name in [*options] if name in own - {"inner"}}
     return _make(wrapper, mine, inner=_make(base, options))
-
-
-def _allocator(
-    spec: PolicySpec, scorer: Scorer | None, budget: int | float | None, options: dict[str, Option]
-) -> Allocator:
-    kind = ALLOCATORS[str(spec.allocator)]
-    mine = {name: options.pop(name) for name in (*option_names(kind), *kind.shorthands) if name in options}
-    return _make(kind, kind.completed(mine, budget, None if scorer is None else scorer.needs.observers))
 
 
 def _moved(

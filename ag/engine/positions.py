@@ -1,7 +1,7 @@
-"""What keys and queries are rotated by where that is not their places in the text: slots, or places squeezed together.
+"""Rotations of keys and queries by other places than those in the text: slots, or places squeezed together.
 
-Keys are stored as rotated as queries meet them, so that attention reads them where they lie. What changes their places
-turns them on by the difference: rotations add up.
+Keys are stored rotated as queries meet them, so that attention reads them where they lie. When their places change they
+are rotated on by the difference: rotations add up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Turned:
     """
 
     name: ClassVar[str]
-    #: Whether a token that no later query sees changes the places of others while it is held.
+    #: Whether the places of tokens depend on the number of held ones before them.
     counts_held = False
 
     def __init__(self, decoder: Any) -> None:
@@ -79,7 +79,7 @@ class Turned:
         return q
 
     def order(self, store: KVStore, layer: int) -> Tensor | None:
-        """Return what :meth:`close_up` is to know of a layer before tokens go."""
+        """Return what :meth:`close_up` needs of a layer from before tokens go."""
         return None
 
     def close_up(self, store: KVStore, layer: int, order: Tensor | None) -> None:
@@ -89,13 +89,9 @@ class Turned:
         """Turn all keys to the places that they have when sequences of ``before`` tokens ``[B]`` have ``after``."""
 
     def turn(self, store: KVStore, layer: int, index: Tensor, further: Tensor) -> None:
-        """Rotate stored keys on, in place.
+        """Rotate stored keys on by ``further`` places, in place.
 
-        Args:
-            store: whose rows share no block of what is turned.
-            layer: index of the layer.
-            index: where in the pool tokens lie, ``[B, Hkv, N]``.
-            further: by how many places each is turned, likewise; 0 leaves it as it is.
+        ``index`` ``[B, Hkv, N]`` says where they lie in the pool, in blocks that no other row shares.
         """
         moved = further != 0
         at, keys = index[moved], store.pool.keys.flatten(0, 1)

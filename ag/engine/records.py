@@ -10,14 +10,9 @@ Records = dict[str, Tensor]
 
 
 def latest(records: Records, name: str, new: Tensor, counted: Tensor, last: int) -> None:
-    """Record rows ``[B, H, w, N]`` after those recorded before, and keep the last ones.
+    """Record rows ``[B, H, w, N]``, 0 where nothing counts, after earlier ones, and keep the ``last`` of each sequence.
 
-    Args:
-        records: what was recorded.
-        name: what they are recorded under.
-        new: rows, 0 where nothing counts.
-        counted: ``[B, w]`` bool, the rows that exist, which are a sequence's last ones.
-        last: rows to keep of each sequence.
+    The rows that exist, ``counted`` ``[B, w]`` bool, are a sequence's last ones.
     """
     if name in records:
         before = records[name].shape[2]

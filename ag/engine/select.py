@@ -12,11 +12,8 @@ def select(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) ->
     Args:
         score: ``[B, Hkv, N]``.
         protected: ``[B, Hkv, N]`` bool, kept whatever the score.
-        valid: ``[B, Hkv, N]`` bool, the places that hold a token.
+        valid: ``[B, Hkv, N]`` bool, the places that hold a token, as in the result.
         capacity: ``[B, Hkv]`` long, tokens to keep, not fewer than are protected; heads that hold fewer keep all.
-
-    Returns:
-        ``[B, Hkv, N]`` bool.
     """
     return best(standings(score, valid & ~protected), protected, valid, capacity)
 

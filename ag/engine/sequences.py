@@ -100,14 +100,8 @@ class SequenceState:
     def extend(self, mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
         """Add the columns of a forward pass, and return which of them are tokens, ``[B, length]`` bool.
 
-        Args:
-            mask: ``[B, seen + length]``, nonzero on tokens; None means that all columns are.
-            batch: number of sequences.
-            length: columns of the pass.
-            device: of the model's input.
-
-        Raises:
-            UserError: when the mask does not fit what was seen.
+        The mask ``[B, seen + length]`` is nonzero on tokens; None means that all columns are. One that does not fit the
+        columns seen is refused.
         """
         seen = self.columns
         if seen and batch != len(self.mask):
@@ -158,11 +152,7 @@ class SequenceState:
         return self._made(self.next_ranks, None, torch.ones_like(self.num_tokens), is_prefill=False, step=True)
 
     def batches(self, new: Tensor) -> Iterator[ForwardBatch]:
-        """Cut the new tokens of a forward pass into chunks of the prompt and what follows it.
-
-        Args:
-            new: ``[B, T]`` bool, which columns are tokens.
-        """
+        """Cut new columns ``[B, T]`` bool, True on tokens, into chunks of the prompt and what follows it."""
         lengths, before = new.sum(1).cpu(), self.num_tokens
         width, device = new.shape[1], new.device
         order = None if bool((lengths == width).all()) else (~new).int().argsort(dim=1, stable=True)

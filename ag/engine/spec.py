@@ -1,4 +1,4 @@
-"""The text of a policy and the rule of budgets; nothing else reads either."""
+"""The text of a policy and the rule of budgets; both are read here alone."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ from ag.plugins import check_part, discover
 
 
 def parse_budget(value: Any) -> int | float:
-    """Return a budget: an int is tokens per KV head, a float a share of each prompt's own tokens.
-
-    Raises:
-        UserError: for anything else.
-    """
+    """Return a budget: an int is tokens per KV head, a float a share of each prompt's own tokens; refuse others."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and (value >= 1 if isinstance(value, int) else 0 < value <= 1):
         return int(value) if isinstance(value, int) else float(value)
@@ -46,7 +42,7 @@ class PolicySpec:
         wrapper: name of the wrapper; None means that there is none.
         allocator: name of the allocator; None means the scorer's own.
         path: folder or hub id of exported gates, for a scorer that reads gates; None means those attached to the model.
-        label: what tables call it; two specs that differ in it alone are equal.
+        label: its name in tables; two specs that differ in it alone are equal.
     """
 
     scorer: str
@@ -61,11 +57,7 @@ class PolicySpec:
 
     @classmethod
     def parse(cls, text: str) -> PolicySpec:
-        """Read the text of a policy.
-
-        Raises:
-            UserError: for an unknown name (the nearest is suggested), or parts that are out of order.
-        """
+        """Read the text of a policy; refuse unknown names (the nearest is suggested) and parts out of order."""
         for group in ("ag.scorers", "ag.wrappers", "ag.allocators"):
             discover(group)
         label, bare = split_label(text)
@@ -128,14 +120,9 @@ class PolicySpec:
         return not self.evicts or (self.reads_gates and self.wrapper is None and self.allocator is None)
 
     def with_gates(self, folder: str | None, fix: str = "") -> PolicySpec:
-        """Return the same with these exported gates, where it reads some and names none.
+        """Return the same with the exported gates of a folder, where it reads some and names none.
 
-        Args:
-            folder: the export; None means that there is none.
-            fix: how to give it, beside naming it in the policy.
-
-        Raises:
-            UserError: when it needs gates and there are none.
+        Without a folder such a policy is refused; ``fix`` says how to give one, beside naming it in the policy.
         """
         if not self.reads_gates or self.path is not None:
             return self
@@ -169,12 +156,12 @@ def _check_label(label: str, scorer: str, text: str) -> None:
 
 
 def named(texts: Sequence[str]) -> dict[str, PolicySpec]:
-    """Read policies and return them, in their order, by what tables call each: its label, or else its text.
+    """Read policies and return them, in their order, by their names in tables: the label, or else the text.
 
     In a text a path is shortened to its last two parts, or as many more as tell it from the other paths.
 
     Raises:
-        UserError: a text is no policy, or two policies have the same name.
+        UserError: when a text is no policy, or two policies have the same name.
     """
     found: dict[str, PolicySpec] = {}
     specs = [PolicySpec.parse(text) for text in texts]

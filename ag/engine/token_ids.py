@@ -21,8 +21,7 @@ class TokenIds:
     def announce(self, tokens: Tensor | None, seen: int) -> None:
         """Note the whole text ``[B, T]`` to come, of which ``seen`` columns were read; None means that it is unknown.
 
-        Raises:
-            UserError: when it does not begin as the text that was read.
+        A text that does not begin as the one that was read is refused.
         """
         if tokens is not None and seen and self.ids is not None and len(self.ids) == len(tokens):
             before = self.ids[:, :seen].to(tokens.device)

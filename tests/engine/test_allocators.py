@@ -52,21 +52,6 @@ def test_remainders_that_differ_in_their_last_bits_are_equal():
     assert largest_remainder(shares, torch.tensor([38]), torch.full((1, 6), 99)).tolist() == [[1, 1, 0, 0, 17, 19]]
 
 
-@given(st.data())
-@settings(max_examples=60)
-def test_rounding_is_exact_and_fair(data):
-    layers = data.draw(st.integers(1, 12))
-    parts = data.draw(st.lists(st.integers(1, 50), min_size=layers, max_size=layers))
-    total = data.draw(st.integers(0, 300))
-    shares = [Fraction(part * total, sum(parts)) for part in parts]
-    got = largest_remainder(
-        torch.tensor([[float(x) for x in shares]], dtype=torch.float64),
-        torch.tensor([total]),
-        torch.full((1, layers), 1000),
-    )
-    assert got.tolist() == [rounded(shares, total)]
-
-
 # ---- pyramid
 
 
@@ -84,23 +69,6 @@ def test_pyramid_is_a_line_of_exact_total(mean, held, layers, beta):
         shares = [high - Fraction(high - low, layers - 1) * layer for layer in range(layers)]
         assert got == rounded(shares, mean * layers)
         assert got == sorted(got, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("n", "regime"),
-    [(30, "all"), (40, "even"), (63, "even"), (64, "pyramid"), (500, "pyramid")],
-)
-def test_the_regimes_of_pyramidkv(n, regime):
-    """C = 40 of which 8 are the window: T = 32. N < C: all stay; C <= N < 2T: C each; else the pyramid."""
-    held = Scripted("pyramid", candidates_of([n] * 6, 40, protected=8)).run()
-    counts = [{len(tokens) for tokens in layer} for layer in held]
-    if regime == "pyramid":
-        shares = pyramid(32, n - 8, 6)
-        assert counts == [{share + 8} for share in shares]
-        assert sum(shares) == 6 * 32
-        assert shares[0] > 40
-    else:
-        assert counts == [{n if regime == "all" else 40}] * 6
 
 
 # ---- preference

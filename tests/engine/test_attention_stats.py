@@ -1,7 +1,6 @@
 """What a layer shows, against attention written out pair by pair."""
 
 import pytest
-import torch
 
 from ag.engine import attention_stats
 from ag.engine.rows import FUSED, attention
@@ -25,45 +24,6 @@ SCENES = {
 @pytest.fixture(params=SCENES, ids=str)
 def scene(request):
     return Scene(seed=3, **SCENES[request.param])
-
-
-def rows_by_hand(scene, b, h, last):
-    a, s, visible = scene.dense(b, h)
-    first = max(0, len(a) - last)
-    return a[first:], s[first:], visible[first:]
-
-
-@pytest.mark.parametrize("last", [1, 3, 100])
-def test_rows(scene, last):
-    rows = scene.seen.rows(last)
-    bound = {part: scene.bound(lambda seen, part=part: getattr(seen.rows(last), part)) for part in "aso"}
-    assert rows.a.dtype == rows.s.dtype == rows.o.dtype == torch.float32
-    assert rows.a.shape[2] == min(last, scene.seen.q.shape[2])
-    for b in range(len(scene.lengths)):
-        here = min(last, len(scene.columns[b]))
-        assert rows.counted[b].tolist() == [False] * (rows.a.shape[2] - here) + [True] * here
-        for h in range(scene.heads):
-            a, s, visible = rows_by_hand(scene, b, h, last)
-            held = a.shape[1]
-            got = [x[b, h, -here:] for x in (rows.a, rows.s, rows.visible, rows.o)]
-            hold(got[0][:, :held], a, bound["a"][b, h, -here:, :held])
-            hold(got[1][:, :held], s, bound["s"][b, h, -here:, :held])
-            assert torch.equal(got[2][:, :held], visible)
-            hold(got[3], a @ scene.values(b, h // scene.group), bound["o"][b, h, -here:])
-            for part in got[:3]:
-                assert not part[:, held:].any()
-
-
-def test_moments_leave_out_queries_of_padding(scene):
-    last = max(scene.lengths)
-    moments = scene.seen.rows(last).moments
-    bounds = [scene.bound(lambda seen, i=i: seen.rows(last).moments[i]) for i in range(2)]
-    for b in range(len(scene.lengths)):
-        for h in range(scene.heads):
-            a = rows_by_hand(scene, b, h, last)[0]
-            wanted = a.mean(0), a.var(0) if len(a) > 1 else torch.zeros_like(a[0])
-            for got, want, bound in zip(moments, wanted, bounds, strict=True):
-                hold(got[b, h, : a.shape[1]], want, bound[b, h, : a.shape[1]])
 
 
 @pytest.mark.parametrize("block", [128, 4])

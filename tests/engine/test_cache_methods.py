@@ -8,10 +8,8 @@ import torch
 from transformers import Cache, DynamicCache
 
 import ag
-from ag.errors import UserError
 from tests.support.batches import columns, row
 from tests.support.bounds import hold, of_logits
-from tests.support.refused import refuses
 
 IDS = torch.stack([row(12, seed) for seed in range(3)])
 ASKED = {
@@ -105,14 +103,3 @@ def test_sequences_that_are_not_there(llama, indices):
         with pytest.raises(IndexError):
             cache.batch_select_indices(indices)
     assert (columns(ours), ours.valid.tolist()) == before
-
-
-def test_a_positive_number_of_columns_is_refused(llama):
-    """Older releases of transformers kept so many, newer ones refuse it."""
-    cache = ag.EvictionCache(llama, "full")
-    with torch.no_grad():
-        llama(IDS, past_key_values=cache)
-    for number in (1, 5, 30, np.int64(2)):
-        with refuses(UserError, f"crop({number})", "crop(-n)"):
-            cache.crop(number)
-    assert cache.get_seq_length() == 12

@@ -1,4 +1,4 @@
-"""What every allocator offers, and what layers bring to it."""
+"""The interface of allocators, and the candidates that layers bring to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_TOKEN = ("score", "protected", "second", "standing")  # what candidates have 
 
 @dataclass
 class Candidates:
-    """What one layer brings to a decision: ``[B, Hkv, N]`` each, tokens in the order of their ranks.
+    """The tokens that one layer brings to a decision: ``[B, Hkv, N]`` each, in the order of their ranks.
 
     Attributes:
         score: float32, higher is kept.
@@ -141,7 +141,7 @@ def over_heads(parts: Sequence[Candidates], floor: float, total: Tensor) -> list
 
 @dataclass
 class LayerBudgets(Attributes):
-    """What the layers of one batch of prompts brought and got.
+    """Candidates and budgets of the layers of one batch of prompts.
 
     Attributes:
         layers: indices of the layers that share the budget, ascending.
@@ -183,11 +183,7 @@ class LayerBudgets(Attributes):
         self.over_budget = None if self.over_budget is None else self.over_budget[indices.cpu()]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state over.
-
-        Raises:
-            ValueError: for values that no budgets have.
-        """
+        """Take a state over; raises ``ValueError`` for values that no budgets have."""
         layers = self.layers
         super().load_state_dict(state)
         self.layers = list(self.layers)
@@ -228,10 +224,7 @@ class Allocator(ABC):
     def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return masks ``[B, Hkv, N]`` of what stays of the prompt, by layer: this one, and earlier ones that give way.
 
-        Args:
-            layer: index of the layer.
-            candidates: what it brings.
-            budgets: what the layers got so far; what this one gets is noted there.
+        What the layer gets is noted in ``budgets``.
         """
 
     def keep_later(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
@@ -247,10 +240,7 @@ class LayerAllocator(Allocator):
     def layer_budget(self, candidates: Candidates, place: int, layers: int) -> Tensor:
         """Return the tokens per KV head ``[B]`` that a layer keeps at the end of the prompt, or of a block of it.
 
-        Args:
-            candidates: what the layer brings.
-            place: of the layer among those that share the budget.
-            layers: how many share it.
+        ``place`` is its place among the ``layers`` that share the budget.
         """
 
     def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:

@@ -104,11 +104,7 @@ class Preference(Allocator):
 
 
 def published_tau(model: str, tokens: int | float | None) -> tuple[float, float]:
-    """Return CAKE's published (tau1, tau2) for a model and a budget in tokens per layer.
-
-    Raises:
-        UserError: when none was published for them.
-    """
+    """Return CAKE's published (tau1, tau2) for a model and a budget in tokens per layer; refuse others."""
     try:
         return PUBLISHED_TAU[model, tokens]  # type: ignore[index]
     except KeyError:
@@ -133,15 +129,9 @@ def entropy_and_variance(seen: AttentionStats, observers: int) -> tuple[Tensor, 
 
 
 def water_fill(preference: Tensor, total: Tensor, caps: Tensor) -> Tensor:
-    """Share a total in proportion to preferences, capped: ``B_l = min(cap_l, lambda P_l)``.
+    """Share totals ``[B]`` in proportion to preferences ``[B, L]`` float64 above 0: ``B_l = min(cap_l, lambda P_l)``.
 
-    Args:
-        preference: ``[B, L]`` float64, above 0.
-        total: ``[B]`` long.
-        caps: ``[B, L]`` long.
-
-    Returns:
-        ``[B, L]`` float64, summing to ``total`` or to all caps when those are less.
+    Returns ``[B, L]`` float64, summing to the total, or to all ``caps`` ``[B, L]`` where these are less.
     """
     limit = torch.minimum(total, caps.sum(1)).double()
     ratio = caps / preference

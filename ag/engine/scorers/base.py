@@ -90,22 +90,19 @@ class Scorer(ABC):
     def wrapped(cls, by_head: bool) -> Mapping[str, tuple[Any, str]]:
         """Return the values that options have under a wrapper, and why, where ``{wrapper}`` stands for its name.
 
-        Args:
-            by_head: whether the wrapper scores each head by itself.
+        ``by_head`` says whether the wrapper scores each head by itself.
         """
         return {}
 
     def trained_with(self, sinks: int, recent: int) -> Self:
         """Return the scorer that protects what the training of its gates did, where it says nothing itself.
 
-        Args:
-            sinks: first tokens that every query saw.
-            recent: newest tokens of a prompt that a query behind it saw.
+        ``sinks`` first tokens, and of a prompt ``recent`` newest ones, were seen by every query behind them.
         """
         return self
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
-        """Return the scorer with what it needs of the model's tokenizer."""
+        """Return the scorer with the options that follow from a tokenizer."""
         return self
 
     @property
@@ -115,7 +112,7 @@ class Scorer(ABC):
 
     @property
     def rereader(self) -> KVzip | None:
-        """The scorer that lets the model repeat a prompt, which is evicted once after it; None means that none does."""
+        """The scorer that repeats a prompt, which is evicted from once after that; None means that none does."""
         return None
 
     def note(self, seen: AttentionStats, records: Records) -> None:
@@ -149,13 +146,9 @@ class Scorer(ABC):
         return (score - lowest).masked_fill(~seen.key_valid, 0.0).repeat_interleave(seen.group, 1)
 
     def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
-        """Return how many first and how many newest tokens of a sequence stay whatever their score.
+        """Return the numbers of first and of newest tokens that stay whatever their score, ``[B]`` long or int each.
 
-        Args:
-            capacity: ``[B]`` long, tokens per KV head that the budget allows, on average over layers.
-
-        Returns:
-            Two numbers, or tensors ``[B]`` long.
+        ``capacity`` ``[B]`` long is the tokens per KV head that the budget allows, on average over layers.
         """
         return self.sinks, self.recent
 

@@ -1,4 +1,4 @@
-"""KVzip: what the model attends to while it repeats the context."""
+"""KVzip: attention while the model repeats the context."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class KVzip(Scorer):
     float32. Nothing of a repetition stays in the cache. Scores are made once, so that the schedule is ``prefill``.
 
     Source: Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", code
-    snu-mllab/KVzip; KVzip+ after NVIDIA/kvpress. Deviations: the prefix (system prompt) that stays is said by
-    ``sinks``, and counts within the budget, as in kvpress; as many tokens are kept as the budget says, which the
-    paper's code misses by one.
+    snu-mllab/KVzip; KVzip+ after NVIDIA/kvpress. Deviations: ``sinks`` is the prefix (system
+    prompt) that stays, and counts within the budget, as in kvpress; the number of kept tokens is that of the budget,
+    which the paper's code misses by one.
 
     Attributes:
         sinks: first tokens, which stay, are in every softmax and are not repeated.
@@ -38,8 +38,8 @@ class KVzip(Scorer):
         overlap: last tokens of the chunk before, with which the instruction names the next one; all of it, where it has
             fewer.
         normalize: KVzip+: multiply weights by ``||W_O v_p|| / ||x_i||``, ``x_i`` what the query was made of.
-        ask: token ids, separated by blanks, of the instruction before the first chunk; None means those of a tokenizer,
-            where a command has one (:meth:`with_tokenizer`), else none.
+        ask: token ids, separated by blanks, of the instruction before the first chunk; None means the ids of a
+            tokenizer, where a command has one (:meth:`with_tokenizer`), else no instruction.
         ask_part: the same before the others, whose first tokens follow.
         answer: the same between instruction and chunk: the user's turn ends, the assistant's begins, and where the chat
             template writes an empty thinking block before an answer without thoughts, that block.
@@ -96,11 +96,7 @@ class KVzip(Scorer):
         return torch.zeros_like(seen.key_ranks, dtype=torch.float32) if found is None else found
 
     def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:
-        """Return the chunks of a sequence's own tokens, and what the model reads to repeat each.
-
-        Args:
-            context: ids of the prompt.
-        """
+        """Return the chunks of a prompt's token ids ``context``, and what the model reads to repeat each."""
         given = self.ask, self.ask_part, self.answer
         ask, ask_part, answer = ([int(x) for x in (text or "").split()] for text in given)
         found = []

@@ -60,14 +60,9 @@ def odds(weights: Tensor) -> Tensor:
 
 
 def removal_error(weights: Tensor, values: Tensor) -> Tensor:
-    """Return ``||change of sum h v||`` when one token is evicted and the other weights are renormalised.
+    """Return ``||change of sum h v||`` ``[..., N]`` when one token is evicted and the other weights are renormalised.
 
-    Args:
-        weights: ``[..., N]``, not below 0, summing to 1.
-        values: ``[..., N, D]``.
-
-    Returns:
-        ``[..., N]``.
+    The weights ``[..., N]`` sum to 1; the values are ``[..., N, D]``.
     """
     # Only differences of values matter: without their common part, rounding errors are smaller.
     centred = values - values.mean(-2, keepdim=True)
