@@ -15,7 +15,7 @@ from ag.engine.attention_stats import AttentionStats
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.policy import Policy
 from ag.engine.scorers.base import Scorer
-from ag.engine.select import in_order
+from ag.engine.shown import in_order
 from ag.errors import BudgetWarning, UserError
 from ag.kernels.kv_compact import Worst
 

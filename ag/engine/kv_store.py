@@ -12,7 +12,7 @@ from ag.engine.records import Records, fit, joined
 from ag.kernels.kv_compact import Worst, kv_compact
 from ag.kernels.pages import Pages
 
-HOST = "held", "owned", "shared"  # counts of each row on the host, [L, B, Hkv] long
+ROWS = "held", "owned", "shared", "table", "lengths"  # what is held of each row, [L, B, Hkv, ...]
 
 
 class KVStore:
@@ -59,7 +59,7 @@ class KVStore:
     def start(self, batch: int) -> None:
         """Begin with a number of empty sequences."""
         self.select(torch.zeros(0, dtype=torch.long))
-        for name in (*HOST, "table", "lengths"):
+        for name in ROWS:
             x = getattr(self, name)
             setattr(self, name, x.new_zeros(self.layers, batch, *x.shape[2:]))
         self.records = [{} for _ in range(self.layers)]
@@ -69,7 +69,7 @@ class KVStore:
         """Return a store of the same tokens, which shares all blocks until one of the two writes."""
         new = KVStore(self.pool, self.layers, self.kv_heads, self.gate_type, self.rotation)
         self.shared = self.owned.clone()
-        for name in (*HOST, "table", "lengths"):
+        for name in ROWS:
             setattr(new, name, getattr(self, name).clone())
         new.records = [{name: x.clone() for name, x in records.items()} for records in self.records]
         self.pool.share(self.blocks())
@@ -282,7 +282,7 @@ class KVStore:
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices`` ``[n]``; repeated ones share their blocks."""
         before = self.blocks()
-        for name in (*HOST, "table", "lengths"):
+        for name in ROWS:
             x = getattr(self, name)
             setattr(self, name, x.index_select(1, indices.to(x.device)))
         self.records = [
@@ -304,7 +304,7 @@ class KVStore:
                 fit(records, store.slots)
         pairs = zip(self.records, other.records, strict=True)
         self.records = [joined(mine, theirs, *batches) for mine, theirs in pairs]
-        for name in (*HOST, "table", "lengths"):
+        for name in ROWS:
             x, y = getattr(self, name), getattr(other, name)
             setattr(self, name, torch.cat([x, y], 1))
             setattr(other, name, y[:, :0])

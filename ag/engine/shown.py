@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ag.engine.rows import Values
-from ag.engine.select import in_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,3 +74,9 @@ class Keys:
     def order(self) -> Tensor | None:
         """Slots ``[B, Hkv, N]`` in the order of ranks, free ones last; None means that they lie in that order."""
         return None if self.ordered else in_order(self.ranks.masked_fill(~self.valid, -1))
+
+
+def in_order(ranks: Tensor) -> Tensor:
+    """Return slots ``[B, Hkv, N]`` long in the order of their tokens' ranks; free ones, of rank -1, come last."""
+    slots: Tensor = ranks.masked_fill(ranks < 0, torch.iinfo(ranks.dtype).max).argsort(-1)
+    return slots

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.engine.allocators.global_ import Global
 from ag.engine.allocators.preference import Preference, water_fill
 from ag.engine.allocators.pyramid import pyramid
 from ag.engine.allocators.rounding import largest_remainder
@@ -205,23 +204,3 @@ def test_two_scores_decide_once_too(seed, capacity, protected):
         for g in range(2):
             parts = (x[0, g].tolist() for x in (candidates.score, candidates.second, candidates.protected))
             assert held[layer][g] == two_stages(*parts, counts[layer][g], 0.5)
-
-
-def test_while_decoding_each_layer_keeps_its_total():
-    brought = candidates_of([30] * 3, 10, 1)
-    decision = Scripted("global", brought)
-    held = decision.run()
-    totals = [sum(map(len, layer)) for layer in held]
-    assert {layer: x.tolist() for layer, x in decision.budgets.settled.items()} == {
-        i: [n] for i, n in enumerate(totals)
-    }
-    assert not decision.budgets.open and not decision.budgets.votes
-    (later,) = candidates_of([24], 10, 1, seed=9)
-    for layer, total in enumerate(totals):
-        keep = Global().keep_later(layer, later, decision.budgets)
-        flat = sorted((-later.score[0, g, p], g, p) for g in range(2) for p in range(23))[: total - 2]
-        wanted = {(g, p) for _, g, p in flat} | {(0, 23), (1, 23)}
-        assert {tuple(x) for x in keep[0].nonzero().tolist()} == wanted
-    fitted = Scripted("global", candidates_of([9] * 3, 12))
-    fitted.run()
-    assert {i: x.tolist() for i, x in fitted.budgets.settled.items()} == {i: [24] for i in range(3)}

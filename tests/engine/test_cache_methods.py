@@ -1,14 +1,12 @@
 """The methods of transformers' ``Cache`` do what those of its ``DynamicCache`` do, for each type of argument."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 from transformers import Cache, DynamicCache
 
 import ag
-from tests.support.batches import columns, row
+from tests.support.batches import row
 from tests.support.bounds import hold, of_logits
 
 IDS = torch.stack([row(12, seed) for seed in range(3)])
@@ -89,17 +87,3 @@ def test_what_changes(llama, caches, name, given):
         hold(got, want, of_logits(llama))
     ours.reset()
     assert ours.get_seq_length() == 0
-
-
-@pytest.mark.parametrize("indices", [[0, -4], [True] * 4])
-def test_sequences_that_are_not_there(llama, indices):
-    """Both raise, and nothing has changed."""
-    ours, theirs = ag.EvictionCache(llama, "full"), DynamicCache(config=llama.config)
-    for cache in (ours, theirs):
-        with torch.no_grad():
-            llama(IDS, past_key_values=cache)
-    before = columns(ours), ours.valid.tolist()
-    for cache in (ours, copy.deepcopy(theirs)):
-        with pytest.raises(IndexError):
-            cache.batch_select_indices(indices)
-    assert (columns(ours), ours.valid.tolist()) == before

@@ -6,13 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import ag
 from ag.engine.scorers.expected_attention import ExpectedAttention
-from ag.errors import UserError
 from ag.evaluate.inside import Reading
 from tests.support.attention_by_hand import Scene, agree, rotation
 from tests.support.batches import read
-from tests.support.refused import refuses
 from tests.support.shapes import shaped
 
 EPS = torch.finfo(torch.float32).eps
@@ -92,9 +89,3 @@ def test_what_stays_of_the_global_layers_of_gemma_3():
             order = score.sort(descending=True)
             assert order.values[19] - order.values[20] > 1e-5 * order.values[19]  # rounding decides nothing
             assert cache.kept_positions(layer)[0][g].tolist() == sorted(order.indices[:20].tolist())
-
-
-def test_a_rotation_that_depends_on_the_length_is_refused(tiny_llama):
-    model = tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    with refuses(UserError, "'expected_attention', budget=0.5", "LlamaModel", "rotates"):
-        ag.EvictionCache(model, "expected_attention", 0.5)

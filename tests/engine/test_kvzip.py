@@ -146,16 +146,6 @@ def test_prefill_and_repetition_are_shared_with_other_policies(tiny_llama):
             hold(*logits, of_logits(model))
 
 
-def test_instructions_come_from_a_tokenizer(tiny_tokenizer):
-    policy = ag.policy("kvzip+criticalkv", 0.5, ask="3 4").with_tokenizer(tiny_tokenizer)
-    scorer = policy.scorer.inner
-    assert scorer.ask == "3 4"
-    said = tiny_tokenizer.decode([int(x) for x in scorer.ask_part.split()])
-    assert said.strip().startswith("Repeat the part of the context above")
-    assert tiny_tokenizer.decode([int(x) for x in scorer.answer.split()]) == "\n"
-    assert ag.policy("h2o", 0.5).with_tokenizer(tiny_tokenizer) == ag.policy("h2o", 0.5)
-
-
 TURN = "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}A:BLOCK{% endif %}"
 EMPTY = "<think>\n\n</think>\n\n"
 #: Qwen3's: the block is there where the caller says false, and not where it says nothing.

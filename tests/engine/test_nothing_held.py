@@ -26,14 +26,6 @@ def counts(held):
     return [sum(len(head) for heads in layer for head in heads) for layer in held]
 
 
-def test_an_early_layer_loses_all_to_later_ones_in_the_middle_of_a_prompt(tiny_llama):
-    """One token a head on average, 60 that compete, and a wrapper whose brought are two."""
-    model = tiny_llama()
-    for spec, options in (("expected_attention+criticalkv", {}), ("expected_attention", {"values": False})):
-        cache = batches.read(model, row(60, 0), f"{spec}@global", 1, sinks=0, **options)
-        assert counts(columns(cache)) == [0, 5, 1]
-
-
 @pytest.mark.parametrize(
     ("name", "lowered", "schedule"),
     [("drawn", 0, "prefill"), ("drawn+criticalkv", 1, "steps:2"), ("drawn+criticalkv", 2, "blocks:5+every")],

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.engine.allocators.base import Candidates, over_heads
-from ag.engine.select import select
+from ag.engine.allocators.base import Candidates, over_heads, select
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
