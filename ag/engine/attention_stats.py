@@ -64,7 +64,6 @@ class AttentionStats:
         rotation: what :meth:`turn` rotates by; None means that the model's rotations are not known.
         projection: gives :attr:`output`; None means that it is not known.
         memo: measurements, each made once.
-        memo_of_pass: measurements that are the same for all layers.
         capacity: ``[B]`` long, tokens per KV head that the budget allows, the mean over layers; None means that there
             is no budget.
         due: ``[B]`` bool, sequences to evict from now; None means all.
@@ -92,7 +91,6 @@ class AttentionStats:
     rotation: Callable[[Tensor, Tensor, int], Tensor] | None = None
     projection: Callable[[], Tensor] | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict)
-    memo_of_pass: dict[Hashable, Any] = field(default_factory=dict)
     capacity: Tensor | None = None
     due: Tensor | None = None
 
@@ -195,13 +193,6 @@ class AttentionStats:
         if key not in self.memo:
             self.memo[key] = make()
         made: Made = self.memo[key]
-        return made
-
-    def once_a_pass(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what ``make`` made in the first layer of a pass with this key, which is the same in all of them."""
-        if key not in self.memo_of_pass:
-            self.memo_of_pass[key] = make()
-        made: Made = self.memo_of_pass[key]
         return made
 
     def _last_rows(self, last: int, only_new: bool) -> AttentionRows:

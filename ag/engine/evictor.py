@@ -210,11 +210,9 @@ class Evictor:
         Raises:
             NonFiniteScoreError: when the score of a token that competes is not finite.
         """
-        allocator = self.policy.allocator
-        candidates = self._candidates(
-            seen, torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device) if due is None else due, records
-        )
-        candidates.everyone, finite = due is None, candidates.finite
+        allocator, everyone = self.policy.allocator, torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device)
+        candidates = self._candidates(seen, everyone if due is None else due, records)
+        finite = candidates.finite
         if bool((candidates.over | ~finite).any()):  # the host waits once for what is rare
             if not bool((finite | ~candidates.due).all()):
                 self._refuse_scores(seen.layer)

@@ -237,7 +237,6 @@ class Layer:
             rotation=lambda x, places, span: rotate(self.decoder, x, places, span, self.index),
             projection=lambda: output_weight(call.module, call.q.shape[1]),
             memo=call.memo,
-            memo_of_pass=batch.memo,
         )
 
     def _first(self, batch: ForwardBatch, lengths: Tensor) -> Tensor:

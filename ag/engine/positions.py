@@ -19,7 +19,6 @@ from ag.model.support import check_turns
 if TYPE_CHECKING:
     from ag.engine.block_pool import BlockPool
     from ag.engine.forward_batch import ForwardBatch
-    from ag.engine.kv_store import KVStore
 
 FREE = torch.iinfo(torch.long).max  # the rank of a free slot, where it is to come last
 
@@ -61,34 +60,34 @@ class Turned:
                 "kv_dtype=float, or positions=original."
             )
 
-    def positions(self, batch: ForwardBatch, store: KVStore) -> Tensor | None:
+    def positions(self, batch: ForwardBatch, store: Any) -> Tensor | None:
         """Return the positions ``[B, T]`` that the model rotates the new tokens by; None means the usual ones."""
         return None
 
-    def place(self, call: AttentionCall, batch: ForwardBatch, store: KVStore) -> AttentionCall:
+    def place(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
         """Return a call in the type that is held, with queries and keys at their places among what the layer holds."""
         q, k, v = (x.to(store.pool.token[0].dtype) for x in (call.q, call.k, call.v))
         return replace(call, q=q, k=k, v=v)
 
-    def by_rank(self, q: Tensor, batch: ForwardBatch, store: KVStore, layer: int) -> Tensor:
+    def by_rank(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
         """Return queries ``[B, H, T, D]`` at their places turned to their ranks, at which they can be remembered."""
         return q
 
-    def by_place(self, q: Tensor, batch: ForwardBatch, store: KVStore, layer: int) -> Tensor:
+    def by_place(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
         """Return queries ``[B, H, T, D]`` at their ranks turned to their places among what the layer holds now."""
         return q
 
-    def order(self, store: KVStore, layer: int) -> Tensor | None:
+    def order(self, store: Any, layer: int) -> Tensor | None:
         """Return what :meth:`close_up` needs of a layer from before tokens go."""
         return None
 
-    def close_up(self, store: KVStore, layer: int, order: Tensor | None) -> None:
+    def close_up(self, store: Any, layer: int, order: Tensor | None) -> None:
         """Turn a layer's keys to the places that they have after tokens went."""
 
-    def crop(self, store: KVStore, before: Tensor, after: Tensor) -> None:
+    def crop(self, store: Any, before: Tensor, after: Tensor) -> None:
         """Turn all keys to the places that they have when sequences of ``before`` tokens ``[B]`` have ``after``."""
 
-    def turn(self, store: KVStore, layer: int, index: Tensor, further: Tensor) -> None:
+    def turn(self, store: Any, layer: int, index: Tensor, further: Tensor) -> None:
         """Rotate stored keys on by ``further`` places, in place.
 
         ``index`` ``[B, Hkv, N]`` says where they lie in the pool, in blocks that no other row shares.
@@ -111,25 +110,26 @@ class Slots(Turned):
     name = "slot"
     counts_held = True
 
-    def positions(self, batch: ForwardBatch, store: KVStore) -> Tensor | None:
+    def positions(self, batch: ForwardBatch, store: Any) -> Tensor | None:
         """Go on behind the longest row of each sequence."""
         came = batch.counts if batch.step else torch.zeros_like(batch.counts)  # a step is counted beforehand
         batch.memo["behind"] = store.held.amax((0, 2)) - came
         columns = torch.arange(batch.ranks.shape[1], device=batch.ranks.device)
-        return store.lengths.amax((0, 2)).long()[:, None] + columns
+        ends: Tensor = store.lengths.amax((0, 2))
+        return ends.long()[:, None] + columns
 
-    def place(self, call: AttentionCall, batch: ForwardBatch, store: KVStore) -> AttentionCall:
+    def place(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
         """Turn the new tokens on from where the model put them to the end of their rows."""
         came = batch.counts if batch.step else torch.zeros_like(batch.counts)
         further = store.held[call.layer] - (came + batch.memo["behind"])[:, None]
         call = super().place(call, batch, store)
         return replace(call, q=self._turned(call.q, further), k=self._turned(call.k, further))
 
-    def by_rank(self, q: Tensor, batch: ForwardBatch, store: KVStore, layer: int) -> Tensor:
+    def by_rank(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
         """Turn queries on by the number of tokens that their head has lost."""
         return self._turned(q, batch.num_tokens[:, None] - store.held[layer])
 
-    def by_place(self, q: Tensor, batch: ForwardBatch, store: KVStore, layer: int) -> Tensor:
+    def by_place(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
         """Turn queries back by the number of tokens that their head has lost."""
         return self._turned(q, store.held[layer] - batch.num_tokens[:, None])
 
@@ -140,11 +140,11 @@ class Slots(Turned):
         wide = further.repeat_interleave(x.shape[1] // further.shape[1], 1)
         return rotate(self.decoder, x, wide[:, :, None].to(x.device))
 
-    def order(self, store: KVStore, layer: int) -> Tensor | None:
+    def order(self, store: Any, layer: int) -> Tensor | None:
         """Return the ranks that each row holds, ascending, ``[B, Hkv, N]``."""
         return _ascending(store.ledger(layer)[1])
 
-    def close_up(self, store: KVStore, layer: int, order: Tensor | None) -> None:
+    def close_up(self, store: Any, layer: int, order: Tensor | None) -> None:
         """Turn each key back by the number of tokens before it that went."""
         assert order is not None
         index, ranks = store.ledger(layer)
@@ -171,7 +171,7 @@ class Interpolated(Turned):
         self.context: int = decoder.config.max_position_embeddings
         self.stride, self.near = max(self.context // 16, 1), self.context // 2
 
-    def positions(self, batch: ForwardBatch, store: KVStore) -> Tensor | None:
+    def positions(self, batch: ForwardBatch, store: Any) -> Tensor | None:
         """Refuse passes in which new tokens would have to be squeezed for later ones."""
         most = self.near - self.stride
         over = (batch.num_tokens > self.context) & (batch.counts > most)
@@ -185,17 +185,17 @@ class Interpolated(Turned):
             )
         return None
 
-    def place(self, call: AttentionCall, batch: ForwardBatch, store: KVStore) -> AttentionCall:
+    def place(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
         """Turn the held keys of the layer, where a text has grown into another part."""
         self._turn(store, call.layer, batch.num_tokens - batch.counts, batch.num_tokens)
         return super().place(call, batch, store)
 
-    def crop(self, store: KVStore, before: Tensor, after: Tensor) -> None:
+    def crop(self, store: Any, before: Tensor, after: Tensor) -> None:
         """Turn keys back, where a text is in an earlier part again."""
         for layer in range(store.layers):
             self._turn(store, layer, before, after)
 
-    def _turn(self, store: KVStore, layer: int, before: Tensor, after: Tensor) -> None:
+    def _turn(self, store: Any, layer: int, before: Tensor, after: Tensor) -> None:
         """Turn a layer's keys from where they lie in texts of ``before`` tokens ``[B]`` to where they do in others."""
         ends = [((x + self.stride - 1) // self.stride * self.stride).clamp_min(self.context) for x in (before, after)]
         moved = ends[0] != ends[1]

@@ -1,6 +1,7 @@
 """What a layer shows, against attention written out pair by pair."""
 
 import pytest
+import torch
 
 from ag.engine import attention_stats
 from ag.engine.rows import FUSED, attention
@@ -24,6 +25,18 @@ SCENES = {
 @pytest.fixture(params=SCENES, ids=str)
 def scene(request):
     return Scene(seed=3, **SCENES[request.param])
+
+
+def test_moments_leave_out_queries_of_padding(scene):
+    last = max(scene.lengths)
+    moments = scene.seen.rows(last).moments
+    bounds = [scene.bound(lambda seen, i=i: seen.rows(last).moments[i]) for i in range(2)]
+    for b in range(len(scene.lengths)):
+        for h in range(scene.heads):
+            a = scene.dense(b, h)[0]
+            wanted = a.mean(0), a.var(0) if len(a) > 1 else torch.zeros_like(a[0])
+            for got, want, bound in zip(moments, wanted, bounds, strict=True):
+                hold(got[b, h, : a.shape[1]], want, bound[b, h, : a.shape[1]])
 
 
 @pytest.mark.parametrize("block", [128, 4])

@@ -31,7 +31,6 @@ class Candidates:
         preference: ``[B]`` float64, the layer's preference where the allocator measures one.
         second: ``[B, Hkv, N]`` float32, decides over the rest of a head's tokens; None means that there is one score.
         first_share: share of a head's tokens that ``score`` decides over where there are two.
-        everyone: whether the host knows that all sequences are due.
     """
 
     score: Tensor
@@ -43,7 +42,6 @@ class Candidates:
     preference: Tensor | None = None
     second: Tensor | None = None
     first_share: float = 1.0
-    everyone: bool = False
 
     @cached_property
     def competing(self) -> Tensor:
@@ -87,7 +85,7 @@ class Candidates:
 
     def exempting(self, keep: Tensor) -> Tensor:
         """Return a mask ``[B, Hkv, N]`` that keeps all of the sequences that are not due."""
-        return keep if self.everyone else keep | (self.valid & ~self.due[:, None, None])
+        return keep | (self.valid & ~self.due[:, None, None])
 
     def keep(self, count: Tensor) -> Tensor:
         """Return the mask of ``count`` ``[B]`` tokens in each head, and of all where nothing is due."""

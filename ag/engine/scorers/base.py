@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
 from ag.engine.rows import Statistic, attention
 from ag.errors import require
-
-if TYPE_CHECKING:
-    from ag.engine.scorers.kvzip import KVzip
 
 #: Metadata of a field that is no option of a policy.
 DERIVED = MappingProxyType({"option": False})
@@ -111,7 +108,7 @@ class Scorer(ABC):
         return False
 
     @property
-    def rereader(self) -> KVzip | None:
+    def rereader(self) -> Any:
         """The scorer that repeats a prompt, which is evicted from once after that; None means that none does."""
         return None
 
@@ -154,7 +151,7 @@ class Scorer(ABC):
 
     def protected(self, seen: AttentionStats, capacity: Tensor) -> Tensor:
         """Return ``[B, Hkv, N]`` bool, the tokens that :meth:`limits` protects."""
-        return seen.ends(*seen.once_a_pass(("limits", self, capacity.device), lambda: self.limits(capacity)))
+        return seen.ends(*self.limits(capacity))
 
 
 @dataclass(frozen=True, kw_only=True)

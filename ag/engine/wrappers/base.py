@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
 from ag.engine.scorers.base import Needs, RowScorer, Scorer
 from ag.errors import UserError
-
-if TYPE_CHECKING:
-    from ag.engine.scorers.kvzip import KVzip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +54,7 @@ class Wrapper(Scorer):
         self.inner.note(seen, records)
 
     @property
-    def rereader(self) -> KVzip | None:
+    def rereader(self) -> Any:
         """The inner scorer, where it lets the model repeat the prompt."""
         return self.inner.rereader
 
