@@ -5,7 +5,7 @@ import torch
 
 import ag
 from ag.errors import UserError
-from tests.support.batches import columns, padded, row
+from tests.support.batches import columns, row
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 
@@ -84,8 +84,3 @@ def test_more_of_them_than_the_budget_has(model):
 def test_pairs_that_are_none(model, spans):
     with refuses(UserError, "protect", "(0, 40)"):
         ag.EvictionCache(model, "h2o", 12).protect(spans)
-
-
-def test_lists_for_other_sequences(model):
-    with refuses(UserError, "2 sequences", "3 lists"):
-        read(model, padded([row(9), row(8), row(7)]), "h2o", 4, spans=[[(0, 1)], [(0, 2)]])

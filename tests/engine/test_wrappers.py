@@ -157,12 +157,6 @@ def test_weights_near_one_and_values_far_from_the_origin(gap, offset):
         assert got.argmax() == top or offset
 
 
-def test_a_weight_of_exactly_one():
-    values = torch.tensor([[3.0, 4.0], [1.0, 1.0], [2.0, 0.0]])
-    got = removal_error(torch.tensor([1.0, 0.0, 0.0]), values)
-    assert got.tolist() == [5.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("base", [KNorm(), Gates()], ids=["knorm", "gates"])
 def test_caote_on_a_score_without_rows_shifts_it_to_zero(base):
     scene = Scene(seed=5, lengths=(9, 5), gate=True)
