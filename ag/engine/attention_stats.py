@@ -1,4 +1,4 @@
-"""What a layer shows to scorers when something may go: attention rows and sums over queries, in float32, on demand.
+"""What scorers see of a layer: attention rows and sums over queries, in float32, on demand.
 
 One object serves all parts of a policy. Nothing here has n^2 memory: all queries are visited in blocks, or by a kernel
 that sums as it goes, and whole rows exist only for a window of the last ones.
@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ag.engine.rows import FUSED, AttentionRows, Statistic, attention
-from ag.engine.shown import Keys, Queries
-from ag.engine.values import Values
+from ag.engine.rows import FUSED, AttentionRows, Statistic, Values, attention
+from ag.engine.shown import Keys
 from ag.kernels.attention_stats import attention_stats
 from ag.kernels.softmax import PLAIN, Softmax
 
@@ -24,7 +23,6 @@ Made = TypeVar("Made")
 
 BLOCK = 64  # queries visited at once
 COLUMNS = 1024  # by how many at a time a table of all tokens grows
-PRECISE = 1024  # keys up to which all queries are multiplied with them in float64, on a CPU
 TILE = {"cpu": 2**20, "cuda": 2**27}  # elements of a tile that fits the caches, or that keeps a GPU busy
 
 
@@ -38,77 +36,63 @@ class Span(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class AttentionStats:
-    """What a layer shows to scorers and allocators: queries against the keys it holds.
+    """Queries against the keys that a layer holds, for scorers and allocators.
 
     Attributes:
         keys: what is held.
-        queries: what meets it.
+        q: queries ``[B, H, T, D]``, post-RoPE: the new ones, and before them those that the policy looks back at.
+        query_ranks: ``[B, T]`` long, the place of each query among its sequence's own tokens.
+        query_valid: ``[B, T]`` bool, False on padding.
+        new: how many of the queries, at the end, were not shown before.
+        lengths: ``[B]`` long, tokens that each sequence has seen, one more than the rank of its newest query.
+        longest: bound of these numbers, on the host.
+        prompt_lengths: ``[B]`` long, tokens of each prompt, to which shares of a budget refer.
         scaling: factor of the logits.
+        weights: attention weights ``[B, H, N]`` of a single new query, 0 where it is padding; None means that they are
+            not known.
         softmax: caps and sink logits of the model.
         layer: index of the layer.
         sliding_window: of the model's layer, or None.
         gate: probabilities ``[B, Hkv, N]`` of the layer's gate, or None.
         decays: whether these are logs, of what is left of a token's worth after each one that comes.
-        own_prompt: ``[B]`` long, own tokens of each prompt; None means all tokens seen.
         stays: ``[B, Hkv, N]`` bool, tokens that the caller protects; None means none.
         decoding: whether the prompt is over.
-        precise: whether the logits of a prompt's last queries, and of a short prompt, are products in float64.
         recorded: what the scorer noted, tensors ``[..., N]`` whose last dimension is that of the keys (tokens that came
             since have 0); None means that there are no records.
         sums: what the scorer summed over the queries of a prompt, ``[B, ...]`` by name, which it may change while the
             prompt is read; None means that nothing is remembered.
         rotation: what :meth:`turn` rotates by; None means that the model's rotations are not known.
         projection: gives :attr:`output`; None means that it is not known.
-        memo: where measurements are remembered, so that each is made once.
-        memo_of_pass: where what is the same for all layers is remembered.
-        tokens_seen: ``[B]`` long, tokens that each sequence has seen; None means that the queries tell.
-        columns: of the input that went by, a bound of the lengths that the host knows; None means that it asks.
-        capacity: ``[B]`` long, tokens per KV head that the budget allows, the mean over layers; None means no budget.
-        due: ``[B]`` bool, sequences of which something may go now; None means all.
+        memo: measurements, each made once.
+        capacity: ``[B]`` long, tokens per KV head that the budget allows, the mean over layers; None means that there
+            is no budget.
+        due: ``[B]`` bool, sequences to evict from now; None means all.
     """
 
     keys: Keys
-    queries: Queries
+    q: Tensor
+    query_ranks: Tensor
+    query_valid: Tensor
+    new: int
+    lengths: Tensor
+    longest: int
+    prompt_lengths: Tensor
     scaling: float
+    weights: Tensor | None = None
     softmax: Softmax = PLAIN
     layer: int = 0
     sliding_window: int | None = None
     gate: Tensor | None = None
     decays: bool = False
-    own_prompt: Tensor | None = None
     stays: Tensor | None = None
     decoding: bool = False
-    precise: bool = False
     recorded: Mapping[str, Tensor] | None = None
     sums: dict[str, Tensor] | None = None
     rotation: Callable[[Tensor, Tensor, int], Tensor] | None = None
     projection: Callable[[], Tensor] | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict)
-    memo_of_pass: dict[Hashable, Any] = field(default_factory=dict)
-    tokens_seen: Tensor | None = None
-    columns: int | None = None
     capacity: Tensor | None = None
     due: Tensor | None = None
-
-    @property
-    def q(self) -> Tensor:
-        """Queries ``[B, H, T, D]``, post-RoPE."""
-        return self.queries.q
-
-    @property
-    def query_ranks(self) -> Tensor:
-        """``[B, T]`` long, the place of each query among its sequence's own tokens."""
-        return self.queries.ranks
-
-    @property
-    def query_valid(self) -> Tensor:
-        """``[B, T]`` bool, False on padding."""
-        return self.queries.valid
-
-    @property
-    def new(self) -> int:
-        """How many of the queries, at the end, were not shown before."""
-        return self.q.shape[2] if self.queries.new is None else self.queries.new
 
     @property
     def group(self) -> int:
@@ -143,18 +127,6 @@ class AttentionStats:
         return self.values.v
 
     @cached_property
-    def lengths(self) -> Tensor:
-        """Tokens each sequence has seen, ``[B]``: one more than the rank of its newest query."""
-        if self.tokens_seen is not None:
-            return self.tokens_seen
-        return self.query_ranks.masked_fill(~self.query_valid, -1).amax(1) + 1
-
-    @property
-    def prompt_lengths(self) -> Tensor:
-        """Own tokens of each prompt, ``[B]``, which shares of a budget refer to."""
-        return self.lengths if self.own_prompt is None else self.own_prompt
-
-    @cached_property
     def age(self) -> Tensor:
         """``[B, Hkv, N]`` long: 0 for the newest token of a sequence, 1 for the one before; any on free slots."""
         return self.lengths[:, None, None] - 1 - self.key_ranks
@@ -178,10 +150,7 @@ class AttentionStats:
     def turn(self, x: Tensor, places: Tensor, span: int = 1) -> Tensor:
         """Rotate queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n or 1]``, as the model's RoPE does.
 
-        Args:
-            x: what to rotate.
-            places: whole ones; negative ones turn back.
-            span: average the rotations of this number of places, from each of ``places`` on.
+        Negative places turn back. Rotations of ``span`` places, from each one on, are averaged.
         """
         assert self.rotation is not None
         return self.rotation(x, places, span)
@@ -194,8 +163,7 @@ class AttentionStats:
         kv_heads = self.keys.shape[1]
         if self.keys.alike:  # nothing to look up
             return values.mean(1, keepdim=True).expand(-1, kv_heads, -1)
-        most = int(self.lengths.max()) if self.columns is None else self.columns
-        tokens = -(-most // COLUMNS) * COLUMNS
+        tokens = -(-self.longest // COLUMNS) * COLUMNS
         values = values.unflatten(1, (kv_heads, -1)).sum(2).masked_fill(~self.keys.valid, 0.0)
         places = self.key_ranks.clamp(0, tokens - 1)
         by_token = values.new_zeros(len(values), tokens)
@@ -205,16 +173,14 @@ class AttentionStats:
     def rows(self, last: int, only_new: bool = False) -> AttentionRows:
         """Return the last ``last`` queries of each sequence, or as many as there are, oldest first.
 
-        Args:
-            last: how many.
-            only_new: leave out those that were shown before.
+        With ``only_new`` those that were shown before are left out.
         """
         return self.once(("rows", last, only_new), lambda: self._last_rows(last, only_new))
 
     def total(self, statistic: Statistic = attention) -> Tensor:
         """Sum a statistic ``[B, H, w, N]`` over all new queries, ``[B, H, N]``."""
-        if statistic is attention and self.queries.weights is not None:
-            return self.queries.weights
+        if statistic is attention and self.weights is not None:
+            return self.weights
         return self.once(("total", statistic), lambda: self._total(statistic))
 
     def newest(self, statistic: Statistic = attention) -> Tensor:
@@ -223,17 +189,10 @@ class AttentionStats:
         return self.total(statistic) if alone else self.rows(1).total(statistic)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what ``make`` made at the first call with this key, by whichever of the policies that observe this."""
-        if (key, self.precise) not in self.memo:
-            self.memo[key, self.precise] = make()
-        made: Made = self.memo[key, self.precise]
-        return made
-
-    def once_a_pass(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what ``make`` made in the first layer of a pass with this key, which is the same in all of them."""
-        if key not in self.memo_of_pass:
-            self.memo_of_pass[key] = make()
-        made: Made = self.memo_of_pass[key]
+        """Return what ``make`` made at the first call with this key, for all policies that share the pass."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        made: Made = self.memo[key]
         return made
 
     def _last_rows(self, last: int, only_new: bool) -> AttentionRows:
@@ -242,16 +201,13 @@ class AttentionStats:
             chosen[:, : self.q.shape[2] - self.new] = False
         width = min(last, self.new if only_new else self.q.shape[2])
         order = torch.where(chosen, self.query_ranks, -1).argsort(dim=1, stable=True)[:, -width:]
-        ranks = self.query_ranks.gather(1, order)
-        (span,) = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
-        everything = Span(0, 0 if self.sliding_window is not None else span.open_until, self.keys.shape[2])
-        rows = self._rows(order, slice(None), everything, precise=self.precise)
+        rows = self._rows(order, slice(None), Span(0, 0, self.keys.shape[2]))
         rows.counted = chosen.gather(1, order)
         return rows
 
     def _total(self, statistic: Statistic) -> Tensor:
-        kind, precise = FUSED.get(statistic), self._tiles_precise
-        if kind is not None and self.new > 1 and not precise:
+        kind = FUSED.get(statistic)
+        if kind is not None and self.new > 1:
             new = slice(self.q.shape[2] - self.new, None)
             own = self.query_ranks[:, new].masked_fill(~self.query_valid[:, new], -1)
             held = self.key_ranks.masked_fill(~self.keys.valid, -1)
@@ -259,68 +215,50 @@ class AttentionStats:
             found = attention_stats(kind, *given, softmax=self.softmax).float()
             return found if kind == "sum" else found * self.values.norms.repeat_interleave(self.group, 1)
         total = self.q.new_zeros(*self.q.shape[:2], self.keys.shape[2], dtype=torch.float32)
-        for heads, keys, rows in self._blocks():
+        for heads, keys, rows in self._tiles():
             total[:, heads, keys] += rows.total(statistic)
         return total
 
-    @property
-    def _tiles_precise(self) -> bool:
-        """Whether the products of all new queries are those of float64."""
-        return self.precise and self.keys.shape[2] <= PRECISE and self.q.device.type == "cpu"
-
-    def _spans(self, oldest: Tensor, newest: Tensor) -> list[Span]:
-        """Return the slots that queries see whose ranks go from ``oldest`` to ``newest`` ``[B, n]``, for each n."""
-        slots = self.keys.shape[2]
-        newest_alone = self.decoding and self.q.shape[2] == 1 and self.sliding_window is None
-        if self.keys.full and newest_alone:  # to which nothing is hidden
-            return [Span(0, slots, slots)] * oldest.shape[1]
-        if not self.keys.ordered:
-            return [Span(0, 0, slots)] * oldest.shape[1]
-
-        def places(ranks: Tensor) -> Tensor:
-            wanted = ranks[:, None].expand(-1, self.keys.shape[1], -1).to(self.key_ranks.dtype)
-            return torch.searchsorted(self.keys.sorted_ranks, wanted.contiguous(), right=True)
-
-        stop, open_until = places(newest).amax((0, 1)), places(oldest).amin((0, 1))
-        start = torch.zeros_like(stop)
-        if self.sliding_window is not None:
-            start = open_until = places(oldest - self.sliding_window).amin((0, 1))
-        return [Span(*ends) for ends in zip(start.tolist(), open_until.tolist(), stop.tolist(), strict=True)]
-
-    def _blocks(self) -> Iterator[tuple[slice, slice, AttentionRows]]:
+    def _tiles(self) -> Iterator[tuple[slice, slice, AttentionRows]]:
         """Visit the new queries in tiles; yields query heads, slots and the queries against those."""
         batch, kv_heads, held = self.keys.shape
         tile = TILE.get(self.q.device.type, TILE["cuda"]) // (batch * self.group * max(held, 1))
         width = min(max(tile, 16), BLOCK if self.q.device.type == "cpu" else 2 * BLOCK)
-        heads = max(1, min(kv_heads, tile // width))
-        precise = self._tiles_precise
-        tokens = self.q.shape[2]
+        heads, tokens = max(1, min(kv_heads, tile // width)), self.q.shape[2]
         blocks = [slice(at, min(at + width, tokens)) for at in range(tokens - self.new, tokens, width)]
-        ranks = [self.query_ranks[:, block] for block in blocks]
-        spans = self._spans(torch.stack([x.amin(1) for x in ranks], 1), torch.stack([x.amax(1) for x in ranks], 1))
-        for block, span in zip(blocks, spans, strict=True):
+        for block, span in zip(blocks, self._spans(blocks), strict=True):
             for first in range(0, kv_heads if span.stop > span.start else 0, heads):
-                part = slice(first, first + heads)
-                rows = self._rows(block, part, span, precise)
+                part = slice(first, min(first + heads, kv_heads))
+                rows = self._rows(block, part, span)
                 yield slice(first * self.group, part.stop * self.group), slice(span.start, span.stop), rows
 
-    def _rows(self, columns: Tensor | slice, heads: slice, span: Span, precise: bool = False) -> AttentionRows:
-        """Return the queries in ``columns`` (``[B, w]``, or a range) against the slots of a span, of some KV heads.
+    def _spans(self, blocks: list[slice]) -> list[Span]:
+        """Return the slots that blocks of queries see; where slots are not ordered by rank, all of them."""
+        slots = self.keys.shape[2]
+        if not self.keys.ordered:
+            return [Span(0, 0, slots)] * len(blocks)
+        ranks = [self.query_ranks[:, block] for block in blocks]
+        ends = torch.stack([torch.stack([x.min(), x.max()]) for x in ranks]).add(1).clamp_max(slots)
+        if self.sliding_window is None:
+            return [Span(0, open_until, stop) for open_until, stop in ends.tolist()]
+        starts = (ends[:, 0] - self.sliding_window).clamp_min(0).tolist()
+        return [Span(start, start, stop) for start, stop in zip(starts, ends[:, 1].tolist(), strict=True)]
 
-        With ``precise`` the products are those of float64: in float32 a logit of 40 is off by 1e-5, and so is its
-        weight. That shows where few rows decide and a score is made of differences.
-        """
+    def _rows(self, columns: Tensor | slice, heads: slice, span: Span) -> AttentionRows:
+        """Return the queries in ``columns`` (``[B, w]``, or a range) against the slots of a span, of some KV heads."""
         held, group = self.keys, self.group  # what comes of it outlives this observation
         start, open_until, stop = span
-        keys = (held.double if precise else held.single)[:, heads, start:stop]
-        q = _by_head(self.q, group, columns, heads).to(keys.dtype) * self.scaling
+        keys = held.single[:, heads, start:stop]
+        q = self.q.unflatten(1, (-1, group))[:, heads]  # [B, Hkv', G, T, D]
+        ranks, counted = self.query_ranks, self.query_valid
+        if isinstance(columns, slice):
+            q, ranks, counted = q[..., columns, :], ranks[:, columns], counted[:, columns]
+        else:
+            q = q.gather(3, columns[:, None, None, :, None].expand(*q.shape[:3], -1, q.shape[-1]))
+            ranks, counted = ranks.gather(1, columns), counted.gather(1, columns)
         batch, kv_heads, group, width, dim = q.shape
-        ranks, counted = (
-            x[:, columns] if isinstance(columns, slice) else x.gather(1, columns)
-            for x in (self.query_ranks, self.query_valid)
-        )
-        s = (q.reshape(batch, kv_heads, -1, dim) @ keys.mT).view(batch, kv_heads, group, width, -1)
-        s = self.softmax.capped(s.float())
+        s = ((q.to(keys.dtype) * self.scaling).reshape(batch, kv_heads, -1, dim) @ keys.mT).unflatten(2, (group, -1))
+        s = self.softmax.capped(s)
         if open_until < stop:
             distance = ranks[:, None, :, None] - self.key_ranks[:, heads, None, open_until:stop]
             hidden = (distance < 0) | ~held.valid[:, heads, None, open_until:stop]
@@ -334,12 +272,3 @@ class AttentionStats:
         first = heads.start or 0
         softmax = self.softmax.of_heads(slice(first * group, (first + kv_heads) * group))
         return AttentionRows(s.flatten(1, 2), values, counted, open_until - start, softmax.sinks)
-
-
-def _by_head(x: Tensor, group: int, columns: Tensor | slice, heads: slice) -> Tensor:
-    """Pick ``[B, Hkv', G, w, D]`` out of ``[B, H, T, D]``."""
-    x = x.unflatten(1, (-1, group))[:, heads]
-    if isinstance(columns, slice):
-        return x[..., columns, :]
-    index = columns[:, None, None, :, None].expand(*x.shape[:3], -1, x.shape[-1])
-    return x.gather(3, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import sys
@@ -23,10 +24,10 @@ NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: address space for which no memory
 
 
 class PoolFullError(UserError):
-    """A pool of fixed size has fewer free blocks than are asked for; nothing was written, and nothing is lost.
+    """A pool of fixed size has fewer free blocks than are needed; nothing was written, and nothing is lost.
 
     Attributes:
-        blocks: that were asked for.
+        blocks: needed ones.
     """
 
     blocks: int = 0
@@ -35,7 +36,7 @@ class PoolFullError(UserError):
 class BlockPool:
     """Columns ``[P, 16, ...]`` of keys, values, ranks and gate outputs, with a reference count for each block.
 
-    A pool of fixed size takes its memory at once. One that grows reserves address space on a CPU under Linux, whose
+    A pool of fixed size takes its memory at once. A growing one reserves address space on a CPU under Linux, whose
     pages the system provides when they are first written; elsewhere its columns are copied into larger ones.
 
     Args:
@@ -45,23 +46,20 @@ class BlockPool:
         nbytes: size of a fixed pool; None makes a pool that grows.
     """
 
-    keys: Tensor  # [P, 16, D], or bytes of codes [P, 16, n]
-    values: Tensor  # [P, 16, Dv], likewise
-    ranks: Tensor  # [P, 16] int32
-
     def __init__(self, key: Tensor, value: Tensor, kv_dtype: KVDtype = "float", nbytes: int | None = None) -> None:
         #: A key and a value of no tokens, ``[0, D]`` and ``[0, Dv]``.
         self.token = key.new_empty(0, key.shape[-1]), value.new_empty(0, value.shape[-1])
         self.kv_dtype, self.device, self.fixed = kv_dtype, key.device, nbytes is not None
         #: How keys and values are written; None means as they come.
         self.format = coded = Format.of(kv_dtype, key, value)
-        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"ranks": ((), torch.int32)}
+        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # of a token in each column
         for name, x, codes in zip(("keys", "values"), self.token, (coded or (None, None))[:2], strict=True):
             width, dtype = (x.shape[1], x.dtype) if codes is None else (codes.nbytes, torch.uint8)
             self._shapes[name] = (width,), dtype
+        self._shapes["ranks"] = (), torch.int32
         self._reserved = not self.fixed and RESERVES and self.device.type == "cpu"
         self._maps: dict[str, mmap.mmap] = {}
-        self._gates: dict[torch.dtype, Tensor] = {}
+        self._columns: dict[str, Tensor] = {}
         if nbytes is None and self._reserved:
             nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.capacity = FIRST if nbytes is None else nbytes // self.block_nbytes()
@@ -71,7 +69,7 @@ class BlockPool:
         self._holes = 0  # free blocks before that
         self._holders: dict[int, list[Any]] = {}  # what stores take, also those just below
         self._dropped: list[int] = []  # stores that are gone
-        #: Hold blocks that can be made anew: ``drop()`` releases some of them, and returns whether there were any.
+        #: Holders of blocks that can be made anew: ``drop()`` releases some, and returns whether there were any.
         self.spares: weakref.WeakSet[Any] = weakref.WeakSet()
         #: Changes whenever columns move to other memory.
         self.version = 0
@@ -82,17 +80,42 @@ class BlockPool:
 
     # ---- columns
 
+    @property
+    def keys(self) -> Tensor:
+        """``[P, 16, D]``, or bytes of codes ``[P, 16, n]``."""
+        return self._columns["keys"]
+
+    @property
+    def values(self) -> Tensor:
+        """``[P, 16, Dv]``, or bytes of codes."""
+        return self._columns["values"]
+
+    @property
+    def ranks(self) -> Tensor:
+        """``[P, 16]`` int32."""
+        return self._columns["ranks"]
+
+    def gate(self, kind: torch.dtype) -> Tensor:
+        """Return the column of gate outputs of a type, ``[P, 16]``; it is made at the first call."""
+        if (name := str(kind)) not in self._columns:
+            self._shapes[name] = (), kind
+            self._columns[name] = self._column(name, self.capacity)
+        return self._columns[name]
+
+    def columns(self) -> list[Tensor]:
+        """Return keys, values, ranks, and gate outputs of each type that is held."""
+        return [*self._columns.values()]
+
     def _lay_out(self, blocks: int) -> None:
-        for name in ("keys", "values", "ranks"):
-            setattr(self, name, self._column(name, blocks, getattr(self, name, None)))
-        self._gates = {kind: self._column(str(kind), blocks, x) for kind, x in self._gates.items()}
+        for name in self._shapes:
+            self._columns[name] = self._column(name, blocks, self._columns.get(name))
 
     def _column(self, name: str, blocks: int, before: Tensor | None = None) -> Tensor:
         """Return memory for a column, with what another one of fewer blocks holds."""
         shape, dtype = self._shapes[name]
         if self._reserved:
-            size = blocks * BLOCK * dtype.itemsize * (shape[0] if shape else 1)
-            self._maps[name] = memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+            size, flags = blocks * self._nbytes(name), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+            self._maps[name] = memory = mmap.mmap(-1, size, flags=flags)
             return torch.frombuffer(memory, dtype=dtype).view(blocks, BLOCK, *shape)
         with torch.inference_mode(False):  # the next text may be read outside of it
             column = torch.zeros(blocks, BLOCK, *shape, dtype=dtype, device=self.device)
@@ -100,21 +123,15 @@ class BlockPool:
             column[: len(before)] = before
         return column
 
-    def gate(self, kind: torch.dtype) -> Tensor:
-        """Return the column of gate outputs of a type, ``[P, 16]``; it is made at the first call."""
-        if kind not in self._gates:
-            self._shapes[str(kind)] = (), kind
-            self._gates[kind] = self._column(str(kind), self.capacity)
-        return self._gates[kind]
-
-    def columns(self) -> list[Tensor]:
-        """Return keys, values, ranks, and gate outputs of each type that is held."""
-        return [self.keys, self.values, self.ranks, *self._gates.values()]
+    def _nbytes(self, name: str) -> int:
+        """Return the bytes of a block in a column."""
+        shape, dtype = self._shapes[name]
+        return BLOCK * dtype.itemsize * math.prod(shape)
 
     def block_nbytes(self, gate: torch.dtype | None = None) -> int:
         """Return the bytes of a block: keys, values, ranks, and gate outputs of a type where one is given."""
-        wide = sum(dtype.itemsize * (shape[0] if shape else 1) for shape, dtype in list(self._shapes.values())[:3])
-        return BLOCK * (wide + (0 if gate is None else gate.itemsize))
+        own = sum(map(self._nbytes, ("keys", "values", "ranks")))
+        return own + (0 if gate is None else BLOCK * gate.itemsize)
 
     @property
     def token_nbytes(self) -> int:
@@ -124,8 +141,7 @@ class BlockPool:
     @property
     def nbytes(self) -> int:
         """Bytes of a fixed pool, free blocks included; of a pool that grows, those of the blocks that are taken."""
-        blocks = self.capacity if not self._reserved else self.num_used
-        return blocks * (self.block_nbytes() + BLOCK * sum(kind.itemsize for kind in self._gates))
+        return (self.num_used if self._reserved else self.capacity) * sum(map(self._nbytes, self._shapes))
 
     # ---- blocks
 
@@ -141,7 +157,7 @@ class BlockPool:
         return self.capacity - self.num_used
 
     def has(self, count: int) -> bool:
-        """Tell whether ``count`` blocks are free, once spare ones are released where these are wanted."""
+        """Return whether ``count`` blocks are free; spare ones are released until they are."""
         for spare in [*self.spares] if self.fixed else []:
             while self.free < count and spare.drop():
                 pass
@@ -150,8 +166,7 @@ class BlockPool:
     def allocate(self, count: int) -> Tensor:
         """Return ``count`` blocks ``[count]`` long on the CPU with one reference each, the lowest free numbers first.
 
-        Raises:
-            PoolFullError: when the pool cannot have ``count``; nothing changes then.
+        Raises ``PoolFullError``, and changes nothing, when the pool cannot have them.
         """
         self._collect()
         self.has(count)
@@ -169,21 +184,21 @@ class BlockPool:
         self._references[found] = 1
         return found
 
-    def _grow(self, blocks: int, asked: int) -> None:
+    def _grow(self, blocks: int, needed: int) -> None:
         if self.fixed or self._reserved:
-            raise self.full("tokens of a layer need", asked)
+            raise self.full("tokens of a layer need", needed)
         self.capacity = max(blocks, self.capacity * 5 // 4)
         self._lay_out(self.capacity)
         self._moved()
 
     def _moved(self) -> None:
-        """Let stores forget what refers to columns, which lie in other memory now."""
+        """Let stores forget references to columns, which lie in other memory now."""
         self.version += 1
         for _, _, pages in self._holders.values():
             pages.clear()
 
     def full(self, what: str, blocks: int) -> PoolFullError:
-        """Return the error that says what needs this number of blocks."""
+        """Return the error for something that needs this number of blocks."""
         error = PoolFullError(
             f"The pool is full: {what} {blocks * self.block_nbytes()} bytes ({blocks} blocks of {BLOCK} tokens), and "
             f"{self.free * self.block_nbytes()} of {self.capacity * self.block_nbytes()} are free; remove sequences, "
@@ -207,15 +222,13 @@ class BlockPool:
         return self._references[blocks]
 
     def serve(self, store: Any, holder: list[Any]) -> None:
-        """Take note of a store, whose blocks are free when it is gone.
+        """Register a store, whose blocks are free when it is gone.
 
-        Args:
-            store: that takes blocks.
-            holder: has at each time its table ``[..., W]``, how many of the first blocks of each row are its own, and a
-                dictionary of what refers to columns, which is emptied when these move.
+        ``holder`` has at each time its table ``[..., W]``, the numbers of blocks that each row owns, and a dict of
+        references to columns, which is emptied when these move.
         """
         self._holders[id(holder)] = holder
-        # the garbage collector calls it in the midst of anything, so that nothing is computed there
+        # the garbage collector may call it in any operation, so that it computes nothing
         weakref.finalize(store, self._dropped.append, id(holder)).atexit = False
 
     def _collect(self) -> None:
@@ -246,8 +259,7 @@ class BlockPool:
         runs = list(zip((free == 1).nonzero()[:, 0].tolist(), (free == -1).nonzero()[:, 0].tolist(), strict=True))
         assert not runs or runs[-1][1] <= behind
         for name, memory in self._maps.items():
-            shape, dtype = self._shapes[name]
-            size = BLOCK * dtype.itemsize * (shape[0] if shape else 1)
+            size = self._nbytes(name)
             for first, end in runs:
                 start, stop = -(-first * size // mmap.PAGESIZE), end * size // mmap.PAGESIZE
                 if stop > start:
@@ -262,8 +274,8 @@ class BlockPool:
         number[used] = torch.arange(len(used), dtype=torch.int32)
         here, there = used.to(self.device), number.to(self.device)
         with torch.inference_mode(False):  # the next text may be read outside of it
-            self.keys, self.values, self.ranks = self.keys[here], self.values[here], self.ranks[here]
-            self._gates = {kind: x[here] for kind, x in self._gates.items()}
+            for name, x in self._columns.items():
+                self._columns[name] = x[here]
         for table, _, _ in self._holders.values():
             table.copy_(there[table.long()])
         self._references, self.capacity = self._references[used], len(used)
@@ -299,11 +311,7 @@ class Pool(BlockPool):
             )
 
     def check(self, decoder: Any) -> None:
-        """Refuse a model, by its stack of layers, whose keys and values the pool was not made for.
-
-        Raises:
-            UserError: when geometry, type or device differ.
-        """
+        """Refuse a model, by its stack of layers, of another geometry, type or device than the pool was made for."""
         mine = self.geometry | {"dtype": self.token[0].dtype}
         for name, value in (fingerprint(decoder.config) | {"dtype": decoder.dtype}).items():
             if mine[name] != value:

@@ -16,7 +16,6 @@ from ag.engine import saved
 from ag.engine.block_pool import BlockPool, Pool
 from ag.engine.checks import attached, check_add, check_needs, fitted
 from ag.engine.evictor import Evictor
-from ag.engine.forward import Forward
 from ag.engine.held import Held
 from ag.engine.kv_store import KVStore
 from ag.engine.layer import Layer
@@ -32,25 +31,24 @@ from ag.model.hybrid import States
 from ag.model.support import check_attention, check_ranks
 
 
-class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers are no layers of transformers
-    """A key-value cache that forgets: evicted keys and values are dropped from memory, per sequence and KV head.
+class EvictionCache(Held, Cache):  # type: ignore[misc] # its layers are no layers of transformers
+    """A key-value cache that evicts: evicted keys and values leave memory, per sequence and KV head.
 
-    The first forward pass is the prompt. The policy's schedule says when something goes: after the prompt, within it
-    block by block, or also while decoding.
+    The first forward pass is the prompt. By the policy's schedule tokens are evicted after the prompt, within it block
+    by block, or also while decoding.
 
     Args:
         model: causal language model, plain or PEFT-wrapped; the cache works with this one only.
         spec: a policy or its text; see :func:`ag.policy`.
         budget: for a text: tokens per KV head, or a share of the prompt.
-        schedule: for a text: when something is evicted.
-        pool: where the blocks of any number of caches of a model lie; None means memory of its own. Where it is full, a
+        schedule: for a text: when tokens are evicted.
+        pool: the blocks of any number of caches of a model; None means a pool for this cache alone. Where it is full, a
             pass raises :class:`ag.PoolFullError`, and the cache is as before, or empty if its prompt did not fit.
         options: for a text: hyper-parameters of its parts.
 
     Raises:
         UnsupportedModelError: when the model class cannot take a custom attention function.
-        UserError: when the gates or the pool were made for another model, or ``gates`` is asked for and none are
-            attached.
+        UserError: when the gates or the pool were made for another model, or a policy ``gates`` finds none attached.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         self.batch, self._new, self.broken, self._length, self.kind = None, None, False, 0, None
 
     def __repr__(self) -> str:
-        """Return one line: the policy and what is held."""
+        """Return one line: the policy, and the share and bytes that are held."""
         held = f"{self.seen_tokens} tokens seen, {self.kept_share():.1%} held in {self.nbytes:,} bytes"
         return f"<{type(self).__name__} {self.policy!r}: {held if self.seen_tokens else 'empty'}>"
 
@@ -145,7 +143,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what is held after a prompt to one safetensors file, which takes its name when it is whole.
+        """Write the cache behind a prompt to one safetensors file, which takes its name when it is whole.
 
         Args:
             path: of the file; an earlier saved cache there is replaced.
@@ -230,11 +228,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         return 0
 
     def activate_past_recording(self) -> None:
-        """Prepare for drafts that :meth:`crop` takes back.
-
-        Raises:
-            UserError: for a policy that could make something go that is then wanted back.
-        """
+        """Prepare for drafts that :meth:`crop` takes back; refuse a policy that may evict what is then wanted back."""
         if self.states is not None:
             self._refuse_going_back("drafts")
         if not self.is_croppable:
@@ -254,17 +248,14 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
 
     @property
     def is_croppable(self) -> bool:
-        """Whether drafts can be taken back; ``model.generate`` asks after the prompt."""
+        """Whether drafts can be taken back; ``model.generate`` reads it after the prompt."""
         evicts_later = self.policy.rereads or self.policy.steps is not None
         return self.states is None and (self.policy.scorer is None or not evicts_later)
 
     # ---- other sequences
 
     def batch_select_indices(self, indices: Tensor | Sequence[int] | Sequence[bool]) -> None:
-        """Make the sequences those at ``indices``, or those where a mask is True; an empty cache stays as it is.
-
-        Repeated ones share their blocks.
-        """
+        """Make the sequences those at ``indices``, or where a mask is True; repeated ones share their blocks."""
         if not self.seen_tokens:
             return
         device = indices.device if isinstance(indices, Tensor) else None
@@ -279,10 +270,10 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         if self.reconstruction is not None:
             self.reconstruction.select(places)
         if self.evictor is not None:
-            self.evictor.decision.budgets.select(places)
+            self.evictor.budgets.select(places)
 
     def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
-        """Repeat each sequence, all equally often or each as often as a tensor ``[B]`` says."""
+        """Repeat each sequence, all equally often, or each by its number in a tensor ``[B]``."""
         if self.seen_tokens:
             self.batch_select_indices(torch.arange(len(self.sequences)).repeat_interleave(repeats))
 
@@ -291,10 +282,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         self.batch_select_indices(beam_idx)
 
     def remove(self, sequences: Sequence[int]) -> None:
-        """Forget some sequences, whose blocks are free then; the others move up. A cache without any is as new.
-
-        Args:
-            sequences: their places in the batch.
+        """Forget the sequences at some places in the batch, whose blocks are free then; the others move up.
 
         Raises:
             UserError: when one is not there.
@@ -318,11 +306,8 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         Sequences with fewer columns get padding on their left. Each goes on at its own next position, whatever
         ``position_ids`` say; an ``attention_mask`` begins with :attr:`valid`.
 
-        Args:
-            other: of the same model, policy and gates, with its prompt read.
-
         Raises:
-            UserError: when the two cannot be one; both are as they were.
+            UserError: when ``other`` has another model, policy or gates, or no prompt; nothing changes then.
         """
         check_add(self, other)
         if not len(self.sequences):
@@ -339,10 +324,10 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
         if self.states is not None and other.states is not None:
             self.states.join(other.states)
         if self.evictor is not None and other.evictor is not None:
-            self.evictor.decision.budgets.join(other.evictor.decision.budgets)
+            self.evictor.budgets.join(other.evictor.budgets)
         other.reset()
 
-    # ---- what transformers asks
+    # ---- for transformers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns seen, which drive positions: within a pass those before it."""
@@ -359,7 +344,7 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
 
     @property
     def is_initialized(self) -> bool:
-        """Whether something was read."""
+        """Whether tokens were read."""
         return self.seen_tokens > 0
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:

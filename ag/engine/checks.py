@@ -1,4 +1,4 @@
-"""What a policy needs of a model and its gates before a cache can be made, and what two caches need to be one."""
+"""Checks before a cache is made, of policy, model and gates, and before two caches are joined."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ag.engine.forward import Forward
 
 
-def attached(model: nn.Module, wanting: Policy) -> AttentionGates:
+def attached(model: nn.Module, policy: Policy) -> AttentionGates:
     """Return the gates attached to a model, for a policy that names none."""
     gates = attached_gates(model)
     if gates is None:
-        spec = wanting.spec
+        spec = policy.spec
         raise UserError(
             f"Policy '{spec}': no gates are attached; call ag.attach(model, gates) or name {spec.scorer}:PATH."
         )
@@ -44,7 +44,7 @@ def fitted(model: nn.Module, gates: AttentionGates, wanting: Policy) -> Policy:
 
 
 def check_needs(wanting: Policy, decoder: Any) -> None:
-    """Refuse a model on several devices, and one that does not show what the scorer of a policy asks for."""
+    """Refuse a model on several devices, and one that does not show what the scorer of a policy needs."""
     devices = sorted({str(device_of(layer)) for layer in decoder.layers})
     if len(devices) > 1:
         raise UserError(

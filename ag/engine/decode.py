@@ -30,12 +30,12 @@ def decode(
     Args:
         model: that generates.
         input_ids: ``[B, T]``, the text so far.
-        logits_processor: what transformers changes scores by, such as a temperature.
-        stopping_criteria: say which sequences have ended.
+        logits_processor: changes scores, such as by a temperature.
+        stopping_criteria: find the sequences that have ended.
         generation_config: as transformers completed it.
-        streamer: is shown each new token.
-        prepared: what transformers prepared for the model: the cache, of whose text what it has seen is not read again,
-            and an ``attention_mask`` ``[B, T]`` where something is masked.
+        streamer: gets each new token.
+        prepared: the model's arguments as transformers prepared them: the cache, whose text is not read again, and an
+            ``attention_mask`` ``[B, T]`` where tokens are masked.
 
     Returns:
         The text ``[B, T + n]``; behind the end of a sequence padding.

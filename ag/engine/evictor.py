@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import copy, deepcopy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from ag.engine.allocators.base import Candidates, LayerBudgets
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.attention_stats import AttentionStats
-from ag.engine.decide import Decision
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.policy import Policy
 from ag.engine.scorers.base import Scorer
+from ag.engine.shown import in_order
+from ag.errors import BudgetWarning, UserError
 from ag.kernels.kv_compact import Worst
 
 if TYPE_CHECKING:
     from ag.engine.kv_store import KVStore
     from ag.engine.records import Records
 
-
 LOOK = 16  # evicting steps after which the host looks whether scores were finite
+
+
+class NonFiniteScoreError(UserError, FloatingPointError):
+    """A scorer gave NaN or infinity where a token competes."""
 
 
 class Limits(NamedTuple):
@@ -30,7 +36,7 @@ class Limits(NamedTuple):
     kept: Tensor  # [n, B, Hkv] long on the host, tokens that stay
     stays: Tensor  # [n, B Hkv] int32, the same for the kernel
     numbers: Tensor  # [n, 4, B] long: capacity, sinks, the first recent rank, the last expired one
-    due: Tensor  # [B] bool, sequences of which something may go
+    due: Tensor  # [B] bool, sequences to evict from
 
     def on(self, device: torch.device) -> Limits:
         """Return the same with the parts for kernels on a device."""
@@ -41,8 +47,8 @@ class Evictor:
     """Decides for the layers of a cache what goes, and drops it.
 
     Where every head keeps a number of tokens that the host knows, a kernel finds the worst ones of each row
-    (:class:`ag.kernels.kv_compact.Worst`), and the device is not asked. Where heads or layers compete, their scores
-    are compared by PyTorch, and the device is asked once how many stayed.
+    (:class:`ag.kernels.kv_compact.Worst`), without a wait for the device. Where heads or layers compete, PyTorch
+    compares their scores, and the host waits once for the numbers of tokens that stayed.
 
     Args:
         policy: with a scorer and a budget.
@@ -51,8 +57,7 @@ class Evictor:
 
     def __init__(self, policy: Policy, layers: list[int]) -> None:
         assert policy.scorer is not None
-        self.policy, self.scorer, self.layers = policy, policy.scorer, layers
-        self.decision = Decision(policy, layers)
+        self.policy, self.scorer, self.budgets = policy, policy.scorer, LayerBudgets(layers)
         kind = type(self.scorer)
         plain = kind.second is Scorer.second and kind.protected is Scorer.protected  # limits say what is protected
         self._counts_prompt = plain and isinstance(policy.allocator, Uniform)
@@ -63,13 +68,12 @@ class Evictor:
         self._kept = torch.zeros(0)  # [L, B, Hkv] long on the host, tokens of all layers after such a step
         self._settled: tuple[Any, dict[int, Tensor]] = None, {}  # the layers' budgets, and the same on the host
         self._found: Tensor | None = None  # [n] int32 on the device, layers in which a score was not finite
-        self._steps = 0  # that evicted since the host looked there
+        self._steps = 0  # evicting steps since the host looked there
 
     def fork(self) -> Evictor:
         """Return a copy for another continuation of the same text."""
         new = copy(self)
-        new.decision = deepcopy(self.decision, {id(self.policy): self.policy})
-        new._step = new._found = None
+        new.budgets, new._step, new._found = deepcopy(self.budgets), None, None
         return new
 
     # ---- a pass
@@ -77,17 +81,15 @@ class Evictor:
     def begin_step(self, batch: ForwardBatch, store: KVStore, window: int | None) -> None:
         """Count what a step keeps of all layers, and put it where the kernel reads it.
 
-        Args:
-            batch: the step.
-            store: rows of all layers, whose ``held`` counts the new tokens.
-            window: sliding window of the layers that share the budget; None means that they have none.
+        ``store.held`` counts the new tokens; ``window`` is that of the layers that share the budget.
         """
         self.counted = batch.evict is not None and self._counts_later and store.rotation is None
         if not self.counted:
             return
-        limits, old = self._limits(batch, store, self.layers, window), self._step
+        layers, old = self.budgets.layers, self._step
+        limits = self._limits(batch, store, layers, window)
         self._kept = store.held.clone()
-        self._kept[self.layers] = limits.kept
+        self._kept[layers] = limits.kept
         store.make_own(slice(None), self._kept)
         if old is None or old.kept.shape != limits.kept.shape:
             self._step = limits.on(store.table.device)
@@ -96,27 +98,25 @@ class Evictor:
                 there.copy_(here, non_blocking=True)  # the host does not wait, as its memory is not pinned
 
     def evict(self, seen: AttentionStats, batch: ForwardBatch, store: KVStore, records: Records) -> None:
-        """Let the scorer note the pass, and drop what exceeds the budget, from earlier layers too where these compete.
+        """Let the scorer note the pass, and drop what exceeds the budget, from earlier layers too where layers compete.
 
-        Args:
-            seen: what the scorer is shown of the layer at hand.
-            batch: the pass.
-            store: rows of all layers.
-            records: what the scorer noted of the slots that it is shown; it may note more there.
+        ``records`` are those of the slots that the scorer sees, to which it may add.
         """
         assert batch.evict is not None
-        layer, place, counted = seen.layer, self.layers.index(seen.layer), batch.step and self.counted
+        layer, place, counted = seen.layer, self.budgets.layers.index(seen.layer), batch.step and self.counted
         if not counted and not (self._counts_prompt if batch.is_prefill else self._counts_later):
             due = None if bool(batch.evict.all()) else batch.evict.to(seen.q.device)
-            masks = self.decision.decide(seen, due, records)
+            masks = self.decide(seen, due, records)
             store.put_records(layer, records)
             for index, keep in masks.items():
                 kept = keep.sum(-1).cpu()
                 if bool((kept < store.held[index]).any()):
-                    store.compact(index, keep, kept)
+                    order = seen.keys.order if index == layer else in_order(store.ranks(index))
+                    by_slot = keep if order is None else torch.empty_like(keep).scatter_(-1, order, keep)
+                    store.compact(index, by_slot, kept)
             return
         if self._found is None:
-            self._found = torch.zeros(len(self.layers), dtype=torch.int32, device=seen.q.device)
+            self._found = torch.zeros(len(self.budgets.layers), dtype=torch.int32, device=seen.q.device)
         found = self._found[place : place + 1]
         if counted:
             limits = self._step
@@ -129,7 +129,7 @@ class Evictor:
         store.put_records(layer, records)
         score = self.scorer.score(seen)
         if getattr(score, "shape", None) != seen.keys.shape:
-            self.decision.refuse_shape("score", score, seen)
+            self._refuse_shape("score", score, seen)
         worst = Worst(
             stays=limits.stays[place],
             score=score.float(),
@@ -149,7 +149,7 @@ class Evictor:
 
         Raises:
             NonFiniteScoreError: when the score of a token that competes was not finite, naming layer and scorer. Behind
-                a step the host looks once in a while, as it waits for the device.
+                a step the host looks every 16 evictions, as it waits for the device.
         """
         if batch.step and self.counted:
             store.set_held(slice(None), self._kept)
@@ -166,9 +166,91 @@ class Evictor:
         if any(found):
             assert self._found is not None
             self._found.zero_()
-            self.decision.refuse_scores(self.layers[found.index(1)])
+            self._refuse_scores(self.budgets.layers[found.index(1)])
 
-    # ---- what the host counts
+    def _refuse_scores(self, layer: int) -> NoReturn:
+        raise NonFiniteScoreError(
+            f"{type(self.scorer).__name__}.score of {self.policy!r} gave NaN or infinity in layer {layer}: "
+            "expected finite numbers for all tokens that compete; look at the scorer and at the weights."
+        )
+
+    def _refuse_shape(self, what: str, found: object, seen: AttentionStats) -> NoReturn:
+        gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise UserError(
+            f"{type(self.scorer).__name__}.{what} of {self.policy!r} gave {gave} in layer {seen.layer}: "
+            f"expected a tensor [B, Hkv, N], here {list(seen.keys.shape)}."
+        )
+
+    def _note_over(self, over: Tensor, fixed: Tensor) -> None:
+        """Note and warn of sequences ``[B]`` that protect ``fixed`` ``[B]`` tokens per KV head, over the budget."""
+        known = self.budgets.over_budget
+        known = torch.zeros(len(over), dtype=torch.bool) if known is None else known
+        if not known.any():
+            warnings.warn(  # the same text for every prompt, so that Python shows it once
+                f"{self.policy!r} protects {int(fixed[int(over.long().argmax())])} tokens per KV head (sinks, recent, "
+                "window, protect), more than its budget allows here, and keeps them all; give a larger budget or "
+                "protect less.",
+                BudgetWarning,
+                stacklevel=2,
+            )
+        self.budgets.over_budget = known | over
+
+    # ---- decided by PyTorch
+
+    def decide(
+        self, seen: AttentionStats, due: Tensor | None = None, records: Records | None = None
+    ) -> dict[int, Tensor]:
+        """Return what stays of a layer, and of earlier ones that give way: masks ``[B, Hkv, N]``, by rank ascending.
+
+        Args:
+            seen: the layer.
+            due: ``[B]`` bool, sequences to evict from; None means all.
+            records: where the scorer first notes what it sees; None means that it notes nothing.
+
+        Raises:
+            NonFiniteScoreError: when the score of a token that competes is not finite.
+        """
+        allocator, everyone = self.policy.allocator, torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device)
+        candidates = self._candidates(seen, everyone if due is None else due, records)
+        finite = candidates.finite
+        if bool((candidates.over | ~finite).any()):  # the host waits once for what is rare
+            if not bool((finite | ~candidates.due).all()):
+                self._refuse_scores(seen.layer)
+            if bool((tight := candidates.tight).any()):
+                self._note_over(tight.cpu(), candidates.fixed.cpu())
+                candidates.capacity = candidates.fixed.where(tight, candidates.capacity)
+        if seen.decoding:
+            return {seen.layer: allocator.keep_later(seen.layer, candidates, self.budgets)}
+        return allocator.keep(seen.layer, candidates, self.budgets)
+
+    def _candidates(self, seen: AttentionStats, due: Tensor, records: Records | None) -> Candidates:
+        scorer, keys = self.scorer, seen.keys
+        if self.budgets.over_budget is None:
+            self.budgets.over_budget = torch.zeros(len(seen.q), dtype=torch.bool)
+        capacity = self.policy.capacity(seen.prompt_lengths)
+        seen.due, seen.capacity = due, capacity
+        if records is not None:
+            scorer.note(seen, records)
+        preference = None if seen.decoding else self.policy.allocator.wish(seen)
+        score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid
+        if seen.sliding_window is not None:  # what other sequences hold for queries that are looked back at later
+            valid = valid | (keys.valid & ~due[:, None, None])
+        for what, found in (("score", score), ("protected", protected)):
+            if getattr(found, "shape", None) != seen.keys.shape:
+                self._refuse_shape(what, found, seen)
+        protected = protected if seen.stays is None else protected | seen.stays
+        second, first_share = scorer.second(seen, score) or (None, 1.0)
+        if (order := keys.order) is not None:
+            score, protected, valid = (x.gather(-1, order) for x in (score, protected, valid))
+            second = None if second is None else second.gather(-1, order)
+        return Candidates(
+            *(score, protected, valid, capacity, seen.prompt_lengths, due),
+            preference=preference,
+            second=second,
+            first_share=first_share,
+        )
+
+    # ---- counted by the host
 
     def _limits(self, batch: ForwardBatch, store: KVStore, layers: list[int], window: int | None) -> Limits:
         """Return what layers keep, all of it on the host.
@@ -193,7 +275,7 @@ class Evictor:
             fixed = fixed + (batch.prompts.protected & between).sum(-1)
         over = evict & (fixed > capacity) & (held.amax(2) > capacity)
         if bool(over.any()):
-            self.decision.note_over(over.any(0), fixed.where(over, 0).amax(0))
+            self._note_over(over.any(0), fixed.where(over, 0).amax(0))
         keep, expired_to = capacity.maximum(fixed), torch.full_like(capacity, -1)
         if window is not None:
             keep, expired_to = keep.clamp_max(window), (tokens - window).expand_as(capacity)
@@ -203,7 +285,7 @@ class Evictor:
 
     def _settled_capacity(self, capacity: Tensor, layers: list[int]) -> Tensor:
         """Return the tokens per KV head ``[n, B]`` that an allocator gave layers at the prompt's end."""
-        settled = self.decision.budgets.settled
+        settled = self.budgets.settled
         if self._settled[0] is not settled:
             self._settled = settled, {layer: x.cpu() for layer, x in settled.items()}
         return torch.stack([self._settled[1].get(layer, capacity) for layer in layers])

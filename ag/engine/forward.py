@@ -1,4 +1,4 @@
-"""What a cache does in a forward pass, in the order in which a model's hooks call it."""
+"""The work of a cache in a forward pass, in the order in which a model's hooks call it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ag.engine.block_pool import BLOCK, BlockPool, PoolFullError
 from ag.engine.evictor import Evictor
 from ag.engine.forward_batch import ForwardBatch
-from ag.engine.kind import Kind
 from ag.engine.kv_store import KVStore
 from ag.engine.layer import Layer
 from ag.engine.policy import Policy
@@ -23,6 +22,9 @@ from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import AttentionCall, Interceptor
 from ag.model.hybrid import States
+
+#: The types of weights and of autocast (None means off) of a pass, and whether it is under inference mode.
+Kind = tuple[torch.dtype, torch.dtype | None, bool]
 
 
 class Forward(Interceptor):
@@ -35,11 +37,11 @@ class Forward(Interceptor):
     store: KVStore
     sequences: SequenceState
     layers: list[Layer]
-    #: Indices of the layers that share the budget: those without a sliding window.
+    #: Indices of the layers that share the budget: those without a sliding window, where others have one.
     sharing: list[int]
     #: Decides what goes; None means that the policy has no budget.
     evictor: Evictor | None
-    #: What keys and queries are rotated by; None means by their places in the text, as the model rotates them.
+    #: Rotates keys and queries again; None means that they stay at their places in the text.
     rotation: Turned | None
     states: States | None
     #: Lets the model repeat the prompt; None means that the policy needs no repetition.
@@ -50,7 +52,7 @@ class Forward(Interceptor):
     _length = 0  # columns of the forward pass at hand
     #: Whether a forward pass began and has not ended; after an error within it only :meth:`reset` helps.
     broken = False
-    #: The types in which the text at hand is read; None before its first pass, and of a cache that was loaded.
+    #: How the text at hand is read; None means that no pass was made here yet.
     kind: Kind | None
     #: Whether :class:`ag.engine.step_runner.StepRunner` does the host's part of the pass at hand.
     prepared = False
@@ -61,7 +63,7 @@ class Forward(Interceptor):
 
     @property
     def prompt_sees(self) -> Literal["dense", "sparse", "blocks"]:
-        """What later tokens of a prompt see of earlier ones: all, what the gates leave, what blocks left."""
+        """What later tokens of a prompt see of earlier ones: all, those the gates leave, or those that blocks left."""
         if self.policy.block is not None:
             return "blocks"
         if self.gates is not None and self.policy.budget is None:
@@ -71,14 +73,14 @@ class Forward(Interceptor):
     # ---- before a pass
 
     def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
-        """Take note of the text that is to come, whole or in parts: the prompt, or the same text grown longer.
+        """Announce the text that is to come, whole or in parts: the prompt, or the same text grown longer.
 
         ``model.generate`` calls it. Without it the first forward pass is the prompt. While a prompt is being read, the
         rest of it may become another one. What comes must have the padding that is announced here.
 
         Args:
             valid: ``[B, T]`` bool, False on padding.
-            tokens: ids ``[B, T]``, or of those alone that were not seen; None means that they are not known.
+            tokens: ids ``[B, T]``, or those of the new tokens alone; None means that they are not known.
 
         Raises:
             UserError: when the text does not go on from the one seen.
@@ -87,34 +89,27 @@ class Forward(Interceptor):
         self.sequences.expect(valid.bool(), tokens)
 
     def saw(self, tokens: Tensor | None) -> None:
-        """Take note of the text ``[B, T]`` that went by; ``model.generate`` calls it. None means that it is not known.
-
-        What was announced is over.
-        """
+        """Note the text ``[B, T]`` after generation; ``model.generate`` calls it. None means that it is not known."""
         self.sequences.saw(tokens)
         self.look()
 
     def look(self) -> None:
-        """Look whether the scores of the last steps were finite; the host waits for the device.
-
-        Raises:
-            NonFiniteScoreError: when one was not, naming layer and scorer.
-        """
+        """Look whether the scores of the last steps were finite; see :meth:`ag.engine.evictor.Evictor.end_pass`."""
         if self.evictor is not None:
             self.evictor.look()
 
     def protect(self, spans: Sequence[Any]) -> None:
-        """Let tokens stay whatever the policy says of them, until :meth:`reset`: a system prompt, say.
+        """Keep tokens whatever the policy decides, until :meth:`reset`: a system prompt, say.
 
         They count in the budget, like sinks. A model's sliding window hides them in its layers all the same. Another
-        call replaces what this one says.
+        call replaces this one.
 
         Args:
             spans: pairs (first token, the one behind the last) of each sequence's own tokens, counted from 0, or for
                 each sequence a list of such pairs. What is gone already does not come back.
 
         Raises:
-            UserError: for a pair that is none, or lists for another number of sequences.
+            UserError: for something else than such pairs, or lists for another number of sequences.
         """
         self.sequences.protect(spans)
 
@@ -124,9 +119,7 @@ class Forward(Interceptor):
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Turn the mask of a forward pass into ranks; see :class:`ag.model.hooks.Interceptor`.
 
-        Raises:
-            UserError: for a pass that cannot go on from what is held; nothing has changed then.
-            PoolFullError: when the pool has no room for its tokens; nothing has changed then.
+        A pass that cannot go on, or for which the pool has no room (``PoolFullError``), changes nothing.
         """
         if self.prepared:
             return
@@ -144,8 +137,10 @@ class Forward(Interceptor):
         fresh, ready = not state.columns, state.ready
         device = tokens.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        kind = Kind(next(decoder.parameters()).dtype, autocast, torch.is_inference_mode_enabled())
-        self.kind = kind if fresh or self.kind in (None, kind) else kind.behind(self.kind)
+        kind = next(decoder.parameters()).dtype, autocast, torch.is_inference_mode_enabled()
+        if not fresh and self.kind is not None and self.kind != kind:
+            self._check_kind(self.kind, kind)
+        self.kind = kind
         if not ready:
             self._check_prompt(tokens)
         new = state.extend(attention_mask, batch, length, tokens.device)
@@ -170,12 +165,22 @@ class Forward(Interceptor):
         else:
             self._new = new
 
-    def _check_prompt(self, tokens: Tensor) -> None:
-        """Refuse a part of a prompt for gates that read it whole, and take note of ids for a policy that repeats them.
+    def _check_kind(self, held: Kind, now: Kind) -> None:
+        """Refuse a pass in other types, or outside of the inference mode, than those of the held tokens."""
+        if held[:2] != now[:2]:
+            said = [f"{weights}, autocast {autocast or 'off'}" for weights, autocast, _ in (held, now)]
+            raise UserError(
+                f"EvictionCache: what is held was computed in {said[0]}, and the model now computes in {said[1]}: go "
+                "on as before, or call cache.reset() and read the text again."
+            )
+        if held[2]:
+            raise UserError(
+                "EvictionCache: a context was read under torch.inference_mode(), whose tensors cannot be changed "
+                "outside of it: go on under torch.inference_mode(), or read it under torch.no_grad()."
+            )
 
-        Raises:
-            UserError: for a part of the announced prompt, or embeddings in place of ids.
-        """
+    def _check_prompt(self, tokens: Tensor) -> None:
+        """Refuse a part of a prompt for gates that read it whole, and note the ids for a policy that repeats them."""
         seen, announced, length = self.sequences.columns, self.sequences.announced, tokens.shape[1]
         if self.gates is not None and self.gates.config.scope == "prompt" and not seen and length < announced:
             raise UserError(
@@ -186,11 +191,7 @@ class Forward(Interceptor):
             self.reconstruction.note(tokens, seen)
 
     def check_whole(self) -> None:
-        """Refuse a cache whose last forward pass did not end, as after Ctrl-C or an error within it.
-
-        Raises:
-            UserError: until :meth:`reset`.
-        """
+        """Refuse a cache whose last forward pass did not end, as after Ctrl-C or an error, until :meth:`reset`."""
         if self.broken:
             raise UserError(
                 f"{type(self).__name__}: a forward pass was broken off by an error or Ctrl-C, or runs in another "
@@ -226,7 +227,7 @@ class Forward(Interceptor):
             self.end_pass()
 
     def _positions(self, given: Tensor | None, batch: ForwardBatch) -> Tensor | None:
-        """Return the positions that the model rotates the tokens of a pass by; None means the usual ones."""
+        """Return the positions that the model rotates the tokens of a pass by; None means those of their columns."""
         state = self.sequences
         places = None if self.rotation is None else self.rotation.positions(batch, self.store)
         if places is not None:
@@ -254,7 +255,7 @@ class Forward(Interceptor):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Let the gate that reads this layer's input look at the new tokens."""
+        """Apply the gate that reads this layer's input to the new tokens."""
         batch, gates = self.batch, self.gates
         assert batch is not None
         if gates is None or not (batch.is_prefill or self.policy.asks_later(gates)):
@@ -264,7 +265,7 @@ class Forward(Interceptor):
             self.layers[target].judge(hidden, batch)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hand keys and values on: they are stored when the attention function has them."""
+        """Return keys and values as they are: they are stored when the attention function has them."""
         if not self.broken:
             raise UserError(
                 "This cache was made for another model, or ag.detach(model) was called since; make one with "
@@ -274,11 +275,7 @@ class Forward(Interceptor):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, call: AttentionCall) -> Tensor:
-        """Hand a pass to a layer.
-
-        Raises:
-            UserError: when gradients would go through it.
-        """
+        """Run a layer; raises ``UserError`` where gradients would go through it."""
         if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
             raise UserError(
                 "EvictionCache: gradients do not go through a cache; run the model under torch.no_grad(), or train "
@@ -286,10 +283,14 @@ class Forward(Interceptor):
             )
         batch = self.batch
         assert batch is not None
-        if batch.fresh:
-            self.hold_as(call.k.dtype, call.v.dtype)
         if call.shared:
             return self.layers[call.layer].read_by_another(call, batch, self.store)
+        kind, made = self.pool.token[0].dtype, torch.promote_types(call.k.dtype, call.v.dtype)
+        if torch.promote_types(kind, made) != kind:
+            raise UserError(
+                f"EvictionCache: the model computed keys of {call.k.dtype} and values of {call.v.dtype}, which {kind}, "
+                "the type of its weights, does not hold: use it without torch.autocast, or load it in that type."
+            )
         evictor = self.evictor if call.layer in self.sharing else None
         if not (batch.is_prefill or self.policy.steps is not None):
             evictor = None
@@ -306,26 +307,9 @@ class Forward(Interceptor):
                 ) from None
             raise
 
-    def hold_as(self, key: torch.dtype, value: torch.dtype) -> None:
-        """Hold keys and values of these types, where autocast makes others than the model's weights have."""
-        if self.rotation is not None:
-            key, value = self.rotation.dtype(key), self.rotation.dtype(value)
-        if (key, value) == tuple(x.dtype for x in self.pool.token):
-            return
-        if self.pool.fixed or self.store.num_blocks():
-            raise UserError(
-                f"Pool: it holds {self.pool.token[0].dtype}, and the model computed keys of {key} and values of "
-                f"{value}; use the cache without torch.autocast, or without pool."
-            )
-        k, v = self.pool.token
-        self.pool = BlockPool(k.to(key), v.to(value), self.policy.kv_dtype)
-        mine = self.store
-        self.store = KVStore(self.pool, mine.layers, mine.kv_heads, mine.gate_type, self.rotation)
-        self.store.start(len(self.sequences))
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_pass(self) -> None:
-        """End a pass, behind its last layer: remove what no later query sees, and look at scores."""
+        """End a pass behind its last layer: remove tokens that no later query sees, and look at scores."""
         batch, evictor = self.batch, self.evictor
         assert batch is not None
         if evictor is not None:
@@ -343,6 +327,6 @@ class Forward(Interceptor):
         state, span = self.sequences, self.gates.config.window if self.gates is not None else 0
         if "expired" in batch.memo:
             state.evicted_at = state.settled.maximum(state.evicted_at)
-        if span and any(layer.gate_memory for layer in self.layers):  # which looks back at the newest tokens alone
+        if span and any(layer.gate_memory for layer in self.layers):  # which hold the newest tokens alone
             state.evicted_at = state.settled.where(state.settled >= span, 0).maximum(state.evicted_at)
         self.broken = False

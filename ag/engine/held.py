@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ag.engine.block_pool import BlockPool
-from ag.engine.evictor import Evictor
-from ag.engine.kv_store import KVStore
+from ag.engine.forward import Forward
 from ag.engine.layer import Layer
-from ag.engine.policy import Policy
 from ag.engine.report import Report
-from ag.engine.sequences import SequenceState
-from ag.model.hybrid import States
 
 
-class Held:
+class Held(Forward):
     """The side of :class:`ag.engine.cache.EvictionCache` that is read.
 
     A token counts as held if some later query may see it; the tokens of the last pass may be taken back. The memory of
-    what left a sliding window, or is neither flagged by a gate nor recent, is freed a few tokens later.
+    tokens that left a sliding window, or are neither flagged by a gate nor recent, is freed a few tokens later.
     """
-
-    policy: Policy
-    decoder: Any
-    pool: BlockPool
-    store: KVStore
-    sequences: SequenceState
-    layers: list[Layer]
-    states: States | None
-    evictor: Evictor | None
 
     @property
     def valid(self) -> Tensor:
@@ -45,17 +29,14 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that are taken, and of what gates look back at; states of other layers do not count."""
+        """Bytes of the blocks that are taken, and of the memory of gates; states of other layers do not count."""
         blocks = self.store.num_blocks() * self.pool.block_nbytes(self.store.gate_type)
         return blocks + sum(part.gate_memory.nbytes for part in self.layers)
 
     @property
     def over_budget(self) -> Tensor:
-        """``[B]`` bool on the CPU: sequences that hold more than the budget, because more is protected than it allows.
-
-        False where nothing had to go so far.
-        """
-        known = None if self.evictor is None else self.evictor.decision.budgets.over_budget
+        """``[B]`` bool on the CPU: sequences that hold more than the budget because they protect more."""
+        known = None if self.evictor is None else self.evictor.budgets.over_budget
         return torch.zeros(len(self.sequences), dtype=torch.bool) if known is None else known
 
     @property
@@ -77,13 +58,10 @@ class Held:
         return torch.stack(counts, 1)
 
     def kept_share(self, *, prompt: bool = False) -> float:
-        """Return the share of the (token, KV head) pairs seen so far that is still held, over all layers.
-
-        Tokens of all sequences count, without padding: those of the prompt, and those that followed it (generated ones
-        and later turns).
+        """Return the share of the (token, KV head) pairs seen so far that is still held, over all layers and sequences.
 
         Args:
-            prompt: count those of the prompt alone.
+            prompt: count the tokens of the prompt alone, without those that followed it.
         """
         lengths = self.sequences.prompt_len if prompt else self.sequences.num_tokens
         lengths = lengths.minimum(self.sequences.num_tokens)
@@ -109,7 +87,7 @@ class Held:
         )
 
     def layer_nbytes(self) -> list[int]:
-        """Return the bytes of each layer's blocks and of what its gate looks back at; shared blocks count for each."""
+        """Return the bytes of each layer's blocks and of its gate's memory; shared blocks count for each."""
         size = self.pool.block_nbytes(self.store.gate_type)
         blocks = self.store.owned.flatten(1).sum(1).tolist()
         return [n * size + part.gate_memory.nbytes for n, part in zip(blocks, self.layers, strict=True)]

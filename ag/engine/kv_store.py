@@ -1,4 +1,4 @@
-"""What all layers of a cache hold: a block table and a length for each row, a row being (layer, sequence, KV head)."""
+"""Keys and values of all layers: a block table and a length for each row, a row being (layer, sequence, KV head)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ag.engine.records import Records, fit, joined
 from ag.kernels.kv_compact import Worst, kv_compact
 from ag.kernels.pages import Pages
 
-HOST = "held", "owned", "shared"  # what the host counts of each row, [L, B, Hkv] long
+ROWS = "held", "owned", "shared", "table", "lengths"  # what is held of each row, [L, B, Hkv, ...]
 
 
 class KVStore:
     """Rows of tokens in the blocks of a pool, of all layers at once.
 
-    Slots of a row have no order: the rank that is stored with each token says which one it is. ``held`` counts the
-    tokens of each row on the host, and ``lengths`` on the device.
+    Slots of a row have no order: each token is stored with its rank. ``held`` counts the tokens of each row on the
+    host, and ``lengths`` on the device.
 
     Args:
         pool: where blocks come from.
         layers: number of layers, L.
         kv_heads: KV heads of each, Hkv.
         gate: type of the gate output that is stored with each token; None stores none.
-        rotation: what turns keys when others go; None means that they stay as they come.
+        rotation: rotates keys again when others go; None means that they stay as they come.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class KVStore:
     ) -> None:
         self.rotation = rotation
         self.pool, self.layers, self.kv_heads, self.gate_type = pool, layers, kv_heads, gate
-        #: What a scorer noted of each layer's tokens, float32 ``[B, C.., S]`` by slot, 0 on free slots.
+        #: The scorer's records of each layer's tokens, float32 ``[B, C.., S]`` by slot, 0 on free slots.
         self.records: list[Records] = [{} for _ in range(layers)]
         self._begin(0)
 
@@ -49,9 +49,9 @@ class KVStore:
         self.lengths = torch.zeros(shape, dtype=torch.int32, device=self.pool.device)  # [L, B, Hkv]
         self.held = torch.zeros(shape, dtype=torch.long)  # [L, B, Hkv]
         self.owned = torch.zeros(shape, dtype=torch.long)  # blocks of each row
-        self.shared = torch.zeros(shape, dtype=torch.long)  # first blocks of each row that others may refer to
+        self.shared = torch.zeros(shape, dtype=torch.long)  # first blocks of each row that other rows may refer to
         self._pages: dict[int, Pages] = {}
-        #: Another object whenever tables, lengths or records lie in other memory than before.
+        #: A new object whenever tables, lengths or records move to other memory.
         self.memory = object()
         self._holder = [self.table, self.owned, self._pages]
         self.pool.serve(self, self._holder)
@@ -59,7 +59,7 @@ class KVStore:
     def start(self, batch: int) -> None:
         """Begin with a number of empty sequences."""
         self.select(torch.zeros(0, dtype=torch.long))
-        for name in (*HOST, "table", "lengths"):
+        for name in ROWS:
             x = getattr(self, name)
             setattr(self, name, x.new_zeros(self.layers, batch, *x.shape[2:]))
         self.records = [{} for _ in range(self.layers)]
@@ -69,7 +69,7 @@ class KVStore:
         """Return a store of the same tokens, which shares all blocks until one of the two writes."""
         new = KVStore(self.pool, self.layers, self.kv_heads, self.gate_type, self.rotation)
         self.shared = self.owned.clone()
-        for name in (*HOST, "table", "lengths"):
+        for name in ROWS:
             setattr(new, name, getattr(self, name).clone())
         new.records = [{name: x.clone() for name, x in records.items()} for records in self.records]
         self.pool.share(self.blocks())
@@ -77,7 +77,7 @@ class KVStore:
         return new
 
     def _moved(self) -> None:
-        """Take note that tables lie in other memory."""
+        """Forget what refers to tables, which lie in other memory now."""
         self._pages.clear()
         self.memory = object()
         self._holder[:] = self.table, self.owned, self._pages
@@ -86,7 +86,7 @@ class KVStore:
 
     @property
     def slots(self) -> int:
-        """Slots that the table has room for, free ones included."""
+        """Slots of each row in the table, free ones included."""
         return self.table.shape[-1] * BLOCK
 
     def pages(self, layer: int) -> Pages:
@@ -106,15 +106,13 @@ class KVStore:
         return len(self.blocks().unique())
 
     def ledger(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return where each slot of a layer lies in the pool's columns, and its token's rank; see the next two."""
+        """Return :meth:`places` and :meth:`ranks` of a layer."""
         return self.places(layer), self.ranks(layer)
 
     def places(self, layer: int, *, whole: bool = False) -> Tensor:
         """Return where each slot of a layer lies in the pool's columns, ``[B, Hkv, N]`` long.
 
-        Args:
-            layer: index of the layer.
-            whole: whether N is what the table has room for, which no step changes, or the tokens of the longest row.
+        N is the tokens of the longest row, or with ``whole`` the slots of the table, which no step changes.
         """
         blocks, count = self._table(layer, whole)
         places = blocks[..., None] * BLOCK + torch.arange(BLOCK, device=blocks.device)
@@ -128,7 +126,7 @@ class KVStore:
         return ranks.masked_fill_(free, -1)
 
     def _table(self, layer: int, whole: bool) -> tuple[Tensor, int]:
-        """Return the blocks ``[B, Hkv, W']`` long of a layer's slots, and how many slots these are."""
+        """Return the blocks ``[B, Hkv, W']`` long of a layer's slots, and the number of these slots."""
         table = self.table[layer]
         count = self.slots if whole else max([0, *self.held[layer].flatten().tolist()])
         return table[..., : -(-count // BLOCK)].long(), count
@@ -136,15 +134,14 @@ class KVStore:
     # ---- tokens come
 
     def make_room(self, layers: slice, tokens: Tensor, ahead: int = 0) -> None:
-        """Give the rows of some layers blocks for more tokens, and copies of their own of blocks that these go into.
+        """Give the rows of some layers blocks for more tokens, and copies of the shared blocks that these go into.
 
         Args:
-            layers: which.
+            layers: of which layers.
             tokens: ``[B]`` long on the CPU, tokens that come to each row of a sequence.
-            ahead: tokens for which rows that need a block get room beyond that, where the pool can grow.
+            ahead: tokens for which rows that need a block get further room, where the pool can grow.
 
-        Raises:
-            PoolFullError: when the pool is too small; nothing changes then.
+        Raises ``PoolFullError``, and changes nothing, when the pool is too small.
         """
         ahead = 0 if self.pool.fixed else ahead
         wide = tokens[:, None].expand(-1, self.kv_heads)
@@ -155,7 +152,7 @@ class KVStore:
         self._unshare(layers, held // BLOCK, self.shared[layers].where(wide > 0, 0))
 
     def allocate(self, layers: slice, need: Tensor) -> None:
-        """Give rows more blocks, ``[L', B, Hkv]`` says how many."""
+        """Give rows ``need`` ``[L', B, Hkv]`` more blocks."""
         owned = self.owned[layers]
         fresh = self.pool.allocate(int(need.sum()))
         self._widen(int((owned + need).max()))
@@ -163,11 +160,9 @@ class KVStore:
         owned += need
 
     def demand(self, tokens: Tensor, evicts: bool = False) -> int:
-        """Return the most blocks that a pass takes whose tokens ``[B]`` are counted, before anything goes.
+        """Return the most blocks that a pass of ``tokens`` ``[B]`` new tokens takes before its eviction.
 
-        Args:
-            tokens: new ones.
-            evicts: whether something may go after it, for which shared blocks are copied.
+        Where one is due (``evicts``), shared blocks are copied.
         """
         wide = tokens[:, None].expand(-1, self.kv_heads)
         fresh = (-(-(self.held + wide) // BLOCK) - self.owned).clamp_min(0)
@@ -175,7 +170,7 @@ class KVStore:
         return int(fresh.sum()) + len(copied)
 
     def _widen(self, blocks: int) -> None:
-        """Give the table room for a number of blocks a row, and records for their slots."""
+        """Give the table room for a number of blocks a row, and the records for their slots."""
         width = self.table.shape[-1]
         if blocks <= width:
             return
@@ -185,12 +180,12 @@ class KVStore:
             fit(records, self.slots)
 
     def _places(self, first: Tensor | int, end: Tensor) -> Tensor:
-        """Return which places of the table lie in ``[first, end)`` of each row, bool on the CPU."""
+        """Return the places of the table in ``[first, end)`` of each row, bool on the CPU."""
         places = torch.arange(self.table.shape[-1])
         return (places < end[..., None]) & (places >= torch.as_tensor(first)[..., None])
 
     def _unshare(self, layers: slice, first: Tensor | int, end: Tensor) -> None:
-        """Give rows copies of their own of the shared blocks in ``[first, end)``, before they are written."""
+        """Replace the shared blocks in ``[first, end)`` of rows by copies, before they are written."""
         table, shared = self.table[layers], self.shared[layers]
         first, end = torch.as_tensor(first).minimum(shared), end.minimum(shared)
         if not bool((first < end).any()):
@@ -215,11 +210,11 @@ class KVStore:
         return tuple(x[copied] for x in at), blocks[copied]
 
     def own(self, layer: int, sequences: Tensor) -> None:
-        """Give the rows of some sequences ``[B]`` bool of a layer copies of their own of all blocks they share."""
+        """Replace all shared blocks of some sequences ``[B]`` bool of a layer by copies."""
         self._unshare(slice(layer, layer + 1), 0, self.shared[layer].where(sequences[:, None], 0)[None])
 
     def put_records(self, layer: int, noted: Records) -> None:
-        """Take over what a scorer noted of a layer's first slots, ``[B, C.., N]`` by name."""
+        """Store a scorer's records of a layer's first slots, ``[B, C.., N]`` by name."""
         records = self.records[layer]
         for name, x in noted.items():
             if name not in records or records[name].shape[:-1] != x.shape[:-1]:
@@ -234,7 +229,7 @@ class KVStore:
 
         Args:
             layer: index of the layer.
-            keep: ``[B, Hkv, N]`` bool by slot, or the worst tokens.
+            keep: ``[B, Hkv, N]`` bool by slot, or how the worst tokens are found.
             kept: ``[B, Hkv]`` long on the CPU, tokens that are left of each row.
             spare: tokens for which free blocks stay with a row.
         """
@@ -247,7 +242,7 @@ class KVStore:
             turns.close_up(self, layer, order)
 
     def make_own(self, layers: slice, kept: Tensor) -> None:
-        """Give rows of which ``kept`` ``[L', B, Hkv]`` tokens are to stay copies of their own of blocks that change."""
+        """Replace the shared blocks that change when ``kept`` ``[L', B, Hkv]`` tokens stay by copies."""
         self._unshare(layers, 0, (-(-kept // BLOCK)).where(kept < self.held[layers], 0))
 
     def drop(self, layer: int, keep: Tensor | Worst) -> None:
@@ -259,7 +254,7 @@ class KVStore:
         kv_compact(self.pages(layer), keep if isinstance(keep, Worst) else keep.flatten(0, 1), noted)
 
     def set_held(self, layers: slice, kept: Tensor, spare: int = BLOCK) -> None:
-        """Take note of the lengths ``[L', B, Hkv]`` after tokens went, and free the blocks behind them."""
+        """Note the lengths ``[L', B, Hkv]`` after tokens went, and free the blocks behind them."""
         self.held[layers] = kept
         spare = min(spare, 1) if self.pool.fixed else spare  # the next token's block stays, which would be taken again
         wanted, owned = -(-(kept + spare) // BLOCK), self.owned[layers]
@@ -269,12 +264,9 @@ class KVStore:
         self.shared[layers] = self.shared[layers].minimum(self.owned[layers])
 
     def truncate(self, tokens: Tensor, layers: slice = slice(None), spare: int = BLOCK) -> None:
-        """Drop the newest tokens of each sequence, which lie last in their rows.
+        """Drop the ``tokens`` ``[B]`` newest tokens of each sequence, which lie last in their rows.
 
-        Args:
-            tokens: ``[B]`` long on the CPU, how many.
-            layers: of which layers.
-            spare: tokens for which free blocks stay with a row.
+        Rows keep free blocks for ``spare`` tokens.
         """
         kept = (self.held[layers] - tokens[:, None]).clamp_min(0)
         self.lengths[layers].copy_(kept)
@@ -290,7 +282,7 @@ class KVStore:
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices`` ``[n]``; repeated ones share their blocks."""
         before = self.blocks()
-        for name in (*HOST, "table", "lengths"):
+        for name in ROWS:
             x = getattr(self, name)
             setattr(self, name, x.index_select(1, indices.to(x.device)))
         self.records = [
@@ -308,12 +300,11 @@ class KVStore:
         batches = self.held.shape[1], other.held.shape[1]
         for store in (self, other):
             store.table = F.pad(store.table, (0, width - store.table.shape[-1]))
-        self.records = [
-            joined(mine, theirs, *batches) for mine, theirs in zip(self.records, other.records, strict=True)
-        ]
-        for records in self.records:
-            fit(records, width * BLOCK)
-        for name in (*HOST, "table", "lengths"):
+            for records in store.records:
+                fit(records, store.slots)
+        pairs = zip(self.records, other.records, strict=True)
+        self.records = [joined(mine, theirs, *batches) for mine, theirs in pairs]
+        for name in ROWS:
             x, y = getattr(self, name), getattr(other, name)
             setattr(self, name, torch.cat([x, y], 1))
             setattr(other, name, y[:, :0])

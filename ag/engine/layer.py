@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -16,10 +15,10 @@ from ag.engine.attention_stats import AttentionStats
 from ag.engine.evictor import Evictor
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.kv_store import KVStore
-from ag.engine.observation_window import ObservationWindow
+from ag.engine.observation_window import ObservationWindow, Queries
 from ag.engine.policy import Policy
 from ag.engine.records import Records
-from ag.engine.shown import Keys, Queries
+from ag.engine.shown import Keys
 from ag.engine.stopwatch import Stopwatch
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
@@ -34,13 +33,13 @@ EXPIRED = 64  # tokens that a row may hold beyond what a later query sees, befor
 
 
 class Layer:
-    """What a layer does with a pass; the rows themselves lie in the cache's store.
+    """The work of one layer in a pass; the rows themselves lie in the cache's store.
 
     Args:
         policy: of the cache.
         decoder: the model's stack of layers.
         index: of the layer.
-        gates: of the model; None where this layer has no gate.
+        gates: of the model; None means that this layer has no gate.
         readers: later layers of the model that read the keys and values of this one.
     """
 
@@ -49,7 +48,7 @@ class Layer:
     ) -> None:
         self.readers = readers
         self.index, self.policy, self.decoder, self.gates = index, policy, decoder, gates
-        #: Newest tokens that a query sees whatever their flags, its own included; None means that flags do not count.
+        #: Newest tokens that a query sees whatever their flags, its own included; None means that flags do not act.
         self.flagged = None if gates is None or policy.budget is not None else gates.config.recent_tokens
         #: Sliding window of the model's layer; None means that it has none.
         self.window: int | None = None
@@ -63,11 +62,11 @@ class Layer:
         self.open_to = 0
         #: Time spent on scores and decisions.
         self.watch = Stopwatch()
-        #: What the layer's gate looks back at.
+        #: Keys and values of the layer's gate.
         self.gate_memory = GateMemory(0 if gates is None else gates.config.window)
 
     def judge(self, hidden: Tensor, batch: ForwardBatch) -> None:
-        """Let the layer's gate look at the hidden states ``[B, T, d]`` of the new tokens, before these are stored."""
+        """Apply the layer's gate to the hidden states ``[B, T, d]`` of the new tokens, before these are stored."""
         assert self.gates is not None
         gate, memory = cast("AttentionGate", self.gates.layers[str(self.index)]), self.gate_memory
         later = self.policy.asks_later(self.gates)
@@ -84,16 +83,9 @@ class Layer:
         batch.memo["logits", self.index] = logits
 
     def run(self, call: AttentionCall, batch: ForwardBatch, store: KVStore, evictor: Evictor | None) -> Tensor:
-        """Take a pass.
+        """Take a pass, and return the attention output ``[B, H, T, Dv]``.
 
-        Args:
-            call: queries, keys and values of the new tokens.
-            batch: the pass.
-            store: rows of all layers.
-            evictor: decides what goes; None where this layer is not evicted from in this pass.
-
-        Returns:
-            The attention output ``[B, H, T, Dv]``.
+        ``evictor`` decides what goes; None means that this pass evicts nothing from this layer.
         """
         self.window, self.hides = call.window, call.window is not None or self.flagged is not None
         self.chunk = call.chunk
@@ -131,13 +123,12 @@ class Layer:
         """Show the scorer a pass behind its attention, and remove what later passes do not need."""
         if evictor is not None:
             with self.watch.running(placed.q.device):
-                needs, q = evictor.scorer.needs, placed.q
-                queries = Queries(q=q, ranks=batch.ranks, valid=batch.ranks >= 0, new=q.shape[2], weights=weights)
+                needs, queries = evictor.scorer.needs, (placed.q, batch.ranks, batch.ranks >= 0)
                 last = self.policy.lookback if batch.is_prefill else needs.lookback
                 if last:
                     queries = self._look_back(queries, batch, store, last)
                 if batch.evict is not None or needs.every_query:
-                    self._show(placed, batch, store, evictor, queries)
+                    self._show(placed, batch, store, evictor, queries, weights=weights)
         if self.hides and not batch.step:  # behind a step the cache does it for all layers
             self.expire(batch, store)
 
@@ -146,11 +137,11 @@ class Layer:
     def read(
         self, call: AttentionCall, batch: ForwardBatch, store: KVStore, evictor: Evictor | None = None
     ) -> tuple[Tensor, Tensor | None, AttentionCall]:
-        """Store the new tokens and attend, without a look at what could go.
+        """Store the new tokens and attend; nothing is evicted.
 
         Returns:
-            The output ``[B, H, T, Dv]``; of a single query its weights ``[B, H, S]`` by slot where the scorer sees
-            them, else None; and the call with its tokens at the places where they meet what is held.
+            The output ``[B, H, T, Dv]``; of a single query its weights ``[B, H, S]`` by slot where the scorer needs
+            them, else None; and the call with its tokens at their places among the held ones.
         """
         placed = call if store.rotation is None else store.rotation.place(call, batch, store)
         if not batch.step:  # a step made room in all layers at once
@@ -160,7 +151,8 @@ class Layer:
         if self.gates is not None:
             gate = self._gate_output(batch)
             recent = None if self._dense(batch) else recent
-        kv_append(pages, placed.k, placed.v, batch.ranks, gate)
+        k, v = (x.to(held.dtype) for x, held in zip((placed.k, placed.v), store.pool.token, strict=True))  # autocast
+        kv_append(pages, k, v, batch.ranks, gate)
         if self.readers:
             batch.memo["gate", self.index] = gate
         needs = None if evictor is None or not batch.step else evictor.scorer.needs
@@ -189,11 +181,11 @@ class Layer:
         return paged_attention(call.q, pages, ranks, call.scaling, call.window, recent, call.softmax, weigh)
 
     def _dense(self, batch: ForwardBatch) -> bool:
-        """Tell whether the queries of a pass see what is not flagged too."""
+        """Return whether the queries of a pass see tokens without a flag too."""
         return batch.is_prefill and self.gates is not None and self.gates.config.prefill == "dense"
 
     def _gate_output(self, batch: ForwardBatch) -> Tensor | None:
-        """Return what is stored of the gate beside the new tokens, ``[B, Hkv, T]``; None where it was not asked."""
+        """Return the gate output to store with the new tokens, ``[B, Hkv, T]``; None means that no gate ran."""
         logits: Tensor | None = batch.memo.pop(("logits", self.index), None)
         if logits is None:
             return None
@@ -206,22 +198,22 @@ class Layer:
     # ---- observe and evict
 
     def _look_back(self, new: Queries, batch: ForwardBatch, store: KVStore, last: int) -> Queries:
-        """Return the new queries behind those that were remembered, and remember the last ones for later."""
+        """Return the new queries behind the remembered ones, and remember the last of both."""
         turns, at = store.rotation, (batch, store, self.index)
-        if turns is not None:
-            new = replace(new, q=turns.by_rank(new.q, *at))
-        queries = self.observation_window.before(new)
+        q, ranks, valid = new
+        queries = self.observation_window.before((q if turns is None else turns.by_rank(q, *at), ranks, valid))
         self.observation_window.remember(queries, last)
-        return queries if turns is None else replace(queries, q=turns.by_place(queries.q, *at))
+        q, ranks, valid = queries
+        return q if turns is None else turns.by_place(q, *at), ranks, valid
 
     def evict_later(
         self, call: AttentionCall, batch: ForwardBatch, store: KVStore, evictor: Evictor, known: Records
     ) -> None:
-        """Evict from a prompt that was read before, by what is known of its tokens by slot, and by its last queries."""
-        assert self.observation_window.queries is not None
-        q, ranks, valid = self.observation_window.queries
-        with self.watch.running(q.device):
-            self._show(call, batch, store, evictor, Queries(q=q, ranks=ranks, valid=valid), known)
+        """Evict from a prompt that was read before, by ``known`` records of its slots and its remembered queries."""
+        queries = self.observation_window.queries
+        assert queries is not None
+        with self.watch.running(call.q.device):
+            self._show(call, batch, store, evictor, queries, known=known)
         self.observation_window.reset()
 
     def _show(
@@ -231,13 +223,14 @@ class Layer:
         store: KVStore,
         evictor: Evictor,
         queries: Queries,
+        *,
+        weights: Tensor | None = None,
         known: Records | None = None,
     ) -> None:
-        """Show the scorer what is held and the queries, and evict where it is time."""
-        records = store.records[self.index]
+        """Show the scorer the held keys and the queries, and evict where it is due."""
         seen = self._seen(call, batch, store, queries)
-        slots = seen.keys.shape[-1]
-        short = {name: x[..., :slots] for name, x in records.items()}  # what scorers see has no free slots behind
+        seen.weights, slots = weights, seen.keys.shape[-1]
+        short = {name: x[..., :slots] for name, x in store.records[self.index].items()}  # a scorer sees no free slots
         short |= known or {}
         seen.recorded = MappingProxyType(short)
         if batch.evict is not None:
@@ -250,8 +243,8 @@ class Layer:
         lengths = batch.ranks[:, -1] + 1 if batch.step else batch.num_tokens.to(call.q.device)
         held, places = store.held[self.index], partial(store.places, self.index, whole=batch.step)
         slots = store.slots if batch.step else int(held.max())
-        # What refers to the store must not refer to the call: rows in the call's memo refer to the keys, and blocks
-        # would be free only once Python had looked for cycles.
+        # A closure over the store must not refer to the call: rows in the call's memo refer to the keys, and blocks
+        # would be free only once Python had collected cycles.
         k, v, window = call.k, call.v, call.window
 
         def ledger() -> tuple[Tensor, Tensor]:
@@ -267,31 +260,32 @@ class Layer:
             stored=lambda: (k, v) if batch.fresh else read(store.pages(self.index), places()),
             shape=(len(held), held.shape[1], slots),
             ledger=ledger,
-            full=not batch.step and window is None and bool((held == slots).all()),
             ordered=batch.fresh,
             alike=batch.fresh or self.policy.alike,
         )
         gate = None if store.gate_type is None else self._gates_of(store, places()).masked_fill(~keys.valid, 0.0)
+        q, ranks, valid = queries
         return AttentionStats(
             keys=keys,
-            queries=queries,
+            q=q,
+            query_ranks=ranks,
+            query_valid=valid,
+            new=call.q.shape[2],
+            lengths=lengths,
+            longest=batch.longest,
+            prompt_lengths=batch.prompts.lengths_there,
             scaling=call.scaling,
             softmax=call.softmax,
             layer=self.index,
             sliding_window=call.window,
             gate=gate,
             decays=self.gates is not None and self.gates.decays,
-            own_prompt=batch.prompts.lengths_there,
             stays=None if batch.prompts.protected is None else _protected(batch, keys.ranks),
             decoding=not batch.is_prefill,
-            precise=batch.is_prefill and self.policy.scorer is not None and self.policy.scorer.needs.precise,
             sums=self.observation_window.sums,
             rotation=lambda x, places, span: rotate(self.decoder, x, places, span, self.index),
             projection=lambda: output_weight(call.module, call.q.shape[1]),
             memo=call.memo,
-            memo_of_pass=batch.memo,
-            tokens_seen=lengths,
-            columns=batch.longest,
         )
 
     def _first(self, batch: ForwardBatch, lengths: Tensor) -> Tensor:
@@ -309,22 +303,18 @@ class Layer:
         assert store.gate_type is not None
         return store.pool.gate(store.gate_type).flatten()[index]
 
-    # ---- what no later query sees
+    # ---- tokens that no later query sees
 
     def expire(self, batch: ForwardBatch, store: KVStore) -> None:
-        """Remove what left the sliding window, and what is neither flagged nor recent, once that is much."""
+        """Remove tokens that left the sliding window, or are neither flagged nor recent, once they are many."""
         most = self.open_to + EXPIRED if self.flagged is not None else (self.window or 0) - 1 + EXPIRED
         if batch.ends_prompt or int(store.held[self.index].max()) >= most:
             self._remove(batch, store, batch.settled)
 
     def _remove(self, batch: ForwardBatch, store: KVStore, query: Tensor, coming: Tensor | int = 0) -> None:
-        """Remove the tokens that no query of a rank from ``query`` on sees.
+        """Remove the tokens that no query of a rank from ``query`` ``[B]`` on sees.
 
-        Args:
-            batch: the pass.
-            store: rows of all layers.
-            query: ``[B]`` long on the host, the lowest rank of a query.
-            coming: ``[B, 1]`` long, tokens that ``store.held`` counts already, though they are not stored yet.
+        ``store.held`` counts ``coming`` ``[B, 1]`` tokens already that are not stored yet.
         """
         dense = self._dense(batch) and not batch.ends_prompt  # the rest of the prompt sees all tokens
         if batch.is_prefill and not batch.ends_prompt:  # scorers look back at queries that see further
@@ -341,14 +331,14 @@ class Layer:
         self.open_to = int(kept.max())
 
     def visible(self, store: KVStore, index: Tensor, ranks: Tensor, query: Tensor, flags: bool = True) -> Tensor:
-        """Return which slots hold a token that some later query may see, bool like ``ranks`` ``[B, Hkv, N]``.
+        """Return the slots whose token some query of a rank from ``query`` ``[B]`` on may see, bool like ``ranks``.
 
         Args:
             store: rows of all layers.
-            index: where the slots lie in the pool.
+            index: places of the slots in the pool, ``[B, Hkv, N]``.
             ranks: of their tokens, -1 on free slots.
-            query: ``[B]`` long, the lowest rank of such a query.
-            flags: whether it sees only what is flagged or recent, where the layer has flags.
+            query: on the host.
+            flags: whether such a query sees flagged and recent tokens alone, where the layer has flags.
         """
         keep, first = ranks >= 0, query.to(ranks.device)[:, None, None]
         if self.window is not None:
@@ -375,7 +365,7 @@ class Layer:
 
 
 def _protected(batch: ForwardBatch, ranks: Tensor) -> Tensor:
-    """Return which slots hold tokens that the caller protects, bool like the ranks ``[B, Hkv, N]``."""
+    """Return the slots whose tokens the caller protects, bool like the ranks ``[B, Hkv, N]``."""
     marks = batch.prompts.protected_there
     assert marks is not None
     inside = (ranks >= 0) & (ranks < marks.shape[1])

@@ -1,6 +1,9 @@
-"""What an attention mask may say of tokens that a cache has read, or was told of."""
+"""Attention masks and protected spans of a text: what of them fits the tokens that a cache has read, or is to read."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +47,31 @@ def check_past(mask: Tensor, read: Tensor) -> None:
 
 def check_announced(prompt: Tensor, new: Tensor, seen: int) -> None:
     """Refuse new columns ``[B, w]``, behind ``seen`` ones, with other padding than the announced prompt ``[B, T]``."""
-    told = prompt[:, seen : seen + new.shape[1]]
-    if not torch.equal(told, new[:, : told.shape[1]]):
+    announced = prompt[:, seen : seen + new.shape[1]]
+    if not torch.equal(announced, new[:, : announced.shape[1]]):
         raise UserError(
-            f"attention_mask: columns {seen} to {seen + told.shape[1] - 1} of the prompt have other padding than was "
-            "announced; give model.generate the attention_mask, or cache.expect the one that comes."
+            f"attention_mask: columns {seen} to {seen + announced.shape[1] - 1} of the prompt have other padding than "
+            "was announced; give model.generate the attention_mask, or cache.expect the one that comes."
         )
+
+
+def marked(spans: Sequence[Any]) -> Tensor:
+    """Return ``[L]`` bool, which own tokens lie in spans ``(first, behind the last)``; refuse something else."""
+    for span in spans:
+        whole = isinstance(span, tuple) and len(span) == 2 and all(isinstance(x, int) for x in span)
+        if not whole or not 0 <= span[0] < span[1]:
+            raise UserError(
+                f"protect: {span!r}: expected pairs (first token, the one behind the last), such as (0, 40), or for "
+                "each sequence a list of such pairs."
+            )
+    marks = torch.zeros(max((behind for _, behind in spans), default=0), dtype=torch.bool)
+    for first, behind in spans:
+        marks[first:behind] = True
+    return marks
+
+
+def of_each(marks: Tensor, count: int) -> Tensor:
+    """Return the marks ``[B, L]`` of ``count`` sequences: each prompt's for its beams, or one prompt's for all."""
+    if count % len(marks):
+        raise UserError(f"protect: spans for {len(marks)} sequences: expected one list of spans, or {count} lists.")
+    return marks.repeat_interleave(count // len(marks), 0)

@@ -1,32 +1,34 @@
-"""The last queries of each sequence, which scorers such as SnapKV look back at, and what is summed over all of them."""
+"""The last queries of each sequence, which scorers such as SnapKV look back at, and sums over all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ag.engine.records import later
-from ag.engine.shown import Queries
 from ag.stateful import Attributes
+
+#: Queries ``[B, H, w, D]``, their ranks ``[B, w]``, and ``[B, w]`` bool, False on padding.
+Queries = tuple[Tensor, Tensor, Tensor]
+DIMS = 2, 1, 1  # that of the queries in each of the three
 
 
 @dataclass
 class ObservationWindow(Attributes):
-    """What is remembered of earlier queries.
+    """The memory of earlier queries.
 
     Attributes:
-        queries: the last ones ``[B, H, w, D]`` as they are before rotations by slot, their ranks ``[B, w]`` and which
-            are real; None means that there are none.
-        sums: what a scorer sums over the queries of a prompt while it is read, ``[B, ...]`` by name.
+        queries: the last ones as they are before rotations by slot; None means that there are none.
+        sums: a scorer's sums over the queries of a prompt while it is read, ``[B, ...]`` by name.
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {"queries": tuple | None}
 
-    queries: tuple[Tensor, Tensor, Tensor] | None = None
+    queries: Queries | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def reset(self) -> None:
@@ -37,17 +39,15 @@ class ObservationWindow(Attributes):
         """Return new queries with the remembered ones before them."""
         if self.queries is None:
             return new
-        q, ranks, valid = (
-            torch.cat(pair, dim)
-            for pair, dim in zip(zip(self.queries, (new.q, new.ranks, new.valid), strict=True), (2, 1, 1), strict=True)
-        )
-        return replace(new, q=q, ranks=ranks, valid=valid)
+        q, ranks, valid = (torch.cat(pair, dim) for *pair, dim in zip(self.queries, new, DIMS, strict=True))
+        return q, ranks, valid
 
     def remember(self, queries: Queries, last: int) -> None:
         """Keep the ``last`` newest ones of each sequence."""
-        newest = torch.where(queries.valid, queries.ranks, -1).argsort(dim=1, stable=True)[:, -last:]
-        index = newest[:, None, :, None].expand(-1, queries.q.shape[1], -1, queries.q.shape[-1])
-        self.queries = queries.q.gather(2, index), queries.ranks.gather(1, newest), queries.valid.gather(1, newest)
+        q, ranks, valid = queries
+        newest = torch.where(valid, ranks, -1).argsort(dim=1, stable=True)[:, -last:]
+        index = newest[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
+        self.queries = q.gather(2, index), ranks.gather(1, newest), valid.gather(1, newest)
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
@@ -62,8 +62,6 @@ class ObservationWindow(Attributes):
         if self.queries is None or other.queries is None:
             return
         most = max(self.queries[1].shape[1], other.queries[1].shape[1])
-        q, ranks, valid = (
-            torch.cat([later(x, most, dim) for x in pair])
-            for pair, dim in zip(zip(self.queries, other.queries, strict=True), (2, 1, 1), strict=True)
-        )
+        pairs = zip(self.queries, other.queries, DIMS, strict=True)
+        q, ranks, valid = (torch.cat([later(x, most, dim) for x in pair]) for *pair, dim in pairs)
         self.queries = q, ranks, valid

@@ -1,4 +1,4 @@
-"""What to evict: a policy is parts, named by a short text such as ``snapkv+caote@pyramid``."""
+"""Policies, and how they are made of a short text such as ``snapkv+caote@pyramid``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ag.config.policies import FLAGS
 from ag.engine.allocators import ALLOCATORS, Allocator
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.scorers import SCORERS, Scorer
-from ag.engine.scorers.base import Rereader, option_names
+from ag.engine.scorers.base import option_names
+from ag.engine.scorers.kvzip import KVzip
 from ag.engine.spec import PolicySpec, parse_budget
 from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.errors import UserError, check_known
@@ -28,7 +29,7 @@ ENGINE = ("positions", "kv_dtype")
 
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
-BOUNDARY = ("threshold", "share")  # options of gates whose flags decide: where it lies
+BOUNDARY = ("threshold", "share")  # options that move the boundary of flags
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,11 @@ class Policy:
         schedule: when something is evicted; see :func:`policy`.
         options: what else was given: ``positions`` and hyper-parameters of the parts.
         positions: what keys are rotated by: their place in the text, as it is or squeezed into the model's context, or
-            their slot among what a head holds; see :mod:`ag.engine.positions`.
+            their slot among the tokens of a head; see :mod:`ag.engine.positions`.
         kv_dtype: how keys and values are held: as they come, or in codes of 8 bits.
-        scorer: says what a token is worth; None for ``full``.
+        scorer: scores each token; None means that nothing is evicted.
         allocator: shares the budget among layers and heads.
-        gates: gates read from a folder; None for ``gates`` alone (those attached to the model) and other scorers.
+        gates: gates read from a folder; None means that the policy reads none, or those attached to the model.
     """
 
     spec: PolicySpec
@@ -61,7 +62,7 @@ class Policy:
     @property
     def by_gates(self) -> bool:
         """Whether gates take part."""
-        return self.scorer is not None and self.spec.reads_gates
+        return self.spec.reads_gates
 
     @cached_property
     def block(self) -> int | None:
@@ -70,28 +71,28 @@ class Policy:
 
     @cached_property
     def steps(self) -> int | None:
-        """Tokens after the prompt between evictions; None means that nothing more is evicted."""
+        """Tokens behind the prompt between evictions; None means that nothing is evicted there."""
         parts = self.schedule.split("+")
         counted = (int(part[6:]) for part in parts if part.startswith("steps:"))
         return 1 if "every" in parts else next(counted, None)
 
     @cached_property
     def rereads(self) -> bool:
-        """Whether the model repeats a prompt, which is scored by that and evicted after it."""
+        """Whether the model repeats a prompt, by which its tokens are scored once."""
         return self.scorer is not None and self.scorer.rereader is not None
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all KV heads of a layer hold the same tokens in the same slots, as they are always evicted alike."""
+        """Whether all KV heads of a layer hold the same tokens in the same slots, because all evictions agree."""
         return self.scorer is not None and self.scorer.alike and not self.allocator.compares_heads
 
     def asks_later(self, gates: AttentionGates | None) -> bool:
-        """Whether gates are asked about the tokens that follow the prompt."""
+        """Whether gates also run on the tokens that follow the prompt."""
         wanted = self.budget is None or self.steps is not None
         return gates is not None and gates.config.covers == "all" and wanted
 
     def with_tokenizer(self, tokenizer: Any) -> Policy:
-        """Return the policy with what it needs of the model's tokenizer: the instructions of ``kvzip``."""
+        """Return the policy with the instructions of ``kvzip`` in the tokens of a tokenizer."""
         return self if self.scorer is None else replace(self, scorer=self.scorer.with_tokenizer(tokenizer))
 
     def held_as(self, kv_dtype: KVDtype) -> Policy:
@@ -106,11 +107,7 @@ class Policy:
         return replace(self, kv_dtype=kv_dtype, options={**self.options, "kv_dtype": kv_dtype})
 
     def trained_with(self, gates: AttentionGates) -> Policy:
-        """Return the policy that ranks by these gates, and protects what they were trained to rely on.
-
-        Raises:
-            UserError: when there is no budget and the gates have no flags.
-        """
+        """Return the policy that ranks by these gates, and protects what they were trained to rely on."""
         if self.scorer is None or not self.by_gates:
             return self
         if self.budget is None:
@@ -121,16 +118,12 @@ class Policy:
 
     @property
     def lookback(self) -> int:
-        """Earlier queries of the prompt that a decision has to be shown beside the new ones."""
+        """Earlier queries of the prompt that a decision needs beside the new ones."""
         needed = max(self.allocator.lookback, 0 if self.scorer is None else self.scorer.needs.lookback)
         return needed + self.rereads  # after a repetition nothing is new
 
     def capacity(self, lengths: Tensor) -> Tensor:
-        """Return the tokens per KV head ``[B]`` that the budget allows of ``lengths``, the mean over layers.
-
-        Args:
-            lengths: ``[B]``, tokens of each prompt.
-        """
+        """Return the tokens per KV head ``[B]`` that the budget allows prompts of ``lengths`` ``[B]`` tokens."""
         assert self.budget is not None
         if isinstance(self.budget, int):
             return torch.full_like(lengths, self.budget)
@@ -180,23 +173,24 @@ def policy(
     spec = PolicySpec.parse(spec) if isinstance(spec, str) else spec
     budget = None if budget is None else parse_budget(budget)
     parts, rest = spec.resolved(), dict(options)
-    boundary = {name: rest.pop(name) for name in BOUNDARY if name in rest and spec.reads_gates}
     _check(spec, budget, schedule)
-    engine = _engine_options(spec, budget, rest)
+    _check_options(spec, parts, budget, rest)
+    engine: dict[str, Any] = {name: rest.pop(name) for name in ENGINE if name in rest}
+    for name, value in engine.items():
+        _check_type(f"Policy '{spec}': {name}={value!r}", value, get_type_hints(Policy)[name])
+    boundary = {name: rest.pop(name) for name in BOUNDARY if name in rest and spec.reads_gates}
     gates = AttentionGates.from_pretrained(spec.path) if spec.path else None
     scorer = _scorer(parts, rest) if spec.evicts else None
-    allocator = _allocator(parts, scorer, budget, rest)
+    kind = ALLOCATORS[str(parts.allocator)]
+    window = None if scorer is None else scorer.needs.observers
+    allocator = _make(kind, kind.completed(rest, budget, window))
     gates = _moved(gates, boundary, spec, budget)
-    if rest:
-        made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
-        own = {name for part in (*made, allocator) for name in option_names(part)} - {"inner"}
-        check_known(next(iter(rest)), sorted({*own, *allocator.shorthands, *ENGINE}), "option", str(spec))
     whole = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
     return whole if gates is None else whole.trained_with(gates)
 
 
 def _check(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
-    """Refuse a schedule that is none, and what cannot act where nothing is evicted, once, or where flags decide."""
+    """Refuse an unknown schedule, and parts that cannot act where nothing is evicted, once, or where flags decide."""
     kinds = [part.partition(":")[0] for part in schedule.split("+")]
     if not re.fullmatch(r"(prefill|every|(blocks|steps):[1-9]\d*)(\+(every|(blocks|steps):[1-9]\d*))*", schedule):
         raise UserError(f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +.")
@@ -214,25 +208,28 @@ def _check(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
             raise UserError(f"Policy '{spec}': {sign}{value} cannot act on {spec.scorer}: {why}.")
     if budget is None and (not spec.bare or later):
         raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
-    if spec.evicts and schedule != "prefill" and issubclass(SCORERS[spec.resolved().scorer], Rereader):
+    if spec.evicts and schedule != "prefill" and issubclass(SCORERS[spec.resolved().scorer], KVzip):
         raise UserError(f"Policy '{spec}' scores a prompt once, after it: schedule={schedule!r}: expected prefill.")
 
 
-def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[str, Option]) -> dict[str, Any]:
-    """Take the options of every policy out of ``options``, and refuse others that mean nothing without a budget."""
-    engine = {name: options.pop(name) for name in ENGINE if name in options}
-    if spec.reads_gates and budget is None:
-        known = {*BOUNDARY, *ENGINE, *option_names(SCORERS[spec.resolved().scorer])}
-        for name in options:
-            check_known(name, sorted(known), "option", str(spec))
-    if options and spec.evicts and budget is None:
-        raise UserError(
-            f"Policy '{spec}': {next(iter(options))} has no meaning, because without a budget the gates' flags decide; "
-            "leave it out."
-        )
-    for name, value in engine.items():
-        _check_type(f"Policy '{spec}': {name}={value!r}", value, get_type_hints(Policy)[name])
-    return engine
+def _check_options(
+    spec: PolicySpec, parts: PolicySpec, budget: int | float | None, options: Mapping[str, Option]
+) -> None:
+    """Refuse options that no part has, and those without meaning where flags decide."""
+    kind = ALLOCATORS[str(parts.allocator)]
+    used = [SCORERS[parts.scorer]] if spec.evicts else []
+    used += [WRAPPERS[parts.wrapper]] if parts.wrapper else []
+    known = {name for part in used for name in option_names(part)} - {"inner"} | {*ENGINE}
+    known |= {*BOUNDARY} if spec.reads_gates else set()
+    if not spec.reads_gates or budget is not None:
+        known |= {*option_names(kind), *kind.shorthands}
+    for name in options:
+        check_known(name, sorted(known), "option", str(spec))
+        if spec.evicts and budget is None and name not in (*ENGINE, *BOUNDARY):
+            raise UserError(
+                f"Policy '{spec}': {name} has no meaning, because without a budget the gates' flags decide; leave it "
+                "out."
+            )
 
 
 def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
@@ -244,22 +241,14 @@ def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
     wrapper.accepts(base, options, spec)
     bases = [part for part in wrapper.__mro__ if issubclass(part, Wrapper) and part is not Wrapper]
     own = {name for part in bases for name in vars(part).get("__annotations__", {})} & {*option_names(wrapper)}
-    mine = {name: options.pop(name) for name in list(options) if name in own - {"inner"}}
+    mine = {name: options.pop(name) for name in [*options] if name in own - {"inner"}}
     return _make(wrapper, mine, inner=_make(base, options))
-
-
-def _allocator(
-    spec: PolicySpec, scorer: Scorer | None, budget: int | float | None, options: dict[str, Option]
-) -> Allocator:
-    kind = ALLOCATORS[str(spec.allocator)]
-    mine = {name: options.pop(name) for name in (*option_names(kind), *kind.shorthands) if name in options}
-    return _make(kind, kind.completed(mine, budget, None if scorer is None else scorer.needs.observers))
 
 
 def _moved(
     gates: AttentionGates | None, boundary: Mapping[str, Option], spec: PolicySpec, budget: int | float | None
 ) -> AttentionGates | None:
-    """Return the gates with the boundary of their flags moved as the options say."""
+    """Return the gates with the boundary of their flags moved by the options."""
     for name, value in boundary.items():
         if budget is not None:
             raise UserError(

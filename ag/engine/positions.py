@@ -1,13 +1,13 @@
-"""What keys and queries are rotated by where that is not their places in the text: slots, or places squeezed together.
+"""Rotations of keys and queries by other places than those in the text: slots, or places squeezed together.
 
-Keys are stored as rotated as queries meet them, so that attention reads them where they lie. What changes their places
-turns them on by the difference: rotations add up.
+Keys are stored rotated as queries meet them, so that attention reads them where they lie. When their places change they
+are rotated on by the difference: rotations add up.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,21 +21,6 @@ if TYPE_CHECKING:
     from ag.engine.forward_batch import ForwardBatch
 
 FREE = torch.iinfo(torch.long).max  # the rank of a free slot, where it is to come last
-
-
-class Store(Protocol):
-    """What is used here of a :class:`ag.engine.kv_store.KVStore`."""
-
-    pool: BlockPool
-    layers: int
-    held: Tensor
-    lengths: Tensor
-
-    def ledger(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return where each slot of a layer lies in the pool, and its token's rank, ``[B, Hkv, N]`` long each."""
-
-    def own(self, layer: int, sequences: Tensor) -> None:
-        """Give the rows of some sequences ``[B]`` bool copies of their own of all blocks they share."""
 
 
 class Turned:
@@ -53,7 +38,7 @@ class Turned:
     """
 
     name: ClassVar[str]
-    #: Whether a token that no later query sees changes the places of others while it is held.
+    #: Whether the places of tokens depend on the number of held ones before them.
     counts_held = False
 
     def __init__(self, decoder: Any) -> None:
@@ -75,41 +60,37 @@ class Turned:
                 "kv_dtype=float, or positions=original."
             )
 
-    def positions(self, batch: ForwardBatch, store: Store) -> Tensor | None:
+    def positions(self, batch: ForwardBatch, store: Any) -> Tensor | None:
         """Return the positions ``[B, T]`` that the model rotates the new tokens by; None means the usual ones."""
         return None
 
-    def place(self, call: AttentionCall, batch: ForwardBatch, store: Store) -> AttentionCall:
+    def place(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
         """Return a call in the type that is held, with queries and keys at their places among what the layer holds."""
         q, k, v = (x.to(store.pool.token[0].dtype) for x in (call.q, call.k, call.v))
         return replace(call, q=q, k=k, v=v)
 
-    def by_rank(self, q: Tensor, batch: ForwardBatch, store: Store, layer: int) -> Tensor:
+    def by_rank(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
         """Return queries ``[B, H, T, D]`` at their places turned to their ranks, at which they can be remembered."""
         return q
 
-    def by_place(self, q: Tensor, batch: ForwardBatch, store: Store, layer: int) -> Tensor:
+    def by_place(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
         """Return queries ``[B, H, T, D]`` at their ranks turned to their places among what the layer holds now."""
         return q
 
-    def order(self, store: Store, layer: int) -> Tensor | None:
-        """Return what :meth:`close_up` is to know of a layer before tokens go."""
+    def order(self, store: Any, layer: int) -> Tensor | None:
+        """Return what :meth:`close_up` needs of a layer from before tokens go."""
         return None
 
-    def close_up(self, store: Store, layer: int, order: Tensor | None) -> None:
+    def close_up(self, store: Any, layer: int, order: Tensor | None) -> None:
         """Turn a layer's keys to the places that they have after tokens went."""
 
-    def crop(self, store: Store, before: Tensor, after: Tensor) -> None:
+    def crop(self, store: Any, before: Tensor, after: Tensor) -> None:
         """Turn all keys to the places that they have when sequences of ``before`` tokens ``[B]`` have ``after``."""
 
-    def turn(self, store: Store, layer: int, index: Tensor, further: Tensor) -> None:
-        """Rotate stored keys on, in place.
+    def turn(self, store: Any, layer: int, index: Tensor, further: Tensor) -> None:
+        """Rotate stored keys on by ``further`` places, in place.
 
-        Args:
-            store: whose rows share no block of what is turned.
-            layer: index of the layer.
-            index: where in the pool tokens lie, ``[B, Hkv, N]``.
-            further: by how many places each is turned, likewise; 0 leaves it as it is.
+        ``index`` ``[B, Hkv, N]`` says where they lie in the pool, in blocks that no other row shares.
         """
         moved = further != 0
         at, keys = index[moved], store.pool.keys.flatten(0, 1)
@@ -129,25 +110,26 @@ class Slots(Turned):
     name = "slot"
     counts_held = True
 
-    def positions(self, batch: ForwardBatch, store: Store) -> Tensor | None:
+    def positions(self, batch: ForwardBatch, store: Any) -> Tensor | None:
         """Go on behind the longest row of each sequence."""
         came = batch.counts if batch.step else torch.zeros_like(batch.counts)  # a step is counted beforehand
         batch.memo["behind"] = store.held.amax((0, 2)) - came
         columns = torch.arange(batch.ranks.shape[1], device=batch.ranks.device)
-        return store.lengths.amax((0, 2)).long()[:, None] + columns
+        ends: Tensor = store.lengths.amax((0, 2))
+        return ends.long()[:, None] + columns
 
-    def place(self, call: AttentionCall, batch: ForwardBatch, store: Store) -> AttentionCall:
+    def place(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
         """Turn the new tokens on from where the model put them to the end of their rows."""
         came = batch.counts if batch.step else torch.zeros_like(batch.counts)
         further = store.held[call.layer] - (came + batch.memo["behind"])[:, None]
         call = super().place(call, batch, store)
         return replace(call, q=self._turned(call.q, further), k=self._turned(call.k, further))
 
-    def by_rank(self, q: Tensor, batch: ForwardBatch, store: Store, layer: int) -> Tensor:
+    def by_rank(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
         """Turn queries on by the number of tokens that their head has lost."""
         return self._turned(q, batch.num_tokens[:, None] - store.held[layer])
 
-    def by_place(self, q: Tensor, batch: ForwardBatch, store: Store, layer: int) -> Tensor:
+    def by_place(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
         """Turn queries back by the number of tokens that their head has lost."""
         return self._turned(q, store.held[layer] - batch.num_tokens[:, None])
 
@@ -158,11 +140,11 @@ class Slots(Turned):
         wide = further.repeat_interleave(x.shape[1] // further.shape[1], 1)
         return rotate(self.decoder, x, wide[:, :, None].to(x.device))
 
-    def order(self, store: Store, layer: int) -> Tensor | None:
+    def order(self, store: Any, layer: int) -> Tensor | None:
         """Return the ranks that each row holds, ascending, ``[B, Hkv, N]``."""
         return _ascending(store.ledger(layer)[1])
 
-    def close_up(self, store: Store, layer: int, order: Tensor | None) -> None:
+    def close_up(self, store: Any, layer: int, order: Tensor | None) -> None:
         """Turn each key back by the number of tokens before it that went."""
         assert order is not None
         index, ranks = store.ledger(layer)
@@ -189,7 +171,7 @@ class Interpolated(Turned):
         self.context: int = decoder.config.max_position_embeddings
         self.stride, self.near = max(self.context // 16, 1), self.context // 2
 
-    def positions(self, batch: ForwardBatch, store: Store) -> Tensor | None:
+    def positions(self, batch: ForwardBatch, store: Any) -> Tensor | None:
         """Refuse passes in which new tokens would have to be squeezed for later ones."""
         most = self.near - self.stride
         over = (batch.num_tokens > self.context) & (batch.counts > most)
@@ -203,17 +185,17 @@ class Interpolated(Turned):
             )
         return None
 
-    def place(self, call: AttentionCall, batch: ForwardBatch, store: Store) -> AttentionCall:
+    def place(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
         """Turn the held keys of the layer, where a text has grown into another part."""
         self._turn(store, call.layer, batch.num_tokens - batch.counts, batch.num_tokens)
         return super().place(call, batch, store)
 
-    def crop(self, store: Store, before: Tensor, after: Tensor) -> None:
+    def crop(self, store: Any, before: Tensor, after: Tensor) -> None:
         """Turn keys back, where a text is in an earlier part again."""
         for layer in range(store.layers):
             self._turn(store, layer, before, after)
 
-    def _turn(self, store: Store, layer: int, before: Tensor, after: Tensor) -> None:
+    def _turn(self, store: Any, layer: int, before: Tensor, after: Tensor) -> None:
         """Turn a layer's keys from where they lie in texts of ``before`` tokens ``[B]`` to where they do in others."""
         ends = [((x + self.stride - 1) // self.stride * self.stride).clamp_min(self.context) for x in (before, after)]
         moved = ends[0] != ends[1]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy
 from ag.engine.reconstruction import Measured
-from ag.engine.scorers.base import Rereader
+from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
 from ag.gates.memory import has_gaps
 from ag.kernels.codes import KVDtype
@@ -30,26 +30,22 @@ def read_prompt(
     position_ids: Tensor | None = None,
     protect: Sequence[Any] = (),
 ) -> list[tuple[EvictionCache, Tensor]]:
-    """Show a prompt to caches with different policies; those that read it densely share one forward pass.
+    """Read a prompt into caches with different policies; those that read it densely share one forward pass.
 
     Those that repeat it in the same way share that too. Each cache is as if it had been alone; with padding or
     ``position_ids`` those share a pass whose ``positions`` are the same.
-    What a shared pass needs beside the caches is one layer's keys and values.
 
     Args:
         model: causal language model in evaluation mode.
         policies: one for each cache.
         input_ids: ``[B, T]``.
-        attention_mask: ``[B, T]``, nonzero on real tokens, zeros on the left alone; None means that there is no
-            padding.
+        attention_mask: ``[B, T]``, nonzero on real tokens, zeros on the left alone, else it is refused; None means that
+            there is no padding.
         position_ids: ``[B, T]``; None means that they are counted from the first column.
         protect: tokens that stay in each of the caches; see :meth:`ag.EvictionCache.protect`.
 
     Returns:
         For each policy its cache, and the final hidden states ``[B, d]`` of the last token of each prompt.
-
-    Raises:
-        UserError: when padding is elsewhere than on the left.
     """
     decoder = decoder_of(model)
     if attention_mask is not None:
@@ -81,17 +77,17 @@ def read_prompt(
 
 @dataclass
 class Attended(AttentionCall):
-    """A call whose dense attention is known."""
+    """A call with its dense attention, computed before."""
 
     output: Tensor = field(kw_only=True)
 
     def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
-        """Return what is known."""
+        """Return the known attention."""
         return self.output
 
 
 class Together(Interceptor):
-    """Several caches that see the same forward pass, in which nothing is held before and nothing goes within it."""
+    """Several empty caches that read the same forward pass, in which nothing is evicted before its end."""
 
     def __init__(self, caches: list[EvictionCache]) -> None:
         self.caches, states = caches, caches[0].states
@@ -99,8 +95,8 @@ class Together(Interceptor):
         for cache in caches:  # while they read
             cache.states = states
         self.modules = [module for cache in caches for module in cache.modules]
-        # what is repeated does not depend on the budget, but codes are what is attended to where there are any
-        known: dict[KVDtype, dict[Rereader, Measured]] = defaultdict(dict)
+        # a repetition does not depend on the budget, but it attends to codes where keys are held so
+        known: dict[KVDtype, dict[KVzip, Measured]] = defaultdict(dict)
         for cache in caches:
             if cache.reconstruction is not None:
                 cache.reconstruction.known = known[cache.policy.kv_dtype]

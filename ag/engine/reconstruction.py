@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ag.engine.scorers.base import Rereader
+from ag.engine.scorers.kvzip import KVzip
 from ag.engine.sequences import SequenceState
 from ag.engine.stopwatch import Stopwatch
 from ag.errors import UserError
@@ -23,14 +23,14 @@ from ag.model.projection import output_weight, projected_norms
 
 
 class Measured(NamedTuple):
-    """What a repetition says of a prompt."""
+    """Scores of a prompt by its repetition."""
 
     scores: dict[int, Tensor]  # by layer, [B, Hkv, N] float32, a column for each token
     seconds: float  # of the model and of measuring
 
 
 class ReconstructionPass:
-    """What a cache does at the end of a prompt for a scorer that measures its repetition.
+    """Repeats a prompt at its end, for a scorer that measures the repetition.
 
     While the prompt is read, its token ids are kept. Behind its last token the model repeats it chunk by chunk, each
     token is scored by the largest attention that the repetition pays it, and the layers evict once. The keys and values
@@ -40,10 +40,10 @@ class ReconstructionPass:
         scorer: which tokens of a prompt are repeated, behind which instructions.
     """
 
-    def __init__(self, scorer: Rereader) -> None:
+    def __init__(self, scorer: KVzip) -> None:
         self.scorer = scorer
-        #: What was measured, by scorer; caches that read a prompt together share it.
-        self.known: dict[Rereader, Measured] = {}
+        #: Measurements by scorer, which caches that read a prompt together share.
+        self.known: dict[KVzip, Measured] = {}
         self._ids = torch.zeros(0, 0, dtype=torch.long)  # [B, columns], the prompt so far; empty when it was repeated
         self._next = torch.zeros(0, dtype=torch.long)  # [B], the position behind the newest token; empty likewise
         self._calls: dict[int, AttentionCall] = {}  # of each layer's attention, without its tokens
@@ -51,11 +51,7 @@ class ReconstructionPass:
     # ---- while the prompt is read
 
     def note(self, tokens: Tensor, before: int) -> None:
-        """Take note of the ids ``[B, T]`` of a forward pass, behind ``before`` columns of the prompt.
-
-        Raises:
-            UserError: when they are embeddings.
-        """
+        """Note the ids ``[B, T]`` of a forward pass, behind ``before`` columns of the prompt; refuse embeddings."""
         if tokens.ndim != 2:
             raise UserError("kvzip repeats the prompt by its token ids: give input_ids, not inputs_embeds.")
         if not before:
@@ -64,16 +60,13 @@ class ReconstructionPass:
         self._ids = torch.cat([self._ids[:, :before], tokens], 1)
 
     def follow(self, ranks: Tensor, positions: Tensor | None) -> None:
-        """Take note of the positions ``[B or 1, w]`` that the model rotates the tokens of a pass by.
-
-        ``ranks`` ``[B, w]`` are those of the tokens, -1 where there is none.
-        """
+        """Note the positions ``[B or 1, w]`` of tokens of ranks ``[B, w]``, -1 where there is none."""
         assert positions is not None
         newest = torch.where(ranks >= 0, positions.to(ranks.device), -1).amax(1)
         self._next = torch.where(newest >= 0, newest + 1, self._next.to(ranks.device))
 
     def look(self, call: AttentionCall) -> None:
-        """Take note of how a layer attends."""
+        """Note how a layer attends."""
         self._calls[call.layer] = replace(call, **{x: getattr(call, x)[:, :, :0] for x in "qkv"}, memo={})
 
     def fork(self) -> ReconstructionPass:
@@ -89,7 +82,7 @@ class ReconstructionPass:
     # ---- at its end
 
     def due(self, state: SequenceState) -> bool:
-        """Tell whether the forward pass that ends has read the end of the prompt."""
+        """Return whether the forward pass that ends has read the end of the prompt."""
         return len(self._ids) > 0 and state.ready
 
     @torch.no_grad()
@@ -109,7 +102,7 @@ class ReconstructionPass:
 
     @torch.no_grad()
     def measure(self, cache: Any) -> Measured:
-        """Return what the repetition of the prompt pays each token at most; the cache is as it was."""
+        """Return the largest attention that the repetition pays each token; the cache is as before."""
         state, watch = cache.sequences, Stopwatch()
         if bool((state.num_tokens > state.prompt_len).any()):
             raise UserError(
@@ -129,7 +122,7 @@ class ReconstructionPass:
         return Measured(scores, watch.seconds)
 
     def _check_reach(self, cache: Any, repeated: list[int]) -> None:
-        """Refuse prompts that their repetitions, of ``repeated`` tokens each, see in part or at other places."""
+        """Refuse prompts of which repetitions of ``repeated`` tokens would see a part alone, or see it elsewhere."""
         windows = [cache.layers[layer].window for layer in cache.sharing]
         reach = min((size for size in windows if size is not None), default=None)
         why = f"the model attends within a window of {reach} tokens, which hides"
@@ -158,16 +151,16 @@ class ReconstructionPass:
 
 
 class Repetition(Interceptor):
-    """A forward pass in which the model repeats a chunk of each prompt, and what it measures.
+    """A forward pass in which the model repeats a chunk of each prompt, and its measurement.
 
     Args:
-        cache: what holds the prompts, whole.
-        scorer: what is measured.
-        places: by sequence, which of its tokens are repeated.
-        scores: what tokens were paid so far, which becomes more.
+        cache: holds the prompts, whole.
+        scorer: of the policy.
+        places: by sequence, the tokens that are repeated.
+        scores: the largest attention of each token so far, which it updates.
     """
 
-    def __init__(self, cache: Any, scorer: Rereader, places: list[range], scores: dict[int, Tensor]) -> None:
+    def __init__(self, cache: Any, scorer: KVzip, places: list[range], scores: dict[int, Tensor]) -> None:
         self.cache, self.scorer, self.scores = cache, scorer, scores
         self.states = copy.deepcopy(cache.states)
         rows = [torch.tensor([*range(min(scorer.sinks, chunk.start)), *chunk], dtype=torch.long) for chunk in places]
@@ -219,7 +212,7 @@ class Repetition(Interceptor):
         return out
 
     def _measure(self, call: AttentionCall) -> None:
-        """Measure what the queries of a repetition pay the chunk that they repeat."""
+        """Measure the attention of a repetition's queries to the chunk that they repeat."""
         store, heads, paid, own = self.cache.store, call.k.shape[1], self._paid, self.batch.ranks
         ranks, there = torch.cat([paid, own], 1), torch.cat([paid, own], 1) >= 0
         slots = ranks.clamp_min(0)[:, None].expand(-1, heads, -1)  # nothing went yet: the slot of a token is its rank

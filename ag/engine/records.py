@@ -1,4 +1,4 @@
-"""What a scorer records of a layer: tensors ``[..., N]`` by name, which follow their tokens from slot to slot."""
+"""A scorer's records of a layer: tensors ``[..., N]`` by name, which follow their tokens from slot to slot."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ Records = dict[str, Tensor]
 
 
 def latest(records: Records, name: str, new: Tensor, counted: Tensor, last: int) -> None:
-    """Record rows ``[B, H, w, N]`` after those recorded before, and keep the last ones.
+    """Record rows ``[B, H, w, N]``, 0 where nothing counts, after earlier ones, and keep the ``last`` of each sequence.
 
-    Args:
-        records: what was recorded.
-        name: what they are recorded under.
-        new: rows, 0 where nothing counts.
-        counted: ``[B, w]`` bool, the rows that exist, which are a sequence's last ones.
-        last: rows to keep of each sequence.
+    The rows that exist, ``counted`` ``[B, w]`` bool, are a sequence's last ones.
     """
     if name in records:
         before = records[name].shape[2]
@@ -38,21 +33,15 @@ def fit(records: Records, slots: int) -> None:
 
 
 def joined(mine: Records, others: Records, batch: int, more: int) -> Records:
-    """Return the records of ``batch`` sequences and of ``more`` others; what one side lacks is 0."""
-    return {name: _joined(mine.get(name), others.get(name), batch, more) for name in {*mine, *others}}
-
-
-def _joined(mine: Tensor | None, others: Tensor | None, batch: int, more: int) -> Tensor:
-    known = mine if mine is not None else others
-    assert known is not None
-    parts = [
-        known.new_zeros(count, *known.shape[1:]) if x is None else x
-        for x, count in zip((mine, others), (batch, more), strict=True)
-    ]
-    for dim in range(2, known.ndim - 1):  # rows of queries: the last ones are the newest
-        parts = [later(x, max(part.shape[dim] for part in parts), dim) for x in parts]
-    slots = max(x.shape[-1] for x in parts)
-    return torch.cat([F.pad(x, (0, slots - x.shape[-1])) for x in parts])
+    """Return the records of ``batch`` sequences and of ``more`` others with as many slots; what one side lacks is 0."""
+    found = {}
+    for name, known in {**others, **mine}.items():
+        empty = [known.new_zeros(count, *known.shape[1:]) for count in (batch, more)]
+        parts = [mine.get(name, empty[0]), others.get(name, empty[1])]
+        for dim in range(2, known.ndim - 1):  # rows of queries: the last ones are the newest
+            parts = [later(x, max(part.shape[dim] for part in parts), dim) for x in parts]
+        found[name] = torch.cat(parts)
+    return found
 
 
 def later(x: Tensor, size: int, dim: int) -> Tensor:

@@ -3,25 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ag.engine.values import Values
 from ag.kernels.attention_stats import Kind
 
 
+@dataclass(frozen=True)
+class Values:
+    """Values of keys, and what statistics read of each: computed once, for all tiles.
+
+    A difference ``v_p - o_i`` does not change when the same vector is taken from all values. Its expansion in products
+    does: their rounding errors grow with the distance of the values from the origin. So products use ``v - centre``.
+
+    Attributes:
+        v: values ``[B, Hkv, N, D]``, 0 on free slots.
+        centre: mean of the values in use ``[B, Hkv, 1, D]``.
+        centred: ``v - centre``, 0 on free slots.
+        norms: ``||v||^2``, ``[B, Hkv, N]``.
+        spread: ``||v - centre||^2``, ``[B, Hkv, N]``.
+        along: ``<v, v - centre>``, ``[B, Hkv, N]``.
+    """
+
+    v: Tensor
+    centre: Tensor
+    centred: Tensor
+    norms: Tensor
+    spread: Tensor
+    along: Tensor
+
+    @classmethod
+    def of(cls, v: Tensor, valid: Tensor | None = None) -> Values:
+        """Centre values ``[B, Hkv, N, D]``, of which those that are ``valid`` ``[B, Hkv, N]`` bool are in use."""
+        used = torch.ones_like(v[..., 0], dtype=torch.bool) if valid is None else valid
+        v = v.masked_fill(~used[..., None], 0.0)
+        centre = v.sum(2, keepdim=True) / used.sum(-1).clamp_min(1)[..., None, None]
+        centred = (v - centre).masked_fill_(~used[..., None], 0.0)
+        spread = centred.square().sum(-1)
+        return cls(v, centre, centred, v.square().sum(-1), spread, spread + (centred @ centre.mT)[..., 0])
+
+    def with_nothing(self) -> Values:
+        """Return the same with one more value, 0, which the centre leaves out."""
+        zero, back = torch.zeros_like(self.centre), -self.centre
+        none = torch.zeros_like(self.norms[..., :1])
+        more = zero, back, none, back.square().sum(-1), none
+        each = zip((self.v, self.centred, self.norms, self.spread, self.along), more, strict=True)
+        v, centred, *others = (torch.cat(pair, 2) for pair in each)
+        return Values(v, self.centre, centred, *others)
+
+    def part(self, heads: slice, keys: slice) -> Values:
+        """Return the values of some KV heads and keys, as views."""
+        parts = (x[:, heads, keys] for x in (self.v, self.centred, self.norms, self.spread, self.along))
+        return Values(next(parts), self.centre[:, heads], *parts)
+
+
 class AttentionRows:
-    """Some queries against held keys: w queries, N keys. Everything is computed when it is asked for.
+    """Some queries against held keys: w queries, N keys. Each statistic is computed when it is first read.
 
     Args:
         logits: scaled ``[B, H, w, N]``, ``-inf`` where the query does not see the key.
         values: gives those of the keys, ``[B, Hkv, N, D]`` with H a multiple of Hkv.
         counted: ``[B, w]`` bool, the queries that exist.
         open_until: keys before this one are seen by every query.
-        sinks: ``[H]``, the sink logit of each head: to all that is computed here it is that of one more key, the last,
-            whose value is 0. None means that there are none.
+        sinks: ``[H]``, the sink logit of each head, which acts as one more key, the last, whose value is 0. None means
+            that the model has none.
     """
 
     def __init__(
@@ -59,29 +107,19 @@ class AttentionRows:
     @property
     def visible(self) -> Tensor:
         """``[B, H, w, N]`` bool, whether the query sees the key."""
-        return self._visible[..., : self._keys]
+        return (self._logits != float("-inf"))[..., : self._keys]
 
     @cached_property
     def _a(self) -> Tensor:
         a = self._logits.softmax(-1)
-        return a if self._open_until else a.masked_fill(~self._visible, 0.0)  # some row may see nothing
+        return a if self._open_until else a.masked_fill(self._logits == float("-inf"), 0.0)  # some row may see nothing
 
     @cached_property
     def _s(self) -> Tensor:
         s = self._logits.clone()
-        s[..., self._open_until :].masked_fill_(self._hidden, 0.0)
+        near = s[..., self._open_until :]
+        near.masked_fill_(near == float("-inf"), 0.0)
         return s
-
-    @cached_property
-    def _hidden(self) -> Tensor:
-        """``[B, H, w, N - open_until]`` bool, the pairs that are not visible."""
-        return self._logits[..., self._open_until :] == float("-inf")
-
-    @cached_property
-    def _visible(self) -> Tensor:
-        visible = torch.ones_like(self._logits, dtype=torch.bool)
-        visible[..., self._open_until :] = ~self._hidden
-        return visible
 
     @cached_property
     def o(self) -> Tensor:

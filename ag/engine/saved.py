@@ -1,7 +1,7 @@
-"""Caches in files: one safetensors file, whose header says what its tensors are. Nothing is pickled.
+"""Caches in files: one safetensors file with a header that describes its tensors. Nothing is pickled.
 
-Written are the tokens that each row holds, block tables left out, and the state of what follows them; the policy is
-made anew. A cache that is read again computes what the saved one would, bit by bit.
+It holds the tokens of each row, without block tables, and the state that later passes depend on; the policy is made
+anew. A loaded cache goes on bit by bit as the saved one would.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
 from ag.versions import versions
 
-SCHEMA = 7
+SCHEMA = 8
 FORMAT = "ag.EvictionCache"
 
 C = TypeVar("C", bound=Forward)
@@ -103,11 +103,11 @@ def _unpacked(found: Any, read: Callable[[str], Tensor]) -> Any:
     return {key: _unpacked(x, read) for key, x in found.get("items", found.items())}
 
 
-# ---- what it was made of
+# ---- policy, model, gates
 
 
 def _words(cache: Forward) -> dict[str, Any]:
-    """Return what :func:`ag.policy` makes the policy of again."""
+    """Return the arguments by which :func:`ag.policy` makes the policy again."""
     mine, options = cache.policy, dict(cache.policy.options)
     inner = getattr(mine.scorer, "inner", mine.scorer)
     for name in () if inner is None else inner.needs.from_tokenizer:
@@ -124,7 +124,7 @@ def _words(cache: Forward) -> dict[str, Any]:
 
 
 def _base(cache: Forward) -> dict[str, Any]:
-    """Return what is known of the model: its geometry and type, and its name for the reader."""
+    """Return the geometry and type of the model, and its name for the reader."""
     config = cache.decoder.config
     return {"name": config.name_or_path or "", "dtype": str(cache.decoder.dtype), "fingerprint": fingerprint(config)}
 
@@ -175,7 +175,7 @@ def _opened(file: Path) -> Iterator[tuple[dict[str, str], Callable[[str], Tensor
 
 @contextmanager
 def _whole(file: Path) -> Iterator[None]:
-    """Turn what a damaged file brings about into one error."""
+    """Turn the exceptions of a damaged file into one error."""
     try:
         yield
     except UserError:
@@ -185,7 +185,7 @@ def _whole(file: Path) -> Iterator[None]:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Refuse to write over something that is no saved cache."""
+    """Refuse to write over another file than a saved cache."""
     if not target.exists():
         return
     try:

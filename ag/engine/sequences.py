@@ -10,18 +10,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ag.engine.forward_batch import ForwardBatch, Prompts
-from ag.engine.masks import check_announced, check_given, check_past
+from ag.engine.masks import check_announced, check_given, check_past, marked, of_each
 from ag.engine.policy import Policy
-from ag.engine.protection import marked, of_each
 from ag.engine.token_ids import TokenIds
 from ag.errors import UserError
 
 
 class SequenceState:
-    """Per sequence, on the host: tokens seen, prompt length, the length at the last eviction, tokens held.
-
-    The attention mask of a forward pass becomes ranks here and nowhere else. ``num_held`` is what the schedule counts:
-    tokens per KV head, on average.
+    """Lengths of each sequence, ``[B]`` long on the host each; the mask of a forward pass becomes ranks here alone.
 
     Args:
         policy: of the cache.
@@ -30,12 +26,14 @@ class SequenceState:
 
     VECTORS = "num_tokens", "prompt_len", "evicted_at", "settled", "num_held"
 
+    #: Tokens seen.
     num_tokens: Tensor
     prompt_len: Tensor
-    #: Tokens of each sequence at its last eviction; shorter it cannot become again.
+    #: Tokens at the last eviction; :meth:`crop` goes back no further.
     evicted_at: Tensor
-    #: Tokens of each sequence that can no longer be taken back: those of the prompt, and of all passes but the last.
+    #: Tokens that can no longer be taken back: those of the prompt, and of all passes but the last.
     settled: Tensor
+    #: Tokens held per KV head, on average, as the schedule counts them.
     num_held: Tensor
 
     def __init__(self, policy: Policy, chunk: int | None = None) -> None:
@@ -51,7 +49,7 @@ class SequenceState:
         self.own_positions = False  # whether columns no longer tell positions: sequences were added or cropped apart
         self.by_column = False  # whether the newest tokens had their columns for positions, padding counted
         self.ids = TokenIds()
-        #: Which tokens the caller protects, ``[B, L]`` bool on the host, by rank; None means none.
+        #: Tokens that the caller protects, ``[B, L]`` bool on the host, by rank; None means that none is protected.
         self.protected: Tensor | None = None
         self._expected: Tensor | None = None  # [B, T] bool, the announced text, until a pass begins with it
         self._prompt: Tensor | None = None  # [B, T] bool, the prompt that is being read, or was
@@ -77,7 +75,7 @@ class SequenceState:
         return self.columns > 0 and bool((self.num_tokens >= self.prompt_len).all())
 
     def expect(self, mask: Tensor, tokens: Tensor | None) -> None:
-        """Take note of the text ``[B, T]`` bool to come; see :meth:`ag.engine.forward.Forward.expect`."""
+        """Note the text ``[B, T]`` bool to come; see :meth:`ag.engine.forward.Forward.expect`."""
         seen, columns = self.columns, mask.shape[1]
         given = columns if tokens is None else tokens.shape[1]
         check_given(given, columns, seen)
@@ -86,12 +84,12 @@ class SequenceState:
         self._expected = mask
 
     def saw(self, tokens: Tensor | None) -> None:
-        """Take note of the text ``[B, T]`` after generation; None means that it is not known."""
+        """Note the text ``[B, T]`` after generation; None means that it is not known."""
         self._expected = None
         self.ids.end(tokens, len(self))
 
     def protect(self, spans: Sequence[Any]) -> None:
-        """Let tokens stay whatever the policy says; see :meth:`ag.engine.cache.EvictionCache.protect`."""
+        """Protect tokens; see :meth:`ag.engine.forward.Forward.protect`."""
         each = spans if any(isinstance(x, list) for x in spans) else [spans]
         marks = pad_sequence([marked(x) for x in each], batch_first=True)
         self.protected = None
@@ -103,14 +101,8 @@ class SequenceState:
     def extend(self, mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
         """Add the columns of a forward pass, and return which of them are tokens, ``[B, length]`` bool.
 
-        Args:
-            mask: ``[B, seen + length]``, nonzero on tokens; None means that all columns are.
-            batch: number of sequences.
-            length: columns of the pass.
-            device: of the model's input.
-
-        Raises:
-            UserError: when the mask does not fit what was seen.
+        The mask ``[B, seen + length]`` is nonzero on tokens; None means that all columns are. One that does not fit the
+        columns seen is refused.
         """
         seen = self.columns
         if seen and batch != len(self.mask):
@@ -161,11 +153,7 @@ class SequenceState:
         return self._made(self.next_ranks, None, torch.ones_like(self.num_tokens), is_prefill=False, step=True)
 
     def batches(self, new: Tensor) -> Iterator[ForwardBatch]:
-        """Cut the new tokens of a forward pass into chunks of the prompt and what follows it.
-
-        Args:
-            new: ``[B, T]`` bool, which columns are tokens.
-        """
+        """Cut new columns ``[B, T]`` bool, True on tokens, into chunks of the prompt and what follows it."""
         lengths, before = new.sum(1).cpu(), self.num_tokens
         width, device = new.shape[1], new.device
         order = None if bool((lengths == width).all()) else (~new).int().argsort(dim=1, stable=True)
@@ -183,7 +171,7 @@ class SequenceState:
             yield batch
 
     def _parts(self, before: Tensor, end: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Yield from which ranks to which ``[B]`` each part goes, and whether it belongs to the prompt."""
+        """Yield the first rank and the one behind the last ``[B]`` of each part, and whether it is of the prompt."""
         in_prompt = end.minimum(self.prompt_len).maximum(before)
         for first, last in _cut(before, in_prompt, self.policy.block, self.chunk):
             yield first, last, True
@@ -223,17 +211,17 @@ class SequenceState:
         )
 
     def note_eviction(self, evict: Tensor, capacity: Tensor) -> None:
-        """Take note that these sequences ``[B]`` bool are evicted from, down to a capacity ``[B]``."""
+        """Note that these sequences ``[B]`` bool are evicted from, down to a capacity ``[B]``."""
         self.num_held = self.num_held.where(~evict, self.num_held.minimum(capacity))
         self.evicted_at = self.evicted_at.where(~evict, self.num_tokens)
 
     def may_evict(self, counts: Tensor) -> bool:
-        """Tell whether something may go after these numbers of new tokens ``[B]``."""
+        """Return whether these numbers of new tokens ``[B]`` make an eviction due."""
         capacity = None if self.policy.budget is None else self.policy.capacity(self.prompt_len)
         return not self.ready or self._should_evict(counts, False, capacity) is not None
 
     def _should_evict(self, counts: Tensor, is_prefill: bool, capacity: Tensor | None) -> Tensor | None:
-        """Return the sequences to evict from after ``counts`` new tokens of each, ``[B]`` bool; None means none.
+        """Return the sequences to evict from after ``counts`` ``[B]`` new tokens, ``[B]`` bool; None means none.
 
         The schedule is one rule: at the end of a prompt, or of a chunk of it, a sequence is evicted down to its budget.
         Behind the prompt that happens whenever it holds its budget and an interval more.
@@ -309,7 +297,7 @@ class SequenceState:
         return tokens
 
     def check_by_rank(self, what: str) -> None:
-        """Refuse what goes on at each sequence's length, where the positions so far count padding."""
+        """Refuse to go on at the sequences' lengths where the positions so far count padding."""
         if self.by_column and not bool(self.mask.all()):
             raise UserError(
                 f"{what}: the text was read under padding and without position_ids, so that its positions count the "

@@ -1,4 +1,4 @@
-"""Keys that a layer holds, and the queries that meet them, as an observation shows them."""
+"""The keys and values that a layer holds, as scorers see them."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ag.engine.values import Values
+from ag.engine.rows import Values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """What a layer holds, rows padded to the longest, N slots.
+    """The keys and values that a layer holds, rows padded to the longest, N slots.
 
     Attributes:
         stored: gathers keys and values, ``[B, Hkv, N, D]`` or ``[B Hkv, N, D]``, when a scorer reads them;
             those of the queries' own tokens are among them.
         shape: B, Hkv and N.
-        ledger: returns :attr:`ranks` and :attr:`valid`, which a step of most scorers does not ask for.
-        full: whether the host knows that no slot is free.
-        ordered: whether the host knows that the ranks of each row ascend.
+        ledger: returns :attr:`ranks` and :attr:`valid`, which a step of most scorers does not need.
+        ordered: whether the host knows that the token of rank n lies in slot n.
         alike: whether the host knows that all heads of a sequence hold the same tokens in the same slots.
     """
 
     stored: Callable[[], tuple[Any, ...]]
     shape: tuple[int, ...]
     ledger: Callable[[], tuple[Tensor, Tensor]]
-    full: bool = False
-    ordered: bool = True
+    ordered: bool = False
     alike: bool = False
 
     @cached_property
@@ -68,41 +66,17 @@ class Keys:
         return self.k.float()
 
     @cached_property
-    def double(self) -> Tensor:
-        """Keys in float64."""
-        return self.k.double()
-
-    @cached_property
     def values(self) -> Values:
         """Values, centred."""
         return Values.of(self.v.float(), self.valid)
 
     @cached_property
-    def sorted_ranks(self) -> Tensor:
-        """``[B, Hkv, N]``: free slots rank after everything."""
-        return self.ranks.masked_fill(~self.valid, torch.iinfo(self.ranks.dtype).max).contiguous()
-
-    @cached_property
     def order(self) -> Tensor | None:
-        """Slots ``[B, Hkv, N]`` in the order of ranks, free ones last; None means that they are in that order."""
-        return None if self.ordered else self.sorted_ranks.argsort(-1)
+        """Slots ``[B, Hkv, N]`` in the order of ranks, free ones last; None means that they lie in that order."""
+        return None if self.ordered else in_order(self.ranks.masked_fill(~self.valid, -1))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Queries:
-    """What meets the keys: the new queries, and before them those that a part of the policy looks back at.
-
-    Attributes:
-        q: queries ``[B, H, T, D]``, post-RoPE.
-        ranks: ``[B, T]`` long, the place of each among its sequence's own tokens.
-        valid: ``[B, T]`` bool, False on padding.
-        new: how many of them, at the end, were not shown before; None means all.
-        weights: attention weights ``[B, H, N]`` of the new one, 0 where it is padding; None means that there are more,
-            or they are not known.
-    """
-
-    q: Tensor
-    ranks: Tensor
-    valid: Tensor
-    new: int | None = None
-    weights: Tensor | None = None
+def in_order(ranks: Tensor) -> Tensor:
+    """Return slots ``[B, Hkv, N]`` long in the order of their tokens' ranks; free ones, of rank -1, come last."""
+    slots: Tensor = ranks.masked_fill(ranks < 0, torch.iinfo(ranks.dtype).max).argsort(-1)
+    return slots

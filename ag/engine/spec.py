@@ -1,4 +1,4 @@
-"""The text of a policy and the rule of budgets; nothing else reads either."""
+"""The text of a policy and the rule of budgets; both are read here alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Any, NoReturn
+from typing import Any
 
 from ag.config.policies import ALIASES, FLAGS, FULL, GATES, split_label
 from ag.config.sections import BUDGET
@@ -20,11 +20,7 @@ from ag.plugins import check_part, discover
 
 
 def parse_budget(value: Any) -> int | float:
-    """Return a budget: an int is tokens per KV head, a float a share of each prompt's own tokens.
-
-    Raises:
-        UserError: for anything else.
-    """
+    """Return a budget: an int is tokens per KV head, a float a share of each prompt's own tokens; refuse others."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and (value >= 1 if isinstance(value, int) else 0 < value <= 1):
         return int(value) if isinstance(value, int) else float(value)
@@ -43,10 +39,10 @@ class PolicySpec:
 
     Attributes:
         scorer: name of a scorer, of an alias for a scorer with its allocator, ``flags`` or ``full``.
-        wrapper: name of the wrapper, or None.
+        wrapper: name of the wrapper; None means that there is none.
         allocator: name of the allocator; None means the scorer's own.
         path: folder or hub id of exported gates, for a scorer that reads gates; None means those attached to the model.
-        label: what tables call it; two specs that differ in it alone are equal.
+        label: its name in tables; two specs that differ in it alone are equal.
     """
 
     scorer: str
@@ -61,35 +57,36 @@ class PolicySpec:
 
     @classmethod
     def parse(cls, text: str) -> PolicySpec:
-        """Read the text of a policy.
-
-        Raises:
-            UserError: for an unknown name (the nearest is suggested), or a sign that is out of place (where it stands).
-        """
+        """Read the text of a policy; refuse unknown names (the nearest is suggested) and parts out of order."""
         for group in ("ag.scorers", "ag.wrappers", "ag.allocators"):
             discover(group)
         label, bare = split_label(text)
+        scorer = re.split("[:+@]", bare, maxsplit=1)[0]
         if label is not None:
-            return replace(cls.parse(bare), label=_checked(label, bare, text))
-        scorer = re.split("[:+@]", text, maxsplit=1)[0]
-        start, path = len(scorer), None
-        if text and not scorer:
-            _misplaced(text, 0, "expected the name of a scorer before it")
+            _check_label(label, scorer, text)
         check_known(scorer, (FULL, *SCORERS, FLAGS, *ALIASES), "policy", text)
-        if scorer in SCORERS:
-            check_part(scorer, SCORERS[scorer], Scorer)
-        if text[start : start + 1] == ":":
-            if not _reads_gates(scorer):
-                _misplaced(text, start, f"{scorer} takes no path; expected {scorer}")
-            first, start = start + 1, _end_of_path(text, start + 1)
-            path = text[first:start]
-            if not path:
-                _misplaced(text, first, f"expected {scorer}:PATH, the folder of exported gates")
-        parts = _parts(text, start)
-        if scorer in ALIASES and "@" in parts:
+        rest, path = bare[len(scorer) :], None
+        if rest.startswith(":"):
+            end = _end_of_path(rest, 1)
+            path, rest = rest[1:end], rest[end:]
+        signs = re.fullmatch(r"(?:\+([^+@]+))?(?:@([^+@]+))?", rest)
+        if signs is None or path == "" or not (path is None or _reads_gates(scorer)):
+            shape = f"{scorer}{':PATH' * _reads_gates(scorer)}[+WRAPPER][@ALLOCATOR]"
+            raise UserError(f"Policy {text!r}: {bare[len(scorer) :]!r} behind {scorer}: expected {shape}.")
+        wrapper, allocator = signs.groups()
+        parts: list[tuple[str, str | None, Mapping[str, Any], type]] = [
+            ("policy", scorer if scorer in SCORERS else None, SCORERS, Scorer),
+            ("wrapper", wrapper, WRAPPERS, Wrapper),
+            ("allocator", allocator, ALLOCATORS, Allocator),
+        ]
+        for kind, name, names, base in parts:
+            if name is not None:
+                check_known(name, names, kind, text)
+                check_part(name, names[name], base)
+        if scorer in ALIASES and allocator is not None:
             same = "@".join(ALIASES[scorer])
             raise UserError(f"Policy {text!r}: {scorer} stands for {same}, allocator included; name the parts instead.")
-        return cls(scorer, parts.get("+"), parts.get("@"), path)
+        return cls(scorer, wrapper, allocator, path, label)
 
     def __str__(self) -> str:
         path = self.path or ""
@@ -99,7 +96,7 @@ class PolicySpec:
 
     @property
     def evicts(self) -> bool:
-        """Whether anything may go."""
+        """Whether tokens may be evicted."""
         return self.scorer != FULL
 
     @property
@@ -109,7 +106,7 @@ class PolicySpec:
 
     @property
     def takes_budget(self) -> bool:
-        """Whether it can be told how much stays."""
+        """Whether it takes a budget."""
         return self.scorer not in (FULL, FLAGS)
 
     @property
@@ -119,18 +116,13 @@ class PolicySpec:
 
     @property
     def bare(self) -> bool:
-        """Whether it needs no budget: nothing is evicted, or what the flags of gates say."""
+        """Whether it needs no budget: nothing is evicted, or the flags of gates decide."""
         return not self.evicts or (self.reads_gates and self.wrapper is None and self.allocator is None)
 
     def with_gates(self, folder: str | None, fix: str = "") -> PolicySpec:
-        """Return the same with these exported gates, where it reads some and names none.
+        """Return the same with the exported gates of a folder, where it reads some and names none.
 
-        Args:
-            folder: the export; None means that there is none.
-            fix: how to give it, beside naming it in the policy.
-
-        Raises:
-            UserError: it needs gates, and there are none.
+        Without a folder such a policy is refused; ``fix`` says how to give one, beside naming it in the policy.
         """
         if not self.reads_gates or self.path is not None:
             return self
@@ -150,26 +142,26 @@ class PolicySpec:
         return replace(self, allocator=self.allocator or own)
 
 
-def _checked(label: str, bare: str, text: str) -> str:
-    """Return a label that can be a name in tables and in keys."""
-    scorer = re.split("[:+@=]", bare, maxsplit=1)[0]
-    if "=" in bare[len(scorer) : len(scorer) + 1]:
-        _misplaced(text, len(text) - len(bare) + len(scorer), "expected one label")
-    if not re.fullmatch(r"\w[\w.-]*", label):
-        _misplaced(text, 0, "expected a label of letters, digits, _, - and . before the =")
-    if scorer == FULL or (label in (FULL, FLAGS, *SCORERS, *ALIASES) and label != scorer):
-        other = f"{FULL} goes without" if scorer == FULL else f"{label} is a policy of its own"
-        raise UserError(f"Policy {text!r}: label {label!r}: {other}; choose another label.")
-    return label
+def _check_label(label: str, scorer: str, text: str) -> None:
+    """Refuse a label that cannot be a name in tables and in keys."""
+    expected = None
+    if not re.fullmatch(r"\w[\w.-]*", label) or "=" in scorer:
+        expected = "expected one label of letters, digits, _, - and . before the policy"
+    elif scorer == FULL:
+        expected = f"{FULL} goes without"
+    elif label in (FULL, FLAGS, *SCORERS, *ALIASES) and label != scorer:
+        expected = f"{label} is another policy; choose another label"
+    if expected is not None:
+        raise UserError(f"Policy {text!r}: label {label!r}: {expected}.")
 
 
 def named(texts: Sequence[str]) -> dict[str, PolicySpec]:
-    """Read policies and return them, in their order, by what tables call each: its label, or else its text.
+    """Read policies and return them, in their order, by their names in tables: the label, or else the text.
 
     In a text a path is shortened to its last two parts, or as many more as tell it from the other paths.
 
     Raises:
-        UserError: a text is no policy, or two policies have the same name.
+        UserError: when a text is no policy, or two policies have the same name.
     """
     found: dict[str, PolicySpec] = {}
     specs = [PolicySpec.parse(text) for text in texts]
@@ -196,27 +188,6 @@ def _reads_gates(scorer: str) -> bool:
     return scorer == FLAGS or (scorer in SCORERS and SCORERS[scorer].reads_gates)
 
 
-def _parts(text: str, start: int) -> dict[str, str]:
-    """Return the names behind the signs from a place on."""
-    kinds: dict[str, tuple[str, Mapping[str, Any], type]] = {
-        "+": ("wrapper", WRAPPERS, Wrapper),
-        "@": ("allocator", ALLOCATORS, Allocator),
-    }
-    found: dict[str, str] = {}
-    for match in re.compile("([+@])([^+@]*)").finditer(text, start):
-        (sign, name), (kind, names, base) = match.groups(), kinds[match[1]]
-        if sign in found:
-            _misplaced(text, match.start(), f"expected at most one {kind}, and {found[sign]} is one")
-        if sign == "+" and "@" in found:
-            _misplaced(text, match.start(), "expected the wrapper before the allocator")
-        if not name:
-            _misplaced(text, match.end(), f"expected one of {', '.join(names)}")
-        check_known(name, names, kind, text)
-        check_part(name, names[name], base)
-        found[sign] = name
-    return found
-
-
 def _end_of_path(text: str, start: int) -> int:
     """Return where a path that begins at ``start`` ends and other parts begin."""
     start, end = max(start, text.rfind("/", start) + 1), len(text)
@@ -228,8 +199,3 @@ def _end_of_path(text: str, start: int) -> int:
         if name and not difflib.get_close_matches(name, names, 1, cutoff=0.75):
             return end
         end = place
-
-
-def _misplaced(text: str, place: int, expected: str) -> NoReturn:
-    found = f"{text[place]!r}" if place < len(text) else "the end"
-    raise UserError(f"Policy {text!r}: {found} at character {place + 1}: {expected}.")

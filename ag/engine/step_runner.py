@@ -30,13 +30,13 @@ def cuda_graph(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
 class StepRunner:
     """The forward pass of one token of each sequence behind a prompt.
 
-    The host counts and takes blocks before a step. What then runs on the device is the same operations on the same
-    memory, of two kinds: a step that evicts, and one that does not. On a card the first step of a kind runs as it is,
-    the second one is recorded as a CUDA graph, and those that follow are replayed. All is recorded anew where memory
-    moved: rows outgrew the block table (it gets room for 128 tokens or an eighth more), sequences came or went, tokens
-    were cropped, other calls of the model read some. Steps of policies and models that cannot be recorded (hybrid
-    models, chunked attention) run as they are, as do evictions for which the device is asked how many tokens stayed
-    (heads, global), and nothing is recorded elsewhere.
+    The host counts and takes blocks before a step. The device then runs the same operations on the same memory, of two
+    kinds: a step that evicts, and one that does not. On a card the first step of a kind runs as it is, the second one
+    is recorded as a CUDA graph, and those that follow are replayed. All is recorded anew where memory moved: rows
+    outgrew the block table (it gets room for 128 tokens or an eighth more), sequences came or went, tokens were
+    cropped, other calls of the model read some. Steps of policies and models that cannot be recorded (hybrid models,
+    chunked attention) run as they are, as do evictions in which the host waits for the numbers of tokens that stayed
+    (heads, global).
 
     Args:
         model: that the cache was made for, in evaluation mode.
@@ -74,7 +74,7 @@ class StepRunner:
         check_ranks(cache.decoder, "StepRunner")
         cache.sequences.check_by_rank("StepRunner")
         cache.begin(cache.decoder, None, tokens)
-        cache.prepared = True  # what follows is the device's part
+        cache.prepared = True  # the device's part follows
         try:
             logits = self._step(tokens)
         finally:
@@ -92,7 +92,7 @@ class StepRunner:
             self._recorded.clear()
             self._memory, self._tokens = memory, tokens.clone()
         self._tokens.copy_(tokens)
-        if kind not in self._recorded:  # what is made once, such as records, is made before
+        if kind not in self._recorded:  # makes what is made once, such as records
             self._recorded[kind] = None
             return self._run(self._tokens)
         found = self._recorded[kind]
@@ -106,7 +106,7 @@ class StepRunner:
         return found[0]
 
     def _kind(self) -> Hashable | None:
-        """Return what tells the step at hand from others in the same memory; None means that it cannot be recorded."""
+        """Return the kind of the step at hand in the same memory; None means that it cannot be recorded."""
         cache, batch, policy, evictor = self.cache, self.cache.batch, self.cache.policy, self.cache.evictor
         assert batch is not None
         evicts = batch.evict is not None

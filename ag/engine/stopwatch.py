@@ -1,4 +1,4 @@
-"""How long parts of a pass take, on a CPU and on a card, which works behind the host."""
+"""Seconds that parts of a pass take, on a CPU and on a card, which works behind the host."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 import torch
 
-OPEN = 64  # most parts whose time is not yet known
+OPEN = 64  # most parts whose time is not read yet
 
 
 class Stopwatch:
     """Adds up the seconds of parts of a pass.
 
-    On a card they are those between two events in its stream. Nothing waits for the newest of these until the sum is
-    asked for.
+    On a card they are those between two events in its stream, which the host reads when the sum is read, or behind 64
+    others.
 
     Args:
         seconds: that the sum begins with.
@@ -42,21 +42,21 @@ class Stopwatch:
         yield
         last.record(stream)
         self._open.append((first, last))
-        while len(self._open) > OPEN or (self._open and self._open[0][1].query()):  # nothing waits but for an old one
-            self._close()
+        if len(self._open) > OPEN:
+            self._read(1)
 
     @property
     def seconds(self) -> float:
         """The sum; on a card the host waits for the parts that have not ended."""
-        while self._open:
-            self._close()
+        self._read(len(self._open))
         return self._sum
 
-    def _close(self) -> None:
-        """Add the oldest part, for whose end the host waits."""
-        first, last = self._open.pop(0)
-        last.synchronize()
-        self._sum += first.elapsed_time(last) / 1000
+    def _read(self, count: int) -> None:
+        """Add the oldest parts, for whose ends the host waits."""
+        for first, last in self._open[:count]:
+            last.synchronize()
+            self._sum += first.elapsed_time(last) / 1000
+        del self._open[:count]
 
     def __deepcopy__(self, memo: object) -> Stopwatch:
         """Copy the sum: events belong to one watch."""

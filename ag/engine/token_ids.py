@@ -1,4 +1,4 @@
-"""The ids of the text that a cache has read, as far as ``model.generate`` says them."""
+"""The ids of the text that a cache has read, as far as ``model.generate`` gives them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ AGAIN = "to continue, give the whole text so far and what follows; for another t
 
 
 class TokenIds:
-    """Remembers token ids, so that a text that begins otherwise than the one that was read is refused.
-
-    ``ids`` is ``[B, T]``; None means that they are not known.
-    """
+    """Remembers token ids, so that a text that begins otherwise than the one that was read is refused."""
 
     def __init__(self) -> None:
+        #: Of the text that was read, ``[B, T]``; None means that they are not known.
         self.ids: Tensor | None = None
-        #: The text ``[B, T]`` to come; None means that none was announced, or that its ids are not known.
+        #: Of the text to come, ``[B, T]``; None means that none was announced, or that its ids are not known.
         self.announced: Tensor | None = None
 
     def announce(self, tokens: Tensor | None, seen: int) -> None:
-        """Take note of the whole text ``[B, T]`` to come, of which ``seen`` columns were read; None means not known.
+        """Note the whole text ``[B, T]`` to come, of which ``seen`` columns were read; None means that it is unknown.
 
-        Raises:
-            UserError: when it does not begin as the text that was read.
+        A text that does not begin as the one that was read is refused.
         """
         if tokens is not None and seen and self.ids is not None and len(self.ids) == len(tokens):
             before = self.ids[:, :seen].to(tokens.device)
@@ -37,17 +34,17 @@ class TokenIds:
         self.announced = tokens
 
     def begin(self) -> None:
-        """Go over to the text that was announced, as its first forward pass begins."""
+        """Take the text that was announced for the one that is read, as its first forward pass begins."""
         self.ids, self.announced = self.announced, None
 
     def end(self, tokens: Tensor | None, batch: int) -> None:
-        """Take note of the text ``[B, T]`` after generation, and forget what was announced."""
+        """Note the text ``[B, T]`` after generation, and forget what was announced."""
         self.announced = None
         if tokens is not None and self.ids is not None and len(self.ids) == len(tokens) == batch:  # no beams
             self.ids = tokens
 
     def common(self, tokens: Tensor, seen: int) -> int:
-        """Return with how many columns, less than all, ``tokens`` ``[B, T]`` begins like the text that was read."""
+        """Return the number of first columns, fewer than all, that ``tokens`` ``[B, T]`` shares with the text read."""
         if self.ids is None or len(self.ids) != len(tokens):
             return 0
         most = min(seen, self.ids.shape[1], tokens.shape[1] - 1)

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.protection import marked
+from ag.engine.masks import marked
 from ag.errors import UserError, require
 from ag.serve.detokenizer import Detokenizer
 

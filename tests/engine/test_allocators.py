@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.engine.allocators.global_ import Global
 from ag.engine.allocators.preference import Preference, water_fill
 from ag.engine.allocators.pyramid import pyramid
 from ag.engine.allocators.rounding import largest_remainder
@@ -52,21 +51,6 @@ def test_remainders_that_differ_in_their_last_bits_are_equal():
     assert largest_remainder(shares, torch.tensor([38]), torch.full((1, 6), 99)).tolist() == [[1, 1, 0, 0, 17, 19]]
 
 
-@given(st.data())
-@settings(max_examples=60)
-def test_rounding_is_exact_and_fair(data):
-    layers = data.draw(st.integers(1, 12))
-    parts = data.draw(st.lists(st.integers(1, 50), min_size=layers, max_size=layers))
-    total = data.draw(st.integers(0, 300))
-    shares = [Fraction(part * total, sum(parts)) for part in parts]
-    got = largest_remainder(
-        torch.tensor([[float(x) for x in shares]], dtype=torch.float64),
-        torch.tensor([total]),
-        torch.full((1, layers), 1000),
-    )
-    assert got.tolist() == [rounded(shares, total)]
-
-
 # ---- pyramid
 
 
@@ -84,23 +68,6 @@ def test_pyramid_is_a_line_of_exact_total(mean, held, layers, beta):
         shares = [high - Fraction(high - low, layers - 1) * layer for layer in range(layers)]
         assert got == rounded(shares, mean * layers)
         assert got == sorted(got, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("n", "regime"),
-    [(30, "all"), (40, "even"), (63, "even"), (64, "pyramid"), (500, "pyramid")],
-)
-def test_the_regimes_of_pyramidkv(n, regime):
-    """C = 40 of which 8 are the window: T = 32. N < C: all stay; C <= N < 2T: C each; else the pyramid."""
-    held = Scripted("pyramid", candidates_of([n] * 6, 40, protected=8)).run()
-    counts = [{len(tokens) for tokens in layer} for layer in held]
-    if regime == "pyramid":
-        shares = pyramid(32, n - 8, 6)
-        assert counts == [{share + 8} for share in shares]
-        assert sum(shares) == 6 * 32
-        assert shares[0] > 40
-    else:
-        assert counts == [{n if regime == "all" else 40}] * 6
 
 
 # ---- preference
@@ -237,23 +204,3 @@ def test_two_scores_decide_once_too(seed, capacity, protected):
         for g in range(2):
             parts = (x[0, g].tolist() for x in (candidates.score, candidates.second, candidates.protected))
             assert held[layer][g] == two_stages(*parts, counts[layer][g], 0.5)
-
-
-def test_while_decoding_each_layer_keeps_its_total():
-    brought = candidates_of([30] * 3, 10, 1)
-    decision = Scripted("global", brought)
-    held = decision.run()
-    totals = [sum(map(len, layer)) for layer in held]
-    assert {layer: x.tolist() for layer, x in decision.budgets.settled.items()} == {
-        i: [n] for i, n in enumerate(totals)
-    }
-    assert not decision.budgets.open and not decision.budgets.votes
-    (later,) = candidates_of([24], 10, 1, seed=9)
-    for layer, total in enumerate(totals):
-        keep = Global().keep_later(layer, later, decision.budgets)
-        flat = sorted((-later.score[0, g, p], g, p) for g in range(2) for p in range(23))[: total - 2]
-        wanted = {(g, p) for _, g, p in flat} | {(0, 23), (1, 23)}
-        assert {tuple(x) for x in keep[0].nonzero().tolist()} == wanted
-    fitted = Scripted("global", candidates_of([9] * 3, 12))
-    fitted.run()
-    assert {i: x.tolist() for i, x in fitted.budgets.settled.items()} == {i: [24] for i in range(3)}

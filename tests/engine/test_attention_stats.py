@@ -27,40 +27,13 @@ def scene(request):
     return Scene(seed=3, **SCENES[request.param])
 
 
-def rows_by_hand(scene, b, h, last):
-    a, s, visible = scene.dense(b, h)
-    first = max(0, len(a) - last)
-    return a[first:], s[first:], visible[first:]
-
-
-@pytest.mark.parametrize("last", [1, 3, 100])
-def test_rows(scene, last):
-    rows = scene.seen.rows(last)
-    bound = {part: scene.bound(lambda seen, part=part: getattr(seen.rows(last), part)) for part in "aso"}
-    assert rows.a.dtype == rows.s.dtype == rows.o.dtype == torch.float32
-    assert rows.a.shape[2] == min(last, scene.seen.q.shape[2])
-    for b in range(len(scene.lengths)):
-        here = min(last, len(scene.columns[b]))
-        assert rows.counted[b].tolist() == [False] * (rows.a.shape[2] - here) + [True] * here
-        for h in range(scene.heads):
-            a, s, visible = rows_by_hand(scene, b, h, last)
-            held = a.shape[1]
-            got = [x[b, h, -here:] for x in (rows.a, rows.s, rows.visible, rows.o)]
-            hold(got[0][:, :held], a, bound["a"][b, h, -here:, :held])
-            hold(got[1][:, :held], s, bound["s"][b, h, -here:, :held])
-            assert torch.equal(got[2][:, :held], visible)
-            hold(got[3], a @ scene.values(b, h // scene.group), bound["o"][b, h, -here:])
-            for part in got[:3]:
-                assert not part[:, held:].any()
-
-
 def test_moments_leave_out_queries_of_padding(scene):
     last = max(scene.lengths)
     moments = scene.seen.rows(last).moments
     bounds = [scene.bound(lambda seen, i=i: seen.rows(last).moments[i]) for i in range(2)]
     for b in range(len(scene.lengths)):
         for h in range(scene.heads):
-            a = rows_by_hand(scene, b, h, last)[0]
+            a = scene.dense(b, h)[0]
             wanted = a.mean(0), a.var(0) if len(a) > 1 else torch.zeros_like(a[0])
             for got, want, bound in zip(moments, wanted, bounds, strict=True):
                 hold(got[b, h, : a.shape[1]], want, bound[b, h, : a.shape[1]])
@@ -92,7 +65,7 @@ def test_a_kernel_sums_what_tiles_sum(scene, version, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setenv("AG_KERNELS", version)
             patch.setattr(
-                attention_stats.AttentionStats, "_blocks", lambda seen: pytest.fail("queries were visited in tiles")
+                attention_stats.AttentionStats, "_tiles", lambda seen: pytest.fail("queries were visited in tiles")
             )
             found = scene.seen.total(statistic)
         assert bool((tiles > 0).any())

@@ -1,17 +1,13 @@
 """The methods of transformers' ``Cache`` do what those of its ``DynamicCache`` do, for each type of argument."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 from transformers import Cache, DynamicCache
 
 import ag
-from ag.errors import UserError
-from tests.support.batches import columns, row
+from tests.support.batches import row
 from tests.support.bounds import hold, of_logits
-from tests.support.refused import refuses
 
 IDS = torch.stack([row(12, seed) for seed in range(3)])
 ASKED = {
@@ -91,28 +87,3 @@ def test_what_changes(llama, caches, name, given):
         hold(got, want, of_logits(llama))
     ours.reset()
     assert ours.get_seq_length() == 0
-
-
-@pytest.mark.parametrize("indices", [[0, -4], [True] * 4])
-def test_sequences_that_are_not_there(llama, indices):
-    """Both raise, and nothing has changed."""
-    ours, theirs = ag.EvictionCache(llama, "full"), DynamicCache(config=llama.config)
-    for cache in (ours, theirs):
-        with torch.no_grad():
-            llama(IDS, past_key_values=cache)
-    before = columns(ours), ours.valid.tolist()
-    for cache in (ours, copy.deepcopy(theirs)):
-        with pytest.raises(IndexError):
-            cache.batch_select_indices(indices)
-    assert (columns(ours), ours.valid.tolist()) == before
-
-
-def test_a_positive_number_of_columns_is_refused(llama):
-    """Older releases of transformers kept so many, newer ones refuse it."""
-    cache = ag.EvictionCache(llama, "full")
-    with torch.no_grad():
-        llama(IDS, past_key_values=cache)
-    for number in (1, 5, 30, np.int64(2)):
-        with refuses(UserError, f"crop({number})", "crop(-n)"):
-            cache.crop(number)
-    assert cache.get_seq_length() == 12

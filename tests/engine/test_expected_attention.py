@@ -5,16 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-import ag
 from ag.engine.scorers.expected_attention import ExpectedAttention
-from ag.errors import UserError
 from ag.evaluate.inside import Reading
-from ag.model.hooks import rotate
 from tests.support.attention_by_hand import Scene, agree, rotation
 from tests.support.batches import read
-from tests.support.refused import refuses
 from tests.support.shapes import shaped
 
 EPS = torch.finfo(torch.float32).eps
@@ -68,17 +63,6 @@ def test_equals_loops(shape, options):
     agree(scene, ExpectedAttention(**options).score, expected)
 
 
-def test_the_rotation_of_each_layer_where_there_are_several():
-    """Gemma 3 rotates keys of its local layers by other frequencies than those of its global ones."""
-    decoder = shaped("gemma3").get_decoder()
-    x, places = torch.randn(1, 2, 5, 16), torch.tensor([[[0, 3, 9, 40, 200]]])
-    found = [rotate(decoder, x, places, layer=layer) for layer in range(3)]
-    for got, kind in zip(found, decoder.config.layer_types, strict=True):
-        cos, sin = decoder.rotary_emb(x, places[0], kind)
-        torch.testing.assert_close(got, apply_rotary_pos_emb(x, x, cos, sin)[0])
-    assert (found[0] - found[1]).abs().max() > 0.1 and torch.equal(found[1], found[2])
-
-
 def test_what_stays_of_the_global_layers_of_gemma_3():
     """Scores turn back by the frequencies of the layer; local layers keep all."""
     model, row = shaped("gemma3"), torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(1))
@@ -105,9 +89,3 @@ def test_what_stays_of_the_global_layers_of_gemma_3():
             order = score.sort(descending=True)
             assert order.values[19] - order.values[20] > 1e-5 * order.values[19]  # rounding decides nothing
             assert cache.kept_positions(layer)[0][g].tolist() == sorted(order.indices[:20].tolist())
-
-
-def test_a_rotation_that_depends_on_the_length_is_refused(tiny_llama):
-    model = tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    with refuses(UserError, "'expected_attention', budget=0.5", "LlamaModel", "rotates"):
-        ag.EvictionCache(model, "expected_attention", 0.5)

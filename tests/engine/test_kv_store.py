@@ -1,7 +1,6 @@
 """Random operations on stores that share a pool, against lists of tokens; the references of blocks are counted."""
 
 import copy
-import gc
 import itertools
 import random
 
@@ -195,8 +194,6 @@ def test_random_operations_equal_lists(seed, kind, monkeypatch):
     machine = Machine(seed, kind)
     for _ in range(60):
         machine.step()
-        gc.collect()
         machine.check()
     machine.everyone.clear()
-    gc.collect()
     assert machine.pool.num_used == 0

@@ -1,4 +1,4 @@
-"""Layers, heads and sequences that hold nothing: the next passes, files, other sequences, and padding alone."""
+"""Layers that hold nothing: what the next passes and columns of padding alone make of them."""
 
 import copy
 
@@ -8,7 +8,6 @@ import torch
 import ag
 from tests.support import batches
 from tests.support.batches import columns, row
-from tests.support.bounds import hold, of_logits
 from tests.support.drawn_scores import registered
 from tests.support.held import check, feed
 
@@ -25,20 +24,6 @@ def _drawn():
 def counts(held):
     """Tokens of each layer, sequences and heads together."""
     return [sum(len(head) for heads in layer for head in heads) for layer in held]
-
-
-# ---- while a prompt is read
-
-
-def test_an_early_layer_loses_all_to_later_ones_in_the_middle_of_a_prompt(tiny_llama):
-    """One token a head on average, 60 that compete, and a wrapper whose brought are two."""
-    model = tiny_llama()
-    for spec, options in (("expected_attention+criticalkv", {}), ("expected_attention", {"values": False})):
-        cache = batches.read(model, row(60, 0), f"{spec}@global", 1, sinks=0, **options)
-        assert counts(columns(cache)) == [0, 5, 1]
-
-
-# ---- after it
 
 
 @pytest.mark.parametrize(
@@ -60,37 +45,12 @@ def step(model, cache, token, real):
     return batches.step(model, cache, token, torch.cat([cache.valid, torch.tensor(real)[:, None]], 1).long())
 
 
-@pytest.mark.parametrize(("schedule", "positions"), [("prefill", "slot"), ("every", "original")])
-def test_files_copies_other_sequences_and_drafts(tiny_llama, tmp_path, schedule, positions):
-    model, token = tiny_llama(), torch.tensor([[9], [7]])
-    cache = ag.EvictionCache(model, "drawn+criticalkv@global", 1, schedule, lowered=1, positions=positions)
-    feed(cache, model, [ROW, ROW[1:]], [[PROMPT, PROMPT - 1]])
-    held = columns(cache)
-    assert counts(held)[1] == 0
-    cache.save(tmp_path / "kept.cache")
-    others = [ag.EvictionCache.load(tmp_path / "kept.cache", model), copy.deepcopy(cache)]
-    swapped = copy.deepcopy(cache)
-    swapped.reorder_cache(torch.tensor([1, 0]))
-    wanted = step(model, cache, token, [True, True])
-    assert all(torch.equal(step(model, each, token, [True, True]), wanted) for each in others)
-    hold(step(model, swapped, token.flip(0), [True, True]).flip(0), wanted, of_logits(model))
-    assert [columns(others[0]), columns(others[1]), [layer[::-1] for layer in columns(swapped)]] == [columns(cache)] * 3
-    if schedule == "prefill":  # the token was a draft
-        cache.crop(-1)
-        assert columns(cache) == held
-
-
-# ---- padding alone
-
-
 @pytest.mark.parametrize(
     ("name", "seed", "options", "positions"),
     [
         ("drawn+criticalkv", 0, {"lowered": 0}, "original"),
-        ("h2o+obcache_joint", 0, {"recent": 0}, "original"),
         ("tova", 1, {"recent": 0}, "slot"),
         ("expected_attention", 1, {"sinks": 0}, "original"),
-        ("keydiff", 2, {}, "slot"),
     ],
 )
 def test_padding_alone_meets_a_layer_without_tokens(tiny_llama, name, seed, options, positions):

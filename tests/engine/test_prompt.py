@@ -7,8 +7,6 @@ import pytest
 import torch
 
 import ag
-from ag.engine import attention_stats
-from ag.engine.attention_stats import AttentionStats
 from ag.engine.cache import EvictionCache
 from ag.engine.prompt import read_prompt
 from ag.engine.reconstruction import ReconstructionPass
@@ -18,7 +16,6 @@ from tests.support.bounds import hold, of_logits, of_pass
 from tests.support.gates_for import gates_for
 
 POLICIES = [
-    ag.policy("full"),
     ag.policy("h2o", 0.5),
     ag.policy("snapkv+caote@preference", 9, window=4),
     ag.policy("tova", 6, schedule="blocks:5+every"),
@@ -27,10 +24,9 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("prefix", ["sparse", "dense"])
-def test_together_is_as_alone(tiny_llama, prefix):
+def test_together_is_as_alone(tiny_llama):
     model = tiny_llama().eval()
-    ag.attach(model, gates_for(model, prefill=prefix))
+    ag.attach(model, gates_for(model, prefill="sparse"))
     ids = torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(2, 24, dtype=torch.long)
     mask[1, :7] = 0
@@ -40,7 +36,7 @@ def test_together_is_as_alone(tiny_llama, prefix):
     handle = decoder_of(model).register_forward_hook(lambda *_: passes.append(1))
     together = read_prompt(model, POLICIES, ids, mask, positions)
     handle.remove()
-    assert len(passes) == (3 if prefix == "sparse" else 2)
+    assert len(passes) == 3
     for one, (cache, last) in zip(POLICIES, together, strict=True):
         alone = EvictionCache(model, one)
         with torch.no_grad():
@@ -82,21 +78,6 @@ def test_together_is_as_alone_whatever_keys_are_rotated_by(tiny_llama, given):
         assert columns(cache) == columns(alone)
 
 
-def test_what_is_measured_once_serves_all(tiny_llama, monkeypatch):
-    """One pass over the queries for all sums of attention, and one look at the last 4 for score and preference."""
-    model, looks, sums = tiny_llama().eval(), [], []
-    rows, stats = AttentionStats._rows, attention_stats.attention_stats
-    monkeypatch.setattr(
-        attention_stats, "attention_stats", lambda *args, **options: sums.append(1) or stats(*args, **options)
-    )
-    monkeypatch.setattr(AttentionStats, "_rows", lambda *args, **options: looks.append(1) or rows(*args, **options))
-    ids = torch.randint(3, 128, (1, 24), generator=torch.Generator().manual_seed(0))
-    read_prompt(model, ["full", ag.policy("h2o", 0.5), ag.policy("h2o+vatp", 0.25, sinks=1, recent=1)], ids)
-    assert (len(sums), len(looks)) == (3, 0)  # one a layer
-    read_prompt(model, [ag.policy("cake", 0.5, window=4), ag.policy("snapkv", 0.25, window=4)], ids)
-    assert len(looks) == 3
-
-
 def test_a_reread_is_of_what_is_held(tiny_llama, monkeypatch):
     """Of codes where codes are attended to: scores are those that the cache has alone, to the bit."""
     model, ids = tiny_llama().eval(), torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -111,12 +92,12 @@ def test_a_reread_is_of_what_is_held(tiny_llama, monkeypatch):
     assert found[0] is found[2] and not torch.equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("spec", ["h2o", "snapkv@preference", "gates"])
+@pytest.mark.parametrize("spec", ["snapkv@preference", "gates"])
 def test_memory_goes_with_the_cache(tiny_llama, spec):
     """At once, without the garbage collector."""
     model = tiny_llama().eval()
     ag.attach(model, gates_for(model))
-    policy = ag.policy(spec) if spec in ("full", "gates") else ag.policy(spec, 40, "blocks:16+every")
+    policy = ag.policy(spec) if spec == "gates" else ag.policy(spec, 40, "blocks:16+every")
     gc.collect()
     gc.disable()
     try:
@@ -130,8 +111,7 @@ def test_memory_goes_with_the_cache(tiny_llama, spec):
         gc.enable()
 
 
-@pytest.mark.parametrize("spec", ["snapkv@preference", "gates"])
-def test_layers_in_two_places(tiny_llama, tmp_path, spec):
+def test_layers_in_two_places(tiny_llama, tmp_path):
     """Two layers whose weights accelerate fetches from the disk, as ``device_map="auto"`` does."""
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate: .venv/bin/pip install accelerate")
     ids, found = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(0)), []
@@ -143,10 +123,8 @@ def test_layers_in_two_places(tiny_llama, tmp_path, spec):
             places |= {"model.layers.1": "disk", "model.layers.2": "disk", "lm_head": "cpu"}
             model = accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(tmp_path))
             assert next(model.model.layers[1].parameters()).device.type == "meta"
-        if spec == "gates":
-            ag.attach(model, gates)
-        policy = ag.policy(spec) if spec in ("full", "gates") else ag.policy(spec, 0.5, "blocks:8+every", window=4)
-        cache = EvictionCache(model, policy)
+        ag.attach(model, gates)
+        cache = EvictionCache(model, "gates")
         text = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False, pad_token_id=0)
         found.append((text.tolist(), columns(cache)))
         ag.detach(model)

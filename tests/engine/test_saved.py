@@ -1,6 +1,5 @@
 """A saved cache, read again, goes on bit by bit as the one that was saved; what is no whole saved cache is refused."""
 
-import copy
 import json
 import re
 
@@ -18,18 +17,12 @@ from tests.support.refused import refuses
 
 RING = {"covers": "all", "window": 6, "recent_tokens": 7}
 CASES = {
-    "full": ("full", None, "prefill", {}, None),
     "h2o-int8": ("h2o", 12, "every", {"kv_dtype": "int8"}, None),
     "h2o": ("h2o", 0.3, "every", {}, None),
-    "h2o-window": ("h2o", 12, "steps:2", {"window": 5}, None),
     "snapkv-slots": ("snapkv@heads", 12, "every", {"window": 4, "positions": "slot"}, None),
-    "cake-caote": ("cake+caote", 14, "steps:3", {"window": 4}, None),
     "criticalkv-global": ("tova+criticalkv@global", 0.3, "blocks:16+every", {}, None),
     "expected": ("expected_attention", 12, "every", {"window": 8}, None),
-    "over-budget": ("snapkv", 0.3, "prefill", {"window": 8}, None),
-    "kvzip": ("kvzip", 0.5, "prefill", {"chunk": 16, "ask": "7 8"}, None),
     "ranked": ("gates", 0.4, "every", {}, {"covers": "all", "window": 6}),
-    "flags": ("gates", None, "prefill", {}, {"recent_tokens": 3}),
     "ring": ("gates", None, "blocks:8", {}, RING),
 }
 LENGTHS = 41, 23, 9
@@ -95,66 +88,14 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(tiny_llama, tmp_path, name):
     assert columns(loaded) == columns(cache) != before
 
 
-@pytest.mark.filterwarnings("ignore::ag.errors.BudgetWarning")
-def test_what_a_step_found_over_the_budget(tiny_llama, tmp_path):
-    model, text = tiny_llama(), Text()
-    cache = ag.EvictionCache(model, "h2o", 12, "every")
-    text.begin(model, cache)
-    cache.protect([[(0, 60)], [], []])
-    text.feed(model, [cache], text.tokens(1))
-    assert cache.over_budget.tolist() == [True, False, False]
-    _, loaded = loaded_too(model, cache, tmp_path / "context.cache")
-    assert torch.equal(loaded.over_budget, cache.over_budget)
-    assert torch.equal(*text.feed(model, [cache, loaded], text.tokens(1)))
-
-
-@pytest.mark.parametrize("name", ["ring", "late"])
-def test_what_crop_takes_back_and_refuses_after_loading(tiny_llama, tmp_path, name, monkeypatch):
-    """Of every number of tokens the loaded cache does what the original does, and goes on alike."""
-    monkeypatch.setitem(CASES, "late", ("knorm", 12, "steps:4", {}, None))
-    model, text = tiny_llama(), Text()
-    cache = made(model, name)
-    text.begin(model, cache)
-    for size in [1] * 9:
-        text.feed(model, [cache], text.tokens(size))
-    cache.crop(-1)
-    text.mask = text.mask[:, :-1]
-    text.feed(model, [cache], text.tokens(2))
-    cache.save(tmp_path / "c")
-
-    def outcome(each, number):
-        try:
-            each.crop(-number)
-        except UserError as error:
-            return str(error)
-        mask = torch.cat([text.mask[:, : text.mask.shape[1] - number], torch.ones(3, 4, dtype=torch.long)], 1)
-        new = torch.full((3, 1), 9)
-        outs = [step(model, each, new, mask[:, : mask.shape[1] - n]) for n in (3, 2, 1, 0)]
-        return torch.cat(outs).tolist(), columns(each)
-
-    found = []
-    for number in (1, 2, 3, 5, 9, 13):
-        one, other = copy.deepcopy(cache), ag.EvictionCache.load(tmp_path / "c", model)
-        found.append(outcome(one, number))
-        assert found[-1] == outcome(other, number)
-    assert {type(x) for x in found} == {str, tuple}
-
-
 def test_only_what_is_held_is_written(tiny_llama, tmp_path):
     """Of 400 tokens 20 a head stay: in 3 layers of 2 heads 20 keys and values of 16 numbers, and little beside them."""
-    cache = read(tiny_llama(), row(400), "snapkv", 20, window=4)
-    cache.save(tmp_path / "c")
-    tensors = safetensors.torch.load_file(tmp_path / "c")
-    assert sum(x.nbytes for name, x in tensors.items() if re.search("keys|values", name)) == 3 * 2 * 20 * 16 * 2 * 4
-    rest = {name: x.nbytes for name, x in tensors.items() if not re.search("keys|values", name)}
-    assert sum(rest.values()) <= 3 * 2 * 20 * 4 + 400 + 3 * 8 * 8 + 2 * 3 * 2 * 8
-    assert (tmp_path / "c").stat().st_size < sum(x.nbytes for x in tensors.values()) + 8000
-    for index in range(3):
-        places = cache.store.ledger(index)[0][..., :20].flatten()
-        for name in ("keys", "values"):
-            assert torch.equal(
-                tensors[f"layers.{index}.tokens.{name}"], getattr(cache.pool, name).flatten(0, 1)[places]
-            )
+    read(tiny_llama(), row(400), "snapkv", 20, window=4).save(tmp_path / "c")
+    sizes = {name: x.nbytes for name, x in safetensors.torch.load_file(tmp_path / "c").items()}
+    entries = [size for name, size in sizes.items() if re.search("keys|values", name)]
+    assert sum(entries) == 3 * 2 * 20 * 16 * 2 * 4
+    assert sum(sizes.values()) - sum(entries) <= 3 * 2 * 20 * 4 + 400 + 3 * 8 * 8 + 2 * 3 * 2 * 8
+    assert (tmp_path / "c").stat().st_size < sum(sizes.values()) + 8000
 
 
 def test_gates_are_compared(tiny_llama, tmp_path):
@@ -176,20 +117,6 @@ def test_gates_are_compared(tiny_llama, tmp_path):
             ag.attach(model, others)
         with refuses(UserError, "ag.attach" if others is None else "other gates"):
             ag.EvictionCache.load(file, model)
-
-
-def test_instructions_of_a_tokenizer(tiny_llama, tiny_tokenizer, tmp_path):
-    """The policy's text does not have them; the loaded cache does, for its next prompt."""
-    model, text = tiny_llama(), Text()
-    cache = ag.EvictionCache(model, ag.policy("kvzip+caote", 12).with_tokenizer(tiny_tokenizer))
-    assert cache.policy.scorer.inner.ask
-    text.begin(model, cache)
-    cache, loaded = loaded_too(model, cache, tmp_path / "c")
-    assert loaded.policy.scorer == cache.policy.scorer
-    for each in (cache, loaded):
-        each.reset()
-        text.begin(model, each)
-    assert columns(loaded) == columns(cache)
 
 
 # ---- what is refused
@@ -243,23 +170,16 @@ def row_of(layer, value):
 #: By name: the cache that is damaged, and how.
 FORGED = {
     "long rows": ("h2o", forge("held", lambda x: x + 10**6)),
-    "lengths of another type": ("h2o", forge("held", lambda x: x.int())),
-    "another layer's length": ("h2o", forge("held", row_of(1, lambda x: x - 1))),
     "all memory": ("h2o", forge("owned", lambda x: x + 10**6)),
     "precise keys": ("h2o", forge(TOKENS + "keys", lambda x: x.double())),
-    "said to be coarse": ("h2o", put("state", types=["torch.float32", "torch.float16"])),
     "ranks beyond the text": ("h2o", forge(TOKENS + "ranks", lambda x: x.where(x < x.max(), 41))),
     "a token twice": ("h2o", forge(TOKENS + "ranks", lambda x: x.where(x != x[1], x[0]))),
     "other sequences": ("h2o", forge("sequences.mask", lambda x: x[:2])),
-    "an eviction to come": ("h2o", forge("sequences.evicted_at", lambda x: x + 100)),
-    "a text for a window": ("h2o", put("state", "layers", "0", window="3")),
     "an attribute more": ("h2o", put("state", "sequences", run=3)),
     "records of other slots": ("h2o", forge("layers.0.records.sums", lambda x: x[..., :-1].contiguous())),
     "a share too many": ("h2o", put("state", "budgets", settled={"items": [[7, 3]]})),
     "no layer": ("h2o", lambda head, tensors: head["state"]["layers"].pop("2")),
-    "no policy": ("h2o", lambda head, tensors: head.pop("policy")),
     "a tensor that is not there": ("h2o", lambda head, tensors: tensors.pop(TOKENS + "values")),
-    "flags of another type": ("ring", forge(TOKENS + "gate", lambda x: x.float())),
 }
 
 
@@ -307,29 +227,25 @@ def test_what_cannot_be_written(saved, tmp_path):
         fresh.save(tmp_path / "c")
     cache = ag.EvictionCache.load(file, model)
     (tmp_path / "mine.txt").write_text("dear diary")
-    with refuses(UserError, "mine.txt", "another path"):
-        cache.save(tmp_path / "mine.txt")
+    for name in ("mine.txt", "nowhere/c"):
+        with refuses(UserError, name):
+            cache.save(tmp_path / name)
     assert (tmp_path / "mine.txt").read_text() == "dear diary"
-    with refuses(UserError, "nowhere"):
-        cache.save(tmp_path / "nowhere" / "c")
     cache.reorder_cache(torch.tensor([1, 1]))
     cache.save(file)
     assert len(ag.EvictionCache.load(file, model).valid) == 2
     assert {x.name for x in tmp_path.iterdir()} == {"mine.txt", file.name}
-    object.__setattr__(cache.policy, "scorer", ag.policy("tova", 12).scorer)  # another one than its text says
-    with refuses(UserError, "ag.policy"):
-        cache.save(tmp_path / "c")
     with refuses(UserError, "cache.save(path)", "EvictionCache.load(path, model)", "copy.deepcopy"):
         torch.save(cache, tmp_path / "cache.pt")
 
 
 def test_under_autocast(tiny_llama, tmp_path):
-    """Keys are rotated in float32 then, and values are products in bfloat16."""
+    """Values are products in bfloat16 then, and are held in the type of the weights."""
     model, text = tiny_llama(), Text()
     cache = made(model, "h2o")
     with torch.autocast("cpu", torch.bfloat16):
         text.begin(model, cache)
-        assert (cache.pool.keys.dtype, cache.pool.values.dtype) == (torch.float32, torch.bfloat16)
         assert torch.equal(*text.feed(model, loaded_too(model, cache, tmp_path / "c"), text.tokens(1)))
-    with refuses(UserError, "values"):
-        ag.EvictionCache.load(tmp_path / "c", model)
+    coarse = tiny_llama().bfloat16()
+    with refuses(UserError, "torch.float16", "torch.bfloat16", "torch.autocast"), torch.autocast("cpu", torch.float16):
+        text.begin(coarse, ag.EvictionCache(coarse, "full"))

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.engine.select import select, select_over_heads
+from ag.engine.allocators.base import Candidates, over_heads, select
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -27,29 +27,26 @@ def cases(draw):
     return score, protected, valid, capacity
 
 
-def by_hand(score, protected, valid, order, capacity):
-    """One head: the protected, then the best of the rest, equal ones in an order of slots."""
+def by_hand(score, protected, valid, capacity):
+    """One head: the protected, then the best of the rest, of equal ones the first."""
     sure = [p for p in range(len(score)) if valid[p] and protected[p]]
-    rivals = [p for p in order if valid[p] and not protected[p]]
+    rivals = [p for p in range(len(score)) if valid[p] and not protected[p]]
     return sorted(sure + sorted(rivals, key=lambda p: -score[p])[: capacity - len(sure)])
 
 
-@given(cases(), st.booleans())
+@given(cases())
 @settings(max_examples=60)
-def test_select(case, as_they_lie):
+def test_select(case):
     score, protected, valid, capacity = case
-    order = torch.arange(score.shape[-1]).expand(score.shape)
-    if not as_they_lie:
-        order = torch.rand(score.shape, generator=torch.Generator().manual_seed(0)).argsort(-1)
-    keep = select(*case, order=None if as_they_lie else order)
+    keep = select(*case)
     assert keep.dtype == torch.bool
     for b in range(score.shape[0]):
         for g in range(score.shape[1]):
-            wanted = by_hand(*(x[b, g].tolist() for x in (score, protected, valid, order)), int(capacity[b, g]))
+            wanted = by_hand(*(x[b, g].tolist() for x in (score, protected, valid)), int(capacity[b, g]))
             assert keep[b, g].nonzero().flatten().tolist() == wanted
 
 
-def over_heads(score, protected, valid, capacity, floor):
+def best_over_heads(score, protected, valid, capacity, floor):
     """One sequence: the protected, the floor of each head, then the best over all heads; lower head, lower index."""
     heads, n = len(score), len(score[0])
     least, kept = int(capacity * floor), []
@@ -65,10 +62,12 @@ def over_heads(score, protected, valid, capacity, floor):
 
 @given(cases(), st.integers(0, 12), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
 @settings(max_examples=60)
-def test_select_over_heads(case, extra, floor):
+def test_over_heads(case, extra, floor):
     score, protected, valid, _ = case
     capacity = (protected & valid).sum(-1).amax(1) + extra
-    keep = select_over_heads(score, protected, valid, capacity, floor)
+    due = torch.ones(len(score), dtype=torch.bool)
+    layer = Candidates(score, protected, valid, capacity, capacity, due)
+    (keep,) = over_heads([layer], floor, capacity * score.shape[1])
     for b in range(len(score)):
-        wanted = over_heads(*(x[b].tolist() for x in (score, protected, valid)), int(capacity[b]), floor)
+        wanted = best_over_heads(*(x[b].tolist() for x in (score, protected, valid)), int(capacity[b]), floor)
         assert [x.nonzero().flatten().tolist() for x in keep[b]] == wanted

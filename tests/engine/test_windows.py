@@ -16,7 +16,6 @@ from tests.support.refused import refuses
 WINDOW, PROMPT, NEW = 24, 70, 20
 POLICIES = [
     ("full",),
-    ("h2o", 16, "every"),
     ("h2o@heads", 16, "blocks:16+steps:3"),
     ("snapkv", 12, "prefill"),
 ]
@@ -62,23 +61,9 @@ def test_windowed_layers_hold_what_the_newest_query_saw(request, family, policy)
     assert cache.nbytes <= pages * 16 * (2 * 16 * 4 + 4)
 
 
-@pytest.mark.parametrize("family", ["tiny_mistral", "tiny_gemma3"])
-@pytest.mark.parametrize("sizes", [[70, *[1] * 9, 7, 1, 1, 30, 1], [1, 1, 60, 2, 1]])
-def test_full_equals_the_plain_model(request, family, sizes):
-    """Turns of any length, some longer than the window."""
-    model = with_window(request, family)
-    ids, cache = text(sum(sizes)), ag.EvictionCache(model, "full")
-    with torch.no_grad():
-        found = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
-        hold(found, model(ids, use_cache=False).logits, of_logits(model))
-    at = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
-    for head in cache.kept_positions(0)[0]:
-        assert head.tolist() == list(range(max(0, at[-2] - WINDOW + 1), at[-1]))  # what the last pass saw
-
-
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::ag.errors.BudgetWarning")
-@pytest.mark.parametrize("spec", ["full", "snapkv", "gates"])
+@pytest.mark.parametrize("spec", ["snapkv", "gates"])
 def test_crop_within_a_pass_and_beyond(tiny_mistral, spec):
     model = tiny_mistral(sliding_window=WINDOW)
     ag.attach(model, gates_for(model, recent_tokens=4))

@@ -38,7 +38,7 @@ def test_a_compiled_model_decodes_as_the_plain_one(tiny_llama, triton_only, fres
     model = tiny_llama(**{"num_hidden_layers": 2} | FEW).to(DEVICE)
     ag.attach(model, gates_for(model))
     compiled = torch.compile(model, backend="eager") if mode is None else torch.compile(model, mode=mode)
-    others = [] if REHEARSAL else [("snapkv@heads", 0.5, "prefill")]  # on a CPU engine/test_decode.py compiles it
+    others = [] if REHEARSAL else [("snapkv@heads", 0.5, "prefill")]
     for policy in [("gates",), *others]:
         given = policy if policy[0] == "gates" else (ag.policy(*policy, window=8),)
         want, share = decoded(model, model, given)

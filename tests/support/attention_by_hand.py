@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.attention_stats import AttentionStats
-from ag.engine.shown import Keys, Queries
+from ag.engine.shown import Keys
 from ag.kernels.softmax import PLAIN, Softmax
 from tests.support.bounds import ROUNDINGS, conditioned, hold
 
@@ -82,6 +82,7 @@ class Scene:
             for column, rank in self.columns[-1]:
                 query_ranks[b, column], query_valid[b, column] = rank, True
             query_ranks[b, first + here :] = n - 1  # what a running count gives on right padding
+        self._ragged = ragged
         self.held = [[list(range(n)) for _ in range(kv_heads)] for n in lengths]
         if ragged:
             for b, n in enumerate(lengths):
@@ -122,8 +123,16 @@ class Scene:
         """The scene with other operands."""
         scaling, query_ranks, ranks, query_valid, valid = self._parts[3:]
         return AttentionStats(
-            keys=Keys(stored=lambda: (k, v), shape=valid.shape, ledger=lambda: (ranks, valid), full=bool(valid.all())),
-            queries=Queries(q=q, ranks=query_ranks, valid=query_valid),
+            keys=Keys(
+                stored=lambda: (k, v), shape=valid.shape, ledger=lambda: (ranks, valid), ordered=not self._ragged
+            ),
+            q=q,
+            query_ranks=query_ranks,
+            query_valid=query_valid,
+            new=q.shape[2],
+            lengths=torch.tensor(self.lengths),
+            longest=max(self.lengths),
+            prompt_lengths=torch.tensor(self.lengths),
             scaling=scaling,
             softmax=self.softmax,
             layer=self._layer,

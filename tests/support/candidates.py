@@ -9,7 +9,7 @@ from torch import Tensor
 
 import ag
 from ag.engine.allocators.base import Candidates
-from ag.engine.decide import Decision
+from ag.engine.evictor import Evictor
 
 
 def candidates_of(
@@ -36,7 +36,7 @@ def candidates_of(
     return result
 
 
-class Scripted(Decision):
+class Scripted(Evictor):
     """A decision whose layers show ready-made brought."""
 
     def __init__(self, allocator: str, brought: list[Candidates], **options: Any) -> None:
@@ -62,16 +62,9 @@ class Scripted(Decision):
                 for g, tokens in enumerate(held[index]):
                     flags = keep[0, g].tolist()
                     assert not any(flags[len(tokens) :])
-                    held[index][g] = closed_up(tokens, flags)
+                    held[index][g] = [token for token, stays in zip(tokens, flags, strict=False) if stays]
             watch(held)
         return [[sorted(tokens) for tokens in heads] for heads in held]
-
-
-def closed_up(tokens: list[int], keep: Sequence[bool]) -> list[int]:
-    """The tokens of slots after compaction: holes are filled by the last ones that stay, the last of these last."""
-    count = sum(keep)
-    movers = iter([t for t, stays in zip(tokens[count:], keep[count:], strict=False) if stays])
-    return [t if stays else next(movers) for t, stays in zip(tokens[:count], keep, strict=False)]
 
 
 def best(candidates: Candidates, g: int, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What every allocator offers, and what layers bring to it."""
+"""The interface of allocators, and the candidates that layers bring to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ag.engine.attention_stats import AttentionStats
-from ag.engine.select import best, filling_order, select, select_over_heads, standings
 from ag.stateful import Attributes
 
 BY_TOKEN = ("score", "protected", "second", "standing")  # what candidates have of each token
@@ -20,21 +19,18 @@ BY_TOKEN = ("score", "protected", "second", "standing")  # what candidates have 
 
 @dataclass
 class Candidates:
-    """What one layer brings to a decision, laid out as its store is: ``[B, Hkv, N]`` each.
+    """The tokens that one layer brings to a decision: ``[B, Hkv, N]`` each, in the order of their ranks.
 
     Attributes:
         score: float32, higher is kept.
         protected: bool, stays whatever the score.
-        valid: bool, the slots that hold a token.
+        valid: bool, the places that hold a token.
         capacity: ``[B]`` long, tokens per KV head on average over layers.
         prompt: ``[B]`` long, own tokens of each prompt, of which less may be held.
-        due: ``[B]`` bool, sequences of which something may go; the others keep all.
-        preference: ``[B]`` float64, how much the layer wants, where the allocator asks.
-        second: ``[B, Hkv, N]`` float32, decides over the rest of a head's tokens; None means one score.
-        first_share: share of a head's tokens that ``score`` decides over, where there are two.
-        everyone: whether the host knows that all sequences are due.
-        ranks: ``[B, Hkv, N]`` long, in whose order tokens with equal scores are kept; None means as
-            they lie.
+        due: ``[B]`` bool, sequences to evict from; the others keep all.
+        preference: ``[B]`` float64, the layer's preference where the allocator measures one.
+        second: ``[B, Hkv, N]`` float32, decides over the rest of a head's tokens; None means that there is one score.
+        first_share: share of a head's tokens that ``score`` decides over where there are two.
     """
 
     score: Tensor
@@ -46,13 +42,6 @@ class Candidates:
     preference: Tensor | None = None
     second: Tensor | None = None
     first_share: float = 1.0
-    everyone: bool = False
-    ranks: Tensor | None = None
-
-    @cached_property
-    def order(self) -> Tensor | None:
-        """Slots ``[B, Hkv, N]`` long in the order of ranks, free ones anywhere; None means that they lie so."""
-        return None if self.ranks is None else self.ranks.argsort(-1)
 
     @cached_property
     def competing(self) -> Tensor:
@@ -61,7 +50,7 @@ class Candidates:
 
     @cached_property
     def finite(self) -> Tensor:
-        """``[B]`` bool, sequences whose scores that decide are finite numbers."""
+        """``[B]`` bool, sequences whose deciding scores are finite numbers."""
         return (torch.isfinite(self.score) | ~self.competing).flatten(1).all(1)
 
     @cached_property
@@ -76,7 +65,7 @@ class Candidates:
 
     @cached_property
     def rivals(self) -> Tensor:
-        """Tokens of a KV head that compete, ``[B]`` long, the most over heads."""
+        """Competing tokens of a KV head, ``[B]`` long, the most over heads."""
         return self.competing.sum(-1).amax(1)
 
     @cached_property
@@ -86,17 +75,17 @@ class Candidates:
 
     @property
     def tight(self) -> Tensor:
-        """``[B]`` bool, those of them of which something has to go now."""
+        """``[B]`` bool, sequences that protect more than the capacity and hold more than it now."""
         return self.due & self.over & (self.held.amax(1) > self.capacity)
 
     @cached_property
     def standing(self) -> Tensor:
-        """Where each rival stands in its head, 0 for the best."""
-        return standings(self.score, self.competing, self.order)
+        """The place of each rival in its head, 0 for the best."""
+        return standings(self.score, self.competing)
 
     def exempting(self, keep: Tensor) -> Tensor:
         """Return a mask ``[B, Hkv, N]`` that keeps all of the sequences that are not due."""
-        return keep if self.everyone else keep | (self.valid & ~self.due[:, None, None])
+        return keep | (self.valid & ~self.due[:, None, None])
 
     def keep(self, count: Tensor) -> Tensor:
         """Return the mask of ``count`` ``[B]`` tokens in each head, and of all where nothing is due."""
@@ -107,43 +96,84 @@ class Candidates:
         if self.second is None:
             return self.exempting(best(self.standing, self.protected, self.valid, count))
         sure = best(self.standing, self.protected, self.valid, (count * self.first_share + 1e-6).long())
-        return self.exempting(select(self.second, sure, self.valid, count, self.order))
-
-    def over_heads(self, floor: float, total: Tensor | None = None) -> Tensor:
-        """Return the mask of one top-k over the heads, as :func:`ag.engine.select.select_over_heads` says."""
-        keep = select_over_heads(self.score, self.protected, self.valid, self.capacity, floor, total, self.order)
-        return self.as_many(self.exempting(keep))
+        return self.exempting(select(self.second, sure, self.valid, count))
 
     def as_many(self, keep: Tensor) -> Tensor:
         """Return as many tokens of each head as ``keep`` ``[B, Hkv, N]`` has, which one score chose, by both scores."""
         return keep if self.second is None else self.keep_heads(keep.sum(-1))
 
     def after(self, keep: Tensor) -> Candidates:
-        """Return these candidates restricted to ``keep``, its tokens where compaction puts them."""
-        order = filling_order(keep)
+        """Return the candidates that ``keep`` leaves, which close up in their order."""
+        order = (~keep).byte().argsort(dim=-1, stable=True)[..., : int(keep.sum(-1).max())]
         parts = {name: x.gather(-1, order) for name, x in vars(self).items() if name in BY_TOKEN and x is not None}
         standing = parts.pop("standing", None)
-        ranks = self.ranks
-        if ranks is None:  # so far they lay in order
-            ranks = torch.arange(keep.shape[-1], device=keep.device).expand_as(keep)
-        left = replace(self, **parts, valid=keep.gather(-1, order), ranks=ranks.gather(-1, order))
+        left = replace(self, **parts, valid=keep.gather(-1, order))
         if standing is not None:
             left.standing = standing  # no worse one moves up
         return left
 
 
+def select(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor:
+    """Keep what is protected and the best of the rest, up to a capacity; of equal scores the first.
+
+    Args:
+        score: ``[B, Hkv, N]``.
+        protected: ``[B, Hkv, N]`` bool, kept whatever the score.
+        valid: ``[B, Hkv, N]`` bool, the places that hold a token, as in the result.
+        capacity: ``[B, Hkv]`` long, tokens to keep, not fewer than are protected; heads that hold fewer keep all.
+    """
+    return best(standings(score, valid & ~protected), protected, valid, capacity)
+
+
+def standings(score: Tensor, rivals: Tensor) -> Tensor:
+    """Return the place of each of the ``rivals`` in its head, 0 for the best, ``[B, Hkv, N]`` long; any elsewhere."""
+    order = score.masked_fill(~rivals, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+    index = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, index)
+
+
+def best(standing: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor:
+    """Do what :func:`select` does, from the :func:`standings` of what is not protected."""
+    protected = protected & valid
+    room = capacity - protected.sum(-1)
+    return protected | (valid & (standing < room[..., None]))
+
+
+def over_heads(parts: Sequence[Candidates], floor: float, total: Tensor) -> list[Tensor]:
+    """Keep the best of all heads of some layers by one top-k, as in Ada-KV (Feng et al. 2024).
+
+    Args:
+        parts: one of each layer; of equal scores those of earlier layers, heads and tokens stay.
+        floor: share of its layer's capacity that every head keeps at least.
+        total: ``[B]`` long, tokens to keep of all heads.
+
+    Returns:
+        Of each layer ``[B, Hkv, N]`` bool; all tokens of the sequences that are not due.
+    """
+    sure = []
+    for part in parts:
+        least = (part.capacity * floor).long()[:, None].maximum((part.protected & part.valid).sum(-1))
+        sure.append(best(part.standing, part.protected, part.valid, least))
+    score, always, held = (
+        torch.cat([x.flatten(1) for x in column], 1)[:, None]
+        for column in ([part.score for part in parts], sure, [part.valid for part in parts])
+    )
+    pieces = select(score, always, held, total[:, None])[:, 0].split([x[0].numel() for x in sure], 1)
+    return [part.exempting(piece.view_as(part.valid)) for part, piece in zip(parts, pieces, strict=True)]
+
+
 @dataclass
 class LayerBudgets(Attributes):
-    """What the layers of one batch of prompts brought and got.
+    """Candidates and budgets of the layers of one batch of prompts.
 
     Attributes:
         layers: indices of the layers that share the budget, ascending.
         open: by layer, candidates of which an allocator may yet take something.
-        votes: by layer, those with the tokens that the first score alone would keep, by which layers compete.
+        votes: by layer, what the first score alone would keep of them, by which layers compete.
         settled: by layer, tokens ``[B]`` kept at the end of the prompt, which also bound it while decoding: per KV
             head, or of all heads where layers compete for them.
-        over_budget: ``[B]`` bool on the CPU, sequences that hold more than the budget because more is protected; None:
-            nothing was decided.
+        over_budget: ``[B]`` bool on the CPU, sequences that hold more than the budget because more is protected; None
+            means that nothing was decided.
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {"layers": Sequence, "settled": dict, "over_budget": Tensor | None}
@@ -155,10 +185,10 @@ class LayerBudgets(Attributes):
     over_budget: Tensor | None = None
 
     def settle(self, layer: int, candidates: Candidates, budget: Tensor, mean: Tensor | None = None) -> None:
-        """Fix a layer budget for decoding; a prompt that fitted leaves every layer the mean, which is the capacity.
+        """Fix a layer budget for decoding.
 
-        So does one that stays whole until a buffer is full. In blocks, a prompt that ended before the others of its
-        batch is due no more, and settled.
+        A prompt that fitted leaves every layer the mean, which is the capacity; so does one that stays whole until
+        later tokens fill the budget. In blocks, a prompt that ended before the others of its batch keeps what it got.
         """
         fitted = (candidates.prompt <= candidates.capacity) | ~candidates.due
         budget = budget.where(~fitted, candidates.capacity if mean is None else mean)
@@ -176,11 +206,7 @@ class LayerBudgets(Attributes):
         self.over_budget = None if self.over_budget is None else self.over_budget[indices.cpu()]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state over.
-
-        Raises:
-            ValueError: for values that no budgets have.
-        """
+        """Take a state over; raises ``ValueError`` for values that no budgets have."""
         layers = self.layers
         super().load_state_dict(state)
         self.layers = list(self.layers)
@@ -210,21 +236,18 @@ class Allocator(ABC):
 
     @property
     def lookback(self) -> int:
-        """Earlier queries of the prompt that it has to be shown beside the new ones."""
+        """Earlier queries of the prompt that a decision needs beside the new ones."""
         return 0
 
     def wish(self, seen: AttentionStats) -> Tensor | None:
-        """Return how much a layer wants, ``[B]`` float64; None if unused."""
+        """Return the layer's preference, ``[B]`` float64; None means that layers have none."""
         return None
 
     @abstractmethod
     def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return masks ``[B, Hkv, N]`` of what stays of the prompt, by layer: this one, and earlier ones that give way.
 
-        Args:
-            layer: index of the layer.
-            candidates: what it brings.
-            budgets: what the layers got so far; what this one gets is noted there.
+        What the layer gets is noted in ``budgets``.
         """
 
     def keep_later(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
@@ -240,10 +263,7 @@ class LayerAllocator(Allocator):
     def layer_budget(self, candidates: Candidates, place: int, layers: int) -> Tensor:
         """Return the tokens per KV head ``[B]`` that a layer keeps at the end of the prompt, or of a block of it.
 
-        Args:
-            candidates: what the layer brings.
-            place: of the layer among those that share the budget.
-            layers: how many share it.
+        ``place`` is its place among the ``layers`` that share the budget.
         """
 
     def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:

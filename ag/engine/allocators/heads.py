@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ag.engine.allocators.base import Allocator, Candidates, LayerBudgets
+from ag.engine.allocators.base import Allocator, Candidates, LayerBudgets, over_heads
 from ag.errors import require
 
 
@@ -34,4 +34,5 @@ class Heads(Allocator):
 
     def keep_later(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
         """Return what stays of the layer: how its budget is shared among heads is decided anew each time."""
-        return candidates.over_heads(self.floor)
+        (keep,) = over_heads([candidates], self.floor, candidates.capacity * candidates.valid.shape[1])
+        return candidates.as_many(keep)

@@ -77,12 +77,11 @@ class Preference(Allocator):
         The result is that of one decision at the end: a layer budget only falls as others come.
         """
         budgets.open[layer] = candidates
-        last = len(budgets.open) == len(budgets.layers)
-        counts, caps = self._counts(list(budgets.open.values()), len(budgets.layers), candidates.due.device)
-        whole = (counts >= caps).all(0).tolist()
-        masks = {layer: candidates.valid}
+        brought, last = [*budgets.open.values()], len(budgets.open) == len(budgets.layers)
+        counts, caps = self._counts(brought, len(budgets.layers))
+        whole, masks = (counts >= caps).all(0).tolist(), {layer: candidates.valid}
         for index, (other, mine) in enumerate(budgets.open.items()):
-            own = counts[:, index].to(mine.score.device) + mine.fixed
+            own = counts[:, index] + mine.fixed
             if last:
                 budgets.settle(other, mine, own)
             if not whole[index]:
@@ -93,15 +92,11 @@ class Preference(Allocator):
             budgets.open.clear()
         return masks
 
-    def _counts(self, several: list[Candidates], layers: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _counts(self, several: list[Candidates], layers: int) -> tuple[Tensor, Tensor]:
         """Return the rivals ``[B, L]`` that each layer so far keeps, rounded up before the last one, and has."""
-        preference, fixed, caps = (  # layers may lie on several devices
-            torch.stack([x.to(device) for x in column], 1)
-            for column in zip(
-                *((b.preference, b.fixed, b.rivals) for b in several if b.preference is not None), strict=True
-            )
-        )
-        total = (several[0].capacity.to(device) - fixed[:, 0]).clamp_min(0) * layers
+        brought = [(b.preference, b.fixed, b.rivals) for b in several if b.preference is not None]
+        preference, fixed, caps = (torch.stack(column, 1) for column in zip(*brought, strict=True))
+        total = (several[0].capacity - fixed[:, 0]).clamp_min(0) * layers
         shares = water_fill(preference, total, caps)
         if len(several) == layers:
             return largest_remainder(shares, total, caps), caps
@@ -109,11 +104,7 @@ class Preference(Allocator):
 
 
 def published_tau(model: str, tokens: int | float | None) -> tuple[float, float]:
-    """Return CAKE's published (tau1, tau2) for a model and a budget in tokens per layer.
-
-    Raises:
-        UserError: when none was published for them.
-    """
+    """Return CAKE's published (tau1, tau2) for a model and a budget in tokens per layer; refuse others."""
     try:
         return PUBLISHED_TAU[model, tokens]  # type: ignore[index]
     except KeyError:
@@ -138,15 +129,9 @@ def entropy_and_variance(seen: AttentionStats, observers: int) -> tuple[Tensor, 
 
 
 def water_fill(preference: Tensor, total: Tensor, caps: Tensor) -> Tensor:
-    """Share a total in proportion to preferences, capped: ``B_l = min(cap_l, lambda P_l)``.
+    """Share totals ``[B]`` in proportion to preferences ``[B, L]`` float64 above 0: ``B_l = min(cap_l, lambda P_l)``.
 
-    Args:
-        preference: ``[B, L]`` float64, above 0.
-        total: ``[B]`` long.
-        caps: ``[B, L]`` long.
-
-    Returns:
-        ``[B, L]`` float64, summing to ``total`` or to all caps when those are less.
+    Returns ``[B, L]`` float64, summing to the total, or to all ``caps`` ``[B, L]`` where these are less.
     """
     limit = torch.minimum(total, caps.sum(1)).double()
     ratio = caps / preference

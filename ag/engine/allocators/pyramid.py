@@ -46,12 +46,9 @@ def pyramid(mean: int, held: int, layers: int, beta: int = 20) -> list[int]:
 
     Args:
         mean: tokens per layer on average, protected ones not counted (T).
-        held: tokens that compete in each layer.
+        held: tokens that compete in each layer, of which no layer gets more.
         layers: number of layers L.
         beta: steepness; the last layer gets ``mean // beta``. 1 is uniform.
-
-    Returns:
-        Tokens of each layer, ``mean * layers`` in all (or all held).
     """
     if held < mean or layers == 1:
         return [min(mean, held)] * layers

@@ -12,10 +12,7 @@ def largest_remainder(shares: Tensor, total: Tensor, caps: Tensor) -> Tensor:
     Args:
         shares: ``[B, L]`` float64, not above ``caps``, summing to ``total`` (or to all caps, when those are less).
         total: ``[B]`` long.
-        caps: ``[B, L]`` long.
-
-    Returns:
-        ``[B, L]`` long.
+        caps: ``[B, L]`` long, as the result.
     """
     whole = shares.floor().long().minimum(caps)
     missing = torch.minimum(total, caps.sum(1)) - whole.sum(1)

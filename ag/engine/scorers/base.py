@@ -1,4 +1,4 @@
-"""What every scorer offers."""
+"""The interface of scorers."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def option_names(part: type | object) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a scorer has to be shown or given.
+    """What a scorer needs to see or to be given.
 
     Attributes:
         lookback: earlier queries that a decision needs beside the new ones.
-        observers: width of the observation window, in which an allocator may measure too; None means no window.
+        observers: width of the observation window, in which an allocator may measure too; None means that there is
+            none.
         every_query: whether it has to see every query, also when nothing is evicted.
         rows: whether it reads attention weights, which a single query's attention then keeps.
-        precise: whether its score is made of differences, which the rounding of float32 logits shows in.
-        rotations: whether it turns queries to other places, which takes a model whose rotations are known for all.
-        output_projection: whether it asks for the attention's output projection, which not every model shows.
+        rotations: whether it rotates queries further, which takes a model with the same known RoPE in all layers.
+        output_projection: whether it reads the attention's output projection, which not every model shows.
         steady: whether the score of a step is the same operations on the same memory each time, without a wait for the
-            device, so that a CUDA graph can record it; of a plugin it is not known.
+            device, so that a CUDA graph can record it.
         from_tokenizer: options that :meth:`Scorer.with_tokenizer` fills in.
     """
 
@@ -48,7 +48,6 @@ class Needs:
     observers: int | None = None
     every_query: bool = False
     rows: bool = False
-    precise: bool = False
     rotations: bool = False
     output_projection: bool = False
     steady: bool = False
@@ -81,29 +80,26 @@ class Scorer(ABC):
 
     @cached_property
     def needs(self) -> Needs:
-        """What it has to be shown or given."""
+        """What it needs to see or to be given."""
         return Needs()
 
     @classmethod
     def wrapped(cls, by_head: bool) -> Mapping[str, tuple[Any, str]]:
         """Return the values that options have under a wrapper, and why, where ``{wrapper}`` stands for its name.
 
-        Args:
-            by_head: whether the wrapper scores each head by itself.
+        ``by_head`` says whether the wrapper scores each head by itself.
         """
         return {}
 
     def trained_with(self, sinks: int, recent: int) -> Self:
         """Return the scorer that protects what the training of its gates did, where it says nothing itself.
 
-        Args:
-            sinks: first tokens that every query saw.
-            recent: newest tokens of a prompt that a query behind it saw.
+        ``sinks`` first tokens, and of a prompt ``recent`` newest ones, were seen by every query behind them.
         """
         return self
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
-        """Return the scorer with what it needs of the model's tokenizer."""
+        """Return the scorer with the options that follow from a tokenizer."""
         return self
 
     @property
@@ -112,21 +108,16 @@ class Scorer(ABC):
         return False
 
     @property
-    def rereader(self) -> Rereader | None:
-        """The scorer that lets the model repeat a prompt, which is evicted once after it; None means that none does."""
+    def rereader(self) -> Any:
+        """The scorer that repeats a prompt, which is evicted from once after that; None means that none does."""
         return None
 
     def note(self, seen: AttentionStats, records: Records) -> None:
-        """Record what is seen, before it is scored and where it is not; scores read it in :meth:`recorded`."""
+        """Record what is seen, before each score and, with ``every_query``, without one; see :meth:`recorded`."""
         return
 
     def recorded(self, seen: AttentionStats, *how: Any) -> Mapping[str, Tensor]:
-        """Return what was noted of a layer; where there are no records, what is noted of this observation alone.
-
-        Args:
-            seen: the layer.
-            how: what else :meth:`note` takes.
-        """
+        """Return the records of a layer; where there are none, those of this observation, noted with ``how``."""
         if seen.recorded is not None:
             return seen.recorded
         records: Records = {}
@@ -140,7 +131,8 @@ class Scorer(ABC):
     def second(self, seen: AttentionStats, score: Tensor) -> tuple[Tensor, float] | None:
         """Return another score ``[B, Hkv, N]``, and the share of a head's tokens that ``score`` decides over.
 
-        The other one decides over the rest. How many tokens a head gets is decided by ``score``. None means no other.
+        The other one decides over the rest; the numbers of tokens of heads follow from ``score``. None means that there
+        is one score.
         """
         return None
 
@@ -151,19 +143,15 @@ class Scorer(ABC):
         return (score - lowest).masked_fill(~seen.key_valid, 0.0).repeat_interleave(seen.group, 1)
 
     def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
-        """Return how many first and how many newest tokens of a sequence stay whatever their score.
+        """Return the numbers of first and of newest tokens that stay whatever their score, ``[B]`` long or int each.
 
-        Args:
-            capacity: ``[B]`` long, tokens per KV head that the budget allows, on average over layers.
-
-        Returns:
-            Two numbers, or tensors ``[B]`` long.
+        ``capacity`` ``[B]`` long is the tokens per KV head that the budget allows, on average over layers.
         """
         return self.sinks, self.recent
 
     def protected(self, seen: AttentionStats, capacity: Tensor) -> Tensor:
         """Return ``[B, Hkv, N]`` bool, the tokens that :meth:`limits` protects."""
-        return seen.ends(*seen.once_a_pass(("limits", self, capacity.device), lambda: self.limits(capacity)))
+        return seen.ends(*self.limits(capacity))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,28 +213,3 @@ def pooled(values: Tensor, inside: Tensor, kernel: int, kind: str, order: Tensor
     pool = F.avg_pool1d if kind == "avg" else F.max_pool1d
     found = pool(values, kernel, stride=1, padding=kernel // 2)
     return found if order is None else torch.empty_like(found).scatter_(-1, order, found)
-
-
-class Rereader(Scorer):
-    """A scorer that measures what the model looks at when it repeats the prompt; see :mod:`ag.engine.reconstruction`.
-
-    Attributes:
-        sinks: first tokens, which are in every softmax and are not repeated.
-        normalize: whether weights are multiplied by the size of projected values, and divided by that of hidden states.
-    """
-
-    sinks: int
-    normalize: bool
-
-    @property
-    def rereader(self) -> Rereader:
-        """The scorer itself."""
-        return self
-
-    @abstractmethod
-    def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:
-        """Return the chunks of a sequence's own tokens, and what the model reads to repeat each.
-
-        Args:
-            context: ids of the prompt.
-        """

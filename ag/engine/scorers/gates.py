@@ -23,16 +23,15 @@ class Gates(Scorer):
 
     In a layer without a gate all scores are equal, so that the first tokens stay.
 
-    Gates whose scores decay (``gate.kind=retention``) say how much of a token's worth is left after each token that
-    comes, ``b``. A score is ``(age + 2) log b``, the age of the newest token being 0, as in the code of TRIM-KV (Bui et
-    al. 2025, ngocbh/trimkv).
+    Of gates whose scores decay (``gate.kind=retention``) the output ``b`` is the part of a token's worth that is left
+    after each new token. A score is ``(age + 2) log b``, the age of the newest token being 0, as in the code of TRIM-KV
+    (Bui et al. 2025, ngocbh/trimkv).
 
     Attributes:
-        sinks: first tokens that stay; None means as many as every query saw in training, ``gate.sink_tokens``.
-        recent: newest tokens that stay; None means that ``recent_share`` of the budget says how many, and at most what
-            the sinks leave of it.
-        recent_share: of the budget; None means ``trained_recent``, but at most a quarter of it.
-        trained_recent: as many tokens of the prompt as the first query behind it saw in training, which is
+        sinks: first tokens that stay; None means ``trained_sinks``.
+        recent: newest tokens that stay; None means ``recent_share`` of the budget, at most what the sinks leave of it.
+        recent_share: of the budget; None means ``trained_recent`` tokens, at most a quarter of the budget.
+        trained_recent: tokens of the prompt that the first query behind it saw in training, which is
             ``gate.recent_tokens`` less its own; taken from the gates. The flags keep these too.
         trained_sinks: ``gate.sink_tokens``, taken from the gates.
     """
@@ -61,12 +60,12 @@ class Gates(Scorer):
         return replace(self, trained_sinks=sinks, trained_recent=recent)
 
     def score(self, seen: AttentionStats) -> Tensor:
-        """Return the probability, or what is left of a token; 1 without a gate."""
+        """Return the probability, or the log of a token's remaining worth; 1 without a gate."""
         if seen.gate is None:
             return seen.key_ranks.new_ones(seen.key_ranks.shape).float()
         if not seen.decays:
             return seen.gate
-        return seen.gate.clamp_max(0.0) * (seen.age + 2)  # 1 is stored where a gate was not asked
+        return seen.gate.clamp_max(0.0) * (seen.age + 2)  # 1 is stored where no gate ran
 
     def limits(self, capacity: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sinks and the newest tokens."""

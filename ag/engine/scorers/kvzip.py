@@ -1,4 +1,4 @@
-"""KVzip: what the model attends to while it repeats the context."""
+"""KVzip: attention while the model repeats the context."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.attention_stats import AttentionStats
-from ag.engine.scorers.base import Needs, Rereader
+from ag.engine.scorers.base import Needs, Scorer
 from ag.errors import UserError, require
 
 ASK = "\n\nRepeat the context above exactly, word for word."
@@ -20,7 +20,7 @@ MARK = "\x00"  # stands for the user's text while a chat template is cut open
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVzip(Rereader):
+class KVzip(Scorer):
     """``max A_ip`` over the queries of a repetition of the context, and over the query heads of the group.
 
     After the prompt was read, the context behind the sinks is repeated chunk by chunk under the whole cache: an
@@ -28,9 +28,9 @@ class KVzip(Rereader):
     float32. Nothing of a repetition stays in the cache. Scores are made once, so that the schedule is ``prefill``.
 
     Source: Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", code
-    snu-mllab/KVzip; KVzip+ after NVIDIA/kvpress. Deviations: the prefix (system prompt) that stays is said by
-    ``sinks``, and counts within the budget, as in kvpress; as many tokens are kept as the budget says, which the
-    paper's code misses by one.
+    snu-mllab/KVzip; KVzip+ after NVIDIA/kvpress. Deviations: ``sinks`` is the prefix (system
+    prompt) that stays, and counts within the budget, as in kvpress; the number of kept tokens is that of the budget,
+    which the paper's code misses by one.
 
     Attributes:
         sinks: first tokens, which stay, are in every softmax and are not repeated.
@@ -38,8 +38,8 @@ class KVzip(Rereader):
         overlap: last tokens of the chunk before, with which the instruction names the next one; all of it, where it has
             fewer.
         normalize: KVzip+: multiply weights by ``||W_O v_p|| / ||x_i||``, ``x_i`` what the query was made of.
-        ask: token ids, separated by blanks, of the instruction before the first chunk; None means those of a tokenizer,
-            where a command has one (:meth:`with_tokenizer`), else none.
+        ask: token ids, separated by blanks, of the instruction before the first chunk; None means the ids of a
+            tokenizer, where a command has one (:meth:`with_tokenizer`), else no instruction.
         ask_part: the same before the others, whose first tokens follow.
         answer: the same between instruction and chunk: the user's turn ends, the assistant's begins, and where the chat
             template writes an empty thinking block before an answer without thoughts, that block.
@@ -85,17 +85,18 @@ class KVzip(Rereader):
         }
         return replace(self, **ids)
 
+    @property
+    def rereader(self) -> KVzip:
+        """The scorer itself."""
+        return self
+
     def score(self, seen: AttentionStats) -> Tensor:
         """Return the largest weight; 0 for what was not repeated."""
         found = self.recorded(seen).get("repeated")
         return torch.zeros_like(seen.key_ranks, dtype=torch.float32) if found is None else found
 
     def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:
-        """Return the chunks of a sequence's own tokens, and what the model reads to repeat each.
-
-        Args:
-            context: ids of the prompt.
-        """
+        """Return the chunks of a prompt's token ids ``context``, and what the model reads to repeat each."""
         given = self.ask, self.ask_part, self.answer
         ask, ask_part, answer = ([int(x) for x in (text or "").split()] for text in given)
         found = []

@@ -82,7 +82,7 @@ class RKV(Scorer):
             cosine = F.pad(cosine, (0, 1)).scatter_(-1, dropped, 0.0)[..., :-1]
             alike += cosine.sum(2)
         mean = alike / valid.sum(-1, keepdim=True).clamp_min(1)
-        return mean.masked_fill(~valid, float("-inf")).softmax(-1).nan_to_num(0.0)  # a head that holds nothing: 0
+        return mean.masked_fill(~valid, float("-inf")).softmax(-1)
 
     def limits(self, capacity: Tensor) -> tuple[int, int]:
         """Return the sinks, and the window or the newest tokens."""

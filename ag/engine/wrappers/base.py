@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
-from ag.engine.scorers.base import Needs, Rereader, RowScorer, Scorer
+from ag.engine.scorers.base import Needs, RowScorer, Scorer
 from ag.errors import UserError
 
 
@@ -30,15 +30,9 @@ class Wrapper(Scorer):
 
     @classmethod
     def accepts(cls, inner: type[Scorer], options: dict[str, Any], spec: Any) -> None:
-        """Say whether it acts on a scorer, and fix the options of that as it needs them.
+        """Refuse a scorer that it cannot act on, and add the options that the scorer has under it.
 
-        Args:
-            inner: the scorer's class; the type of the field ``inner`` says which it has to derive from.
-            options: those that were given, to which fixed ones are added.
-            spec: the :class:`ag.engine.spec.PolicySpec` of the policy.
-
-        Raises:
-            UserError: when it cannot act on such a scorer, or not with these options.
+        The type of the field ``inner`` says from which class a scorer has to derive; ``spec`` is that of the policy.
         """
         rows = issubclass(get_type_hints(cls)["inner"], RowScorer) and not issubclass(inner, RowScorer)
         if reason := inner.alone or ("it has no attention rows to act on" if rows else ""):
@@ -52,7 +46,7 @@ class Wrapper(Scorer):
 
     @cached_property
     def needs(self) -> Needs:
-        """What the inner scorer needs; what a wrapper needs itself it adds by :func:`dataclasses.replace`."""
+        """The needs of the inner scorer, to which a wrapper adds by :func:`dataclasses.replace`."""
         return replace(self.inner.needs, steady=False)
 
     def note(self, seen: AttentionStats, records: Records) -> None:
@@ -60,12 +54,12 @@ class Wrapper(Scorer):
         self.inner.note(seen, records)
 
     @property
-    def rereader(self) -> Rereader | None:
+    def rereader(self) -> Any:
         """The inner scorer, where it lets the model repeat the prompt."""
         return self.inner.rereader
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
-        """Return the same on an inner scorer that has what it needs of a tokenizer."""
+        """Return the same on an inner scorer with the instructions of a tokenizer."""
         return replace(self, inner=self.inner.with_tokenizer(tokenizer))
 
     def trained_with(self, sinks: int, recent: int) -> Self:
@@ -73,7 +67,7 @@ class Wrapper(Scorer):
         return replace(self, inner=self.inner.trained_with(sinks, recent))
 
     def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
-        """Return what the inner scorer protects, and this one where that is more."""
+        """Return the larger ones of what the inner scorer and this one protect."""
         return more(self.inner.limits(capacity), super().limits(capacity))
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ag.engine.attention_stats import AttentionStats
-from ag.engine.scorers.base import Needs, grouped
+from ag.engine.scorers.base import grouped
 from ag.engine.wrappers.base import Wrapper, more
 
 SMALLEST = 1e-12  # weight of all other tokens below which a token counts as the only one
@@ -25,11 +24,6 @@ class Caote(Wrapper):
     of a group combine as the root of the sum of squares, the change of their concatenated output. The newest token
     stays on any base.
     """
-
-    @cached_property
-    def needs(self) -> Needs:
-        """What the base needs, precisely."""
-        return replace(super().needs, precise=True)
 
     def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
         """Return what the base protects, and at least the newest token."""
@@ -66,14 +60,9 @@ def odds(weights: Tensor) -> Tensor:
 
 
 def removal_error(weights: Tensor, values: Tensor) -> Tensor:
-    """Return ``||change of sum h v||`` when one token is evicted and the other weights are renormalised.
+    """Return ``||change of sum h v||`` ``[..., N]`` when one token is evicted and the other weights are renormalised.
 
-    Args:
-        weights: ``[..., N]``, not below 0, summing to 1.
-        values: ``[..., N, D]``.
-
-    Returns:
-        ``[..., N]``.
+    The weights ``[..., N]`` sum to 1; the values are ``[..., N, D]``.
     """
     # Only differences of values matter: without their common part, rounding errors are smaller.
     centred = values - values.mean(-2, keepdim=True)

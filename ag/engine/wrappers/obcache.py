@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
-from ag.engine.rows import FUSED, AttentionRows
+from ag.engine.rows import FUSED, AttentionRows, Values
 from ag.engine.scorers.base import Needs, RowScorer, grouped
-from ag.engine.values import Values
 from ag.engine.wrappers.base import Wrapper
 
 
@@ -80,8 +79,8 @@ class OBCache(Wrapper):
 
     @cached_property
     def needs(self) -> Needs:
-        """What the base needs, precisely; errors take more than attention weights."""
-        return replace(super().needs, precise=True, rows=False)
+        """What the base needs; errors take more than attention weights."""
+        return replace(super().needs, rows=False)
 
     @staticmethod
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Flags with another boundary: ``threshold=`` and ``share=`` of ``gates:PATH``."""
+"""Gates as policies: under a budget they protect what their training did; options move the boundary of their flags."""
 
 import math
 from dataclasses import replace
@@ -8,13 +8,70 @@ import torch
 
 import ag
 from ag.engine import EvictionCache
-from ag.errors import UserError
+from ag.errors import BudgetWarning, UserError
 from ag.gates.calibration import Calibration
 from tests.support import by_hand
-from tests.support.batches import row
+from tests.support.batches import columns, read, row
 from tests.support.bounds import hold, of_logits, premise
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
+
+
+def kept(model, policy, length=40, seed=0, **options):
+    """What a cache holds after a prompt, sets of (layer, head, column)."""
+    held = columns(read(model, row(length, seed), policy, **options))
+    return {(layer, head, x) for layer, [heads] in enumerate(held) for head, kept in enumerate(heads) for x in kept}
+
+
+@pytest.fixture
+def trained(tiny_llama, tmp_path):
+    """A model, and gates trained with 2 sinks and 6 recents, dense prefill."""
+    model = tiny_llama()
+    gates = gates_for(model, sink_tokens=2, recent_tokens=6, prefill="dense")
+    gates.save_pretrained(tmp_path / "gates")
+    return model, gates, tmp_path / "gates"
+
+
+def test_recents_of_the_training_take_a_quarter_of_a_small_budget(trained):
+    """So that a budget below what training protected is kept, and is not all recents."""
+    model, _, path = trained
+    held = kept(model, f"gates:{path}", budget=8)
+    assert {(layer, head, x) for layer in range(3) for head in range(2) for x in (0, 1, 38, 39)} <= held
+    assert len(held) == 8 * 6
+    ends = {(layer, head, 37) for layer in range(3) for head in range(2)}
+    assert ends - held
+    assert ends <= kept(model, f"gates:{path}", budget=8, recent_share=0.5)
+
+
+def test_a_share_of_recents_is_not_bounded_by_the_training(trained):
+    model, _, path = trained
+    for budget, recents in ((8, 4), (20, 10)):  # the training had 5
+        newest = {(layer, head, x) for layer in range(3) for head in range(2) for x in range(40 - recents, 40)}
+        assert newest <= kept(model, f"gates:{path}", budget=budget, recent_share=0.5)
+
+
+@pytest.mark.parametrize("sinks", [{}, {"sinks": 4}], ids=["trained", "asked for"])
+def test_all_sinks_stay_under_a_budget_below_them(tiny_llama, tmp_path, sinks):
+    model = tiny_llama()
+    gates_for(model, sink_tokens=4, recent_tokens=6, prefill="dense").save_pretrained(tmp_path / "gates")
+    everywhere = {(layer, head, x) for layer in range(3) for head in range(2) for x in range(4)}
+    with pytest.warns(BudgetWarning, match="protects 4 tokens per KV head"):
+        assert kept(model, f"gates:{tmp_path / 'gates'}", budget=2, **sinks) == everywhere
+    for budget in (4, 5):  # the sinks come before the recents
+        held = kept(model, f"gates:{tmp_path / 'gates'}", budget=budget, recent_share=1.0, **sinks)
+        assert everywhere <= held and len(held) == budget * 6
+
+
+@pytest.mark.parametrize("name", ["trained_sinks", "trained_recent"])
+def test_what_the_gates_say_is_no_option(name):
+    for budget in (8, None):
+        with pytest.raises(UserError) as caught:
+            ag.policy("gates", budget, **{name: 3})
+        assert str(caught.value).count("trained_") == 1  # nor is it offered
+
+
+# ---- flags with another boundary: ``threshold=`` and ``share=`` of ``gates:PATH``
+
 
 TABLE = Calibration((0.1, 0.5, 0.9), (1.5, 0.25, -2.25))
 PROMPT = 24
@@ -65,11 +122,8 @@ def test_tokens_above_the_boundary_stay(tiny_llama, folder, name, scorer):
     [
         ("gates:{}", {"share": 0.3, "threshold": 0.5}, "threshold= share="),
         ("gates:{}@heads", {"threshold": 0.3, "budget": 64}, "threshold=0.3 budget=64"),
-        ("gates:{}@heads", {"share": 0.3}, "budget"),
-        ("gates:{}", {"share": 30}, "share=30 0.1 0.9"),
         ("gates:{}", {"share": "0.3"}, "share='0.3' float"),
         ("gates:{}", {"threshold": float("nan")}, "threshold=nan 0 1"),
-        ("gates:{}", {"shar": 0.3}, "'shar' share?"),
         ("gates", {"share": 0.3}, "share=0.3 gates:PATH gates.at(share=0.3)"),
         ("h2o", {"share": 0.3, "budget": 64}, "'share' 'h2o'"),
     ],
