@@ -25,13 +25,13 @@ from ag.engine.reconstruction import ReconstructionPass
 from ag.engine.sequences import SequenceState
 from ag.engine.spec import PolicySpec
 from ag.errors import UserError
-from ag.model.geometry import attention_layers, entry_sizes, fingerprint, shared_layers
+from ag.model.geometry import attention_layers, chunk_size, entry_sizes, fingerprint, shared_layers
 from ag.model.hooks import decoder_of, device_of, instrument
-from ag.model.hybrid import States
+from ag.model.hybrid import HoldsStates, States
 from ag.model.support import check_attention, check_ranks
 
 
-class EvictionCache(Held, Cache):  # type: ignore[misc] # its layers are no layers of transformers
+class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are no layers of transformers
     """A key-value cache that evicts: evicted keys and values leave memory, per sequence and KV head.
 
     The first forward pass is the prompt. By the policy's schedule tokens are evicted after the prompt, within it block
@@ -93,9 +93,7 @@ class EvictionCache(Held, Cache):  # type: ignore[misc] # its layers are no laye
         self.kv_heads, self.num_layers = geometry["num_kv_heads"], geometry["num_layers"]
         windowed = geometry["windowed_layers"]
         self.sharing = [index for index in range(self.num_layers) if index not in windowed]
-        kinds = getattr(config, "layer_types", None) or ()
-        self.chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
-        places = attention_layers(config)
+        self.chunk, places = chunk_size(config), attention_layers(config)
         self.readers = [places.index(source) for source in shared_layers(config).values()]
         self.reset()
 
@@ -346,34 +344,6 @@ class EvictionCache(Held, Cache):  # type: ignore[misc] # its layers are no laye
     def is_initialized(self) -> bool:
         """Whether tokens were read."""
         return self.seen_tokens > 0
-
-    def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return what a layer that does not attend keeps for its convolution; None before its first token."""
-        return self._kept().get_conv_state(*args, **kwargs)
-
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the next inputs of such a convolution."""
-        return self._kept().update_conv_state(*args, **kwargs)
-
-    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return the recurrent state of a layer that does not attend; None before its first token."""
-        return self._kept().get_recurrent_state(*args, **kwargs)
-
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the next recurrent state of such a layer."""
-        return self._kept().update_recurrent_state(*args, **kwargs)
-
-    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether such a layer has read something."""
-        return self._kept().has_previous_state(*args, **kwargs)
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """Return False: states do not go back."""
-        return False
-
-    def _kept(self) -> States:
-        assert self.states is not None
-        return self.states
 
     is_compileable = property(lambda self: False)
     get_max_cache_shape = get_max_length  # the name before transformers 5.20

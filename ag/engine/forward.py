@@ -283,8 +283,6 @@ class Forward(Interceptor):
             )
         batch = self.batch
         assert batch is not None
-        if call.shared:
-            return self.layers[call.layer].read_by_another(call, batch, self.store)
         kind, made = self.pool.token[0].dtype, torch.promote_types(call.k.dtype, call.v.dtype)
         if torch.promote_types(kind, made) != kind:
             raise UserError(

@@ -95,34 +95,16 @@ class Layer:
         if store.rotation is not None and store.rotation.counts_held and not batch.fresh:
             self._remove(batch, store, batch.num_tokens - batch.counts, batch.counts[:, None] if batch.step else 0)
         out, weights, placed = self.read(call, batch, store, evictor)
-        if self.readers and not batch.fresh:  # what they do not see yet goes behind the last of them
-            batch.memo["readers", self.index] = self.readers, placed, weights, evictor
-        else:
-            self._observe(placed, batch, store, evictor, weights)
-        return out.to(call.q.dtype)
-
-    def read_by_another(self, call: AttentionCall, batch: ForwardBatch, store: KVStore) -> Tensor:
-        """Attend with the queries of a later layer, ``[B, H, T, D]``; returns the output ``[B, H, T, Dv]``."""
-        gate, recent = batch.memo.get(("gate", self.index)), None if self._dense(batch) else self.flagged
-        out, _ = self._attend(call, batch, store, gate, recent, weigh=False)
-        if not batch.fresh:
-            left, placed, weights, evictor = batch.memo["readers", self.index]
-            batch.memo["readers", self.index] = left - 1, placed, weights, evictor
-            if left == 1:
-                self._observe(placed, batch, store, evictor, weights)
-        return out.to(call.q.dtype)
-
-    def _observe(
-        self,
-        placed: AttentionCall,
-        batch: ForwardBatch,
-        store: KVStore,
-        evictor: Evictor | None,
-        weights: Tensor | None,
-    ) -> None:
-        """Show the scorer a pass behind its attention, and remove what later passes do not need."""
+        if self.readers and not batch.fresh:  # nothing goes before the last of them has attended to it
+            key = "readers", self.index
+            left, placed, weights, evictor = batch.memo.get(key, (self.readers, placed, weights, evictor))
+            batch.memo[key] = left - 1, placed, weights, evictor
+            if left:
+                return out.to(call.q.dtype)
+        elif call.shared:
+            return out.to(call.q.dtype)
         if evictor is not None:
-            with self.watch.running(placed.q.device):
+            with self.watch.running(out.device):
                 needs, queries = evictor.scorer.needs, (placed.q, batch.ranks, batch.ranks >= 0)
                 last = self.policy.lookback if batch.is_prefill else needs.lookback
                 if last:
@@ -131,54 +113,46 @@ class Layer:
                     self._show(placed, batch, store, evictor, queries, weights=weights)
         if self.hides and not batch.step:  # behind a step the cache does it for all layers
             self.expire(batch, store)
+        return out.to(call.q.dtype)
 
     # ---- append and attend
 
     def read(
         self, call: AttentionCall, batch: ForwardBatch, store: KVStore, evictor: Evictor | None = None
     ) -> tuple[Tensor, Tensor | None, AttentionCall]:
-        """Store the new tokens and attend; nothing is evicted.
+        """Store the new tokens, unless an earlier layer made them, and attend; nothing is evicted.
 
         Returns:
             The output ``[B, H, T, Dv]``; of a single query its weights ``[B, H, S]`` by slot where the scorer needs
             them, else None; and the call with its tokens at their places among the held ones.
         """
         placed = call if store.rotation is None else store.rotation.place(call, batch, store)
-        if not batch.step:  # a step made room in all layers at once
+        if not (batch.step or call.shared):  # a step made room in all layers at once
             store.make_room(slice(self.index, self.index + 1), batch.counts)
             store.held[self.index] += batch.counts[:, None]
-        gate, recent, pages = None, self.flagged, store.pages(self.index)
+        gate, recent, pages = batch.memo.get(("gate", self.index)), self.flagged, store.pages(self.index)
         if self.gates is not None:
-            gate = self._gate_output(batch)
+            gate = gate if call.shared else self._gate_output(batch)
             recent = None if self._dense(batch) else recent
-        k, v = (x.to(held.dtype) for x, held in zip((placed.k, placed.v), store.pool.token, strict=True))  # autocast
-        kv_append(pages, k, v, batch.ranks, gate)
-        if self.readers:
-            batch.memo["gate", self.index] = gate
-        needs = None if evictor is None or not batch.step else evictor.scorer.needs
-        weigh = needs is not None and needs.rows and (batch.evict is not None or needs.every_query)
-        dense = batch.fresh and recent is None
-        return *self._attend(call if dense else placed, batch, store, gate, recent, weigh), call if dense else placed
-
-    def _attend(
-        self,
-        call: AttentionCall,
-        batch: ForwardBatch,
-        store: KVStore,
-        gate: Tensor | None,
-        recent: int | None,
-        weigh: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend to the rows of the layer; returns the output, and the weights of a single query where ``weigh``."""
+        if not call.shared:
+            k, v = (
+                x.to(held.dtype) for x, held in zip((placed.k, placed.v), store.pool.token, strict=True)
+            )  # autocast
+            kv_append(pages, k, v, batch.ranks, gate)
+            if self.readers:
+                batch.memo["gate", self.index] = gate
         if batch.fresh and recent is None:  # left-aligned: padding comes last, where no token sees it
-            return call.dense(None, left_padded=False), None
+            return call.dense(None, left_padded=False), None, call
         if batch.fresh and recent and gate is not None:
             there = batch.ranks >= 0 if batch.padded else None
-            given = call.q, call.k, call.v, gate, there, call.scaling, recent
-            return gated_prefill(*given, window=call.window, softmax=call.softmax), None
+            given = placed.q, placed.k, placed.v, gate, there, call.scaling, recent
+            return gated_prefill(*given, window=call.window, softmax=call.softmax), None, placed
         free = batch.step and call.window is None and recent is None  # a new token sees all that is held
-        pages, ranks = store.pages(self.index), None if free else batch.ranks
-        return paged_attention(call.q, pages, ranks, call.scaling, call.window, recent, call.softmax, weigh)
+        needs = None if evictor is None or not batch.step or call.shared else evictor.scorer.needs
+        weigh = needs is not None and needs.rows and (batch.evict is not None or needs.every_query)
+        ranks = None if free else batch.ranks
+        out, weights = paged_attention(placed.q, pages, ranks, call.scaling, call.window, recent, call.softmax, weigh)
+        return out, weights, placed
 
     def _dense(self, batch: ForwardBatch) -> bool:
         """Return whether the queries of a pass see tokens without a flag too."""

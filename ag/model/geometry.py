@@ -89,6 +89,12 @@ def has_other_layers(config: PretrainedConfig) -> bool:
     return bool({*(getattr(config, "layer_types", None) or ())} - {*ATTENTION})
 
 
+def chunk_size(config: PretrainedConfig) -> int | None:
+    """Return the tokens of the chunks within which some layers of a decoder attend; None means that no layer does."""
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    return int(config.attention_chunk_size) if chunked else None
+
+
 def shared_layers(config: PretrainedConfig) -> dict[int, int]:
     """Return the layers of a decoder that read the keys and values of an earlier one, and which that is."""
     modes, types = getattr(config, "kv_sharing_modes", None) or (), getattr(config, "layer_types", ())

@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.softmax import PLAIN, Softmax
-from ag.model.geometry import attention_layers, fingerprint, has_other_layers, shared_layers
+from ag.model.geometry import attention_layers, chunk_size, fingerprint, has_other_layers, shared_layers
 from ag.model.hybrid import aligned, as_they_came, masks_by_type, put_back
 from ag.model.products import ThreadedLayers
 from ag.model.rope import rotate as rotate
@@ -224,7 +224,7 @@ def _sites(decoder: Any) -> Iterator[tuple[Site, Any]]:
     kv_heads = fingerprint(config)["num_kv_heads"]
     largest = max(getattr(module, "head_dim", 0) for module in modules.values())
     for number, (index, module) in enumerate(modules.items()):
-        chunk = config.attention_chunk_size if types and types[index] == "chunked_attention" else None
+        chunk = chunk_size(config) if types and types[index] == "chunked_attention" else None
         missing = largest - getattr(module, "head_dim", largest)
         yield Site(number, places[shared.get(index, index)], index in shared, chunk, missing, kv_heads), module
 

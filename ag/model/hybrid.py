@@ -92,6 +92,40 @@ class States(Cache):
                 rows.update({n: torch.cat([x, more[n]]) for n, x in rows.items() if x is not None})
 
 
+class HoldsStates(Cache):
+    """A cache whose layers that do not attend read and write the states of another one."""
+
+    states: States | None
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return what a layer that does not attend keeps for its convolution; None before its first token."""
+        return self._kept().get_conv_state(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the next inputs of such a convolution."""
+        return self._kept().update_conv_state(*args, **kwargs)
+
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return the recurrent state of a layer that does not attend; None before its first token."""
+        return self._kept().get_recurrent_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the next recurrent state of such a layer."""
+        return self._kept().update_recurrent_state(*args, **kwargs)
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether such a layer has read something."""
+        return self._kept().has_previous_state(*args, **kwargs)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: states do not go back."""
+        return False
+
+    def _kept(self) -> States:
+        assert self.states is not None
+        return self.states
+
+
 class Arranged(NamedTuple):
     """A pass over columns as they came."""
 
