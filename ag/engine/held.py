@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
 from ag.engine.forward import Forward
 from ag.engine.layer import Layer
 from ag.engine.report import Report
+from ag.errors import UserError
 
 
 class Held(Forward):
@@ -72,8 +76,16 @@ class Held(Forward):
         seen = int(lengths.sum()) * self.store.kv_heads * len(self.layers)
         return held / seen if seen else 1.0
 
-    def report(self) -> Report:
-        """Return what each layer and head holds, what it costs, and the time that scoring took."""
+    def report(self, kinds: Mapping[str, Tensor] = MappingProxyType({})) -> Report:
+        """Return what each layer and head holds, what it costs, and the time that scoring took.
+
+        Args:
+            kinds: columns ``[B, T]`` bool of the text by a name, such as ``{"image": ids == image_token_id}``, of
+                which the report says how much is held.
+
+        Raises:
+            UserError: for columns of another shape than the batch and the text.
+        """
         layers = range(len(self.layers))
         return Report(
             policy=repr(self.policy),
@@ -84,7 +96,28 @@ class Held(Forward):
             seconds=[part.watch.seconds for part in self.layers],
             plain_nbytes=sum(self._plain_nbytes(part) for part in self.layers),
             state_nbytes=0 if self.states is None else self.states.nbytes,
+            kinds={name: self._share_of(name, columns) for name, columns in kinds.items()},
         )
+
+    def _share_of(self, name: str, columns: Tensor) -> float:
+        """Return the share of the tokens in some columns ``[B, T]`` bool that is held, over all layers and heads."""
+        valid = self.valid
+        if columns.ndim != 2 or len(columns) != len(valid) or columns.shape[1] > valid.shape[1]:
+            raise UserError(
+                f"report: {name} {tuple(columns.shape)}: expected columns of the text {tuple(valid.shape)}, or of its "
+                "beginning."
+            )
+        there = valid[:, : columns.shape[1]]
+        ranks = (there.cumsum(1) - 1).where(there & columns.to(there.device), -1)
+        counted = torch.zeros(len(valid), self.seen_tokens + 1, dtype=torch.bool, device=valid.device)
+        counted.scatter_(1, ranks.where(ranks >= 0, self.seen_tokens), True)
+        counted[:, -1] = False  # which took the other columns, and stands for free slots
+        held = 0
+        for layer in range(len(self.layers)):
+            at = self._ranks(layer)
+            held += int(counted.to(at.device).gather(1, at.where(at >= 0, self.seen_tokens).flatten(1)).sum())
+        total = int(counted.sum()) * self.store.kv_heads * len(self.layers)
+        return held / total if total else 1.0
 
     def layer_nbytes(self) -> list[int]:
         """Return the bytes of each layer's blocks and of its gate's memory; shared blocks count for each."""

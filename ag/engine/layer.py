@@ -20,6 +20,7 @@ from ag.engine.policy import Policy
 from ag.engine.records import Records
 from ag.engine.shown import Keys
 from ag.engine.stopwatch import Stopwatch
+from ag.errors import UserError
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
 from ag.kernels.gated_prefill import gated_prefill
@@ -141,6 +142,8 @@ class Layer:
             kv_append(pages, k, v, batch.ranks, gate)
             if self.readers:
                 batch.memo["gate", self.index] = gate
+        if call.mask is not None and recent is not None:
+            raise UserError("Tokens of an image see later ones: expected gates that read a prompt densely.")
         if batch.fresh and recent is None:  # left-aligned: padding comes last, where no token sees it
             return call.dense(None, left_padded=False), None, call
         if batch.fresh and recent and gate is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Report:
         over_budget: sequences that hold more than the budget, because more is protected than it allows.
         plain_nbytes: bytes of keys and values that transformers' own cache would hold for the same columns.
         state_nbytes: bytes of the states of layers that do not attend (linear attention, convolutions), beside these.
+        kinds: shares of some kinds of tokens that are still held, by name.
     """
 
     policy: str
@@ -28,6 +30,7 @@ class Report:
     over_budget: int = 0
     plain_nbytes: int = 0
     state_nbytes: int = 0
+    kinds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def kept_share(self) -> float:
@@ -53,6 +56,7 @@ class Report:
             lines.append(f"{share:.1%} of the {self.plain_nbytes:,} bytes of transformers' own cache for the same text")
         if self.state_nbytes:
             lines.append(f"{self.state_nbytes:,} bytes more for the states of layers that do not attend")
+        lines += [f"{share:.1%} of {name} held" for name, share in self.kinds.items()]
         if self.over_budget:
             lines.append(
                 f"over budget in {self.over_budget} {'sequence' if self.over_budget == 1 else 'sequences'}: more is "

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -35,7 +36,7 @@ from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.softmax import PLAIN, Softmax
 from ag.model.geometry import attention_layers, chunk_size, fingerprint, has_other_layers, shared_layers
-from ag.model.hybrid import aligned, as_they_came, masks_by_type, put_back
+from ag.model.hybrid import aligned, as_they_came, looking_ahead, masks_by_type, put_back
 from ag.model.products import ThreadedLayers
 from ag.model.rope import rotate as rotate
 from ag.model.structure import USE_ANOTHER, attention_of, own_config, unwrapped
@@ -76,6 +77,7 @@ class AttentionCall:
     softmax: Softmax = PLAIN
     chunk: int | None = None  # tokens of the chunks of a text within which the layer attends; None means no chunks
     shared: bool = False  # whether the queries are of another layer than keys and values, which ``layer`` counts
+    mask: Tensor | None = None  # [B or 1, 1, T, T], of a prompt whose images see later tokens; None means causal
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
@@ -85,6 +87,16 @@ class AttentionCall:
             valid: ``[B, T]`` bool, or None without padding.
             left_padded: whether some row starts with padding (padding on the right is never seen).
         """
+        if self.mask is not None:
+            if not self.softmax.plain:
+                raise UnsupportedModelError(
+                    f"{type(self.module).__name__} caps its logits or has sink logits, and tokens of this prompt see "
+                    f"later ones: expected plain logits under such a mask; {USE_ANOTHER}"
+                )
+            by_mask: Callable[..., Any] = sdpa_attention_forward
+            module = _Own(self.module)
+            seen: Tensor = by_mask(module, self.q, self.k, self.v, self.mask, dropout=0.0, scaling=self.scaling)[0]
+            return seen.transpose(1, 2)
         windowed = self.window is not None and self.q.shape[2] > self.window
         if left_padded or windowed or not self.softmax.plain:
             options: dict[str, Any] = {"scaling": self.scaling, "window": self.window, "softmax": self.softmax}
@@ -101,6 +113,7 @@ class Site(NamedTuple):
     layer: int  # whose keys and values it reads, among the layers that have some
     shared: bool  # whether an earlier module made them
     chunk: int | None
+    kind: str  # the type of the layer, by which models have masks
     missing: int  # zeros behind the numbers of a head, where other layers have larger heads
     kv_heads: int
 
@@ -116,6 +129,16 @@ class Interceptor(ABC):
     states: Cache | None = None
     #: Where the tokens of each sequence stand in the pass at hand, ``[B, n]``; None means in every column.
     order: Tensor | None = None
+    #: The attention mask that came to the model, ``[B, seen + T]``; None means that all columns are tokens.
+    padding: Any = None
+    #: What the tokens of the pass at hand see by the model's own masks, by type of layer, where some see later ones, as
+    #: those of an image do; empty where all attend causally.
+    masks: Mapping[str, Tensor] = MappingProxyType({})
+
+    @property
+    def seen_tokens(self) -> int:
+        """Columns that went by in earlier passes."""
+        return 0
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Start a forward pass.
@@ -224,9 +247,10 @@ def _sites(decoder: Any) -> Iterator[tuple[Site, Any]]:
     kv_heads = fingerprint(config)["num_kv_heads"]
     largest = max(getattr(module, "head_dim", 0) for module in modules.values())
     for number, (index, module) in enumerate(modules.items()):
-        chunk = chunk_size(config) if types and types[index] == "chunked_attention" else None
+        kind = types[index] if types else "full_attention"
+        chunk = chunk_size(config) if kind == "chunked_attention" else None
         missing = largest - getattr(module, "head_dim", largest)
-        yield Site(number, places[shared.get(index, index)], index in shared, chunk, missing, kv_heads), module
+        yield Site(number, places[shared.get(index, index)], index in shared, chunk, kind, missing, kv_heads), module
 
 
 def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
@@ -258,6 +282,7 @@ def _renamed(model: type[nn.Module], kwargs: dict[str, Any]) -> dict[str, Any]:
 def _before_model(threaded: ThreadedLayers, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     renamed, interceptor = _renamed(type(model), kwargs), interceptor_in(kwargs)
     if interceptor is not None and not torch.compiler.is_compiling():
+        interceptor.padding = kwargs.get("attention_mask")
         given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
         threaded.begin([model, *interceptor.modules], next(x for x in given if isinstance(x, Tensor)))
     return None if renamed is kwargs else (args, renamed)
@@ -374,7 +399,13 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     if interceptor is None:
         return forward(*args, **kwargs)
     named = dict(_renamed(type(decoder), named))
+    own = named.get("attention_mask")
+    if isinstance(own, dict):  # the masks of a model for images beside text
+        named["attention_mask"] = interceptor.padding
     _check_pass(decoder, named)
+    interceptor.masks = looking_ahead(own) if isinstance(own, dict) else {}
+    if interceptor.masks and (interceptor.seen_tokens or "gating" in named):
+        _refuse_masks(decoder)
     name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
     tokens: Tensor = named[name]
     interceptor.begin(decoder, named.get("attention_mask"), tokens)
@@ -393,11 +424,14 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     parts: list[tuple[Tensor | None, Any]] = []
     seen = 0
     for columns, positions in interceptor.passes(named.pop("position_ids", None)):
-        if attachment.hybrid:
+        interceptor.order = None
+        if attachment.hybrid or interceptor.masks:
+            if interceptor.masks and seen:
+                _refuse_masks(decoder)
             columns, positions, interceptor.order, there = as_they_came(columns, positions, padding, seen)
             seen = tokens.shape[1] if columns is None else int(columns[0, -1]) + 1
             length = tokens.shape[1] if columns is None else columns.shape[1]
-            named["attention_mask"] = masks_by_type(mask, there, length)
+            named["attention_mask"] = masks_by_type(mask, there, length) if attachment.hybrid else mask
         if columns is not None:
             index = columns.clamp_min(0).to(tokens.device)
             named[name] = tokens.gather(1, index if tokens.ndim == 2 else _wide(index, tokens))
@@ -407,6 +441,14 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
             _refuse_unreached(decoder, interceptor.attended)
     out = parts[0][1] if parts[0][0] is None else _joined(parts, tokens.shape[1])
     return out if in_words else out.to_tuple()
+
+
+def _refuse_masks(decoder: Any) -> NoReturn:
+    """Refuse tokens that see later ones where these come in another pass, or under flags."""
+    raise UserError(
+        f"{type(decoder).__name__}: tokens of an image see later ones: expected the whole prompt in one pass, dense, "
+        "with all its images; leave prefill_chunk_size and the schedule blocks out, and give images before the answer."
+    )
 
 
 def _check_pass(decoder: Any, named: Mapping[str, Any]) -> None:
@@ -530,8 +572,10 @@ def _attention(
     scaling, order, length, size = kwargs.get("scaling"), ag_interceptor.order, query.shape[2], value.shape[-1]
     if ag_site.missing:
         query, key, value = (F.pad(x, (0, ag_site.missing)) for x in (query, key, value))
+    own = ag_interceptor.masks.get(ag_site.kind)
     if order is not None:
         query, key, value = (aligned(x, order, 2) for x in (query, key, value))
+        own = None if own is None else aligned(aligned(own.expand(len(order), -1, -1, -1), order, 2), order, 3)
     call = AttentionCall(
         module,
         ag_site.layer,
@@ -543,6 +587,7 @@ def _attention(
         Softmax(kwargs.get("softcap"), kwargs.get("s_aux")),
         ag_site.chunk,
         ag_site.shared,
+        own,
     )
     if ag_interceptor.attended is not None:
         ag_interceptor.attended[ag_site.number] += 1

@@ -181,6 +181,18 @@ def masks_by_type(attention: Tensor, there: Tensor | None, length: int) -> dict[
     return {**dict.fromkeys(ATTENTION, attention), **dict.fromkeys(IN_TURN, in_turn)}
 
 
+def looking_ahead(masks: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return the masks ``[B or 1, 1, T, S]`` of a model by type of layer if some token sees a later one, else none."""
+    given = {kind: mask for kind, mask in masks.items() if isinstance(mask, Tensor) and mask.ndim == 4}
+    for mask in given.values():
+        length, columns = mask.shape[-2:]
+        later = torch.ones(length, columns, dtype=torch.bool, device=mask.device).triu(columns - length + 1)
+        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        if bool((seen & later).any()):
+            return given
+    return {}
+
+
 def aligned(x: Tensor, order: Tensor, dim: int) -> Tensor:
     """Return the tokens of a pass left-aligned: columns ``order`` ``[B, n]`` of a dimension of ``x`` ``[B, ...]``."""
     return x.gather(dim, _index(order, x, dim))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from ag.model.structure import (
     attentions_of,
     decoder_of,
     device_of,
-    unwrapped,
 )
 
 FAR, TOLERANCE = 100, 0.05  # places between two queries, and how much of a query's length rounding may change
@@ -34,18 +32,8 @@ def check_attention(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: naming the layer's class, what it does, and what was expected.
     """
-    decoder, base = decoder_of(model), unwrapped(model)
+    decoder = decoder_of(model)
     check_adapter(model)
-    for part in base.modules():
-        if (
-            part is not decoder
-            and getattr(part, "get_decoder", lambda: None)() is decoder
-            and _makes_masks(cast("Any", type(part)))
-        ):
-            raise UnsupportedModelError(
-                f"{type(part).__name__} makes the attention masks of its {type(decoder).__name__} itself, for images "
-                "beside text: expected a model that hands the attention_mask on; load the language model alone."
-            )
     own = [name for name, kind in vars(sys.modules[type(decoder).__module__]).items() if _is_cache_of_its_own(kind)]
     if own:
         raise UnsupportedModelError(
@@ -81,13 +69,6 @@ def check_attention(model: nn.Module) -> None:
 def _is_cache_of_its_own(kind: Any) -> bool:
     """Whether something in the module of a model is a class of caches that transformers has nowhere else."""
     return isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ != Cache.__module__
-
-
-@functools.cache
-def _makes_masks(kind: Any) -> bool:
-    """Whether the forward pass of a class calls a function that creates attention masks."""
-    names = inspect.unwrap(kind.forward).__code__.co_names
-    return any(name.startswith("create_") and "mask" in name for name in names)
 
 
 def check_rotations(decoder: Any, what: str, instead: str) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PaliGemmaForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -318,31 +318,6 @@ def test_every_type_of_transformers_is_served_right_or_refused() -> None:
     strange = {name: said for name, said in found.items() if said not in ("untried", "refused", "served")}
     assert strange == {}
     assert sum(said != "untried" for said in found.values()) >= 30
-
-
-@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
-def test_what_cannot_be_served_is_refused_before_the_first_pass(name: str) -> None:
-    """Masks made for images beside text."""
-    kinds = ["sliding_attention", "full_attention"]
-    sizes = {**{key: value for key, value in SMALL.items() if "expert" not in key}, "layer_types": kinds}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 14}
-    given: dict[str, Any] = {
-        "gemma3": {"text_config": sizes, "vision_config": vision},
-        "paligemma": {
-            "text_config": sizes | {"model_type": "gemma2"},
-            "vision_config": vision | {"projection_dim": 32},
-            "projection_dim": 32,
-        },
-    }[name]
-    config = type(AutoConfig.for_model(name))(**given)
-    make: Any = PaliGemmaForConditionalGeneration if name == "paligemma" else AutoModelForCausalLM.from_config
-    model = make(config)
-    with pytest.raises(UserError, match="masks|heads of 16|another layer"):
-        ag.EvictionCache(model, "full")
-    if name == "gemma4_text":
-        with pytest.raises(UserError, match="differ in size"):
-            ag.AttentionGates(model.config, ag.GateConfig())
 
 
 def write() -> None:
