@@ -93,6 +93,7 @@ def test_prefill_of_gates_and_policies_keeps_what_was_asked():
         assert abs(rows[f"flags {share}"]["kept"] - share) <= 5 * (share * (1 - share) / (192 * 4)) ** 0.5
 
 
+@pytest.mark.slow
 def test_a_stream_holds_its_size_beside_a_full_cache_that_is_cropped_to_it():
     rows = rows_of("stream", kinds=["attention", "mlp"], recent=32, steps=40)
     assert [row["contestant"] for row in rows] == ["full", "gates, attention", "gates, mlp"]

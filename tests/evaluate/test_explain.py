@@ -34,6 +34,7 @@ def gates(tiny_llama, tmp_path):
     return made
 
 
+@pytest.mark.slow
 def test_all_pictures(words, gates, tmp_path, capsys):
     more = ["policies=[mine=h2o+caote]", "task=needle_single", "task_options.lengths=[300]", "tokens=200", "samples=1"]
     assert main([*words, *more, *gates()]) == 0

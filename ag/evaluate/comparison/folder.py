@@ -61,7 +61,7 @@ class Summary:
     model: str  # hub id or folder
     versions: dict[str, str]  # of the libraries
     problem: str | None = None  # why there is no result
-    question: str | None = None  # after: read when the context had been evicted; before: part of the prompt
+    question: str | None = None  # after: read after the eviction; before: part of the prompt
     nats: float | None = None  # NLL per token of the right answers, the mean over samples
     hits: float | None = None  # share of the samples in which each token of the right answer is the likeliest
     kl: float | None = None  # KL divergence from a full cache on the right answer's tokens, nats per token

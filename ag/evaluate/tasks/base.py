@@ -233,22 +233,18 @@ class PromptTask(Task):
         device = next(model.parameters()).device
         for sample in samples:
             compared = [policy("full")] if sample.right else []
-            prompt = torch.tensor([sample.prompt], device=device)
+            prompt, question = (torch.tensor([ids], device=device) for ids in (sample.prompt, sample.question))
             caches = read_prompt(model, [*compared, *policies], prompt, protect=sample.protect)
-            question = torch.tensor([sample.question], device=device) if sample.question else None
-
-            def asked(cache: EvictionCache, last: Tensor, question: Tensor | None = question) -> Tensor:
-                return last if question is None else feed(model, cache, question)[:, -1]
-
-            full = None
-            if compared:
-                cache, last = caches.pop(0)
-                full = log_probabilities(model, cache, asked(cache, last), sample.right)
-            for index in range(len(policies)):
+            full: Tensor | None = None
+            for index in range(-len(compared), len(policies)):
                 cache, last = caches.pop(0)  # freed before the next answer
                 held = cache.kept_share(), cache.nbytes
                 start = time.perf_counter()
-                last = asked(cache, last)
+                if sample.question:
+                    last = feed(model, cache, question)[:, -1]
+                if index < 0:
+                    full = log_probabilities(model, cache, last, sample.right)
+                    continue
                 twin = None if full is None else copy.deepcopy(cache)
                 score, tags = self.answer(model, tokenizer, cache, last, sample)
                 seconds = time.perf_counter() - start + cache.scoring_seconds

@@ -23,7 +23,7 @@ from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.compare import compare
 from ag.evaluate.comparison.folder import ROWS
 from ag.evaluate.comparison.progress import Progressing
-from ag.evaluate.comparison.tables import counted, printed
+from ag.evaluate.comparison.tables import printed
 from ag.gates import export
 from ag.gates.calibration import Calibration
 from tests.evaluate.conftest import lines, without_charts, words
@@ -103,22 +103,6 @@ def test_codes_are_lines_of_their_own(config, quiet):
     assert {x: pytest.approx(y) for x, y in expected.items() if x != 1} == drawn
     best = [(x, y) for x, y in sorted(drawn.items()) if all(y < other for less, other in drawn.items() if less < x)]
     assert [(point.x, point.y) for point in mix.points] == best
-
-
-def test_nats_of_right_answers(config, quiet):
-    comparison = compare(config(tasks=["needle_single"], task_options=NEEDLES, budgets=[0.5]), quiet)
-    for result in comparison.results:
-        for name in ("nats", "hits"):
-            mean = sum(outcome.tags[name] for outcome in result.outcomes) / 2
-            assert getattr(result.summary, name) == pytest.approx(mean)
-        assert (result.summary.question, result.summary.floor) == ("after", 0.1)
-    full, h2o = comparison.results[:2]
-    assert full.paired_nats is None
-    assert h2o.paired_nats.difference == pytest.approx(h2o.summary.nats - full.summary.nats)
-    assert counted(comparison, "needle_single") == "2 haystacks, left out: 0; question after eviction"
-    remark = "not informative for this model: exact match 0.0000 with the full cache"
-    for file in ("report.html", "table.md"):
-        assert remark in (comparison.folder / file).read_text()
 
 
 def test_rows_count_the_samples_that_protect_more_than_the_budget(config, quiet, capsys):
@@ -261,6 +245,7 @@ def test_progress_waits_for_a_sample_of_every_cell_before_it_tells_a_time(quiet)
 # ---- policies
 
 
+@pytest.mark.slow
 def test_gates_by_their_flags_and_ranked(config, quiet, tiny_llama, tmp_path):
     gates = gates_for(tiny_llama(), prefill="sparse", recent_tokens=2)
     export.save(tmp_path / "gates", gates, base_model="tiny")

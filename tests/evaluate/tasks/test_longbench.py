@@ -101,6 +101,7 @@ def test_chat(tiny_tokenizer, write, monkeypatch):
     assert question.endswith("Question: Who is tall?\nAnswer:>") and code.startswith("Please complete")
 
 
+@pytest.mark.slow
 def test_the_best_reference_counts(tiny_llama, tiny_tokenizer, write):
     """The answer is that of ``generate``, up to the end of its line."""
     model, outcomes, name = tiny_llama(), [], "samsum"

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 import ag
 from ag.data.sources import DataError
 from ag.evaluate.tasks import make
@@ -18,6 +20,7 @@ def words(most):
 PIQA = [{"goal": words(12), "sol1": words(6), "sol2": words(6), "label": i % 2} for i in range(16)]
 
 
+@pytest.mark.slow
 def test_a_full_cache_is_the_plain_model(tiny_llama, tiny_tokenizer, write, plain):
     model = tiny_llama()
     task = make("piqa", write("piqa/validation", PIQA))

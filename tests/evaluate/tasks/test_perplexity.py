@@ -40,6 +40,7 @@ def stream(root, tiny_llama, tiny_tokenizer):
     return run
 
 
+@pytest.mark.slow
 def test_a_continuation(tiny_llama, tiny_tokenizer, root, plain, step_by_step):
     model = tiny_llama()
     task = make("ppl", root, prompt=40, continuation=20)
