@@ -1,4 +1,4 @@
-"""The bench on a tiny random model: files, columns, and the ratios that do not depend on time."""
+"""The bench on a tiny random model: files, and the ratios that do not depend on time."""
 
 import json
 import math
@@ -23,17 +23,6 @@ from ag.model.base import load_base
 from tests.support.refused import names, refuses
 
 SMALL = {"model": "random:tiny", "context": [192], "rounds": 1, "warmup": 0, "steps": 3, "keep": [0.25]}
-TIMES = {"quartile 1", "quartile 3"}
-COLUMNS = {
-    "decode": {"kept", "ms/token", "tokens/s", "x full", "x transformers", "roofline", "of roofline", "last/first"}
-    | {"KV bytes", "held in 60 GiB"}
-    | TIMES,
-    "stream": {"held", "ms/token", "over full", "last/first", "last/first over full", "KV bytes", "KV bytes at the end"}
-    | TIMES,
-    "prefill": {"kept", "seconds", "over full", "over transformers"} | TIMES,
-    "train": {"trained of base", "seconds", "time over lora", "peak bytes", "peak over lora", "peak over held"} | TIMES,
-    "memory": {"kept", "KV bytes", "KV of full", "peak over model", "peak of full"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +37,7 @@ def threads(monkeypatch):
 
 
 def rows_of(mode, **changes):
-    rows = bench(BenchConfig(mode=mode, **SMALL | changes), "a command")["rows"]
-    assert all(row.keys() == {"context", "batch", "contestant"} | COLUMNS[mode] for row in rows)
-    return rows
+    return bench(BenchConfig(mode=mode, **SMALL | changes), "a command")["rows"]
 
 
 def test_a_run_writes_its_files(tmp_path, capsys):
@@ -269,7 +256,7 @@ def test_gates_stay_within_their_share():
 def test_the_first_word_names_the_mode():
     read = [parse(words, BenchConfig, "ag.bench", "mode").config for words in (["train", "batch=[2]"], ["batch=[2]"])]
     assert read == [BenchConfig(mode="train", batch=[2]), BenchConfig(mode="decode", batch=[2])]
-    assert set(MODES) == set(COLUMNS) == set(cases.CASES)
+    assert set(MODES) == set(cases.CASES)
 
 
 @pytest.mark.parametrize(

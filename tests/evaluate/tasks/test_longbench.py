@@ -26,24 +26,18 @@ CLASSES = ["Number", "Other number", "Date", "City", "Other city", "city"]
         (f1, "The cat sat.", "a cat", 2 / 3),  # cat sat | cat: precision 1/2, recall 1
         (f1, "cat cat cat", "cat cat", 0.8),  # counted as often as both have it: 2 of 3, 2 of 2
         (f1, "U.S.A", "usa", 1.0),
-        (f1, "", "cat", 0.0),
         (rouge_l, "police killed the gunman", "police kill the gunman", 0.75),  # 3 of 4 words in order, both ways
         (rouge_l, "a b c d", "a c x", 2 * (1 / 2 * 2 / 3) / (1 / 2 + 2 / 3)),
         (rouge_l, "...", "words", 0.0),
         (classification, "Date or City", "Date", 0.5),
         (classification, "Number and Other number", "Other number", 0.5),  # "Number" is no part of "Other number"
-        (classification, "City", "Date", 0.0),
         (classification, "Other city", "Other city", 1.0),  # parts of the right name are left out
         (classification, "Other city", "city", 0.5),
-        *(
-            (count, answer, "7", score)
-            for answer, score in (("7 or 8", 0.5), ("17", 0), ("seven", 0), ("7 7 8 9", 0.5))
-        ),
+        (count, "7 7 17 8", "7", 0.5),
         (retrieval, "Number 7 or 8", "Paragraph 7", 0.5),
         (retrieval, "7", "no paragraph", 0.0),
         (code_similarity, "\n# a comment\nreturn x\nmore", "return x", 1.0),
         (code_similarity, "```python\nabcd", "abcf", 0.75),  # 2 edits (out, in) of 8 letters
-        (code_similarity, "// only comments", "abc", 0.0),
     ],
 )
 def test_metrics(metric, answer, reference, score):
