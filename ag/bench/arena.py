@@ -1,4 +1,4 @@
-"""A model, the caches of the contestants that it runs, and gates for it."""
+"""The model of a bench, the caches of its contestants, and random gates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ag.model.hooks import AttentionCall, cache_argument, decoder_of
 from ag.model.structure import attention_of
 
 CALIBRATION_TOKENS = 8192
-GATES_SHARE = 0.03  # largest share of a model's parameters that its gates have
+GATES_SHARE = 0.03  # largest size of gates, as a share of the model's parameters
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -44,11 +44,11 @@ BACKENDS = {
 
 
 class Arena:
-    """A model, and what its contestants need beside it.
+    """The model of a bench, and what its contestants need.
 
     Args:
         config: of the bench.
-        model: that they run. None means that it is loaded when it is first needed.
+        model: of the bench. None means that it is loaded on first use.
     """
 
     def __init__(self, config: BenchConfig, model: PreTrainedModel | None = None) -> None:
@@ -61,17 +61,17 @@ class Arena:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The model that is asked for, or one with random weights."""
+        """The model, which is loaded on first use."""
         return load(self.config)
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.model.parameters()).device
 
     @cached_property
     def _called(self) -> str:
-        """What the model calls its cache."""
+        """Name of the argument that is the model's cache."""
         return cache_argument(type(self.model))
 
     def tokens(self, batch: int, length: int) -> Tensor:
@@ -81,7 +81,7 @@ class Arena:
         return torch.randint(0, high, (batch, length), generator=make).to(self.device)
 
     def cache(self, contestant: Contestant, batch: int = 1, room: int = 0) -> Cache:
-        """Make an empty cache, and the model ready for it; a static one has a size: ``room`` tokens a sequence."""
+        """Make an empty cache and prepare the model for it; a static one has ``room`` tokens a sequence."""
         ag.detach(self.model)
         if self.model.config._attn_implementation != contestant.attention:
             self.model.set_attn_implementation(contestant.attention)
@@ -111,7 +111,7 @@ class Arena:
             decoder_of(self.model)(input_ids=ids, use_cache=True, **{self._called: cache})
 
     def fill(self, cache: Cache, batch: int, length: int) -> None:
-        """Put random keys and values of a prompt into a cache; a policy evicts from them as from any others."""
+        """Put random keys and values of a prompt into a cache, from which its policy evicts."""
         decoder = decoder_of(self.model)
         size = fingerprint(decoder.config)
         dtype = next(self.model.parameters()).dtype
@@ -155,7 +155,7 @@ class Arena:
         return logits[:, -1]
 
     def _emptied(self, contestant: Contestant, batch: int, room: int) -> StaticCache:
-        """Return the static cache of a contestant, which its compiled step reads and writes where it lies."""
+        """Return the static cache of a contestant, emptied; its compiled step needs the same tensors each time."""
         if self._sizes != (batch, room):
             torch.compiler.reset()
             self._static, self._sizes = {}, (batch, room)
@@ -164,7 +164,7 @@ class Arena:
             def step(token: Tensor, cache: Cache) -> Tensor:
                 return self._step(token, cache)
 
-            # what is compiled is kept by code object, and has the backend in it: each contestant needs its own
+            # torch keeps compiled code, with the backend in it, by code object: each contestant needs one
             step.__code__ = step.__code__.replace()
             mode = "reduce-overhead" if self.device.type == "cuda" else "default"
             compiled = torch.compile(step, mode=mode, fullgraph=True, dynamic=False)
@@ -174,12 +174,12 @@ class Arena:
         return cache
 
     def _calibrated(self, keep: float) -> AttentionGates:
-        """Make random gates whose flags keep about a share of random tokens."""
+        """Return random gates whose flags keep about a share of random tokens."""
         if keep not in self._gates:
             torch.manual_seed(self.config.seed)
             gates = gates_for(self.model).to(self.device)
             ids = self.tokens(1, min(max(self.config.context), CALIBRATION_TOKENS))
-            for _ in range(2):  # what is evicted changes what the gates of later layers see
+            for _ in range(2):  # eviction changes the inputs of the gates of later layers
                 ag.attach(self.model, gates)
                 gating = Gating(gates, torch.ones_like(ids), hard=True)
                 decoder_of(self.model)(input_ids=ids, use_cache=False, gating=gating)
@@ -205,12 +205,12 @@ def kept(cache: Cache) -> float:
 
 
 def load(config: BenchConfig) -> PreTrainedModel:
-    """Load the model that is asked for, or draw its weights."""
+    """Load the model of a configuration, or draw its weights."""
     return load_base(ModelConfig(name=config.model, dtype=config.dtype), config.device)[0]
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of weights that a decoding step reads: all but an input embedding that is no head too."""
+    """Return the bytes of weights that a decoding step reads: all but an input embedding that is not also the head."""
     embedding, head = next(model.get_input_embeddings().parameters()), model.get_output_embeddings().weight
     total = sum(parameter.nbytes for parameter in model.parameters())
     return total if embedding is head else total - embedding.nbytes
@@ -226,7 +226,7 @@ def token_bytes(model: PreTrainedModel) -> int:
 def gates_for(model: PreTrainedModel, **settings: Any) -> AttentionGates:
     """Make causal gates, the widest (4 heads of a power of 2) within a share of the model's parameters.
 
-    ``settings`` are what else their configuration says; the share is counted for attention gates.
+    ``settings`` are further settings of the gates; the share is that of attention gates.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = fingerprint(decoder_of(model).config)
@@ -239,17 +239,17 @@ def gates_for(model: PreTrainedModel, **settings: Any) -> AttentionGates:
 
 
 def pinned(backend: str | None) -> AbstractContextManager[None]:
-    """Return a context in which ``scaled_dot_product_attention`` has this implementation alone.
+    """Return a context in which ``scaled_dot_product_attention`` uses this implementation alone.
 
-    None means torch's choice, which is not the same by version and card. What the implementation cannot do, such as a
-    mask, is a RuntimeError there.
+    None means torch's choice, which depends on version and card. What the implementation does not support, such as a
+    mask, raises a RuntimeError.
     """
     return nullcontext() if backend is None else sdpa_kernel(BACKENDS[backend])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Uneven(Random):
-    """Tokens by chance, more in some heads than in others: what trained gates leave behind.
+    """Random tokens, more in some heads than in others, as trained gates keep them.
 
     Attributes:
         spread: standard deviation of the logarithm of a head's share.
@@ -258,7 +258,7 @@ class Uneven(Random):
     spread: float = 0.7
 
     def score(self, seen: AttentionStats) -> Tensor:
-        """Return scores of which the best of a layer lie in heads by their share."""
+        """Return random scores; a head has more of a layer's best ones the larger its share is."""
         make = torch.Generator().manual_seed(self.seed * 1000 + seen.layer)
         share = (self.spread * torch.randn(seen.key_ranks.shape[:2], generator=make)).exp()
         return -super().score(seen) / share.to(seen.key_ranks.device)[..., None]

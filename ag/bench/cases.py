@@ -1,7 +1,7 @@
 """The five cases of ``python -m ag.bench``: each is a function that returns the rows of one context and batch.
 
-Their times come from one loop, :func:`race`, in which contestants take turns round by round. The models of ``train``
-and ``memory`` are loaded in processes of their own, so that a peak of memory is that of one contestant.
+Their times come from :func:`race`, in which contestants take turns round by round. The contestants of ``train`` and
+``memory`` run in fresh processes, so that a peak of memory is that of one contestant.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ag.gates.gate import KINDS
 from ag.model.base import add_lora
 from ag.training.module import GatedLM
 
-HELD_GIB = 60  # of memory for keys and values, of which a row says how many sequences it holds
+HELD_GIB = 60  # memory for keys and values; a row has the number of sequences that fit
 FIRST = 3  # tokens that are generated before the clock starts
-TURN = 8  # tokens of a stream that a contestant generates before the next one's turn
-NEVER = -1e4  # bias with which no flag is open
-PLANS = ("lora", "gates", "gates+lora")  # what is trained
+TURN = 8  # tokens of a stream that a contestant generates in its turn
+NEVER = -1e4  # gate bias with which every token is evicted
+PLANS = ("lora", "gates", "gates+lora")  # trained parts
 
-#: By contestant, for each round that counts the seconds of each step, turn by turn.
-Times = dict[str, list[list[list[float]]]]
+#: Seconds of each step by contestant and round, without the first rounds.
+Times = dict[str, list[list[float]]]
 T = TypeVar("T")
 
 
@@ -49,7 +49,7 @@ T = TypeVar("T")
 def decode(arena: Arena, context: int, batch: int) -> list[Row]:
     """Measure the time per generated token, over other caches and as a share of the roofline."""
     config = arena.config
-    held: dict[str, tuple[float, int]] = {}  # the share of the tokens that a cache has, and its bytes
+    held: dict[str, tuple[float, int]] = {}  # kept share and bytes of each cache
 
     def begin(one: Contestant) -> Callable[[], object]:
         cache = arena.cache(one, batch, context + FIRST + config.steps)
@@ -83,7 +83,7 @@ def decode(arena: Arena, context: int, batch: int) -> list[Row]:
                 "x transformers": paired(seconds.get(PLAIN.name), seconds[name]),
                 "roofline": roofline,
                 "of roofline": None if faster is None else faster / roofline,
-                "last/first": statistics.median(map(drift, steps_of(times[name]))),
+                "last/first": statistics.median(map(drift, times[name])),
                 "KV bytes": size,
                 f"held in {HELD_GIB} GiB": HELD_GIB * 2**30 * batch // size,
             }
@@ -93,11 +93,10 @@ def decode(arena: Arena, context: int, batch: int) -> list[Row]:
 
 @torch.no_grad()
 def stream(arena: Arena, context: int, batch: int) -> list[Row]:
-    """Measure a step under gates that go on deciding, over one with a cache of the same size that decides nothing.
+    """Measure a step under gates that decide on every token, over a step with a full cache of the same size.
 
-    The gates here evict every generated token once it leaves the recent window, and keep as many first tokens of the
-    prompt as make up the context with that window. So every cache holds ``context`` tokens at each step: the gates' by
-    themselves, that of ``full`` because what it took in is cropped between its turns.
+    The gates here keep the first tokens of the prompt and the recent window, together ``context`` tokens, and evict
+    each generated token once it leaves the window. The full cache is cropped to ``context`` tokens after each turn.
     """
     config = arena.config
     if not config.kinds or not {*config.kinds} <= {*KINDS}:
@@ -110,13 +109,13 @@ def stream(arena: Arena, context: int, batch: int) -> list[Row]:
     kinds: dict[str, str | None] = {FULL.name: None, **{f"gates, {kind}": kind for kind in config.kinds}}
     caches: dict[str, EvictionCache] = {}
     steps: dict[str, Iterator[Tensor]] = {}
-    first: dict[str, int] = {}  # bytes for keys and values, and for what the gates remember, after the first turn
+    first: dict[str, int] = {}  # bytes of each cache, with the states of its gates, after the first turn
 
     def begin(name: str) -> Callable[[], object]:
         kind = kinds[name]
         cache = EvictionCache(arena.model, "full") if kind is None else _gated(arena, kind, context)
         arena.read(cache, ids)
-        next(arena.decode(cache, ids[:, :1]))  # settles what the prompt left
+        next(arena.decode(cache, ids[:, :1]))  # evicts the rest of the prompt
         caches[name] = cache
         pause(name)
         first.pop(name)
@@ -129,13 +128,14 @@ def stream(arena: Arena, context: int, batch: int) -> list[Row]:
         steps[name] = arena.decode(caches[name], ids[:, :1])
 
     times = race(arena.device, config, kinds, begin, config.steps, TURN, pause)
-    turns = {name: [sum(turn) for turn in chain(*rounds)] for name, rounds in times.items()}
-    drifts = {name: [*map(drift, steps_of(rounds))] for name, rounds in times.items()}
+    starts = range(0, config.steps, TURN)
+    turns = {name: [sum(one[at : at + TURN]) for one in rounds for at in starts] for name, rounds in times.items()}
+    drifts = {name: [*map(drift, rounds)] for name, rounds in times.items()}
     return [
         {
             "contestant": name,
-            "held": cache.kept_share() * int(cache.valid.sum()) / batch,  # by a KV head of a sequence, the mean
-            **spread("ms/token", [*chain(*steps_of(times[name]))], 1000),
+            "held": cache.kept_share() * int(cache.valid.sum()) / batch,  # the mean over sequences and KV heads
+            **spread("ms/token", [*chain(*times[name])], 1000),
             "over full": paired(turns[name], turns[FULL.name]),
             "last/first": statistics.median(drifts[name]),
             "last/first over full": paired(drifts[name], drifts[FULL.name]),
@@ -149,7 +149,7 @@ def stream(arena: Arena, context: int, batch: int) -> list[Row]:
 @torch.no_grad()
 def prefill(arena: Arena, context: int, batch: int) -> list[Row]:
     """Measure the time to read a prompt, scores and eviction included, over the full cache's."""
-    listed = contestants(arena.config)  # what is wrong is said before a model is loaded
+    listed = contestants(arena.config)  # checked before a model is loaded
     ids = arena.tokens(batch, context)
     plan, rows = able(listed, lambda one: arena.read(arena.cache(one), ids, one))
     caches: dict[str, Cache] = {}
@@ -198,7 +198,7 @@ def train(arena: Arena, context: int, batch: int) -> list[Row]:
 
 
 def memory(arena: Arena, context: int, batch: int) -> list[Row]:
-    """Measure bytes of the cache, and the peak of a process that reads a prompt and generates; a fresh process each."""
+    """Measure bytes of the cache, and the peak memory of a process that reads a prompt and generates."""
     rows: list[Row] = []
     for one in contestants(arena.config):
         rows.append({"contestant": one.name} | alone(generated, arena.config, context, batch, one))
@@ -221,50 +221,45 @@ def race(
     turn: int | None = None,
     pause: Callable[[str], object] = lambda name: None,
 ) -> Times:
-    """Let contestants take turns, round by round, and return the times of the rounds that count.
+    """Let contestants take turns, round by round, and return the times of all rounds but the first ones.
 
     Args:
         device: where they run.
-        config: says how many rounds there are.
+        config: has the number of rounds.
         names: of the contestants.
-        begin: makes anew, in each round, what a contestant does in a step.
-        steps: in a round.
-        turn: steps after which the next contestant has its turn, with all of them there at once. None means that each
-            takes all its steps at once, and is gone before the next one begins.
-        pause: is told who has had a turn; its time does not count.
+        begin: returns the step of a contestant; called in each round.
+        steps: number of steps in a round.
+        turn: number of steps in a turn, with all contestants in memory at once. None means that each contestant takes
+            all its steps at once, and is freed before the next one begins.
+        pause: called after each turn with the name of the contestant; its time does not count.
     """
     listed, found = [*names], Times()
     for number in range(config.warmup + config.rounds):
         for together in [[name] for name in listed] if turn is None else [listed]:
             begun = {name: begin(name) for name in together}
-            times: dict[str, list[list[float]]] = {name: [] for name in together}
+            times: dict[str, list[float]] = {name: [] for name in together}
             for done in range(0, steps, turn or steps):
                 for name in together:
-                    times[name].append(seconds_of(device, begun[name], min(turn or steps, steps - done)))
+                    times[name] += seconds_of(device, begun[name], min(turn or steps, steps - done))
                     pause(name)
-            del begun  # and the caches in it, before others are made
+            del begun  # with its caches, before others are made
             for name in together if number >= config.warmup else ():
                 found.setdefault(name, []).append(times[name])
     return found
 
 
 def means(times: Times) -> dict[str, list[float]]:
-    """Return by contestant, for each round, the mean seconds of a step."""
-    return {name: [statistics.fmean(steps) for steps in steps_of(rounds)] for name, rounds in times.items()}
-
-
-def steps_of(rounds: list[list[list[float]]]) -> list[list[float]]:
-    """Return the seconds of each step by round, whatever the turn."""
-    return [[*chain(*turns)] for turns in rounds]
+    """Return the mean seconds of a step by contestant and round."""
+    return {name: [*map(statistics.fmean, rounds)] for name, rounds in times.items()}
 
 
 def alone(
     measure: Callable[[BenchConfig, int, int, T], Row], config: BenchConfig, context: int, batch: int, one: T
 ) -> Row:
-    """Measure a contestant in a fresh process, or on a GPU, which counts allocations, in this one.
+    """Measure a contestant in a fresh process; on a GPU, which counts allocations, in this one.
 
     Raises:
-        UserError: with what that process died of.
+        UserError: the process failed; the message has the reason.
     """
     if config.device.startswith("cuda"):
         gc.collect()
@@ -274,18 +269,18 @@ def alone(
     with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
         try:
             return pool.submit(measure, config, context, batch, one).result()
-        except Exception as error:  # whatever it is, or the end of the process
+        except Exception as error:  # any error, or the end of the process
             case = f"{config.mode}, context={context}, batch={batch}, {one}"
             raise UserError(f"{case}: {type(error).__name__}: {first_line(error)}") from error
 
 
 @torch.no_grad()
 def generated(config: BenchConfig, context: int, batch: int, one: Contestant) -> Row:
-    """Read a prompt and generate, in this process; returns what the cache held, and the peak."""
+    """Read a prompt and generate, in this process; returns kept share, bytes of the cache, and peak memory."""
     arena = Arena(config)
     ids = arena.tokens(batch, context)
     loaded = held_bytes(arena.device)
-    arena.cache(one)  # makes the gates, if that is what it takes
+    arena.cache(one)  # makes the gates, if there are any
     forget_peak(arena.device)
     cache = arena.cache(one)
     if config.fill:
@@ -299,7 +294,7 @@ def generated(config: BenchConfig, context: int, batch: int, one: Contestant) ->
 
 
 def trained(config: BenchConfig, context: int, batch: int, plan: str) -> Row:
-    """Take two training steps in this process, as the optimiser's state comes with the first; returns their peak."""
+    """Take two training steps in this process, of which the first makes the optimiser's state; returns the peak."""
     device = torch.device(config.device)
     step, share = training_step(config, plan, context, batch, load(config))
     forget_peak(device)
@@ -313,7 +308,7 @@ def training_step(
 ) -> tuple[Callable[[], None], float]:
     """Return a step of :class:`ag.training.module.GatedLM` with AdamW, and the trained share of the base's parameters.
 
-    The rows are packed text, gates are causal and act within them: the dearest of the settings.
+    The rows are packed text with causal gates, the most expensive setting.
     """
     parameters = sum(parameter.numel() for parameter in base.parameters())
     torch.manual_seed(config.seed)
@@ -331,7 +326,7 @@ def training_step(
 
     def step() -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # there is no trainer to log to
+            warnings.simplefilter("ignore")  # no trainer is there to log to
             with torch.autocast(base.device.type, getattr(torch, config.dtype), enabled=config.dtype != "float32"):
                 loss = module.training_step(rows, 0)
         loss.backward()

@@ -1,4 +1,4 @@
-"""Who runs: plain transformers in its forms, this engine's full cache, and policies."""
+"""The contestants of a bench: plain transformers in its forms, this engine's full cache, and policies."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ag.errors import UserError, first_line
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to hold keys and values."""
+    """A way to hold keys and values."""
 
-    name: str  # of the row in the table
+    name: str  # of its row
     policy: str | None = None  # of this engine; None means plain transformers with its own cache
     keep: float | None = None  # share of the prompt that the policy keeps; None means all
-    kv_dtype: KVDtype = "float"  # how this engine holds keys and values
+    kv_dtype: KVDtype = "float"  # of this engine's keys and values
     # for plain transformers:
     attention: str = "sdpa"
-    backend: str | None = None  # what torch's attention is pinned to; None means torch's choice
-    static: bool = False  # a cache of fixed size, and the step under torch.compile
+    backend: str | None = None  # implementation of torch's attention; None means torch's choice
+    static: bool = False  # whether the cache has a fixed size, with the step under torch.compile
 
 
 PLAIN, FULL = Contestant("transformers"), Contestant("full", "full")
@@ -58,7 +58,7 @@ def contestants(config: BenchConfig) -> list[Contestant]:
         for share in config.keep:
             rivals.append(Contestant(f"{spec} {share:g}", spec, share))
             if spec != FLAGS:
-                policy(spec, share, config.schedule)  # says what is wrong, before anything runs
+                policy(spec, share, config.schedule)  # checked before anything runs
     engine = [
         replace(one, name=one.name if held == "float" else f"{one.name} {held}", kv_dtype=held)
         for held in config.kv_dtypes
@@ -69,7 +69,7 @@ def contestants(config: BenchConfig) -> list[Contestant]:
 
 
 def backends(config: BenchConfig) -> list[str | None]:
-    """Return what torch's attention is pinned to in plain transformers, in turn; None means torch's choice."""
+    """Return the implementations of torch's attention for plain transformers; None means torch's choice."""
     usual = None if config.device.startswith("cuda") and config.dtype == "float32" else "flash"
     return [*config.sdpa] or [usual]
 
@@ -77,12 +77,12 @@ def backends(config: BenchConfig) -> list[str | None]:
 def able(
     plan: list[Contestant], attempt: Callable[[Contestant], object], every: bool = False
 ) -> tuple[dict[str, Contestant], list[Row]]:
-    """Let contestants try what will be measured.
+    """Let contestants try the measurement.
 
     Args:
         plan: contestants, plain transformers first.
         attempt: runs one.
-        every: whether the first one and those of this engine try too, which may lack room alone.
+        every: whether the first one and those of this engine try too; these may only run out of memory.
 
     Returns:
         Those that can run, by name, and rows ``{"contestant", "skipped"}`` with the reason for the others.
@@ -94,7 +94,7 @@ def able(
             if rival or every:
                 attempt(one)
             found[one.name] = one
-        except Exception as error:  # a backend without this case, no compiler, no room: whatever it is, it says so
+        except Exception as error:  # a backend without this case, no compiler, no memory, ...
             if not (rival or isinstance(error, torch.OutOfMemoryError)):
                 raise
             first: BaseException = error

@@ -1,4 +1,4 @@
-"""Clocks, memory, quartiles and the description of the machine."""
+"""Times, memory, quartiles and the description of the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from ag.errors import UserError
 from ag.hardware import cpu_name
 
-PROCESS = Path("/proc/self")  # Linux keeps the peak of a process there
+PROCESS = Path("/proc/self")  # Linux has the peak of a process there
 
 
 def seconds_of(device: torch.device, step: Callable[[], object], times: int = 1) -> list[float]:
@@ -41,7 +41,7 @@ def seconds_of(device: torch.device, step: Callable[[], object], times: int = 1)
 
 
 def spread(column: str, seconds: Sequence[float], scale: float = 1) -> dict[str, float]:
-    """Return the columns of times: their median under a name, and the quartiles, in units of ``1 / scale`` seconds."""
+    """Return the median of times, as ``column``, and their quartiles, in units of ``1 / scale`` seconds."""
     values = (scale * np.quantile(seconds, [0.5, 0.25, 0.75])).tolist()
     return dict(zip((column, "quartile 1", "quartile 3"), values, strict=True))
 
@@ -53,14 +53,14 @@ def drift(seconds: Sequence[float]) -> float:
 
 
 def paired(mine: Sequence[float] | None, theirs: Sequence[float] | None) -> float | None:
-    """Return the median of the quotients of times taken in the same round; None where one of them has none."""
+    """Return the median of the quotients of times of the same round; None if one has no times."""
     if mine is None or theirs is None:
         return None
     return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let :func:`peak_bytes` start anew; where the system cannot, the peak since the process began counts."""
+    """Reset :func:`peak_bytes`; if the system cannot, it returns the peak since the process began."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -69,23 +69,23 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory held: what torch allocated on a GPU, or the process's resident memory."""
+    """Return the peak of the memory that torch allocated on a GPU, or of the process's resident memory."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return the memory held now."""
+    """Return the memory in use."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Describe where the numbers come from."""
+    """Return the hardware and the versions."""
     gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 2),  # of the last minute: others at work make times meaningless
+        "load": round(os.getloadavg()[0], 2),  # of the last minute; other processes make times meaningless
         **gpu,
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""The command ``python -m ag.bench``: a case at each context and batch, and MODE.json and MODE.md of what was found."""
+"""The command ``python -m ag.bench``: runs a case at each context and batch, and writes MODE.json and MODE.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PERCENT = ("kept", "trained of base")  # columns
 
 
 def run(asked: Invocation[BenchConfig]) -> int:
-    """Measure and print what ``python -m ag.bench`` is asked for; returns the exit code."""
+    """Run ``python -m ag.bench`` and print its table; returns the exit code."""
     config = asked.config
     check(config)
     if asked.dry_run:
@@ -45,7 +45,7 @@ def run(asked: Invocation[BenchConfig]) -> int:
 
 
 def check(config: BenchConfig) -> None:
-    """Raise ``UserError`` for a device that is not there, and for sizes that cannot be."""
+    """Raise ``UserError`` for a missing device, and for sizes below 1."""
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device={config.device}: no CUDA device is there; give device=cpu.")
     wrong = [value for values in (config.context, config.batch) for value in values if value < 1]
@@ -54,7 +54,7 @@ def check(config: BenchConfig) -> None:
 
 
 def bench(config: BenchConfig, command: str) -> dict[str, Any]:
-    """Measure, and return the rows with what they mean: command, date, machine, configuration, who could not run."""
+    """Measure; returns the rows with command, date, machine, configuration and skipped contestants."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     described = machine(torch.device(config.device)) | {"sdpa": backends(config)[0] or "torch's choice"}
@@ -73,7 +73,7 @@ def bench(config: BenchConfig, command: str) -> dict[str, Any]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return the command, the machine, the table, and who could not run."""
+    """Return the command, the machine, the table and the skipped contestants as Markdown."""
     rows: list[Row] = results["rows"]
     names = list(rows[0])
     lines = [

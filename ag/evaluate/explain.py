@@ -32,12 +32,12 @@ from ag.model import base as models
 
 Array = NDArray[np.floating]
 
-SEARCHED = 10  # samples read for each one wanted, because some are too short
+SEARCHED = 10  # samples that are read for each one drawn, because some are too short
 DASHES = ("-", "--", ":", "-.")
 
 
 def run(asked: Invocation[ExplainConfig]) -> int:
-    """Draw what ``python -m ag.explain`` is asked for and print the files; returns the exit code."""
+    """Run ``python -m ag.explain`` and print the files; returns the exit code."""
     if asked.dry_run:
         print(*_policies(asked.config), sep="\n")
         return 0
@@ -51,7 +51,7 @@ def explain(config: ExplainConfig, tell: Callable[[str], None]) -> list[Path]:
 
     Args:
         config: what to draw.
-        tell: is given a line about each picture that cannot be drawn.
+        tell: prints a line about each picture that cannot be drawn.
     """
     plan = _policies(config)
     task = tasks.make(config.task, config.root, **config.task_options)
@@ -85,7 +85,7 @@ def draw(
     samples: list[Sample],
     tell: Callable[[str], None],
 ) -> Iterator[tuple[str, Figure]]:
-    """Make the pictures; yields the name of each and its figure, and tells why one is left out."""
+    """Yield the name and the figure of each picture."""
     prompts = [Sample(one.id, one.prompt[: -config.continuation]) for one in samples]
     policies = [one.with_tokenizer(tokenizer) for one in plan.values()]
     views = dict(zip(plan, record(model, tokenizer, policies, prompts, config.tokens), strict=True))
@@ -99,7 +99,7 @@ def draw(
         gates = EvictionCache(model, plan[GATES]).gates
         assert gates is not None
         if gates.config.kind != "attention":
-            tell(f"attention: no picture, because gates of kind {gates.config.kind} have no attention of their own")
+            tell(f"attention: no picture, because gates of kind {gates.config.kind} have no attention")
         else:
             for number, (reading, view) in enumerate(zip(readings, views[GATES], strict=True)):
                 yield f"attention-{number}", attention_maps(config.layers, gates, reading, view)
@@ -117,10 +117,10 @@ def attention_maps(layers: Sequence[int], gates: AttentionGates, reading: Readin
     """Draw the model's attention beside the gate's own, and what the gate keeps, as in Figure 4 of Attention-Gate.
 
     Args:
-        layers: one row of the picture each; none means four, spread out.
+        layers: one row of the picture each; empty means four, evenly spaced.
         gates: of kind attention.
         reading: the text.
-        view: what the gates kept of its first tokens, which are drawn.
+        view: the kept tokens among its first ones, which are drawn.
     """
     having, length = gates.layer_indices, view.kept.shape[2]
     layers = layers or sorted({having[i * (len(having) - 1) // 3] for i in range(4)})
@@ -154,12 +154,12 @@ def errors_by_layer(errors: Mapping[str, Array], kept: Mapping[str, float], plan
 
     Args:
         errors: by policy.
-        kept: the share that each policy kept.
+        kept: kept share by policy.
         plan: the policies.
     """
     figure = Figure(figsize=(8, 4.2), dpi=DPI, layout="constrained")
     axes = figure.subplots()
-    drawn: dict[tuple[str, str | None], int] = {}  # by scorer, how many lines it has
+    drawn: dict[tuple[str, str | None], int] = {}  # number of lines by scorer
     for name, values in errors.items():
         scorer = plan[name].spec.scorer, plan[name].spec.path
         drawn[scorer] = drawn.get(scorer, 0) + 1
@@ -182,7 +182,7 @@ def errors_by_layer(errors: Mapping[str, Array], kept: Mapping[str, float], plan
 
 
 def _policies(config: ExplainConfig) -> dict[str, Policy]:
-    """Return the policies by name, with the gates of ``gates=`` where one names none."""
+    """Return the policies by name; those without gates of their own use ``gates=``."""
     specs = named(list(dict.fromkeys([*config.policies, *([GATES] if config.gates else [])])))
     budget = None if config.budget is None else parse_budget(config.budget)
     found = {}

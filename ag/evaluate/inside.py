@@ -1,4 +1,4 @@
-"""What goes on inside a model while it reads: what caches keep, its attention, what eviction does to the outputs."""
+"""Kept tokens, attention weights of a model and its gates, and errors of attention outputs after eviction."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ CONTEXT = 4  # tokens before one that its text may depend on
 
 @dataclass(frozen=True)
 class View:
-    """What a cache kept of one prompt."""
+    """The kept tokens of one prompt."""
 
     sample: str  # its id
     pieces: list[str]  # its T tokens as text
     kept: NDArray[np.bool_]  # `[L, Hkv, T]`, True where a token is held
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as texts and numbers; flags are bits in base64, the first token in the lowest bit."""
+        """Return the view as texts and numbers; flags are bits in base64, the first token in the lowest bit."""
         packed = np.packbits(self.kept, axis=-1, bitorder="little")
         kept = [[base64.b64encode(head.tobytes()).decode() for head in layer] for layer in packed]
         return {"sample": self.sample, "pieces": self.pieces, "kept": kept}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> View:
-        """Read what :meth:`to_json` gave."""
+        """Make a view of the result of :meth:`to_json`."""
         rows = [[np.frombuffer(base64.b64decode(head), np.uint8) for head in layer] for layer in values["kept"]]
         kept = np.unpackbits(np.array(rows), axis=-1, count=len(values["pieces"]), bitorder="little")
         return cls(values["sample"], values["pieces"], kept.astype(bool))
@@ -51,7 +51,7 @@ def record(
     samples: Sequence[Sample],
     most_tokens: int,
 ) -> list[list[View]]:
-    """Show the first tokens of some prompts to each policy; returns by policy, for each sample, what was kept."""
+    """Run each policy on the first tokens of some prompts; returns by policy a view for each sample."""
     views: list[list[View]] = [[] for _ in policies]
     device = next(model.parameters()).device
     for sample in samples:
@@ -64,7 +64,7 @@ def record(
 
 
 def kept_flags(cache: EvictionCache) -> NDArray[np.bool_]:
-    """Return `[L, Hkv, T]`, what a cache holds of the only sequence that it has seen."""
+    """Return `[L, Hkv, T]`: which tokens a cache with one sequence holds."""
     layers = [cache.kept_positions(layer)[0] for layer in range(len(cache.layers))]
     flags = np.zeros((len(layers), len(layers[0]), cache.seen_tokens), dtype=bool)
     for layer, heads in enumerate(layers):
@@ -84,7 +84,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
 
 
 class Reading(Interceptor):
-    """A dense forward pass over one sequence that keeps what each layer was shown.
+    """A dense forward pass over one sequence that records the inputs of each attention layer.
 
     Attributes:
         calls: by layer, the queries, keys and values.
@@ -132,13 +132,13 @@ def gate_map(gate: AttentionGate, hidden: Tensor) -> Tensor:
 
 
 def output_errors(reading: Reading, kept: Tensor) -> Tensor:
-    """Return what eviction from the first tokens does to the attention outputs of the tokens that follow.
+    """Return the errors of the attention outputs of later tokens after eviction from the first tokens.
 
-    Every layer is shown what it is shown without eviction, so that errors of earlier layers do not count.
+    Every layer has its input without eviction, so that errors of earlier layers do not count.
 
     Args:
         reading: the whole text, T tokens.
-        kept: ``[L, Hkv, P]`` bool, what was kept of the first P.
+        kept: ``[L, Hkv, P]`` bool, which of the first P tokens were kept.
 
     Returns:
         ``[L]``: squared difference of the outputs, over heads and queries, by the squared outputs (CAOTE, Figure 3).
@@ -157,7 +157,7 @@ def output_errors(reading: Reading, kept: Tensor) -> Tensor:
 
 
 def _unseen(tokens: int, window: int | None, device: torch.device) -> Tensor:
-    """Return ``[T, T]`` bool: which keys a causal query does not see, beyond a window too where there is one."""
+    """Return ``[T, T]`` bool: the keys that a causal query does not see, within a window if there is one."""
     places = torch.arange(tokens, device=device)
     distance = places[:, None] - places
     return (distance < 0) | (distance >= (window or tokens))

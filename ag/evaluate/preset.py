@@ -1,4 +1,4 @@
-"""The comparison that ``python -m ag.evaluate`` stands for, and its figures."""
+"""``python -m ag.evaluate``: a comparison with the settings of a run, and its figures."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ TASK = "responses"
 
 @dataclass(frozen=True)
 class Preset:
-    """What to compare."""
+    """A comparison with the settings of a run."""
 
     config: CompareConfig
-    names: dict[str, str]  # what each of its policies is called here
-    trained: Config | None  # the run whose gates these are
+    names: dict[str, str]  # names of the policies here, by label
+    trained: Config | None  # configuration of the run; None means plain documents without a run
 
     def name(self, result: Result) -> str:
-        """What a result is called: ``full cache``, ``flags``, ``gates 0.5``, ``h2o 0.5``."""
+        """Return the name of a result: ``full cache``, ``flags``, ``gates 0.5``, ``h2o 0.5``."""
         return f"{self.names[result.summary.label]} {result.budget}".rstrip()
 
 
 def run(asked: Invocation[EvaluateConfig]) -> int:
-    """Do and print what ``python -m ag.evaluate`` is asked for; returns the exit code (2: cells failed)."""
+    """Run ``python -m ag.evaluate`` and print its table; returns the exit code (2: cells failed)."""
     preset = translate(asked.config)
     if asked.dry_run:
         print(*(cell.name for cell in list_cells(preset.config)), sep="\n")
@@ -64,7 +64,7 @@ def run(asked: Invocation[EvaluateConfig]) -> int:
 
 
 def translate(config: EvaluateConfig) -> Preset:
-    """Return the comparison that is meant."""
+    """Return the comparison of a command."""
     if config.run is None and config.root is None:
         raise UserError("nothing to evaluate on: give run=RUN, or root=FOLDER of plain documents.")
     if config.file.suffix != ".json":
@@ -107,7 +107,7 @@ def translate(config: EvaluateConfig) -> Preset:
 
 
 def _policies(config: EvaluateConfig, trained: str) -> dict[str, str]:
-    """Return the policies with what they are called; ``flags`` and ``gates`` are the run's."""
+    """Return the names of the policies by their text; ``flags`` and ``gates`` are the run's."""
     listed: dict[str, str] = {}
     default = [FULL, *([FLAGS, *([GATES] if config.budgets else [])] if "gates" in trained else [])]
     for text in default if config.policies is None else config.policies:
@@ -119,11 +119,11 @@ def _policies(config: EvaluateConfig, trained: str) -> dict[str, str]:
 
 
 def figures(result: Result) -> dict[str, Any]:
-    """Return what ``evaluation.json`` holds of a policy.
+    """Return the figures of a policy in ``evaluation.json``.
 
-    ``losses`` are nats a token of each right response and ``tokens`` its length; ``kept`` is the share of the prompts'
-    (token, layer, KV head) entries that was held, ``kv_bytes`` the bytes of all prompts, ``accuracy`` the share of
-    questions whose right answer is the likeliest, None without any.
+    ``losses`` are the NLL per token of each right response and ``tokens`` its length; ``kept`` is the share of the
+    prompts' (token, layer, KV head) entries that was held, ``kv_bytes`` the bytes of all prompts, ``accuracy`` the
+    share of questions whose right answer is the likeliest; None without questions.
     """
     right = [float(outcome.tags["accuracy"]) for outcome in result.outcomes if "accuracy" in outcome.tags]
     return {
@@ -136,7 +136,7 @@ def figures(result: Result) -> dict[str, Any]:
 
 
 def table(results: dict[str, Result], title: str) -> Table:
-    """Return the table that the command prints; differences are paired, with their standard error."""
+    """Return the printed table; differences are paired, with their standard error."""
     over = [
         f"{name} in {one.summary.over_budget} of {one.summary.n}"
         for name, one in results.items()

@@ -14,8 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from ag.compare import CompareConfig
 from ag.evaluate.comparison.compare import compare
 
-POLICIES = ["full", "h2o", "tova"]
-
 
 @pytest.fixture(scope="session")
 def tiny_folder(
@@ -44,7 +42,7 @@ def settings(tiny_folder: Path) -> Callable[..., CompareConfig]:
         values: dict[str, Any] = {
             "model": str(tiny_folder),
             "root": str(tiny_folder),
-            "policies": list(POLICIES),
+            "policies": ["full", "h2o", "tova"],
             "budgets": [0.5, 0.25],
             "tasks": ["ppl"],
             "task_options": {"ppl": {"prompt": 40, "continuation": 8}},
@@ -56,7 +54,7 @@ def settings(tiny_folder: Path) -> Callable[..., CompareConfig]:
 
 
 def words(config: CompareConfig) -> list[str]:
-    """What the command is told of a comparison, but for its policies and budgets."""
+    """The words of the command for a comparison, without its policies and budgets."""
     options = config.task_options["ppl"].items()
     given = [f"{name}={getattr(config, name)}" for name in ("model", "root", "output")]
     return [*given, "tasks=[ppl]", *(f"task_options.ppl.{name}={value}" for name, value in options)]
@@ -69,14 +67,14 @@ def config(settings: Callable[..., CompareConfig], tmp_path: Path) -> Callable[.
 
 
 def lines(output: Path | str) -> list[dict[str, Any]]:
-    """The rows of results.jsonl without what may differ between runs."""
+    """The rows of results.jsonl without the fields that differ between runs."""
     rows = [json.loads(line) for line in (Path(output) / "results.jsonl").read_text().splitlines()]
     own = ("seconds", "date", "command")
     return [{name: value for name, value in row.items() if name not in own} for row in rows]
 
 
 def without_charts(patch: pytest.MonkeyPatch) -> None:
-    """Draw none: they take most of the time, and test_report draws them."""
+    """Draw no charts: they take most of the time, and test_report draws them."""
     patch.setattr("ag.evaluate.comparison.charts.draw", lambda comparison: {})
     patch.setattr("ag.evaluate.comparison.page.svg", lambda chart: "")
     patch.setattr("ag.evaluate.comparison.page.legend_mark", lambda look: "")
@@ -90,7 +88,7 @@ def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quiet() -> Console:
-    """A console that keeps what it is told."""
+    """A console whose output is in ``file``."""
     return Console(file=io.StringIO(), width=200)
 
 
@@ -101,7 +99,7 @@ def compared(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
     config = CompareConfig(
         model=str(tiny_folder),
         root=str(tiny_folder),
-        policies=[*POLICIES, "snapkv@pyramid"],
+        policies=["full", "h2o", "snapkv@pyramid"],
         policy_options={"snapkv@pyramid": {"window": 4, "kernel": 3}},
         budgets=[0.5, 0.25],
         tasks=["ppl", "needle_single"],

@@ -14,7 +14,6 @@ from ag.engine.spec import parse_budget
 from ag.errors import UserError
 from ag.evaluate import explain
 from ag.evaluate.comparison import cells
-from ag.evaluate.preset import translate
 
 COMMANDS = {
     "generate": (ag.generate.main, ["policy=h2o", "prompt=x", "model=none"], "budget={}"),
@@ -37,7 +36,7 @@ def test_every_command_refuses_it_in_the_same_words(command, capsys):
         assert error == str(caught.value) and error.startswith(f"budget={value!r}: ")
 
 
-@pytest.mark.parametrize(("text", "budget"), [("1", 1), ("1.0", 1.0), ("256", 256), ("0.25", 0.25), ("1e-1", 0.1)])
+@pytest.mark.parametrize(("text", "budget"), [("1", 1), ("1.0", 1.0), ("256", 256), ("1e-1", 0.1)])
 def test_one_is_a_token_and_one_point_nought_the_whole_prompt(text, budget):
     def config(schema, *words):
         return parse(words, schema, "ag.x").config
@@ -45,14 +44,5 @@ def test_one_is_a_token_and_one_point_nought_the_whole_prompt(text, budget):
     generated = _policies(config(ag.generate.GenerateConfig, "policy=h2o", "prompt=x", f"budget={text}"))["h2o"]
     explained = explain._policies(config(ag.explain.ExplainConfig, "policies=[h2o]", f"budget={text}"))["h2o"]
     _, compared = cells.list_cells(config(ag.compare.CompareConfig, "policies=[full,h2o]", f"budgets=[{text}]"))
-    words = config(ag.evaluate.__main__.EvaluateConfig, "policies=[h2o]", f"budgets=[{text}]", "root=x")
-    [evaluated] = cells.list_cells(translate(words).config)
-    for policy in (generated, explained, compared.policy, evaluated.policy, ag.policy("h2o", budget)):
+    for policy in (generated, explained, compared.policy, ag.policy("h2o", budget)):
         assert (policy.budget, type(policy.budget)) == (budget, type(budget))
-
-
-def test_both_ones_stand_apart_on_a_command_line_and_in_a_file(tmp_path):
-    (tmp_path / "mine.yaml").write_text("policies: [full, h2o]\nbudgets: [1, 1.0, 0.5]\n")
-    for words in (["policies=[full,h2o]", "budgets=[1,1.0,0.5]"], [f"recipe={tmp_path / 'mine.yaml'}"]):
-        config = parse(words, ag.compare.CompareConfig, "ag.compare").config
-        assert [cell.name for cell in cells.list_cells(config)][1:] == ["ppl: h2o 1", "ppl: h2o 1.0", "ppl: h2o 0.5"]

@@ -1,4 +1,4 @@
-"""The plan of a comparison: which policy, at which budget, on which task."""
+"""The cells of a comparison: a policy at a budget on a task each."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ VERSIONS = versions("ag", "torch", "transformers")
 class Cell:
     """One policy at one budget on one task."""
 
-    key: str  # a hash of all that the result depends on; the same in every process and run
-    label: str  # what tables call the policy; see ag.engine.spec.named
+    key: str  # a hash of all that the result depends on, the same in every run
+    label: str  # name of the policy in tables; see ag.engine.spec.named
     policy: Policy
     task: Task
     model: str  # hub id or folder
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return f"{self.task.name}: {self._policy}"
 
     @property
@@ -48,18 +48,19 @@ class Cell:
         return self.label if self.policy.budget is None else f"{self.label} {self.policy.budget}"
 
     def untouched(self, samples: Sequence[Any], prefill: str) -> int:
-        """Return how many of the task's samples it cannot change: nothing is read behind what it evicts from."""
+        """Return the number of samples that the policy cannot change: no token is read after the eviction."""
         if not self.policy.spec.evicts or prefill == "sparse":
             return 0
-        first = self.policy.block or math.inf  # tokens of a prompt that are read before any is evicted
+        first = self.policy.block or math.inf  # tokens of a prompt that are read before the first eviction
         return sum(not self.task.reads_on(sample) and len(sample.prompt) <= first for sample in samples)
 
     def refusal(self) -> str:
-        """Say what to do where no sample can be changed."""
-        instead = " or ".join(filter(None, [self.task.instead(), "schedule=blocks:m"]))
+        """Return why the cell is refused if the policy cannot change any sample, and the fix."""
+        can_ask_after = getattr(tasks.make(self.task.name), "question", None) == "after"
+        option = f"task_options.{self.task.name}.question=after or " if can_ask_after else ""
         return (
-            f"task {self.task.name}: {self._policy} evicts when the prompt is over, and answers of one token are "
-            f"predicted from its last token: as with a full cache, whatever was evicted. Give {instead}."
+            f"task {self.task.name}: {self._policy} evicts after the prompt, and answers of one token are predicted "
+            f"from its last token: as with a full cache, whatever was evicted. Give {option}schedule=blocks:m."
         )
 
     def summary(
@@ -70,14 +71,14 @@ class Cell:
         conditions: Mapping[str, Any],
         problem: str | None = None,
     ) -> Summary:
-        """Make its row.
+        """Return the row of the cell.
 
         Args:
-            outcomes: what became of its samples.
+            outcomes: of its samples.
             loaded: the task's samples, and how many were left out.
             prefill: see :class:`Summary`.
             conditions: further fields of :class:`Summary`.
-            problem: why there is no result. None means that there is one.
+            problem: why the cell failed. None means that it did not.
         """
         mean, error = mean_and_error([outcome.score for outcome in outcomes]) if outcomes else (None, None)
         tokens = sum(outcome.tokens for outcome in outcomes)
@@ -120,7 +121,7 @@ class Cell:
 
 
 def list_cells(config: CompareConfig) -> list[Cell]:
-    """Return the cells, task by task; unknown names and wrong values are found before a model is loaded."""
+    """Return the cells, task by task; names and values are checked here, before a model is loaded."""
     budgets = [parse_budget(budget) for budget in config.budgets]
     specs = config.specs
     named_options = {config.called.get(name, name): options for name, options in config.policy_options.items()}
@@ -137,7 +138,7 @@ def list_cells(config: CompareConfig) -> list[Cell]:
     adapter = None if config.adapter is None else export.adapter_checksum(config.adapter)
     samples = None if config.samples is None else f"the first {config.samples} that can be run"
     same = (asdict(config.base), adapter, samples, config.max_tokens)
-    policies.sort(key=lambda pair: pair[1].spec.evicts)  # the full cache first: it shows what the model can do
+    policies.sort(key=lambda pair: pair[1].spec.evicts)  # the full cache shows first whether the model can do a task
     full = [] if any(not one.spec.evicts for _, one in policies) else [("full", policy("full"))]
     cells = []
     for task in _tasks(config):
@@ -157,7 +158,7 @@ def list_cells(config: CompareConfig) -> list[Cell]:
 
 
 def _text(one: Policy) -> str:
-    """Return what a key has of a policy: ``flags`` as gates without a budget, which they are called in old results."""
+    """Return a policy as keys have it: flags as gates without a budget, the same policy's older name."""
     return repr(replace(one, spec=one.spec.ranked))
 
 
@@ -169,7 +170,7 @@ def _policies(
     held: KVDtype,
     config: CompareConfig,
 ) -> list[Policy]:
-    """Return a listed policy at each budget; full and flags take none, and gates without any are flags."""
+    """Return a policy at each budget; full and flags take no budget, and gates without one are flags."""
     path = spec.with_gates(None).path
     if path is not None:
         _check_adapter(label, path, config)
@@ -183,7 +184,7 @@ def _policies(
 
 
 def _check_adapter(label: str, path: str, config: CompareConfig) -> None:
-    """Raise ``UserError`` unless the policies run with the adapter that these gates were trained with, if any."""
+    """Raise ``UserError`` unless the model has the adapter that the gates of a policy were trained with."""
     adapter = export.adapter_path(path)
     given = None if config.adapter is None else export.adapter_path(config.adapter)
     if adapter is None or (given is None and export.is_merged(path, config.model, config.revision)):
@@ -196,12 +197,10 @@ def _check_adapter(label: str, path: str, config: CompareConfig) -> None:
 
 
 def _tasks(config: CompareConfig) -> list[Task]:
-    """Return the listed tasks, groups spelt out; what is said of a group holds for each of its tasks."""
+    """Return the listed tasks, and those of listed groups; options of a group hold for each of its tasks."""
     names = tasks.expand(config.tasks)
-    for what, given, listed in (
-        ("task_options", config.task_options, [*config.tasks, *names]),
-        ("roots", config.roots, [*config.tasks, *names]),
-    ):
+    listed = [*config.tasks, *names]
+    for what, given in (("task_options", [*config.task_options]), ("roots", [*config.roots])):
         for name in given:
             if name not in listed:
                 raise UserError(f"{what}.{name}: tasks= does not list {name!r}{nearest(name, listed) or '.'}")

@@ -1,4 +1,4 @@
-"""The charts of a comparison: lines of points, each with what it says, drawn as SVG for the page and as PNG files."""
+"""The charts of a comparison: lines of points, drawn as SVG for the page and as PNG files."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MIX = "best mix"  # of tokens and bits
 LONGEST = 36  # characters of a name
 FILES = Path(__file__).parent / "page_files"
 LIGHT, _, _ = (FILES / "page.css").read_text(encoding="utf-8").partition("@media")
-#: Hex colours of charts by their names in the style sheet, as the page has them in the light, and files always.
+#: Hex colours by their names in the style sheet: those of the page's light theme and of all files.
 THEME: dict[str, str] = dict(re.findall(r"--(soft|line|gates|c\d): (#\w{6})", LIGHT))
 COLOURS = tuple(colour for name, colour in THEME.items() if re.fullmatch(r"c\d", name))
-MARKERS = "osD^vP*"  # as many as share no factor with the colours
-SMALL = 0.01  # nats, below which the scale of differences is linear
-TIP = "point: "  # begins the id of a point, which becomes its title
+MARKERS = "osD^vP*"  # their number has no factor in common with that of the colours
+SMALL = 0.01  # nats below which the scale of differences is linear
+TIP = "point: "  # prefix of the id of a point, which becomes its title
 STYLE: Any = {
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), THEME["soft"]),
     "axes.facecolor": "none",
@@ -44,12 +44,12 @@ STYLE: Any = {
     "font.size": 8.0,
     "grid.color": THEME["line"],
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a $ in a name is one
+    "text.parse_math": False,  # a $ in a name is a character
 }
 
 
 class Point(NamedTuple):
-    """A point: where it is, the ends of what is drawn about it (an interval, or standard errors), and it in words."""
+    """A point with the ends of its interval or standard error, and a text that says the same."""
 
     x: float
     y: float
@@ -59,7 +59,7 @@ class Point(NamedTuple):
 
 
 class Look(NamedTuple):
-    """How a policy is drawn; gates share one colour."""
+    """Colour and marker of a policy; gates share one colour."""
 
     colour: str
     marker: str
@@ -67,7 +67,7 @@ class Look(NamedTuple):
 
     @classmethod
     def of(cls, number: int, gated: bool) -> Look:
-        """Return the look of the policy with this number, which is counted apart for gates."""
+        """Return the look of the policy with this number; gates are numbered on their own."""
         colour = THEME["gates"] if gated else COLOURS[number % len(COLOURS)]
         return cls(colour, MARKERS[number % len(MARKERS)], gated)
 
@@ -77,38 +77,37 @@ class Line:
     """A policy's points."""
 
     look: Look
-    name: str  # in the legend, with the shares that it holds
+    name: str  # in the legend, with the kept shares
     points: Sequence[Point]  # from left to right
-    level: bool = False  # whether it goes through all of the chart, to hold the others against: the full cache
+    level: bool = False  # whether a single point is drawn as a level through the chart: the full cache
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over kept shares, over positions in tokens, or over numbered parts."""
+    """Lines over kept shares, positions in tokens, or numbered parts."""
 
-    title: str  # the task, and how many samples it has
+    title: str  # the task, and its number of samples
     x_label: str
     y_label: str
     lines: Sequence[Line]  # one for each policy
-    # of what the others are differences to, a level at 0; None means that these are no differences
-    zero: Look | None = None
+    zero: Look | None = None  # of the result that was subtracted, a level at 0; None means that nothing was
 
     @property
     def text(self) -> str:
-        """All that there is to see, in words."""
+        """The contents in words."""
         points = "; ".join(point.text for line in self.lines for point in line.points)
         return f"{self.title}: {self.y_label} by {self.x_label}. {points}"
 
 
 @matplotlib.rc_context(STYLE)
 def save(comparison: Comparison) -> None:
-    """Write all plots there are results for as PNG files."""
+    """Write all plots as PNG files."""
     for name, figure in draw(comparison).items():
         figure.savefig(comparison.folder / f"{name}.png")
 
 
 def draw(comparison: Comparison) -> dict[str, Figure]:
-    """Return all plots by the names of their files, without the ending."""
+    """Return all plots by file name, without its ending."""
     figures = {name: panels(drawn) for name, drawn in every(comparison).items()}
     for task in comparison.tasks:
         results = [result for result in comparison.of_task(task) if result.outcomes]
@@ -118,7 +117,7 @@ def draw(comparison: Comparison) -> dict[str, Figure]:
 
 
 def every(comparison: Comparison) -> dict[str, list[Chart]]:
-    """Return all charts that there are results for, by the file that shows them."""
+    """Return all charts by the name of the file that shows them."""
     found = {"lead": leading(comparison)}
     for task in comparison.tasks:
         found[f"quality_{task}"] = quality(comparison, task)
@@ -133,14 +132,14 @@ def every(comparison: Comparison) -> dict[str, list[Chart]]:
 
 @matplotlib.rc_context(STYLE)
 def svg(chart: Chart) -> Markup:
-    """Draw a chart for the page, with its colours by name, its text as text, and all that it shows as its title."""
+    """Draw a chart for the page, with named colours, text as text, and its contents in words as its title."""
     figure = Figure(figsize=(3.8, 2.5), layout="constrained")
     lines_over(figure.subplots(), chart)
     return _inline(figure, Markup('class="chart" role="img"'), Markup("<title>{}</title>").format(chart.text))
 
 
 def legend_mark(look: Look) -> Markup:
-    """Draw the mark of a policy alone, as a path without an id, since a page has several legends."""
+    """Draw the mark of a policy, as a path without an id, since a page has several legends."""
     figure = Figure(figsize=(0.2, 0.2))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-0.7, 0.7), ylim=(-0.7, 0.7))
     axes.set_axis_off()
@@ -163,8 +162,8 @@ def looks(comparison: Comparison) -> dict[str, Look]:
 def leading(comparison: Comparison) -> list[Chart]:
     """Return nats over the full cache by kept share: of the first task that asks after eviction, and of the first text.
 
-    A task that has results at fewer than two kept shares has no curve, and one that the model cannot do says nothing.
-    Intervals are those of 95 % of the paired difference; without a result of the full cache these are the nats alone.
+    Tasks with fewer than two kept shares, and those that the model cannot do, are left out. Intervals are those of 95 %
+    of the paired difference; without a result of the full cache the charts show the nats themselves.
     """
     found = []
     for what, belongs in (("question after eviction", _is_asked_after), ("continuation", _continues)):
@@ -178,7 +177,7 @@ def leading(comparison: Comparison) -> list[Chart]:
 
 
 def quality(comparison: Comparison, task: str, tag: str = "") -> list[Chart]:
-    """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors, if any."""
+    """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors."""
 
     def point(result: Result) -> Point | None:
         if (measured := result.measure(tag)) is None:
@@ -195,9 +194,9 @@ def quality(comparison: Comparison, task: str, tag: str = "") -> list[Chart]:
 
 
 def over_bytes(comparison: Comparison, task: str) -> list[Chart]:
-    """Return nats over the full cache by the bytes held, where keys and values were held in several forms, if any.
+    """Return nats over the full cache by bytes; empty unless keys and values were held in several forms.
 
-    The best mix of tokens and bits leads through the points than which none with as few bytes costs less.
+    The best mix of tokens and bits connects the points with the fewest nats for their bytes.
     """
     results = [result for result in comparison.of_task(task) if result.outcomes]
     whole = {result.summary.kv_bytes for result in results if not result.evicts}
@@ -215,7 +214,7 @@ def over_bytes(comparison: Comparison, task: str) -> list[Chart]:
 def along(comparison: Comparison, task: str, what: str = "") -> list[Chart]:
     """Return charts of a task by position, or by numbered parts such as turns, one for each budget.
 
-    Policies without a budget are in each. They show differences to the baseline, or nats where it has no result.
+    Policies without a budget are in each chart. Charts show differences to the baseline, or nats without its result.
     """
     found, look = [], looks(comparison)
     for budget in comparison.budgets or [""]:
@@ -248,8 +247,7 @@ def _over_full(comparison: Comparison, title: str, results: Sequence[Result], ov
             return None
         paired = None if full is None else pair(result, full, tag)
         if paired is None:
-            values = np.array(list(result.values(tag).values()))
-            place, form = (float(values.mean()), *bootstrap(values)), ".3f"
+            place, form = (measured[1], *bootstrap(np.array(list(result.values(tag).values())))), ".3f"
         else:
             place, form = (paired.difference, paired.low, paired.high), "+.3f"
         said = "{:{form}} nats [{:{form}}, {:{form}}]".format(*place, form=form)
@@ -271,7 +269,7 @@ def _continues(result: Result) -> bool:
 
 
 def _lines(comparison: Comparison, results: Sequence[Result], point: Callable[[Result], Point | None]) -> list[Line]:
-    """Return the line of each policy that has points, gates last, so that they are drawn over the others."""
+    """Return the line of each policy with points, gates last, so that they are drawn over the others."""
     found = []
     for label, look in looks(comparison).items():
         mine = [result for result in results if result.summary.label == label]
@@ -298,8 +296,8 @@ def panels(drawn: Sequence[Chart]) -> Figure:
 
 
 def lines_over(axes: Axes, chart: Chart) -> None:
-    """Draw a chart; each of its points has what it says as its id."""
-    # over the gates' thicker line, so that both are seen where these are as good
+    """Draw a chart; the id of each point is its text."""
+    # over the gates' thicker line, so that both are visible where they coincide
     level: Any = {"linestyle": "--", "linewidth": 1, "alpha": 0.7, "zorder": 10}
     if chart.zero is not None:
         axes.axhline(0, color=chart.zero.colour, **level)
@@ -348,7 +346,7 @@ def depths(task: str, results: Sequence[Result]) -> Figure:
 
 
 def _grid(number: int, columns: int, size: tuple[float, float], beside: float = 0.0) -> tuple[Figure, list[Axes]]:
-    """Return a figure with this number of axes of a size in inches, and room beside them."""
+    """Return a figure with a number of axes of a size in inches, and room beside them."""
     columns = min(columns, number)
     rows = -(-number // columns)
     figure = Figure((beside + columns * size[0], rows * size[1]), dpi=DPI, layout="constrained")
@@ -359,7 +357,7 @@ def _grid(number: int, columns: int, size: tuple[float, float], beside: float = 
 
 
 def _inline(figure: Figure, attributes: Markup, title: str = "") -> Markup:
-    """Return a figure as an element of the page: no style sheet or id of its own, colours of the page."""
+    """Return a figure as an element of the page, without style sheet and ids, in the page's colours."""
     file = io.StringIO()
     figure.patch.set_visible(False)
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -377,5 +375,5 @@ def _inline(figure: Figure, attributes: Markup, title: str = "") -> Markup:
 
 
 def short(name: str) -> str:
-    """Leave out the middle of a long name, such as that of gates in a deep folder."""
+    """Return a name without its middle if it is long, such as that of gates in a deep folder."""
     return name if len(name) <= LONGEST else f"{name[:9]}…{name[10 - LONGEST :]}"

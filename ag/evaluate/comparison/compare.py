@@ -13,7 +13,6 @@ from ag.config.command_line import Invocation
 from ag.config.recipes import dump
 from ag.config.sections import WandbConfig
 from ag.errors import BudgetWarning
-from ag.evaluate.comparison import leaderboard
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.charts import save
 from ag.evaluate.comparison.folder import DamagedRowWarning, Folder
@@ -25,13 +24,13 @@ from ag.training.artifacts import log_report
 
 
 def run(asked: Invocation[CompareConfig]) -> int:
-    """Do and print what ``python -m ag.compare`` is asked for; returns the exit code (2: cells failed)."""
+    """Run ``python -m ag.compare`` and print its table; returns the exit code (2: cells failed)."""
     if asked.dry_run:
         print(*(cell.name for cell in list_cells(asked.config)), sep="\n")
         return 0
     console = Console()
     comparison = compare(asked.config, console, asked.line)
-    console.print(printed(comparison, console.width))
+    console.print(printed(comparison))
     for task in comparison.tasks:
         remark = comparison.uninformative(task)
         console.print(f"{task}: {counted(comparison, task)}{remark and f'; {remark}'}", soft_wrap=True)
@@ -46,22 +45,22 @@ def run(asked: Invocation[CompareConfig]) -> int:
 
 
 def compare(config: CompareConfig, console: Console, command: str = "") -> Comparison:
-    """Fill the cells that are missing in the output folder, and write its table, plots and page.
+    """Run the cells that are missing in the output folder, and write its table, plots and page.
 
     Args:
         config: what to compare.
         console: where progress is shown.
-        command: the command line, which the rows hold; empty: the call of this function.
+        command: the command line, for the rows. Empty means that they name the call of this function.
 
     Raises:
-        UserError: naming what is wrong with a policy, a task, the model or the data, and the fix.
-        KeyboardInterrupt: on Ctrl-C, saying what is left.
+        UserError: a policy, a task, the model or the data is wrong; the message names the fix.
+        KeyboardInterrupt: on Ctrl-C; the message names what is left.
     """
     cells = list_cells(config)
     folder = Folder(Path(config.output or f"runs/{config.recipe}"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DamagedRowWarning)
-        warnings.simplefilter("ignore", BudgetWarning)  # rows say it
+        warnings.simplefilter("ignore", BudgetWarning)  # rows have it
         found = fill(config, cells, folder, console, command)
     for warning in caught:
         console.print(f"warning: {warning.message}", soft_wrap=True)
@@ -69,7 +68,6 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
     (folder.path / "config.yaml").write_text(dump(config))
     (folder.path / "table.md").write_text(markdown(comparison), encoding="utf-8")
     save(comparison)
-    leaderboard.save(comparison)
     (folder.path / "report.html").write_text(render(comparison), encoding="utf-8")
     if comparison.hidden:
         console.print(f"{len(comparison.hidden)} rows of earlier commands are in the folder and not shown.")
@@ -80,6 +78,6 @@ COLUMNS = ("label", "budget", "task", "metric", "kept", "mean", "error", "n", "k
 
 
 def log(comparison: Comparison, run_folder: Path, name: str, settings: WandbConfig) -> None:
-    """Log a comparison to W&B, as the run of a folder: its own, or that of a run of ``ag.fit``."""
+    """Log a comparison to the W&B run of a folder: its own, or that of a run of ``ag.fit``."""
     rows = [[getattr(result.summary, column) for column in COLUMNS] for result in comparison.results]
     log_report(comparison.folder, run_folder, f"{name}-report", settings, COLUMNS, rows)

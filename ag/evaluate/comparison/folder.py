@@ -1,11 +1,12 @@
-"""The folder of a comparison: what came out of its cells, kept so that the next command goes on from there.
+"""The folder of a comparison, from which the next command goes on.
 
-- ``results.jsonl``: a summary on each line, appended and synced as its cell ends; of a key the last line counts;
+- ``results.jsonl``: the summary of a cell on each line, appended and synced as the cell ends; of a key the last line
+  counts;
 - ``samples/KEY.jsonl``: the outcome of every sample of the cell, whole before its line is written;
 - ``views/KEY.json``: which tokens of a few prompts stayed;
-- ``lock``: held by the process that writes; the kernel frees it when that dies, however that happens.
+- ``lock``: held by the process that writes; the kernel frees it when that process ends, however it ends.
 
-A line that cannot be used, or whose samples cannot be, is named in a warning and skipped; its cell runs again.
+A line that cannot be read, or whose samples cannot be, is named in a warning and skipped; its cell runs again.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar
 
 from filelock import FileLock, Timeout
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
-from ag.config.keys import fits
 from ag.errors import UserError
 from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.inside import View
@@ -29,25 +30,26 @@ from ag.evaluate.tasks import Outcome
 from ag.files import replacing
 
 ROWS = "results.jsonl"
+T = TypeVar("T")
 
 
 class DamagedRowWarning(UserWarning):
-    """A line of the results, or the samples of its cell, cannot be used."""
+    """A line of the results, or the samples of its cell, cannot be read."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What came out of one cell; what is None by default is not known in rows of earlier versions."""
+    """The result of one cell. Fields that are None by default are unknown in rows of earlier versions."""
 
-    key: str  # of the cell: the same for the same question asked again
+    key: str  # of the cell; equal cells of another command have the same one
     policy: str  # its repr
-    label: str  # what tables call it
-    budget: int | float | None  # what was asked for: a share of the prompt, or tokens per KV head
+    label: str  # its name in tables
+    budget: int | float | None  # as given: a share of the prompt, or tokens per KV head
     kept: float | None  # share of the prompts' (token, layer, KV head) entries; of all tokens where eviction goes on
     task: str
     metric: str
     higher_is_better: bool
-    mean: float | None  # of the scores; None when there is a problem
+    mean: float | None  # of the scores; None means that the cell failed
     error: float | None  # standard error of the mean; None for a single sample
     n: int  # samples scored
     too_long: int  # samples left out because they do not fit the model
@@ -59,13 +61,13 @@ class Summary:
     model: str  # hub id or folder
     versions: dict[str, str]  # of the libraries
     problem: str | None = None  # why there is no result
-    question: str | None = None  # after: read when the context had been evicted; before: part of the prompt
-    nats: float | None = None  # of the right answers per token, the mean over samples
+    question: str | None = None  # after: read after the eviction; before: part of the prompt
+    nats: float | None = None  # NLL per token of the right answers, the mean over samples
     hits: float | None = None  # share of the samples in which each token of the right answer is the likeliest
-    kl: float | None = None  # divergence of what follows from a full cache's, nats a token
-    same_top1: float | None = None  # share of the tokens whose likeliest one is a full cache's
-    floor: float | None = None  # the mean up to which a full cache shows that the model cannot do the task
-    over_budget: int | None = None  # samples in which more is protected than the budget allows, and stays
+    kl: float | None = None  # KL divergence from a full cache on the right answer's tokens, nats per token
+    same_top1: float | None = None  # share of these tokens at which the likeliest one is that of a full cache
+    floor: float | None = None  # mean of a model that cannot do the task
+    over_budget: int | None = None  # samples in which more is protected than the budget allows
     untouched: int | None = None  # samples that the policy cannot change; see Cell.untouched
     dtype: str | None = None  # of the model's weights
     quantization: str | None = None  # of the model's weights: none or nf4
@@ -85,21 +87,21 @@ class Summary:
 
     @property
     def left_out(self) -> str:
-        """How many samples were left out, and why."""
+        """The number of samples that were left out, and why."""
         counts = ((self.too_long, "too long"), (self.too_short, "too short"))
         return ", ".join(f"{number} {why}" for number, why in counts if number) or "0"
 
 
 class Ended(NamedTuple):
-    """All that came out of a cell."""
+    """A finished cell."""
 
     summary: Summary
-    outcomes: list[Outcome]  # of its samples; none where there is a problem
+    outcomes: list[Outcome]  # of its samples; empty if it failed
     views: list[View]  # of a few of its prompts
 
 
 class Folder:
-    """The folder of a comparison, made when it is not there."""
+    """The folder of a comparison, which is made if it does not exist."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -110,13 +112,13 @@ class Folder:
             raise UserError(f"output={path}: {error.strerror}; expected a folder that can be written to.") from error
 
     def read(self) -> dict[str, Ended]:
-        """Return what the folder has of each cell, by key; what is damaged is left out, with a warning."""
+        """Return the finished cells by key; damaged ones are left out, with a warning."""
         path = self.path / ROWS
         summaries: dict[str, tuple[int, Summary]] = {}
         for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else [], 1):
             if line:
                 try:
-                    summary: Summary = read_line(line.decode(), Summary)
+                    summary = parse(SUMMARY, line)
                     summaries[summary.key] = number, summary
                 except ValueError as error:
                     self._skip(number, error)
@@ -129,7 +131,7 @@ class Folder:
         return found
 
     def append(self, ended: Ended) -> None:
-        """Write what came out of a cell; after a crash it is there as a whole, or not at all."""
+        """Write a finished cell; after a crash it is in the folder as a whole, or not at all."""
         summary, outcomes, views = ended
         samples = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in outcomes)
         shown = json.dumps([view.to_json() for view in views])
@@ -147,10 +149,10 @@ class Folder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Be the one process that writes here.
+        """Lock the folder for this process.
 
         Raises:
-            UserError: when another one does.
+            UserError: another process writes into it.
         """
         try:
             with FileLock(self.path / "lock", timeout=0):
@@ -166,16 +168,16 @@ class Folder:
         warnings.warn(f"{self.path / ROWS}: {what}: {why}", DamagedRowWarning, stacklevel=3)
 
     def _outcomes(self, summary: Summary) -> list[Outcome]:
-        """Return what became of each sample of a cell.
+        """Return the outcomes of a cell's samples.
 
         Raises:
-            ValueError: a line cannot be used, or there are fewer or more than the cell had.
-            OSError: they are not there.
+            ValueError: a line cannot be read, or the number of lines is not that of the samples.
+            OSError: the file cannot be read.
         """
         if summary.problem is not None:
             return []
         path = self._beside("samples", summary.key, "jsonl")
-        outcomes = [read_line(line, Outcome) for line in path.read_text(encoding="utf-8").splitlines()]
+        outcomes = [parse(OUTCOME, line) for line in path.read_bytes().splitlines()]
         if summary.mean is None or summary.kept is None or not len(outcomes) == summary.n > 0:
             raise ValueError(
                 f"mean={summary.mean}, kept={summary.kept}, n={summary.n}; {path} has {len(outcomes)} samples"
@@ -183,7 +185,7 @@ class Folder:
         return outcomes
 
     def _views(self, key: str) -> list[View]:
-        """Return what a cell kept of a few prompts, nothing where that was not recorded or cannot be read."""
+        """Return the recorded prompts of a cell; none if they were not recorded or cannot be read."""
         try:
             text = self._beside("views", key, "json").read_text(encoding="utf-8")
             return [View.from_json(view) for view in json.loads(text)]
@@ -191,50 +193,34 @@ class Folder:
             return []
 
     def _beside(self, part: str, key: str, ending: str) -> Path:
-        if not key.isalnum():  # it came out of a file: it must not lead elsewhere
+        if not key.isalnum():  # it was read from a file, and must not lead out of the folder
             raise ValueError(f"key={key!r:.80}")
         return self.path / part / f"{key}.{ending}"
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+STRICT = with_config(ConfigDict(strict=True, allow_inf_nan=False))
+SUMMARY, OUTCOME = TypeAdapter(STRICT(Summary)), TypeAdapter(STRICT(Outcome))
 
 
-DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-HINTS: dict[type[Any], dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Summary, Outcome)}
-HINTS[Outcome]["tags"] = dict[str, str | int | float]
-# lines of earlier versions lack them; ``problem`` is in all
-LATER = frozenset(one.name for one in fields(Summary) if one.default is None) - {"problem"}
-NEEDED = {kind: hints.keys() - LATER for kind, hints in HINTS.items()}
-
-
-def read_line(line: str, kind: type[Any]) -> Any:
-    """Read a :class:`Summary` or an Outcome from a line of JSON.
+def parse(kind: TypeAdapter[T], line: str | bytes) -> T:
+    """Read a :class:`Summary` or an Outcome from a line of JSON; unknown fields are ignored.
 
     Raises:
-        ValueError: saying what is wrong with it.
+        ValueError: naming the fields that are missing or have another type.
     """
     try:
-        values = DECODER.decode(line)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    hints = HINTS[kind]
-    if isinstance(values, dict):
-        values.pop("checksum", None)  # of the line and its samples, in lines of earlier versions
-    if not isinstance(values, dict) or not NEEDED[kind] <= values.keys() <= hints.keys():
-        raise ValueError(f"expected an object with {', '.join(hints)}")
-    for name, value in values.items():
-        if not fits(hints[name], value):
-            raise ValueError(f"{name}={value!r:.80}")
-    return kind(**values)
+        return kind.validate_json(line)
+    except ValidationError as error:
+        told = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}".removeprefix(": ") for one in error.errors()]
+        raise ValueError("; ".join(told)[:300]) from None
 
 
 def tag_mean(outcomes: Sequence[Outcome], name: str) -> float | None:
-    """Return the mean of a tag over the samples that have it, None where none has."""
+    """Return the mean of a tag over the samples that have it; None if no sample has it."""
     found = tag_values(outcomes, name).values()
     return mean_and_error(list(found))[0] if found else None
 
 
 def tag_values(outcomes: Sequence[Outcome], name: str) -> dict[str, float]:
-    """Return the number that each sample has in a tag."""
+    """Return the value of a tag by sample."""
     return {outcome.sample: float(outcome.tags[name]) for outcome in outcomes if name in outcome.tags}

@@ -1,4 +1,4 @@
-"""``report.html``: one page that needs nothing else, neither network nor other files."""
+"""``report.html``: one page without network and other files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from ag.evaluate.comparison.verdict import headlines, verdicts
 def render(comparison: Comparison) -> str:
     """Return the page.
 
-    Everything that came from data is escaped: in HTML by the template, in the JSON of the viewer by writing <, > and &
-    as their codes. The page's own script is the only one that its Content-Security-Policy lets run, and no address
-    can be fetched.
+    All data is escaped: in HTML by the template, in the JSON of the viewer by writing <, > and & as their codes. The
+    page's Content-Security-Policy allows its own script alone, and no request.
     """
     judged = verdicts(comparison)
     first = headlines(judged)
@@ -58,13 +57,13 @@ def render(comparison: Comparison) -> str:
 
 
 def _legend(comparison: Comparison, label: str) -> str:
-    """Return what the legend calls a policy: its label and the shares that it holds."""
+    """Return the name of a policy in the legend: its label and kept shares."""
     shares = held([result for result in comparison.results if result.summary.label == label])
     return f"{label} ({shares})" if shares else label
 
 
 def viewer(comparison: Comparison) -> dict[str, Any]:
-    """Return what the viewer shows: prompts as pieces of text, and for each policy the kept tokens as bits."""
+    """Return the data of the viewer: prompts as pieces of text, and for each policy the kept tokens as bits."""
     prompts: dict[tuple[str, str], dict[str, Any]] = {}
     for result in comparison.results:
         for view in result.views:
@@ -75,7 +74,7 @@ def viewer(comparison: Comparison) -> dict[str, Any]:
 
 
 def embedded(value: Any) -> Markup:
-    """Return JSON that can stand in a script element: no text in it can end that element or open another."""
+    """Return JSON for a script element, escaped so that no text in it can end that element or open another."""
     text = json.dumps(value, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -83,7 +82,7 @@ def embedded(value: Any) -> Markup:
 
 
 def layers(comparison: Comparison) -> list[tuple[str, NDArray[np.float64]]]:
-    """Return of each policy that evicts the share that each layer kept of the viewed prompts, `[L]`."""
+    """Return the kept share of the viewed prompts by layer, `[L]`, of each policy that evicts."""
     found = []
     for name, results in comparison.named.items():
         views = [view for one in results if one.evicts for view in one.views]
@@ -94,12 +93,12 @@ def layers(comparison: Comparison) -> list[tuple[str, NDArray[np.float64]]]:
 
 
 class Wins(NamedTuple):
-    """Every pair of P policies that hold equally much at a budget, and the full cache beside each of them."""
+    """Pairwise comparisons of P policies that hold equally much at a budget, and of each with the full cache."""
 
-    names: list[str]  # with the shares that they hold
-    share: NDArray[np.float64]  # `[P, P]` of the tasks in which the row's mean is better, a tie being half
-    certain: NDArray[np.int64]  # `[P, P]` how many of these tasks show it with p below 0.05
-    tasks: NDArray[np.int64]  # `[P, P]` in how many tasks both may be paired
+    names: list[str]  # with the kept shares
+    share: NDArray[np.float64]  # `[P, P]` of the tasks in which the row's mean is better; a tie counts half
+    certain: NDArray[np.int64]  # `[P, P]` number of these tasks with p below 0.05
+    tasks: NDArray[np.int64]  # `[P, P]` number of tasks in which both may be paired
 
 
 def wins(comparison: Comparison, budget: str) -> Wins:
@@ -124,9 +123,10 @@ def wins(comparison: Comparison, budget: str) -> Wins:
 
 
 def _gains(results: list[Result]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return how much better each of P results of a task is than each other, and how likely by chance, ``[P, P]``."""
-    shared = [sample for sample in results[0].scores if all(sample in result.scores for result in results)]
-    scores = np.array([[result.scores[sample] for sample in shared] for result in results])
+    """Return how much better each of P results of a task is than each other, and the p-values, ``[P, P]``."""
+    found = [result.values() for result in results]
+    shared = [sample for sample in found[0] if all(sample in scores for scores in found)]
+    scores = np.array([[one[sample] for sample in shared] for one in found])
     scores = scores if results[0].summary.higher_is_better else -scores
     differences = scores[:, None] - scores[None]
     p = sign_flips(differences.reshape(-1, len(shared))).reshape(len(results), -1)

@@ -1,8 +1,8 @@
-"""What a comparison found: the results of its cells, and which of them may be held against each other."""
+"""The results of a comparison, and which of them may be compared with each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,25 +18,25 @@ from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error
 from ag.evaluate.inside import View
 from ag.evaluate.tasks import Outcome
 
-SPARE = 0.02  # of a prompt, by which two shares may differ and count as equal
-OF_SHARE = 0.2  # and of the smaller one, which is less where little is held
+SPARE = 0.02  # largest difference of two kept shares that count as equal, as a share of the prompt
+OF_SHARE = 0.2  # and as a part of the smaller share, which is stricter where little is kept
 APART = "Not compared with each other, because they hold different shares:"
 
 
 @dataclass(frozen=True)
 class Result:
-    """A cell with all that came out of it."""
+    """A finished cell with its policy, compared with the baseline."""
 
     summary: Summary
     outcomes: list[Outcome]
     views: list[View]
     spec: PolicySpec
-    paired: Paired | None = None  # against the baseline, where it has another one and both have a result
-    paired_nats: Paired | None = None  # the same of the right answers' nats, where these were measured
+    paired: Paired | None = None  # scores minus the baseline's; None means that they are not compared
+    paired_nats: Paired | None = None  # the same for nats; None also where nats were not measured
 
     @cached_property
     def budget(self) -> str:
-        """The budget as it is written: 1 is a token, 1.0 the whole prompt; empty without one."""
+        """The budget as text: "1" is a token, "1.0" the whole prompt; empty without a budget."""
         return "" if self.summary.budget is None else str(self.summary.budget)
 
     @property
@@ -46,9 +46,9 @@ class Result:
 
     @cached_property
     def shares(self) -> tuple[float, float] | None:
-        """The shares that it holds: of the tokens of all prompts, and of a prompt on average.
+        """The kept share of the tokens of all prompts, and the mean of the prompts' kept shares.
 
-        None means that there is no result.
+        None means that the cell failed.
         """
         if self.summary.kept is None or not self.outcomes:
             return None
@@ -59,33 +59,28 @@ class Result:
         """Tokens of all prompts."""
         return sum(outcome.tokens for outcome in self.outcomes)
 
-    @cached_property
+    @property
     def is_gated(self) -> bool:
-        """Whether gates take part, whatever the policy is called."""
+        """Whether the policy reads gates."""
         return self.spec.reads_gates
 
-    @cached_property
+    @property
     def evicts(self) -> bool:
-        """Whether anything may go."""
+        """Whether the policy may evict tokens."""
         return self.spec.evicts
 
-    @cached_property
-    def scores(self) -> dict[str, float]:
-        """The score of each sample."""
-        return {outcome.sample: outcome.score for outcome in self.outcomes}
-
-    def values(self, tag: str) -> dict[str, float]:
-        """Return the number that each sample has in a tag, such as ``nats``; an empty tag means the score."""
-        return tag_values(self.outcomes, tag) if tag else self.scores
+    def values(self, tag: str = "") -> dict[str, float]:
+        """Return a tag, such as ``nats``, by sample; an empty tag means the score."""
+        return tag_values(self.outcomes, tag) if tag else {one.sample: one.score for one in self.outcomes}
 
     @cached_property
     def nats(self) -> tuple[float, float | None] | None:
-        """Mean and standard error of the right answers' negative log-likelihood per token, where it was measured."""
+        """Mean and standard error of the right answers' NLL per token; None means that it was not measured."""
         found = self.values("nats")
         return mean_and_error(list(found.values())) if found else None
 
     def measure(self, tag: str) -> tuple[float, float, float] | None:
-        """Return kept share, mean and standard error of the score (empty tag) or of ``nats``, where they are known."""
+        """Return kept share, mean and standard error of the score (empty tag) or of ``nats``; None if not measured."""
         found = self.nats if tag else (self.summary.mean, self.summary.error)
         if self.summary.kept is None or found is None or found[0] is None:
             return None
@@ -97,17 +92,17 @@ class Comparison:
     """All results, in the order of their cells."""
 
     folder: Path
-    baseline: str  # the policy that others are tested against
+    baseline: str  # label of the policy that others are tested against
     results: list[Result]
-    hidden: Sequence[str] = ()  # names of the rows in the folder that earlier commands asked for and this one does not
+    hidden: Sequence[str] = ()  # cells in the folder that earlier commands listed and this one does not
 
     @classmethod
     def of(cls, config: CompareConfig, cells: Sequence[Cell], found: Mapping[str, Ended], folder: Path) -> Comparison:
-        """Gather what belongs to the cells from all that is in a folder, and test each against the baseline."""
+        """Select the results of the cells from all that are in a folder, and test each against the baseline."""
         results = []
         for cell in cells:
             summary, outcomes, views = found[cell.key]
-            # an earlier run may have called it otherwise
+            # an earlier command may have given the policy another label
             summary = replace(summary, label=cell.label, policy=repr(cell.policy))
             results.append(Result(summary, outcomes, views, cell.policy.spec))
         shown = {cell.key for cell in cells}
@@ -130,14 +125,14 @@ class Comparison:
         """The cells without a result."""
         return [result for result in self.results if result.summary.problem is not None]
 
-    @property
+    @cached_property
     def tasks(self) -> list[str]:
         """The tasks, in their order."""
-        return list(self._by_task)
+        return list(dict.fromkeys(result.summary.task for result in self.results))
 
     @cached_property
     def labels(self) -> list[str]:
-        """The policies as they were listed, in their order."""
+        """The labels of the policies, in their order."""
         return list(dict.fromkeys(result.summary.label for result in self.results))
 
     @cached_property
@@ -147,24 +142,27 @@ class Comparison:
 
     @cached_property
     def named(self) -> dict[str, list[Result]]:
-        """The results of each policy and budget, in their order."""
-        return _grouped(self.results, lambda result: result.name)
+        """The results by policy with budget, in their order."""
+        found: dict[str, list[Result]] = {}
+        for result in self.results:
+            found.setdefault(result.name, []).append(result)
+        return found
 
     def of_task(self, task: str) -> list[Result]:
         """Return the results of a task."""
-        return self._by_task.get(task, [])
+        return [result for result in self.results if result.summary.task == task]
 
     def at(self, task: str, budget: str) -> list[Result]:
-        """Return the results of a task that were run at a budget, and those without one."""
+        """Return the results of a task at a budget, and those without a budget."""
         return [result for result in self.of_task(task) if result.budget in ("", budget)]
 
     def baseline_of(self, result: Result) -> Result | None:
-        """Return what a result is tested against: the baseline at its budget, where both hold equally much."""
+        """Return the baseline's result at the same budget, if both hold equally much."""
         other = self.baseline_at(result)
         return other if other is not None and may_pair(result, other) else None
 
     def baseline_at(self, result: Result) -> Result | None:
-        """Return the baseline at a result's budget, else the one without a budget; None without a result of both."""
+        """Return the baseline's result at the same budget, else the one without a budget; None if there is none."""
         for budget in (result.budget, ""):
             other = self._baselines.get((result.summary.task, budget))
             if other is not None and other.outcomes and result.outcomes and other.summary.key != result.summary.key:
@@ -172,15 +170,11 @@ class Comparison:
         return None
 
     def uninformative(self, task: str) -> str:
-        """Say that the model cannot do a task, as its full cache shows; empty where it can or that is unknown."""
+        """Return a remark if the model cannot do a task, as its full cache shows; else an empty text."""
         for summary in (result.summary for result in self.of_task(task) if not result.evicts):
             if summary.mean is not None and summary.floor is not None and summary.mean <= summary.floor:
                 return f"not informative for this model: {summary.metric} {summary.mean:.4f} with the full cache"
         return ""
-
-    @cached_property
-    def _by_task(self) -> dict[str, list[Result]]:
-        return _grouped(self.results, lambda result: result.summary.task)
 
     @cached_property
     def _baselines(self) -> dict[tuple[str, str], Result]:
@@ -190,7 +184,7 @@ class Comparison:
 
 
 def pair(result: Result, other: Result, tag: str = "") -> Paired | None:
-    """Compare the scores of two results, or a tag of their samples such as ``nats``; None where they share none."""
+    """Compare the scores of two results, or a tag such as ``nats``; None if they have no sample in common."""
     mine, theirs = result.values(tag), other.values(tag)
     both = [sample for sample in mine if sample in theirs]
     if not both:
@@ -204,8 +198,8 @@ def by_position(result: Result, base: Result | None = None, what: str = "") -> d
 
     Args:
         result: of a task whose outcomes have blocks.
-        base: the differences to this one are taken instead, on the texts and blocks that both have.
-        what: take numbered parts instead of blocks, such as turns.
+        base: the result that is subtracted, on the texts and blocks that both have; None means that nothing is.
+        what: kind of the numbered parts, such as turns, that are taken instead of blocks.
     """
 
     def numbered(outcome: Outcome) -> Mapping[int, float]:
@@ -222,7 +216,7 @@ def by_position(result: Result, base: Result | None = None, what: str = "") -> d
 
 
 def part_names(results: Sequence[Result]) -> dict[str, list[str]]:
-    """Return the names of the parts that samples have, by what parts are; numbers ascending, others as they came."""
+    """Return the names of the samples' parts by kind of part: numbers ascending, others in their order."""
     found: dict[str, dict[str, None]] = {}
     for result in results:
         for outcome in result.outcomes:
@@ -234,16 +228,15 @@ def part_names(results: Sequence[Result]) -> dict[str, list[str]]:
 def at_budget(results: Sequence[Result], budget: str) -> list[Result]:
     """Return those results of a task that evict and may be compared at a budget.
 
-    The one that holds least of those that were told this budget sets the share: others may protect more than it. What
-    was told no budget (flags) takes part where it holds as much by itself. An empty budget means all
-    that were told none.
+    The result with this budget that holds least sets the share, since others may protect more than the budget. A policy
+    without a budget (flags) takes part where it holds as much. An empty budget means all policies without one.
     """
     evicting, least = _evicting(results, budget)
     return [result for result in evicting if not budget or (least is not None and hold_alike(result, least))]
 
 
 def apart(comparison: Comparison) -> list[str]:
-    """Say which results are not compared, because they hold another share than those beside them."""
+    """Return sentences on the results that are not compared, because they hold another share."""
     found = []
     for task in comparison.tasks:
         results = comparison.of_task(task)
@@ -263,11 +256,12 @@ def may_pair(one: Result, other: Result) -> bool:
 
 
 def hold_alike(one: Result, other: Result) -> bool:
-    """Whether two results hold equally much: the same share of all tokens, and of a prompt on average.
+    """Whether two results hold the same share of all tokens, and the same share of a prompt on average.
 
-    With prompts of different lengths the two differ: a budget in tokens is a large share of a short prompt and a small
-    one of a long prompt, where flags hold about the same share of both. The memory is a mean over tokens, the score one
-    over prompts. Where the texts differ in length, because the model wrote them, holding as many tokens counts too.
+    The two shares differ where prompts differ in length: a budget in tokens is a large share of a short prompt and a
+    small one of a long prompt, while flags hold about the same share of both. Memory is a mean over tokens, the score
+    one over prompts. Where the model writes the texts, their lengths differ between policies; there results are also
+    alike that hold as many tokens.
     """
     if one.shares is None or other.shares is None:
         return False
@@ -279,24 +273,24 @@ def hold_alike(one: Result, other: Result) -> bool:
 
 
 def agree(one: float, other: float) -> bool:
-    """Whether two kept shares count as equal: at most 2 % of the prompt apart, and a fifth of the smaller one."""
+    """Whether two kept shares count as equal: at most 2 % of the prompt and a fifth of the smaller one apart."""
     return abs(one - other) <= min(SPARE, OF_SHARE * min(one, other)) + 1e-9  # 0.27 - 0.25 is a little over 0.02
 
 
 def shown(result: Result) -> str:
-    """Return what pictures call a result: its name and the share that it holds."""
+    """Return the name of a result in charts: policy, budget and kept share."""
     return result.name if result.shares is None else f"{result.name} ({percent(result.shares[0])})"
 
 
 def held(results: Sequence[Result]) -> str:
-    """Return as text what a policy holds: a share for each budget, from the least to the most of the tasks."""
+    """Return the kept shares of a policy as text: for each budget, from the lowest to the highest of the tasks."""
     shares: dict[str, list[float]] = {}
     for result in results:
         if result.shares is not None:
             shares.setdefault(result.budget, []).append(result.shares[0])
     ends = sorted((min(found), max(found)) for found in shares.values())
-    texts = [dict.fromkeys(map(_number, pair)) for pair in ends]
-    return f"{', '.join(dict.fromkeys(' to '.join(text) for text in texts))} %" if texts else ""
+    texts = [" to ".join(dict.fromkeys(map(_number, pair))) for pair in ends]
+    return f"{', '.join(dict.fromkeys(texts))} %" if texts else ""
 
 
 def percent(share: float) -> str:
@@ -309,13 +303,13 @@ def _number(share: float) -> str:
 
 
 def _evicting(results: Sequence[Result], budget: str) -> tuple[list[Result], Result | None]:
-    """Return what evicts under a budget or none, and which of those that were told the budget holds least."""
+    """Return the results that evict, at a budget or without one, and the one at the budget that holds least."""
     found = [one for one in results if one.shares is not None and one.evicts and one.budget in ("", budget)]
     return found, min((one for one in found if one.budget == budget), key=lambda one: one.shares or (), default=None)
 
 
 def _differing(result: Result, other: Result) -> str:
-    """Say what a result holds, and another one that holds another share."""
+    """Return a sentence on the different shares of two results."""
     assert result.shares is not None and other.shares is not None
     which = 0 if not agree(result.shares[0], other.shares[0]) else 1
     of = ("", " of a prompt on average")[which]
@@ -333,12 +327,4 @@ def _blocks(one: Result, other: Result) -> list[tuple[NDArray[np.float64], NDArr
                 return None
             differences = np.array([nats - same[start] for start, nats in mine.items()])
             found.append((differences, np.diff([*mine, outcome.tokens]).astype(np.float64)))
-    return found
-
-
-def _grouped(results: Sequence[Result], by: Callable[[Result], str]) -> dict[str, list[Result]]:
-    """Return the results by a name, in their order."""
-    found: dict[str, list[Result]] = {}
-    for result in results:
-        found.setdefault(by(result), []).append(result)
     return found

@@ -1,14 +1,13 @@
-"""The tables of a comparison and what is said of them: made once for the page, ``table.md`` and the terminal."""
+"""The tables of a comparison and the sentences about it, for the page, ``table.md`` and the terminal."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from rich import box
-from rich.console import Console
 from rich.table import Table as Printed
 
 from ag.evaluate.comparison.folder import Summary
@@ -17,10 +16,9 @@ from ag.evaluate.comparison.statistics import Paired
 from ag.evaluate.comparison.verdict import headlines, verdicts
 from ag.evaluate.tasks import unit
 
-NATS = ("nats", "nats difference", "hits")  # of tasks with a right answer
-NEAR = ("kl", "same_top1")  # of tasks where something is given that follows
 OVER = "over budget"
 OVER_NOTE = "samples in which more is protected (sinks, recent, window) than the budget allows, and stays"
+OPTIONAL = ("nats", "nats difference", "hits", "kl", "same_top1", OVER)  # columns that are left out without values
 TEXTS = ("policy", "prefill")  # columns that hold no numbers
 #: The columns of a task's table, each with a note on it.
 COLUMNS = {
@@ -41,7 +39,7 @@ COLUMNS = {
     "prefill": "what later tokens of a prompt see of earlier ones: all, what gates keep, what blocks left",
     "KV MB": "allocated for keys and values after a prompt, or at the end where eviction goes on, the mean",
 }
-UNKNOWN = "unknown"  # rows of earlier versions do not say it
+UNKNOWN = "unknown"  # for what rows of earlier versions lack
 BY_POSITION = (
     "Of {0} the nats a token in blocks that begin at these positions, of the others the difference to it; without a "
     "sign the nats of those that hold another share than it does."
@@ -55,28 +53,28 @@ MOST_BLOCKS = 12  # columns of a table by position
 
 
 class Head(NamedTuple):
-    """The head of a column: its name, a note on it, what stands in small below it, whether numbers follow."""
+    """The head of a column."""
 
     name: str
     note: str = ""
-    small: str = ""
-    number: bool = True
+    small: str = ""  # text below the name, in small letters
+    number: bool = True  # whether the column has numbers
 
 
 class Cell(NamedTuple):
-    """A cell: its text, what it is sorted by (None at the end), and what stands in small behind it."""
+    """A cell of a table."""
 
     text: str
-    value: float | str | None = None
-    small: str = ""
+    value: float | str | None = None  # the sort key; None comes last
+    small: str = ""  # text behind, in small letters
 
 
 class Table(NamedTuple):
-    """A table, whose first column names the lines; ``foot`` is a last line that is not sorted."""
+    """A table, whose first column names the lines."""
 
     head: Sequence[Head]
     lines: Sequence[Sequence[Cell]]
-    foot: Sequence[Cell] = ()
+    foot: Sequence[Cell] = ()  # a last line that is not sorted
 
 
 def markdown(comparison: Comparison) -> str:
@@ -105,19 +103,33 @@ def markdown(comparison: Comparison) -> str:
     return "\n".join([*parts, ""])
 
 
-def printed(comparison: Comparison, width: int) -> Printed:
-    """Return the table that the command prints, without standard errors where it would be wider than ``width``."""
-    whole = _printed(comparison, errors=True)
-    wide = Console(width=10 * width)
-    return whole if wide.measure(whole).maximum <= width else _printed(comparison, errors=False)
+def printed(comparison: Comparison) -> Printed:
+    """Return the table that the command prints."""
+    over = any(result.summary.over_budget for result in comparison.results)
+    caption = f"* {OVER}: there are {OVER_NOTE}" if over else None
+    table = Printed(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption)
+    for column in ("task", "policy"):
+        table.add_column(column, overflow="fold")
+    columns = ["kept", "score", "difference", "p"]
+    columns += ["nats"] if any(result.nats is not None for result in comparison.results) else []
+    for column in columns:
+        named = f"to {comparison.baseline}" if column == "difference" else column
+        table.add_column(named, justify="right", no_wrap=True)
+    for result in comparison.results:
+        cells = line(result)
+        # little room: table.md has errors and intervals, and the command says why a cell failed
+        texts = {column: cells[column].text.partition(" ")[0].rstrip(":") for column in columns}
+        texts |= {"kept": f"{'*' if result.summary.over_budget else ''}{texts['kept']}", "p": cells["p"].text}
+        table.add_row(result.summary.task, result.name, *texts.values())
+    return table
 
 
 def leaderboard(comparison: Comparison) -> Table:
     """Return the mean score of each policy and budget by task, and averages over tasks that share a metric."""
     summaries = {task: [result.summary for result in comparison.of_task(task)] for task in comparison.tasks}
     most = {task: max(summary.n for summary in found) for task, found in summaries.items()}
-    metrics = [found[0].metric for found in summaries.values() if found[0].higher_is_better]
-    averaged = [metric for metric in dict.fromkeys(metrics) if metrics.count(metric) > 1]
+    metrics = Counter(found[0].metric for found in summaries.values() if found[0].higher_is_better)
+    averaged = [metric for metric, tasks in metrics.items() if tasks > 1]
     head = [Head("policy", number=False)]
     for task, (summary, *_) in summaries.items():
         arrow = "↑" if summary.higher_is_better else "↓"
@@ -134,7 +146,11 @@ def leaderboard(comparison: Comparison) -> Table:
             else:
                 fewer = "" if one.n == most[task] else f", n = {one.n}"
                 cells.append(Cell(f"{one.mean:.4f}", one.mean, f"{100 * one.kept:.0f} %{fewer}"))
-        cells += [_average([one.mean for one in found.values() if one.metric == metric]) for metric in averaged]
+        for metric in averaged:
+            means = [one.mean for one in found.values() if one.metric == metric]
+            known = [mean for mean in means if mean is not None]
+            whole = known and len(known) == len(means)
+            cells.append(Cell(f"{fmean(known):.4f}", fmean(known)) if whole else Cell("none"))
         lines.append(cells)
     remarks = [comparison.uninformative(task) for task in summaries]
     foot = [Cell(text) for text in ("full cache", *remarks, *("" for _ in averaged))] if any(remarks) else []
@@ -142,10 +158,9 @@ def leaderboard(comparison: Comparison) -> Table:
 
 
 def section(comparison: Comparison, task: str, *columns: str) -> dict[str, Any]:
-    """Return what there is to say of a task.
+    """Return the texts and tables of a task.
 
-    ``columns`` are further ones of its ``table``; ``more`` are tables by position and by parts, each with its title
-    and a note.
+    ``columns`` are added to its ``table``; ``more`` are tables by position and by parts, each with title and note.
     """
     summaries = [result.summary for result in comparison.of_task(task)]
     positions, note = along(comparison, task), BY_PART.format(comparison.baseline, summaries[0].metric)
@@ -163,10 +178,10 @@ def section(comparison: Comparison, task: str, *columns: str) -> dict[str, Any]:
 
 
 def of_task(comparison: Comparison, task: str, *more: str) -> Table:
-    """Return all results of a task; columns that nothing stands in are left out, and ``more`` are added."""
+    """Return all results of a task, with the columns ``more`` too; optional columns without values are left out."""
     results = comparison.of_task(task)
     lines = [line(result) for result in results]
-    absent = {column for column in (*NATS, *NEAR, OVER) if not any(found[column].text for found in lines)}
+    absent = {column for column in OPTIONAL if not any(found[column].text for found in lines)}
     columns = [column for column in (*COLUMNS, *more) if column not in absent]
     names = {"score": results[0].summary.metric, "difference": f"against {comparison.baseline}"}
     head = [Head(names.get(name, name), COLUMNS.get(name, ""), number=name not in TEXTS) for name in columns]
@@ -175,7 +190,7 @@ def of_task(comparison: Comparison, task: str, *more: str) -> Table:
 
 def line(result: Result) -> dict[str, Cell]:
     """Return the line of a result by column."""
-    summary, paired = result.summary, result.paired
+    summary, paired, nats = result.summary, result.paired, result.paired_nats
     cut = f" ({summary.cut} cut)" if summary.cut else ""
     found = dict.fromkeys(COLUMNS, Cell("")) | {
         "policy": Cell(summary.label, summary.label),
@@ -198,8 +213,8 @@ def line(result: Result) -> dict[str, Cell]:
         found |= {"difference": Cell(_interval(paired), paired.difference), "p": Cell(p, paired.p)}
     if result.nats is not None:
         found["nats"] = Cell(_mean(*result.nats), summary.nats)
-    if result.paired_nats is not None:
-        found["nats difference"] = Cell(_interval(result.paired_nats), result.paired_nats.difference)
+    if nats is not None:
+        found["nats difference"] = Cell(_interval(nats), nats.difference)
     for name, form in (("hits", ".4f"), ("kl", ".4f"), ("same_top1", ".1%")):
         value = getattr(summary, name)
         found[name] = Cell("" if value is None else f"{value:{form}}", value)
@@ -207,10 +222,7 @@ def line(result: Result) -> dict[str, Cell]:
 
 
 def along(comparison: Comparison, task: str) -> Table | None:
-    """Return a task by position, None where its outcomes have no blocks; see :data:`BY_POSITION`.
-
-    Of more than 12 blocks it shows as many as are evenly spaced.
-    """
+    """Return a task by position, at most 12 evenly spaced blocks; None if its outcomes have no blocks."""
     results = [result for result in comparison.of_task(task) if result.outcomes and result.outcomes[0].blocks]
     if not results:
         return None
@@ -221,7 +233,7 @@ def along(comparison: Comparison, task: str) -> Table | None:
         base = comparison.baseline_of(result)
         form = ".3f" if base is None else "+.3f"
         texts = {start: f"{mean:{form}}" for start, (mean, _) in by_position(result, base).items()}
-        ends = [float(outcome.tags[END]) for outcome in result.outcomes if END in outcome.tags]
+        ends = result.values(END).values()
         held = f"{fmean(ends):.1%}" if ends else ""
         lines.append([Cell(result.name), Cell(held), *(Cell(texts.get(start, "")) for start in starts)])
     names = ["held at the end", *(f"from {start:,}" for start in starts)]
@@ -229,7 +241,7 @@ def along(comparison: Comparison, task: str) -> Table | None:
 
 
 def by_part(comparison: Comparison, task: str) -> dict[str, Table]:
-    """Return what the parts of a task's samples scored, by what parts are; see :data:`BY_PART`."""
+    """Return tables of the scores of the samples' parts, by kind of part; see :data:`BY_PART`."""
     results = [result for result in comparison.of_task(task) if result.outcomes]
     found = {}
     for what, names in part_names(results).items():
@@ -254,9 +266,10 @@ def by_part(comparison: Comparison, task: str) -> dict[str, Table]:
 
 
 def counted(comparison: Comparison, task: str) -> str:
-    """Say how many samples of a task were run, in its unit, how many were left out and why, and when was asked.
+    """Return how many samples of a task were run, in its unit, how many were left out and why, and when was asked.
 
-    Samples that a policy cannot change are counted too: see :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
+    It has also the number of samples that no policy can change: see
+    :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
     """
     summaries = [result.summary for result in comparison.of_task(task)]
     summary = max(summaries, key=lambda summary: summary.n)
@@ -269,32 +282,36 @@ def counted(comparison: Comparison, task: str) -> str:
 
 
 def meanings(comparison: Comparison) -> dict[str, str]:
-    """Return what the names stand for that do not say it themselves: labels, and shortened paths."""
+    """Return the policies behind labels and shortened paths, by the name of the result."""
     results = comparison.results
     return {result.name: result.summary.policy for result in results if result.summary.label != str(result.spec)}
 
 
 def measured(summaries: Sequence[Summary]) -> list[tuple[str, str]]:
-    """Return name and text of what a comparison was measured with; values that some rows alone have are counted."""
+    """Return how a comparison was measured, by what is said; where rows differ, each text has its number of rows."""
     dates = sorted(summary.date for summary in summaries if summary.date is not None)
     period = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
-    said: dict[str, Callable[[Summary], str]] = {
-        "model": _weights,
-        "versions": lambda summary: ", ".join(f"{name} {one}" for name, one in summary.versions.items()),
-        "hardware": _hardware,
-        "date": lambda summary: UNKNOWN if summary.date is None else period,
-        "command": lambda summary: summary.command or UNKNOWN,
-    }
-    found = []
-    for name, say in said.items():
-        counts = Counter(map(say, summaries))
-        for text, count in counts.items():
-            found.append((name, text if len(counts) == 1 else f"{text} ({count} of {len(summaries)} rows)"))
-    return found
+    found: dict[str, Counter[str]] = {}
+    for summary in summaries:
+        weights = [summary.model, summary.dtype or f"dtype {UNKNOWN}", summary.quantization or "none"]
+        threads = f", {summary.threads} thread{'s' * (summary.threads != 1)}" if summary.threads else ""
+        for name, text in {
+            "model": ", ".join(weights).removesuffix(", none"),
+            "versions": ", ".join(f"{name} {one}" for name, one in summary.versions.items()),
+            "hardware": (summary.hardware or UNKNOWN) + threads,
+            "date": period if summary.date else UNKNOWN,
+            "command": summary.command or UNKNOWN,
+        }.items():
+            found.setdefault(name, Counter())[text] += 1
+    return [
+        (name, text if len(counts) == 1 else f"{text} ({count} of {len(summaries)} rows)")
+        for name, counts in found.items()
+        for text, count in counts.items()
+    ]
 
 
 def prompts(summaries: Sequence[Summary]) -> str:
-    """Say how long the samples of a task are, and with which options it was run."""
+    """Return how long the samples of a task are, and the options of the task."""
     summary = next((summary for summary in summaries if summary.prompt_mean is not None), None)
     if summary is None:
         return f"prompts: {UNKNOWN}; options: {UNKNOWN}"
@@ -313,51 +330,8 @@ def _markdown(table: Table) -> str:
     return one([column.name for column in table.head]) + rule + "".join(lines)
 
 
-def _printed(comparison: Comparison, errors: bool) -> Printed:
-    over = any(result.summary.over_budget for result in comparison.results)
-    table = Printed(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-        caption=f"* {OVER}: there are {OVER_NOTE}" if over else None,
-    )
-    for column in ("task", "policy"):
-        table.add_column(column, overflow="fold")
-    nats = ["nats"] if any(result.nats is not None for result in comparison.results) else []
-    for column in ("kept", "score", f"to {comparison.baseline}", "p", *nats):
-        table.add_column(column, justify="right", no_wrap=True)
-    for result in comparison.results:
-        cells = {column: cell.text for column, cell in line(result).items()}
-        difference = cells["difference"].partition(" ")[0]
-        kept = f"{'*' if result.summary.over_budget else ''}{cells['kept']}"  # little room: table.md says how many
-        # the command says in a line of its own why there is none
-        texts = [cells["score"] if result.summary.problem is None else "none", *(cells[column] for column in nats)]
-        score, *more = texts if errors else [text.partition(" ")[0] for text in texts]
-        table.add_row(result.summary.task, result.name, kept, score, difference, cells["p"], *more)
-    return table
-
-
-def _weights(summary: Summary) -> str:
-    parts = [summary.model, summary.dtype or f"dtype {UNKNOWN}", summary.quantization or "none"]
-    return ", ".join(parts).removesuffix(", none")
-
-
-def _hardware(summary: Summary) -> str:
-    found = summary.hardware or UNKNOWN
-    return found if summary.threads is None else f"{found}, {summary.threads} thread{'s' * (summary.threads != 1)}"
-
-
 def _plain(value: Any) -> str:
     return f"[{','.join(map(_plain, value))}]" if isinstance(value, list) else str(value)
-
-
-def _average(means: Sequence[float | None]) -> Cell:
-    """Return the mean over tasks, where each has one."""
-    known = [mean for mean in means if mean is not None]
-    if not known or len(known) < len(means):
-        return Cell("none")
-    mean = sum(known) / len(known)
-    return Cell(f"{mean:.4f}", mean)
 
 
 def _mean(mean: float, error: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Filling the missing cells of a comparison, in this process or in those of a cluster."""
+"""Runs the missing cells of a comparison, in this process or in those of a cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
@@ -31,34 +31,34 @@ from ag.hardware import cpu_name
 from ag.model import base as models
 from ag.plugins import load
 
-WORKER = 2  # main memory that a process on a cluster is given, in multiples of the model's weights as they are stored
+WORKER = 2  # main memory of a process on a cluster, in multiples of the stored weights of the model
 
 
 def fill(
     config: CompareConfig, cells: Sequence[Cell], folder: Folder, console: Console, command: str = ""
 ) -> dict[str, Ended]:
-    """Run the cells that have no result yet, in this process or in those of a cluster; this one writes them down.
+    """Run the cells without a result, here or on a cluster; this process writes the results.
 
     Args:
         config: settings of the comparison.
         cells: its cells.
         folder: its folder.
         console: where progress is shown.
-        command: what asked for it, for the summaries; empty: the Python call.
+        command: the command line, for the summaries. Empty means the Python call.
 
     Returns:
-        All that is in the folder then, by key: every cell, and what earlier commands asked for.
+        All cells of the folder by key, those of earlier commands included.
 
     Raises:
-        UserError: the model or a task's data cannot be had, or another process writes into the folder.
-        KeyboardInterrupt: on Ctrl-C, saying what is left.
+        UserError: the model or a task's data cannot be read, or another process writes into the folder.
+        KeyboardInterrupt: on Ctrl-C; the message names what is left.
     """
     with folder.writing():
         found = folder.read()
         again = {key for key, ended in found.items() if config.retry and ended.summary.problem is not None}
         missing = [cell for cell in cells if cell.key in again or cell.key not in found]
         done = len(cells) - len(missing)
-        progress = Progressing(console, len(cells))
+        progress = Progressing(console, len(cells), done)
         try:
             with progress.shown():
                 progress.cells(done)
@@ -74,8 +74,8 @@ def fill(
 
 
 def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress: Progressing) -> Iterator[Ended]:
-    """Run cells and yield what came out of each."""
-    if not cells:  # neither a model nor a cluster is needed
+    """Run cells and yield each as it is finished."""
+    if not cells:  # needs neither a model nor a cluster
         return
     most, by_task = config.batch_policies, [[*some] for _, some in groupby(cells, lambda cell: cell.task)]
     units = [some[first : first + most] for some in by_task for first in range(0, len(some), most)]
@@ -97,7 +97,7 @@ def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress:
 
 
 def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list[Cell]], list[Ended]]:
-    """Make a worker in a process of a cluster, with the threads of the process that asks, so that sums are alike."""
+    """Make a worker in a process of a cluster, with the calling process's threads, so that sums are the same."""
     torch.set_num_threads(threads)
     load(config.plugins)
     worker = Worker(config, command, Progressing(Console(quiet=True), 0))
@@ -105,10 +105,10 @@ def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list
 
 
 class Worker:
-    """The model, and the samples of the task at hand.
+    """The model, and the samples of the current task.
 
     Raises:
-        UserError: the model cannot be had.
+        UserError: the model cannot be loaded.
     """
 
     def __init__(self, config: CompareConfig, command: str, progress: Progressing) -> None:
@@ -124,10 +124,10 @@ class Worker:
         self.loaded = Loaded([])
 
     def run(self, cells: Sequence[Cell]) -> Iterator[Ended]:
-        """Run cells of one task together; where that fails, one by one from the samples on that they have not had.
+        """Run cells of one task together; if that fails, one by one on the samples that are left.
 
         Raises:
-            UserError: the task's data cannot be had.
+            UserError: the task's data cannot be read.
         """
         try:
             if cells[0].task != self.task:
@@ -150,11 +150,11 @@ class Worker:
             yield from [self._ended(cell, problem=alone)] if isinstance(alone, str) else alone
 
     def _attempt(self, cells: Sequence[Cell], done: list[list[Outcome]]) -> list[Ended] | str:
-        """Run cells; returns what came out of them, or why that failed.
+        """Run cells; returns them finished, or why that failed.
 
         Args:
             cells: cells of one task.
-            done: by cell, the outcomes of its first samples, which are not run again; those of others are added.
+            done: by cell, the outcomes of its first samples, which are not run again; the others are appended.
         """
         self.progress.begin(cells[0].name, len(cells), len(self.loaded.samples))
         try:
@@ -191,10 +191,10 @@ class Worker:
     def _ended(
         self, cell: Cell, outcomes: Sequence[Outcome] = (), views: Sequence[View] = (), problem: str | None = None
     ) -> Ended:
-        """Return what came out of a cell; see :meth:`Cell.summary`."""
+        """Return a finished cell; see :meth:`Cell.summary`."""
         try:
             prefill = self._prefill(cell)
-        except Exception:  # that may be why a cell has no result
+        except Exception:  # perhaps the reason why the cell failed
             prefill = ""
         where = conditions(self.config, self.command)
         return Ended(cell.summary(outcomes, self.loaded, prefill, where, problem), [*outcomes], [*views])
@@ -204,14 +204,14 @@ class Worker:
 
 
 def _first(done: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:
-    """Return how many of the first samples all have; none where a task of a plugin has an order of its own."""
+    """Return how many first samples all cells have done; 0 where a plugin's task ran them in another order."""
     first = min(map(len, done))
     in_order = [outcome.sample for outcome in done[0][:first]] == [sample.id for sample in samples[:first]]
     return first if in_order else 0
 
 
 def _problem(error: Exception) -> str:
-    """Say why a cell has no result; of what is no fault of a user, the error's type and where it came from."""
+    """Return why a cell failed; of an error that is not a ``UserError``, its type and place too."""
     text = " ".join(str(error).split())[:500]
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         return f"out of memory: {text}"
@@ -223,10 +223,7 @@ def _problem(error: Exception) -> str:
 
 
 def conditions(config: CompareConfig, command: str) -> dict[str, Any]:
-    """Return the fields of a :class:`Summary` that this process and moment decide.
-
-    ``command`` is the command line, or what :func:`called` returns.
-    """
+    """Return the fields of a :class:`Summary` on the model, the machine, the date and the command."""
     device = torch.device(config.device)
     return {
         "dtype": config.dtype,
@@ -239,10 +236,7 @@ def conditions(config: CompareConfig, command: str) -> dict[str, Any]:
 
 
 def called(config: CompareConfig) -> str:
-    """Return the Python call of a comparison that no command line asked for, with what differs from the defaults."""
-    given = []
-    for field in fields(config):
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if (value := getattr(config, field.name)) != default:
-            given.append(f"{field.name}={value!r}")
+    """Return the Python call of a comparison, with the settings that differ from the defaults."""
+    plain, values = CompareConfig(), {field.name: getattr(config, field.name) for field in fields(config)}
+    given = [f"{name}={value!r}" for name, value in values.items() if value != getattr(plain, name)]
     return f"compare(CompareConfig({', '.join(given)}), console)"

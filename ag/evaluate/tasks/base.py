@@ -1,4 +1,4 @@
-"""What a task is: a generator of samples (a context, a question about it, its answers), and a score of each."""
+"""Tasks: generators of samples (a context, a question about it, its answers) with a score for each."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from statistics import fmean
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.engine import EvictionCache, Policy, policy, read_prompt
-from ag.errors import require
-from ag.evaluate.tasks.follow import Likely, feed
+from ag.evaluate.tasks.follow import distance, feed, log_probabilities
 
 Tags = Mapping[str, str | int | float]
+Whole = Annotated[int, Field(ge=1)]
+Wholes = Annotated[Sequence[Whole], Field(min_length=1)]
 LeftOut = Literal["too long", "too short"]
-CURVE = "nats@"  # begins the tags that are the points of a curve over a text
-PART = re.compile(r"(score|nats)@([a-z]+) (.+)")  # a tag of a part of a sample: the measure, what the part is, its name
+CURVE = "nats@"  # prefix of the tags that are points of a curve over a text
+PART = re.compile(r"(score|nats)@([a-z]+) (.+)")  # the tag of a part of a sample: measure, kind of part, name
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,16 @@ class Sample:
     """A context, a question about it, and its answers.
 
     Attributes:
-        id: names it, the same in every run.
+        id: its name, the same in every run.
         prompt: tokens ``[T]`` of the context, from which a policy evicts.
-        question: tokens that are read between the prompt and an answer; empty where the prompt ends with them.
+        question: tokens that are read between the prompt and an answer; empty if they are the end of the prompt.
         answers: tokens of each right answer; of multiple choice those of each choice.
         target: index of the answer on which caches are compared with a full one; of multiple choice the right one.
-        most: tokens that a generated answer may have; 0 where nothing is generated.
-        references: texts that a generated answer is graded by.
-        tags: what tells it apart, which goes into its outcomes.
+        most: largest number of tokens of a generated answer; 0 if nothing is generated.
+        references: texts by which a generated answer is graded.
+        tags: properties that its outcomes show too.
         protect: spans of the prompt that no policy evicts; see :meth:`ag.EvictionCache.protect`.
-        parts: what only its task reads, such as the turns of a conversation.
+        parts: data for its task alone, such as the turns of a conversation.
     """
 
     id: str
@@ -61,7 +63,7 @@ class Sample:
 
     @property
     def right(self) -> list[int]:
-        """Tokens of the target; empty where the sample has no answers."""
+        """Tokens of the target; empty if the sample has no answers."""
         return self.answers[self.target] if self.answers else []
 
 
@@ -70,20 +72,20 @@ Samples = Sequence[Sample]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a policy made of one sample.
+    """The result of a policy on one sample.
 
     Attributes:
         sample: its id.
-        score: the task's metric on it: accuracy 0 or 1, nats per token, F1 in 0..1, ...
-        tokens: tokens of the prompt; where eviction goes on (books, worked problems) all that were seen.
+        score: the task's metric: accuracy 0 or 1, nats per token, F1 in 0..1, ...
+        tokens: tokens of the prompt; of the whole text where eviction goes on (books, worked problems).
         kept: share of their (token, layer, KV head) entries that was held after the prompt, or while eviction went on,
             measured in the cache.
         kv_bytes: allocated for keys and values after the prompt, or at the end.
-        seconds: time of the decision, of question and answer; without the prompt, which policies read together.
+        seconds: time of eviction, question and answer; without the prompt, which policies read together.
         tags: those of the sample, and measures beside the score. ``nats`` is the mean negative log-likelihood of the
             right answer's tokens, ``hits`` 1 where each is the likeliest; ``kl`` and ``same_top1`` compare with a full
             cache, see :meth:`PromptTask.run`.
-        over_budget: whether more was protected than the budget allows, and stayed.
+        over_budget: whether more tokens were protected than the budget allows.
     """
 
     sample: str
@@ -97,13 +99,13 @@ class Outcome:
 
     @property
     def blocks(self) -> dict[int, float]:
-        """Mean nats of each block of a text, by the position that it begins with; empty where no tag ``nats@N`` is."""
+        """Mean nats of each block of a text, by its first position: the tags ``nats@N``."""
         found = {name.removeprefix(CURVE): float(x) for name, x in self.tags.items() if name.startswith(CURVE)}
         return {int(start): nats for start, nats in found.items() if start.isdigit()}
 
     @property
     def parts(self) -> dict[str, dict[str, dict[str, float]]]:
-        """What :func:`by_part` said: by what parts are, measure and name of a part; empty where a sample has none."""
+        """The tags of :func:`by_part`: by kind of part, measure and name of a part."""
         found: dict[str, dict[str, dict[str, float]]] = {}
         for tag, value in self.tags.items():
             if match := PART.fullmatch(tag):
@@ -112,7 +114,7 @@ class Outcome:
         return found
 
     def numbered(self, what: str) -> dict[int, float]:
-        """Return the nats of parts that have numbers for names, such as turns."""
+        """Return the nats of parts whose names are numbers, such as turns."""
         return {int(name): nats for name, nats in self.parts.get(what, {}).get("nats", {}).items()}
 
 
@@ -122,8 +124,8 @@ class Loaded:
 
     Attributes:
         samples: those that can be run, in their stored order.
-        too_long: how many were left out on the way because they do not fit the model.
-        too_short: how many were left out on the way because they have fewer tokens than the task needs.
+        too_long: number of samples before the last one that do not fit the model.
+        too_short: number of samples before the last one that have fewer tokens than the task needs.
     """
 
     samples: list[Sample]
@@ -133,10 +135,10 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A task; its fields are its options.
+    """A task; its fields are its options, which :func:`ag.evaluate.tasks.make` checks by their types.
 
     Attributes:
-        name: what the command calls it.
+        name: its name in commands.
         root: local folder of the data; None means the Hugging Face hub.
     """
 
@@ -145,11 +147,11 @@ class Task(ABC):
 
     metric: ClassVar[str]
     higher_is_better: ClassVar[bool] = True
-    #: What its samples are, in the plural.
+    #: Name of its samples, in the plural.
     unit: ClassVar[str] = "samples"
 
     def identity(self) -> dict[str, Any]:
-        """Return all that the samples and their scores depend on, as JSON can hold it."""
+        """Return everything that the samples and their scores depend on, for JSON."""
         return asdict(self)
 
     def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
@@ -157,7 +159,7 @@ class Task(ABC):
 
         Args:
             tokenizer: the model's.
-            limit: how many of the samples that can be run are taken; None means all. The others are counted.
+            limit: number of samples that can be run, after which reading ends. None means all.
             max_tokens: the model's context; a sample with its answer must fit.
 
         Raises:
@@ -175,7 +177,7 @@ class Task(ABC):
         return Loaded(samples, left.count("too long"), left.count("too short"))
 
     def floor(self, samples: Samples) -> float | None:
-        """Return the mean score up to which a model shows nothing on these samples; None means that there is none."""
+        """Return the mean score of a model that cannot do the task; None means that it is unknown."""
         return None
 
     def length(self, sample: Sample) -> int:
@@ -183,21 +185,16 @@ class Task(ABC):
         return len(sample.prompt)
 
     def reads_on(self, sample: Sample) -> bool:
-        """Return whether tokens are read behind a sample's prompt, which see what was kept of it.
+        """Return whether tokens are read after a sample's prompt, and so after the eviction.
 
-        The first token of an answer is predicted from the last token before it. Where that is the prompt's last one,
-        and earlier tokens are evicted when the prompt is over, it is predicted as with a full cache: an answer of one
-        token says nothing of what was evicted.
+        The first token of an answer is predicted from the last token before it. If that is the last token of the
+        prompt, it was read before the eviction: an answer of one token is predicted as with a full cache.
         """
         return bool(sample.question) or max([sample.most, *map(len, sample.answers)]) != 1
 
-    def instead(self) -> str:
-        """Return the option with which tokens are read behind the prompts; empty where there is none."""
-        return ""
-
     @abstractmethod
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
-        """Yield the samples in their stored order, and in the place of one that cannot be run the reason.
+        """Yield the samples in their stored order, and instead of one that cannot be run the reason.
 
         Args:
             tokenizer: the model's.
@@ -213,8 +210,8 @@ class Task(ABC):
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over samples, and yield (index of the policy, outcome) as each is done.
 
-        Sample by sample, and for each sample policy by policy: policies that read the prompt densely share one forward
-        pass of it.
+        The order is sample by sample, and for each sample policy by policy: policies that read the prompt densely share
+        one forward pass of it.
 
         Raises:
             UserError: a policy cannot do the task.
@@ -223,41 +220,37 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class PromptTask(Task):
-    """A task whose samples are a prompt, which is read and evicted, maybe a question, and an answer."""
+    """A task of samples with a prompt, which is read and evicted, perhaps a question, and an answer."""
 
     def run(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over samples; see :meth:`Task.run`.
 
-        The tags ``kl`` and ``same_top1`` say how far each policy is from a full cache before each token of the right
-        answer: means of the divergence in nats, and of whether the likeliest token is the same.
+        The tags ``kl`` and ``same_top1`` compare each policy with a full cache on the tokens of the right answer; see
+        :func:`ag.evaluate.tasks.follow.distance`.
         """
         device = next(model.parameters()).device
         for sample in samples:
             compared = [policy("full")] if sample.right else []
-            prompt = torch.tensor([sample.prompt], device=device)
+            prompt, question = (torch.tensor([ids], device=device) for ids in (sample.prompt, sample.question))
             caches = read_prompt(model, [*compared, *policies], prompt, protect=sample.protect)
-            question = torch.tensor([sample.question], device=device) if sample.question else None
-
-            def asked(cache: EvictionCache, last: Tensor, question: Tensor | None = question) -> Tensor:
-                return last if question is None else feed(model, cache, question)[:, -1]
-
-            full = None
-            if compared:
-                cache, last = caches.pop(0)
-                full = Likely.of(model, cache, asked(cache, last), sample.right)
-            for index in range(len(policies)):
+            full: Tensor | None = None
+            for index in range(-len(compared), len(policies)):
                 cache, last = caches.pop(0)  # freed before the next answer
                 held = cache.kept_share(), cache.nbytes
                 start = time.perf_counter()
-                last = asked(cache, last)
+                if sample.question:
+                    last = feed(model, cache, question)[:, -1]
+                if index < 0:
+                    full = log_probabilities(model, cache, last, sample.right)
+                    continue
                 twin = None if full is None else copy.deepcopy(cache)
                 score, tags = self.answer(model, tokenizer, cache, last, sample)
                 seconds = time.perf_counter() - start + cache.scoring_seconds
                 over = bool(cache.over_budget.any())
                 if full is not None and twin is not None:
-                    tags = {**tags, **full.distance(Likely.of(model, twin, last, sample.right))}
+                    tags = {**tags, **distance(full, log_probabilities(model, twin, last, sample.right))}
                 yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags, over)
 
     @abstractmethod
@@ -269,33 +262,18 @@ class PromptTask(Task):
         Args:
             model: the model.
             tokenizer: its tokenizer.
-            cache: has read and evicted the prompt, and has read the question; this sample's own.
+            cache: has read and evicted the prompt, and read the question; it may be used up.
             last: ``[1, d]``, the final hidden state of the last token before the answer.
-            sample: one of those that :meth:`load` gave.
+            sample: one of those of :meth:`load`.
         """
 
 
-def require_whole(task: Task, *names: str, least: int = 1) -> None:
-    """Require that options are whole numbers, lists of them where the default is one, or None where that is it.
-
-    Raises:
-        UserError: one is something else, or lower than ``least``.
-    """
-    defaults: dict[str, Any] = {one.name: one.default for one in fields(task)}
-    for name in names:
-        value, several = getattr(task, name), isinstance(defaults[name], tuple)
-        numbers = value if several and isinstance(value, list | tuple) else [value]
-        fits = len(numbers) > 0 and all(type(number) is int and number >= least for number in numbers)
-        what = f"numbers, for example {list(defaults[name])}" if several else f"a whole number, at least {least}"
-        require(task, name, fits or (value is None and defaults[name] is None), what)
-
-
 def by_part(what: str, found: Iterable[tuple[str | int, float, float]]) -> dict[str, float]:
-    """Return tags with the mean score and nats of each part of a sample, which reports show apart.
+    """Return tags with the mean score and nats of each part of a sample, which have tables of their own.
 
     Args:
-        what: what parts are, such as ``turn``.
-        found: name, score and nats; parts of one name are one part.
+        what: kind of the parts, such as ``turn``.
+        found: name, score and nats of each; those with one name are one part.
     """
     parts: dict[str | int, list[tuple[float, float]]] = {}
     for name, score, nats in found:

@@ -1,4 +1,4 @@
-"""What follows a prompt: tokens that are given, or those that the model finds likeliest."""
+"""Tokens after a prompt: the likelihood of given ones, and greedy decoding."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def score(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return for each answer its tokens' log-likelihoods ``[T]`` in nats, float32, and whether each is the likeliest.
 
-    The answers share one prompt and are fed as one batch padded on the right; where the policy evicts while decoding,
-    in pieces of as many tokens as come between two evictions. The results are on the CPU.
+    The answers share one prompt and are fed as one batch padded on the right; if the policy evicts while decoding, in
+    pieces as long as its interval. The results are on the CPU.
 
     Args:
         model: the model.
@@ -44,41 +44,36 @@ def score(
     return found
 
 
-class Likely(NamedTuple):
-    """Likelihoods of the next token at each of T places of a text: ``[T, V]`` float32."""
+@torch.no_grad()
+def log_probabilities(model: nn.Module, cache: EvictionCache, last: Tensor, tokens: list[int]) -> Tensor:
+    """Return the log-probabilities ``[T, V]``, float32, at each of T tokens that follow a prompt.
 
-    log_probabilities: Tensor
+    Args:
+        model: the model.
+        cache: holds one prompt; it is used up.
+        last: ``[1, d]``, the final hidden state of the prompt's last token.
+        tokens: the T tokens.
+    """
+    states = last
+    if len(tokens) > 1:
+        states = torch.cat([last, feed(model, cache, torch.tensor([tokens[:-1]], device=last.device))[0]])
+    return lm_logits(model, states).float().log_softmax(-1)
 
-    @classmethod
-    @torch.no_grad()
-    def of(cls, model: nn.Module, cache: EvictionCache, last: Tensor, tokens: list[int]) -> Likely:
-        """Return what a model says before each of the tokens that follow a prompt.
 
-        Args:
-            model: the model.
-            cache: holds one prompt; it is used up.
-            last: ``[1, d]``, the final hidden state of the prompt's last token.
-            tokens: what follows.
-        """
-        states = last
-        if len(tokens) > 1:
-            states = torch.cat([last, feed(model, cache, torch.tensor([tokens[:-1]], device=last.device))[0]])
-        return cls(lm_logits(model, states).float().log_softmax(-1))
+def distance(full: Tensor, other: Tensor) -> dict[str, float]:
+    """Return the tags ``kl`` and ``same_top1`` of log-probabilities ``[T, V]`` beside those of a full cache.
 
-    def distance(self, other: Likely) -> dict[str, float]:
-        """Return the tags ``kl``, the mean ``KL(self || other)`` in nats, and ``same_top1``.
-
-        The second is the share of the places at which both have the same likeliest token.
-        """
-        mine, theirs = self.log_probabilities, other.log_probabilities
-        kl = (mine.exp() * (mine - theirs)).sum(-1)
-        same = (mine.argmax(-1) == theirs.argmax(-1)).float()
-        return {"kl": float(kl.mean()), "same_top1": float(same.mean())}
+    They are the mean ``KL(full || other)`` in nats, and the share of the tokens at which both have the same likeliest
+    one.
+    """
+    kl = (full.exp() * (full - other)).sum(-1)
+    same = (full.argmax(-1) == other.argmax(-1)).float()
+    return {"kl": float(kl.mean()), "same_top1": float(same.mean())}
 
 
 @torch.no_grad()
 def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the final hidden states ``[B, T, d]`` of tokens after what the cache has seen.
+    """Feed tokens to a cache and return their final hidden states ``[B, T, d]``.
 
     Args:
         model: the model.
@@ -97,7 +92,7 @@ def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | 
 def greedy(
     model: nn.Module, cache: EvictionCache, last: Tensor, most: int, stop: Collection[int], least: int = 0
 ) -> list[int]:
-    """Return the likeliest tokens one after the other; as :func:`greedy_batch`, of one prompt."""
+    """Continue one prompt by the likeliest tokens; see :func:`greedy_batch`."""
     [written] = greedy_batch(model, cache, last, [most], stop, least)
     return written.tokens
 
@@ -106,8 +101,8 @@ class Written(NamedTuple):
     """A finished text of a batch."""
 
     row: int  # index of the sequence in the batch as it was given
-    place: int  # of its sequence in the cache, until the next text is asked for
-    tokens: list[int]  # what was generated, without the end
+    place: int  # index of its sequence in the cache, until the next text is yielded
+    tokens: list[int]  # without the end token
 
 
 @torch.no_grad()
@@ -120,12 +115,12 @@ def greedy_batch(
         model: the model.
         cache: holds B prompts; it is used up.
         last: ``[B, d]``, the final hidden state of the last token of each.
-        most: at most so many tokens of each.
-        stop: tokens that end a text; they are not part of it.
-        least: no text ends before it has so many.
+        most: largest number of tokens of each text.
+        stop: tokens that end a text and are not part of it.
+        least: smallest number of tokens of a text.
     """
     texts: list[list[int]] = [[] for _ in most]
-    rows = list(range(len(most)))  # that go on
+    rows = list(range(len(most)))  # of the unfinished texts
     while rows:
         logits, going = lm_logits(model, last), []
         if len(texts[rows[0]]) < least:
@@ -147,6 +142,6 @@ def greedy_batch(
 
 
 def end_tokens(model: nn.Module, eos: int | None) -> set[int]:
-    """Return the tokens that end a text: the tokenizer's ``eos`` and those of the model's generation settings."""
+    """Return the tokens that end a text: ``eos`` of the tokenizer, and those of the model's generation settings."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return {token for token in (eos, *(named if isinstance(named, list) else [named])) if token is not None}

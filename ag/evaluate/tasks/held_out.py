@@ -1,4 +1,4 @@
-"""Where a task's rows come from: a local folder under ``root``, or the hub."""
+"""The rows of a task, from a local folder under ``root`` or from the hub."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ag.evaluate.tasks.base import Task
 def held_out(
     task: Task, hub: str, folder: str, splits: Sequence[str], subset: str | None = None, revision: str | None = None
 ) -> tuple[str, str, Iterator[Record]]:
-    """Return the name of the split that a task runs on, where it is, for messages, and its rows.
+    """Return the name of a task's split, its place for messages, and its rows.
 
     Args:
         task: the task; its root holds the folder, or the JSON lines themselves.
         hub: id of the dataset.
         folder: its folder under a root.
-        splits: the first of these that the dataset has is read.
+        splits: names, of which the first one in the dataset is read.
         subset: configuration name on the hub.
         revision: git revision on the hub.
 
@@ -42,7 +42,7 @@ def held_out(
 
 
 def held_out_texts(rows: tuple[str, str, Iterator[Record]], field: str) -> Iterator[str]:
-    """Return one field of each row that :func:`held_out` gave, which must be a text."""
+    """Return one field, a text, of each row of :func:`held_out`."""
     _, where, records = rows
     for number, row in enumerate(records, start=1):
         check_fields(row, {field: str}, f"{where} row {number}")

@@ -1,7 +1,7 @@
-"""A system prompt with instructions before a long text, which an answer is to follow after that text was evicted.
+"""Instructions in a system prompt before a long text, which an answer should follow after eviction.
 
 After The Pitfalls of KV Cache Compression (https://arxiv.org/abs/2510.00231), where a compressed cache follows some
-instructions and silently drops others. The instructions are our own, made so that a small model can be asked, too.
+instructions and silently drops others. The instructions are our own, such that a small model can follow them.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from jinja2 import TemplateError
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.engine import EvictionCache
-from ag.errors import require
 from ag.evaluate.tasks.base import Sample, Samples, Tags, by_part
 from ag.evaluate.tasks.follow import score
 from ag.evaluate.tasks.questions import Puzzle
@@ -29,20 +29,20 @@ TELLS = "The text tells of people."
 
 
 class Choice(NamedTuple):
-    """One of the things that an instruction may demand."""
+    """One possible demand of an instruction."""
 
-    said: str  # what the instruction calls it
-    written: str  # what stands in an answer that follows
+    said: str  # its text in the instruction
+    written: str  # its text in an answer that follows the instruction
 
 
 class Kind(NamedTuple):
     """A kind of instruction.
 
-    An answer that follows differs from one that follows another choice in what comes behind ``lead``.
+    Answers that follow different choices are the same up to the end of ``lead``.
     """
 
     text: str  # the instruction, with the choice as ``{}``
-    lead: str  # how an answer begins, up to where it shows what is followed
+    lead: str  # beginning of an answer, up to the text of the choice
     choices: Sequence[Choice]
 
 
@@ -86,9 +86,9 @@ class Demand(NamedTuple):
     """An instruction of a sample."""
 
     kind: str
-    said: Choice  # what is demanded
-    instead: Choice  # what another instruction of this kind would demand
-    lead: int = 0  # tokens of both answers before what is compared
+    said: Choice  # the demand
+    instead: Choice  # the demand of another instruction of this kind
+    lead: int = 0  # tokens of both answers before the compared ones
 
 
 @dataclass(frozen=True)
@@ -96,40 +96,35 @@ class Instructions(Haystack):
     """A system prompt with instructions, then a long text; the score is the share of the instructions followed.
 
     Each instruction demands one of several choices (a name to sign with, a language, ...), drawn for each sample. It is
-    followed where what it demands is likelier, per token, than what another instruction of its kind would demand, at
-    the same place of an answer: half are without the instruction. ``nats`` are those of what is demanded.
+    followed if its choice is likelier, per token, than another choice of its kind at the same place of an answer; by
+    chance that is half. ``nats`` are those of the demanded choices.
 
-    The parts of a sample are its demands, and its answers two for each: one that follows, and one that does not. Tags
-    by ``rule`` (kind of instruction) and by ``place`` in the list: see :func:`ag.evaluate.tasks.base.by_part`.
+    The parts of a sample are its demands. Each has two answers: one that follows the instruction, and one that does
+    not. Tags by ``rule`` (kind of instruction) and by ``place`` in the list: see
+    :func:`ag.evaluate.tasks.base.by_part`.
 
     Attributes:
-        rules: how many instructions there are.
-        protect: exempt the system prompt from eviction; its tokens count in the budget.
+        rules: number of instructions.
+        protect: whether the system prompt is exempt from eviction; its tokens count in the budget.
     """
 
-    rules: int = 4
+    question: Literal["after"] = "after"
+    generate: None = None
+    haystack: Literal["text", "noise"] = "text"
+    rules: Annotated[int, Field(ge=1, le=len(KINDS))] = 4
     protect: bool = False
 
     metric: ClassVar[str] = "share followed"
     unit: ClassVar[str] = "system prompts"
     generates: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        require(self, "question", self.question == "after", "after: the text is read before its question")
-        require(self, "generate", self.generate is None, "none: given answers are compared")
-        fits = type(self.rules) is int and 0 < self.rules <= len(KINDS)
-        require(self, "rules", fits, f"1 to {len(KINDS)}")
-        require(self, "protect", type(self.protect) is bool, "true or false")
-
     @property
     def series(self) -> str:
-        """The same samples with and without protection."""
+        """Name of the samples, which are the same with and without protection."""
         return f"instructions/{self.rules}"
 
     def material(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, Any]:
-        """Read the texts, where they are the haystack; the tokenizer has the chat template."""
+        """Return the tokenizer, which has the chat template, and the texts."""
         return tokenizer, super().material(tokenizer)
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
@@ -146,7 +141,7 @@ class Instructions(Haystack):
         return Puzzle(before + text, behind, [system], right, demands)
 
     def details(self, tokenizer: PreTrainedTokenizerBase, puzzle: Puzzle, context: list[int]) -> dict[str, Any]:
-        """Return the answers in tokens; the system prompt, and what is before it, are what is protected."""
+        """Return the answers as tokens, and the protected span: the prompt up to the end of the system prompt."""
         leads = tokenize_after(tokenizer, [KINDS[one.kind].lead for one in puzzle.parts])
         said = tokenize_after(tokenizer, [choice.written for one in puzzle.parts for choice in (one.said, one.instead)])
         [system] = puzzle.references
@@ -159,7 +154,7 @@ class Instructions(Haystack):
         }
 
     def floor(self, samples: Samples) -> float:
-        """Return what is followed without any instruction: half."""
+        """Return the score without any instruction: half."""
         return 0.5
 
     def answer(
@@ -178,9 +173,9 @@ class Instructions(Haystack):
 
 
 def _chat(tokenizer: PreTrainedTokenizerBase, system: str, user: str) -> str:
-    """Return system prompt and question as the tokenizer's chat template has them; without one as paragraphs.
+    """Return system prompt and question in the tokenizer's chat template; as paragraphs if it has none.
 
-    Where a template has no system prompts, it is the beginning of the question.
+    If the template allows no system prompt, the question begins with it.
     """
     both = f"{system}\n\n{user}"
     if tokenizer.chat_template is None:
@@ -191,5 +186,5 @@ def _chat(tokenizer: PreTrainedTokenizerBase, system: str, user: str) -> str:
     except TemplateError:
         messages = [{"role": "user", "content": both}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    # what the tokenizer begins texts with comes by itself
+    # the tokenizer adds its start token by itself
     return str(text).removeprefix(str(tokenizer.bos_token) if start_tokens(tokenizer) else "")

@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import huggingface_hub
+from pydantic import Field
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +25,7 @@ from ag.data.collate import tokenize, tokenize_after
 from ag.data.encode import divided
 from ag.data.sources import DataError, Record, Source, check_fields, local_folder
 from ag.errors import UserError
-from ag.evaluate.tasks.base import LeftOut, Sample, require_whole
+from ag.evaluate.tasks.base import LeftOut, Sample
 from ag.evaluate.tasks.questions import SPARE, QuestionTask
 
 HUB, ARCHIVE = "zai-org/LongBench", "data.zip"
@@ -39,26 +40,21 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class LongBench(QuestionTask):
-    """One subset: the benchmark's prompt, greedy answer and metric; too long prompts lose their middle, as it rules.
+    """One subset with the benchmark's prompt, greedy answer and metric; too long prompts lose their middle, as there.
 
     Tags are the subset, the words of the row, and the tokens that were cut from its middle; the parts of a sample are
     all classes of a classification.
 
     Attributes:
-        max_length: tokens of a prompt; None means what the model's context leaves beside the answer.
-        chat: put the prompt into the tokenizer's chat template, where the benchmark does so.
+        max_length: tokens of a prompt; None means the model's context minus the answer.
+        chat: put the prompt into the tokenizer's chat template, for the subsets where the benchmark does.
     """
 
-    max_length: int | None = None
+    max_length: Annotated[int, Field(ge=2)] | None = None
     chat: bool = False
 
     metric: ClassVar[str] = "score"
     unit: ClassVar[str] = "questions"
-
-    def __post_init__(self) -> None:
-        """Check the length."""
-        super().__post_init__()
-        require_whole(self, "max_length", least=2)
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the rows; see :meth:`ag.evaluate.tasks.Task.read`."""
@@ -78,7 +74,7 @@ class LongBench(QuestionTask):
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
         room = max_tokens - subset.most
-        # a text that is cut in the middle may grow by a few tokens when it is tokenised again
+        # tokenised again, a text that was cut in the middle may have a few more tokens
         longest = self.max_length or room - (len(encode(around(""))) if chat else 0) - SPARE
         if longest < 2:
             raise UserError(
@@ -114,7 +110,7 @@ class LongBench(QuestionTask):
             yield sample if len(ids) <= room else "too long"
 
     def stops(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[Collection[int], int]:
-        """Return what ends an answer; as in the benchmark, samsum's have one line, which is not empty."""
+        """Return the tokens that end an answer; as in the benchmark, samsum's is one line that is not empty."""
         stop, least = super().stops(model, tokenizer)
         if self.name == "samsum":
             return {*stop, int(tokenizer("\n", add_special_tokens=False)["input_ids"][-1])}, 1
@@ -152,28 +148,28 @@ def rouge_l(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     """Return the F value of ROUGE-L as the package ``rouge`` computes it; 0 where a text has no sentence."""
     if not any(answer.split(".")) or not any(reference.split(".")):
         return 0.0
-    from rouge import Rouge  # like thefuzz, only where a task asks for it
+    from rouge import Rouge  # loaded on use, like thefuzz
 
     try:
         return float(Rouge(["rouge-l"]).get_scores(answer, reference)[0]["rouge-l"]["f"])
-    except RecursionError:  # a sentence of some 1,000 words: the benchmark's own code counts 0 as well
+    except RecursionError:  # a sentence of 1,000 words and more: the benchmark counts 0, too
         return 0.0
 
 
 def classification(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Return 1 / (classes that the answer names) where the right one is among them; parts of its name do not count."""
+    """Return 1 / (classes in the answer) if the right one is among them; parts of its name do not count."""
     named = [name for name in classes if name in answer and (name == reference or name not in reference)]
     return 1 / len(named) if reference in named else 0.0
 
 
 def count(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Return the share of the answer's numbers that are the reference."""
+    """Return the share of the answer's numbers that equal the reference."""
     numbers = re.findall(r"\d+", answer)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
 def retrieval(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Return the share of the answer's numbers that are the reference's paragraph, which it calls "Paragraph N"."""
+    """Return the share of the answer's numbers that equal N of the reference "Paragraph N"."""
     found = re.search(r"Paragraph (\d+)", reference)
     return count(answer, found[1]) if found else 0.0
 
@@ -197,7 +193,7 @@ class Subset:
     """A subset of the benchmark."""
 
     prompt: str  # with places for ``{context}`` and ``{input}``
-    most: int  # tokens that an answer may have
+    most: int  # largest number of tokens of an answer
     metric: Callable[[str, str, Sequence[str]], float]  # of one answer, one reference and the possible classes
     first_line: bool = False  # only the first line of an answer counts
     chat: bool = True  # a chat template may go around the prompt

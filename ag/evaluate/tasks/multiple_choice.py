@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -12,37 +12,35 @@ from transformers import PreTrainedTokenizerBase
 from ag.data.encode import encode
 from ag.data.templates import TASKS, WITH_CONTEXT, examples
 from ag.engine import EvictionCache
-from ag.errors import UserError, require
+from ag.errors import UserError
 from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Samples, Tags
 from ag.evaluate.tasks.follow import score
 from ag.evaluate.tasks.held_out import held_out
-from ag.evaluate.tasks.questions import WHEN
 
-# where the test rows have public labels they are what is published; of the others the validation rows
+# whose test rows have public labels; of the other tasks the validation rows are read, as in publications
 TESTED = ("arc_challenge", "arc_easy", "openbookqa", "mmlu")
 
 
 @dataclass(frozen=True)
 class MultipleChoice(PromptTask):
-    """The answer with the highest log-likelihood counts, as in "Attention-Gate" (section 4.1) and lm-eval's ``acc``.
+    """Accuracy of the likeliest answer, as in "Attention-Gate" (section 4.1) and lm-eval's ``acc``.
 
-    The tag ``normalised`` holds the same with log-likelihoods divided by the answer's characters (``acc_norm``), which
-    are the parts of a sample.
+    The tag ``normalised`` is the same with log-likelihoods divided by the answer's characters (``acc_norm``), which are
+    the parts of a sample.
 
     Attributes:
-        question: ``before``: all of the prompt is read before anything is evicted. ``after``: only its beginning is
-            (the passage of BoolQ, the premise of RTE, the question of MMLU with its choices), and the rest follows: the
-            default of these three (see the registry), whose answers have one token. The other tasks have no such text.
+        question: ``before``: the whole prompt is read before the eviction. ``after``: only its beginning is (the
+            passage of BoolQ, the premise of RTE, the question of MMLU with its choices), and the rest follows. This is
+            the default of these three, whose answers have one token; the other tasks have no such beginning.
     """
 
-    question: str = "before"
+    question: Literal["after", "before"] = "before"
 
     metric: ClassVar[str] = "accuracy"
     unit: ClassVar[str] = "questions"
 
     def __post_init__(self) -> None:
         """Check when the question is read."""
-        require(self, "question", self.question in WHEN, " or ".join(WHEN))
         if self.question == "after" and self.name not in WITH_CONTEXT:
             raise UserError(
                 f"Task {self.name}: question=after needs a context that is read before the question, and this task has "
@@ -50,12 +48,8 @@ class MultipleChoice(PromptTask):
             )
 
     def identity(self) -> dict[str, Any]:
-        """Name ``question`` where there is a choice; other tasks' cells of earlier versions stay valid without it."""
+        """Return the options; ``question`` only where both values exist, so that older results of other tasks count."""
         return {k: v for k, v in super().identity().items() if k != "question" or self.name in WITH_CONTEXT}
-
-    def instead(self) -> str:
-        """Return the option with which questions follow their texts, where there is one."""
-        return f"task_options.{self.name}.question=after" if self.name in WITH_CONTEXT else ""
 
     def floor(self, samples: Samples) -> float | None:
         """Return the accuracy of guessing."""

@@ -15,26 +15,26 @@ from transformers import PreTrainedTokenizerBase
 from ag.data.collate import start_tokens, tokenize
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.errors import UserError
-from ag.evaluate.tasks.base import LeftOut, Outcome, PromptTask, Sample, Samples, Tags, Task, require_whole
-from ag.evaluate.tasks.follow import Likely, feed, score
+from ag.evaluate.tasks.base import LeftOut, Outcome, PromptTask, Sample, Samples, Tags, Task, Whole
+from ag.evaluate.tasks.follow import distance, feed, score
 from ag.evaluate.tasks.held_out import held_out, held_out_texts
 from ag.gates.attach import attached_gates
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import lm_logits
 
-COMPARED = 64  # one of this many tokens of a book is compared with what a full cache says
-LETTERS = 32  # per token, more than any text has on average: what is tokenised of a book
+COMPARED = 64  # one of this number of tokens of a book is compared with a full cache
+LETTERS = 32  # per token, more than texts have on average: the part of a book that is tokenised
 
 
 @dataclass(frozen=True)
 class Documents(Task):
-    """Where the documents are.
+    """A task on documents.
 
     Attributes:
         data: hub id, or folder under ``root``; None means PG-19 on the hub, ``corpus`` (``pg19_style`` for books) in a
             root.
         subset: configuration name on the hub.
-        split: None means test, or where there is none, validation.
+        split: its name. None means test, or validation if there is no test split.
         text_field: the field that holds a document.
     """
 
@@ -49,7 +49,7 @@ class Documents(Task):
     folder: ClassVar[str] = "corpus"
 
     def documents(self, tokenizer: PreTrainedTokenizerBase, first: int, most: int | None) -> Iterator[Sample]:
-        """Yield the documents: of their ``most`` tokens (None means all) the ``first`` are the prompt."""
+        """Yield ``most`` tokens of each document (None means all), of which the ``first`` are the prompt."""
         hub, folder = self.data or "emozilla/pg19-test", self.data or self.folder
         rows = held_out(self, hub, folder, (self.split,) if self.split else ("test", "validation"), self.subset)
         for number, text in enumerate(held_out_texts(rows, self.text_field)):
@@ -66,16 +66,8 @@ class Continuation(Documents, PromptTask):
         continuation: tokens scored after it.
     """
 
-    prompt: int = 512
-    continuation: int = 64
-
-    def __post_init__(self) -> None:
-        """Check the lengths."""
-        require_whole(self, "prompt", "continuation")
-
-    def instead(self) -> str:
-        """Return the option with which more than one token follows."""
-        return f"task_options.{self.name}.continuation=2"
+    prompt: Whole = 512
+    continuation: Whole = 64
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the documents; see :meth:`ag.evaluate.tasks.Task.read`."""
@@ -99,36 +91,32 @@ class Continuation(Documents, PromptTask):
 class Stream(Documents):
     """Perplexity of whole books while tokens are evicted, as in StreamingLLM's experiments on PG-19.
 
-    The first block is the prompt. What follows comes ``step`` tokens at once, or as many as lie between two evictions
-    of the policy: with ``schedule=steps:step`` every policy is fed alike. A budget keeps the cache's size (a share is
-    one of the first block), the flags of gates that act on every token (``gate.covers=all``) a share of the text.
+    The first block is the prompt. Later passes have ``step`` tokens, or as many as the interval of the policy: with
+    ``schedule=steps:step`` all policies have the same passes. A budget keeps the cache's size (a share is one of the
+    first block), the flags of gates that act on every token (``gate.covers=all``) keep a share of the text.
 
-    The kept share is the mean over all tokens after the first block of what was held after the pass that a token came
-    with, as a share of the tokens seen by then; the bytes are those at the end. The tags are the curve: ``nats@N``
-    and ``held@N`` are the means over the ``bin`` tokens from N on; ``held@end`` is the share at the end. Within the
-    model's context one token of 64 is compared with what a full cache says of it (``kl``, ``same_top1``).
+    The kept share is a mean over the tokens after the first block: of the entries held after the token's pass, as a
+    share of the tokens seen by then. The bytes are those at the end. The tags ``nats@N`` and ``held@N`` are the means
+    over the ``bin`` tokens from N on, ``held@end`` is the share at the end. Within the model's context one token of 64
+    is compared with a full cache (``kl``, ``same_top1``).
 
     Attributes:
         block: tokens of the first forward pass.
-        step: tokens of a later one, for policies whose schedule does not say it.
-        tokens: how many tokens of each book are read; None means all.
-        bin: tokens of a point of the curve, which are also the blocks that differences of policies are paired by.
+        step: tokens of a later one, for policies without an interval.
+        tokens: tokens that are read of each book; None means all.
+        bin: tokens of a point of the curve; differences of policies are paired by these blocks too.
     """
 
-    block: int = 512
-    step: int = 64
-    tokens: int | None = None
-    bin: int = 1024
+    block: Whole = 512
+    step: Whole = 64
+    tokens: Whole | None = None
+    bin: Whole = 1024
 
     folder: ClassVar[str] = "pg19_style"
     unit: ClassVar[str] = "books"
 
-    def __post_init__(self) -> None:
-        """Check the lengths."""
-        require_whole(self, "block", "step", "bin", "tokens")
-
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
-        """Read the books; see :meth:`ag.evaluate.tasks.Task.read`. None is too long: policies say what they can do."""
+        """Read the books; see :meth:`ag.evaluate.tasks.Task.read`. No book is too long: `run` checks policies."""
         for book in self.documents(tokenizer, self.block, self.tokens):
             yield book if book.right else "too short"
 
@@ -154,7 +142,7 @@ class Stream(Documents):
                 start = time.perf_counter()
                 nats, held, likely = self._read(model, cache, last, book)
                 seconds = time.perf_counter() - start
-                tags = {} if full is None else full.distance(likely)
+                tags = {} if full is None else distance(full, likely)
                 tags |= {"held@end": cache.kept_share()}
                 for name, values in (("nats", nats), ("held", held)):
                     for number, part in enumerate(values.split(self.bin)):
@@ -184,12 +172,12 @@ class Stream(Documents):
     @torch.no_grad()
     def _read(
         self, model: nn.Module, cache: EvictionCache, last: Tensor, book: Sample
-    ) -> tuple[Tensor, Tensor, Likely]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Feed the rest of a book to a cache and score each token.
 
         Returns:
-            For each token its negative log-likelihood and the share of the tokens seen that was held after its pass,
-            ``[T]`` float32 on the CPU; and the likelihoods before the first token and each :data:`COMPARED`-th later.
+            NLL of each token, and the share of the tokens seen that was held after its pass, ``[T]`` float32 on the
+            CPU; and the log-probabilities ``[N, V]`` at the first token and each :data:`COMPARED`-th after it.
         """
         nats, some, held = list[Tensor](), list[Tensor](), list[float]()
         for part in torch.tensor(book.right, device=last.device).split(cache.policy.steps or self.step):
@@ -199,11 +187,11 @@ class Stream(Documents):
             some.append(logits[-len(held) % COMPARED :: COMPARED].log_softmax(-1))
             held += [cache.kept_share()] * len(part)
             last = states[-1:]
-        return torch.cat(nats), torch.tensor(held), Likely(torch.cat(some))
+        return torch.cat(nats), torch.tensor(held), torch.cat(some)
 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, number: int | None) -> list[int]:
-    """Return the first tokens of a text, what the tokenizer starts texts with included; None means all."""
+    """Return the first tokens of a text, start tokens included. A ``number`` of None means all."""
     part = text if number is None else text[: LETTERS * number]
     ids = start_tokens(tokenizer) + tokenize(tokenizer, [part])[0]
     if number is not None and len(ids) <= number and len(part) < len(text):

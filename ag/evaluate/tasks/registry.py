@@ -1,10 +1,12 @@
-"""Tasks by name: each a class and what it has other than the defaults."""
+"""Tasks by name: a class each, and its options that differ from the defaults."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from ag.data import templates
 from ag.errors import UserError, check_known
@@ -41,7 +43,7 @@ RULER: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "qa_2": (ruler.DocumentQA, LONG | {"generate": 32}),
 }
 TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
-    # answers of one token, which come from what is read behind the evicted text
+    # answers of one token need a question after the eviction
     **{name: (MultipleChoice, {"question": "after"} if task.context else {}) for name, task in templates.TASKS.items()},
     "ppl": (Continuation, {}),
     "ppl_stream": (Stream, {}),
@@ -58,8 +60,6 @@ TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "instructions_4_protected": (Instructions, SHORT | {"protect": True}),
     "turns": (Turns, SHORT),
     "turns_apart": (Turns, SHORT | {"apart": True}),
-    "passkey": (ruler.Passkey, {"digits": 5}),
-    "key_values": (ruler.KeyValues, {}),
     **RULER,
     **{name: (LongBench, {}) for name in SUBSETS},
 }
@@ -75,10 +75,10 @@ GROUPS = {
 
 
 def expand(names: Sequence[str]) -> list[str]:
-    """Return the tasks that names stand for, each once: of groups all, of aliases the full name.
+    """Return the tasks of names, groups and aliases, each once.
 
     Raises:
-        UserError: a name is neither a task nor a group; the nearest is suggested.
+        UserError: a name is unknown; the nearest one is suggested.
     """
     discover("ag.tasks")
     for name in names:
@@ -87,7 +87,7 @@ def expand(names: Sequence[str]) -> list[str]:
 
 
 def unit(name: str) -> str:
-    """Return what the samples of a task are called, in the plural."""
+    """Return the name of a task's samples, in the plural."""
     return TASKS[name][0].unit if name in TASKS else Task.unit
 
 
@@ -100,7 +100,7 @@ def make(name: str, root: str | None = None, **options: Any) -> Task:
         options: the fields of the task's class.
 
     Raises:
-        UserError: unknown name or option (the nearest is suggested), or a value out of range.
+        UserError: the name or an option is unknown (the nearest one is suggested), or a value is out of range.
     """
     discover("ag.tasks")
     full = ALIASES.get(name, name)
@@ -115,6 +115,12 @@ def make(name: str, root: str | None = None, **options: Any) -> Task:
             f"Task {name}: question={options['question']} needs a context with a question about it, and this task has "
             f"none; needles, RULER, LongBench, {', '.join(templates.WITH_CONTEXT)} have."
         )
-    for option in options:
+    types = get_type_hints(kind, include_extras=True)
+    for option, value in options.items():
         check_known(option, known, f"option of task {name}")
+        try:
+            TypeAdapter(types[option]).validate_python(value, strict=True)
+        except ValidationError as error:
+            expected = error.errors()[0]["msg"].replace("Input should be", "expected")
+            raise UserError(f"Task {name}: {option}={value!r}: {expected}.") from None
     return kind(full, root, **defaults | options)

@@ -1,4 +1,4 @@
-"""Likelihood of the responses that a run is validated on, after their prompt was read and evicted."""
+"""NLL of a run's validation responses after their evicted prompts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ag.config import Config, DataConfig
 from ag.config.recipes import load_config
 from ag.data.collate import Row
 from ag.engine import EvictionCache
-from ag.errors import UserError, require
-from ag.evaluate.tasks.base import LeftOut, Loaded, PromptTask, Sample, Tags, require_whole
+from ag.errors import UserError
+from ag.evaluate.tasks.base import LeftOut, Loaded, PromptTask, Sample, Tags, Whole
 from ag.evaluate.tasks.follow import score
 
 
@@ -25,8 +25,8 @@ from ag.evaluate.tasks.follow import score
 class Responses(PromptTask):
     """The validation rows of a run, or windows of plain documents; the score is that of the right response.
 
-    The tag ``tokens`` has the number of its tokens; ``accuracy``, of multiple-choice questions, is 1 where the right
-    answer is the likeliest. A row has at most ``data.max_length`` tokens, or ``data.prompt_max + data.continuation``
+    The tag ``tokens`` is the number of its tokens; ``accuracy``, of multiple-choice questions, is 1 if the right answer
+    is the likeliest. A row has at most ``data.max_length`` tokens, or ``data.prompt_max + data.continuation``
     where that is more; a longer prompt loses its left part.
 
     Attributes:
@@ -36,28 +36,26 @@ class Responses(PromptTask):
     """
 
     run_folder: str | None = None
-    prompt: int | None = None
-    continuation: int | None = None
+    prompt: Whole | None = None
+    continuation: Whole | None = None
 
     metric: ClassVar[str] = "nats per token"
     higher_is_better: ClassVar[bool] = False
     unit: ClassVar[str] = "held-out responses"
 
     def __post_init__(self) -> None:
-        """Check the lengths and the run."""
-        require_whole(self, "prompt", "continuation")
-        require(self, "run_folder", self.run_folder is None or isinstance(self.run_folder, str), "a run folder")
+        """Check the run."""
         if self.run_folder is not None:
             self.recipe()
 
     @property
     def question(self) -> str | None:
-        """``after`` where the run's prompts end before the question."""
+        """``after`` if the run's prompts end before the question."""
         after = self.run_folder is not None and self.recipe().data.question == "after"
         return "after" if after else None
 
     def recipe(self) -> Config:
-        """Return the run's configuration, or one for plain documents, with what was given put in."""
+        """Return the run's configuration, or one for plain documents, with the options of this task."""
         if self.run_folder is not None:
             recipe = load_config(Path(self.run_folder) / "config.yaml", Config)
         elif self.root is None:
@@ -82,16 +80,12 @@ class Responses(PromptTask):
         return recipe
 
     def identity(self) -> dict[str, Any]:
-        """Return the task with what its run says of the data, wherever the run lies."""
+        """Return the name, and the data settings of the run; the path of the run does not count."""
         recipe = self.recipe()
         return {"name": self.name, "data": asdict(recipe.data), "seed": recipe.seed}
 
-    def instead(self) -> str:
-        """Return how a run gets questions behind its prompts."""
-        return "a run that was trained with data.question=after"
-
     def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
-        """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. Without a limit as many as the run's validation."""
+        """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. A limit of None means the run's number."""
         recipe = self.recipe()
         recipe.data.val_samples = limit or recipe.data.val_samples
         rows = data.build(recipe, tokenizer, max_tokens)
@@ -115,9 +109,9 @@ class Responses(PromptTask):
 
 
 def of_rows(name: str, rows: Sequence[Row]) -> Sample:
-    """Return the sample of a row, or of the rows of a question, which share the shortest of their prompts.
+    """Return the sample of a row, or of the rows of a question, with the shortest of their prompts.
 
-    Where prompts were cut to the longest row, the one before the longest answer is the shortest.
+    If prompts were cut to fit a row, the one before the longest answer is the shortest.
     """
     shortest = min(rows, key=lambda row: row.response_start)
     prompt, question = np.split(shortest.tokens[: shortest.response_start], [shortest.prompt_length or 0])
@@ -127,7 +121,7 @@ def of_rows(name: str, rows: Sequence[Row]) -> Sample:
 
 
 def _end(row: Row) -> int:
-    """Return where the response ends: that of a chat with the first turn of the assistant."""
+    """Return the end of the response; in a chat that is the end of the assistant's first turn."""
     if row.loss is None:
         return len(row.tokens)
     after = np.flatnonzero(~row.loss[row.response_start :])

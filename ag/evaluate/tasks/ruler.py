@@ -1,14 +1,13 @@
-"""Questions about contexts that are generated at any length: RULER's thirteen tasks, needles, and copying.
+"""Questions about contexts that are generated at any length: RULER's thirteen tasks, and needles.
 
-A context grows by units (sentences, words, documents) until it has as many tokens as it may. The definitions follow
-RULER (https://arxiv.org/abs/2404.06654); the wording is our own. A sample depends on the task's options, the seed, the
-length, its number and the tokenizer only.
+A context has as many units (sentences, words, documents) as fit its length. The definitions follow RULER
+(https://arxiv.org/abs/2404.06654); the wording is our own. A sample depends only on the task's options, the seed, the
+length, its number and the tokenizer.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import re
@@ -18,14 +17,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.data.sources import DataError, Record, check_fields
 from ag.errors import UserError, require
-from ag.evaluate.tasks.base import LeftOut, Sample, Tags, require_whole
+from ag.evaluate.tasks.base import LeftOut, Sample, Tags, Whole, Wholes
 from ag.evaluate.tasks.held_out import held_out, held_out_texts
 from ag.evaluate.tasks.questions import SPARE, Puzzle, QuestionTask, share_named
 
@@ -36,23 +36,24 @@ NOISE = (
     "Somebody opens a window and closes it again.",
     "Nothing else happens.",
 )
-BOOKS, LETTERS = 32, 400_000  # texts that haystacks are cut from, and characters that are read of each
-PROBE = 16  # units by which the size of one is estimated
-DEPTHS = 40  # even places in a text, of which needles take different ones
-EXAMPLE = 500  # tokens of the solved example of variables; of short samples a quarter
-SHORT = 4096  # lists of common words with fewer tokens repeat their words less often
-COMMON = 10  # common words that are asked
-DOTS = "..."  # the most frequent "word" of a coded text, which is not asked
+BOOKS, LETTERS = 32, 400_000  # number of texts from which haystacks are cut, and characters read of each
+PROBE = 16  # units of the first step of the search for the largest size
+DEPTHS = 40  # evenly spaced places in a text, from which those of needles are drawn
+EXAMPLE = 500  # tokens of the solved example of variables; at most a quarter of the length
+SHORT = 4096  # tokens below which lists of common words repeat their words less often
+COMMON = 10  # number of common words in an answer
+DOTS = "..."  # the most frequent "word" of a coded text, which no answer has
 SOURCES = {"qa_1": ("rajpurkar/squad_v2", "squad_v2", None), "qa_2": ("hotpotqa/hotpot_qa", "hotpot_qa", "distractor")}
+Digits = Annotated[int, Field(ge=3, le=18)]
 ONLY = "Answer the question based on the given documents. Give only the answer, in a few words."
 
 
 class Variant(NamedTuple):
-    """Where a sample stands in the grid."""
+    """The place of a sample in the grid."""
 
     length: int  # tokens
     depth: float | None  # of the needle, 0 to 1; None means anywhere
-    repeat: int  # number of the sample among those alike, from 0
+    repeat: int  # number of the sample among those of one length and depth, from 0
 
     @property
     def where(self) -> str:
@@ -62,34 +63,29 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Generated(QuestionTask):
-    """What all generated tasks share.
+    """A task whose contexts are generated.
 
     Attributes:
-        lengths: tokens of context and question, reached up to a unit (a sentence, a word, a document).
+        lengths: tokens of context and question; a sample lacks less than a unit (a sentence, a word, a document).
         repeats: samples of each length (and depth); ``limit`` cuts the last repeats.
         seed: seed of the generator.
-        generate: tokens of the answer, which then count in the length, as in RULER; None means as many as the right
-            answer has and 8 more, beside the length.
+        generate: tokens of the answer, which count in the length, as in RULER. None means the tokens of the right
+            answer and 8 more, which do not count in the length.
     """
 
-    lengths: Sequence[int] = (1024, 2048, 4096)
-    repeats: int = 5
+    lengths: Wholes = (1024, 2048, 4096)
+    repeats: Whole = 5
     seed: int = 0
-    generate: int | None = None
+    generate: Whole | None = None
 
     metric: ClassVar[str] = "recall"
     unit: ClassVar[str] = "contexts"
-    #: Units that the shortest context has.
+    #: Units of the shortest context.
     least: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        super().__post_init__()
-        require_whole(self, "lengths", "repeats", "generate")
 
     @property
     def series(self) -> str:
-        """What samples are drawn for: tasks of one series have the same ones."""
+        """Name of the samples: tasks with the same name have the same samples."""
         return self.name
 
     @abstractmethod
@@ -97,18 +93,18 @@ class Generated(QuestionTask):
         """Return the sample whose context has ``size`` units.
 
         Args:
-            rng: random numbers of this sample: the same for every size, as what is asked is drawn before what fills it.
-            material: what :meth:`material` gave.
-            variant: where the sample stands.
-            size: how many units.
+            rng: random numbers of this sample, the same for every size; the question is drawn before the filler.
+            material: result of :meth:`material`.
+            variant: place of the sample in the grid.
+            size: number of units.
         """
 
     def material(self, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """Return what all samples are made of."""
+        """Return the data from which all samples are made."""
         return None
 
     def most_units(self, material: Any, variant: Variant) -> int | None:
-        """Return how many units there are for a sample; None means any number."""
+        """Return the largest number of units of a sample; None means any number."""
         return None
 
     def cells(self) -> Iterator[tuple[int, float | None]]:
@@ -116,7 +112,7 @@ class Generated(QuestionTask):
         return ((length, None) for length in self.lengths)
 
     def grade(self, text: str, sample: Sample) -> float:
-        """Return the share of the references that the text names."""
+        """Return the share of the references that the text contains."""
         return share_named(text, sample.references)
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
@@ -135,7 +131,7 @@ class Generated(QuestionTask):
     def _fit(
         self, tokenizer: PreTrainedTokenizerBase, material: Any, variant: Variant, max_tokens: int
     ) -> Puzzle | None:
-        """Return the largest sample of a length; None means that the length does not fit the model with its answer."""
+        """Return the largest sample of a length; None means that length and answer do not fit the model."""
 
         def build(size: int) -> Puzzle:
             rng = random.Random(f"{self.seed}/{self.series}/{variant.length}/{variant.where}/{variant.repeat}")
@@ -163,7 +159,7 @@ class Generated(QuestionTask):
 
 @dataclass(frozen=True)
 class Haystack(Generated):
-    """What tasks share that hide something in a text.
+    """A task that hides something in a text.
 
     Attributes:
         haystack: ``text``: real text; ``noise``: a filler of five sentences.
@@ -172,19 +168,12 @@ class Haystack(Generated):
         text_field: the field that holds a text.
     """
 
-    haystack: str = "text"
+    haystack: Literal["noise", "text", "needles"] = "text"
     data: str | None = None
     text_field: str = "text"
 
-    haystacks: ClassVar[tuple[str, ...]] = ("text", "noise")
-
-    def __post_init__(self) -> None:
-        """Check what the haystack is."""
-        super().__post_init__()
-        require(self, "haystack", self.haystack in self.haystacks, f"one of {', '.join(self.haystacks)}")
-
     def material(self, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """Read the sentences of each text, where texts are the haystack; None means the filler."""
+        """Return the sentences of each text; None means the filler."""
         if self.haystack != "text":
             return None
         rows = held_out(self, self.data or "emozilla/pg19-test", self.data or "pg19_style", ("test", "validation"))
@@ -200,46 +189,37 @@ class Haystack(Generated):
 
 @dataclass(frozen=True)
 class Needles(Haystack):
-    """Keys with secret values, of which some are asked; the score is the share of the asked values that is named.
+    """Keys with secret values; the score is the share of the values of the asked keys that the answer names.
 
     Attributes:
         haystack: ``noise``: a filler of five sentences; ``text``: real text; ``needles``: facts about other keys.
-        keys: how many keys have values in the haystack, that of the question among them.
-        values: values of each key.
-        queries: how many of the keys are asked.
-        key: what keys are: a ``noun``, a ``word`` (adjective and noun) or a ``uuid``.
-        value: what values are: a ``number`` or a ``uuid``.
+        keys: number of keys in the haystack, those of the question included.
+        values: number of values of each key.
+        queries: number of keys in the question.
+        key: kind of the keys: ``noun``, ``word`` (adjective and noun) or ``uuid``.
+        value: kind of the values: ``number`` or ``uuid``.
         digits: digits of a number.
-        depths: where the first needle stands: 0 is the start of the haystack, 1 its end; None means anywhere.
-        hint: say before the haystack what to look for.
+        depths: places of the first needle: 0 is the start of the haystack, 1 its end; None means anywhere.
+        hint: announce the needles before the haystack.
     """
 
-    haystack: str = "noise"
-    keys: int = 1
-    values: int = 1
-    queries: int = 1
-    key: str = "noun"
-    value: str = "number"
-    digits: int = 7
-    depths: Sequence[float] | None = None
+    haystack: Literal["noise", "text", "needles"] = "noise"
+    keys: Whole = 1
+    values: Whole = 1
+    queries: Whole = 1
+    key: Literal["noun", "word", "uuid"] = "noun"
+    value: Literal["number", "uuid"] = "number"
+    digits: Digits = 7
+    depths: Annotated[Sequence[Annotated[int | float, Field(ge=0, le=1)]], Field(min_length=1)] | None = None
     hint: bool = True
 
     unit: ClassVar[str] = "haystacks"
-    haystacks: ClassVar[tuple[str, ...]] = ("noise", "text", "needles")
 
     def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        require(self, "key", self.key in KEYS, f"one of {', '.join(KEYS)}")
-        require(self, "value", self.value in VALUES, f"one of {', '.join(VALUES)}")
+        """Check the keys."""
         most = len(NOUNS) if self.key == "noun" else 10_000
-        require(self, "keys", type(self.keys) is int and 0 < self.keys <= most, f"1 to {most}")
-        require_whole(self, "values")
-        require(self, "queries", type(self.queries) is int and 0 < self.queries <= self.keys, f"1 to keys={self.keys}")
-        require(self, "digits", type(self.digits) is int and 3 <= self.digits <= 18, "3 to 18")
-        if self.depths is not None:
-            inside = all(type(x) in (int, float) and 0 <= x <= 1 for x in self.depths) and len(self.depths) > 0
-            require(self, "depths", inside, "shares between 0 and 1, for example [0,0.5,1]")
+        require(self, "keys", self.keys <= most, f"1 to {most}")
+        require(self, "queries", self.queries <= self.keys, f"1 to keys={self.keys}")
 
     def cells(self) -> Iterator[tuple[int, float | None]]:
         """Return each (length, depth)."""
@@ -266,13 +246,13 @@ class Needles(Haystack):
         return Puzzle(intro + join(hide(hay, needles, fractions)), question, references, [" " + ", ".join(references)])
 
     def needle(self, key: str, value: str) -> str:
-        """Return the sentence that says a value of a key."""
+        """Return the sentence with a value of a key."""
         if self.values == 1:
             return f"The secret {self._noun} of the {key} is {value}."
         return f"One of the secret {self._noun}s of the {key} is {value}."
 
     def intro(self) -> str:
-        """Return what comes before the haystack."""
+        """Return the text before the haystack."""
         if self.keys * self.values == 1 and self.haystack != "needles":
             return f"Somewhere in the following text a secret {self._noun} is hidden. Remember it."
         return f"Somewhere in the following text several secret {self._noun}s are hidden. Remember them."
@@ -295,70 +275,45 @@ class Needles(Haystack):
 
 @dataclass(frozen=True)
 class OneNeedle(Needles):
-    """One value of one key is asked; the first one that is named must be it."""
+    """One value of one key is asked; the first value in the answer must be the right one."""
+
+    values: Literal[1] = 1
+    queries: Literal[1] = 1
 
     metric: ClassVar[str] = "exact match"
 
-    def __post_init__(self) -> None:
-        """Check that one is asked."""
-        super().__post_init__()
-        require(self, "queries", self.queries == 1, "1, because this task asks for one number")
-        require(self, "values", self.values == 1, "1, because this task asks for one number")
-
     def grade(self, text: str, sample: Sample) -> float:
-        """Return 1.0 where the first value in the text is the right one."""
+        """Return 1.0 if the first value in the text is the right one."""
         pattern = r"\d+" if self.value == "number" else r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
         return float(re.findall(pattern, text)[:1] == sample.references)
 
 
 @dataclass(frozen=True)
 class ExactNeedle(OneNeedle):
-    """The same without generating: right where each token of the answer is the likeliest one.
+    """The same without generation: right if each token of the answer is the likeliest.
 
-    The score is that of greedy decoding up to what follows the answer, in a small part of the time.
+    The score is that of greedy decoding of the answer, in a small part of the time.
     """
 
     generates: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
-class Passkey(OneNeedle):
-    """One pass key, said twice in one sentence."""
-
-    def needle(self, key: str, value: str) -> str:
-        """Return the sentence."""
-        return f"The pass key is {value}. Remember it: {value} is the pass key."
-
-    def intro(self) -> str:
-        """Return what comes before the haystack."""
-        return "Important information is hidden in a lot of irrelevant text. Find it and remember it."
-
-    def ask(self, keys: Sequence[str]) -> str:
-        """Return the question, with the beginning of the answer."""
-        return "Question: What is the pass key?\nAnswer: The pass key is"
-
-
-@dataclass(frozen=True)
 class Variables(Generated):
-    """Variables are set to a number or to each other; the score is the share named of those that hold the number.
+    """Variables are set to a number or to each other; the score is the named share of those that have the number.
 
     Attributes:
-        chains: numbers that are handed on; one of them is asked.
-        hops: how often each is handed on.
-        example: a solved sample, with shorter names, comes first.
+        chains: number of values; one of them is asked.
+        hops: number of variables that each value is copied to.
+        example: whether a solved sample, with shorter names, comes first.
     """
 
-    chains: int = 2
-    hops: int = 3
+    chains: Whole = 2
+    hops: Whole = 3
     example: bool = False
 
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        super().__post_init__()
-        require_whole(self, "chains", "hops")
-
     def material(self, tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
-        """Return for each length the sentences of filler in its example."""
+        """Return the number of filler sentences in the example, by length."""
         if not self.example:
             return {}
 
@@ -389,9 +344,9 @@ class Variables(Generated):
 
 @dataclass(frozen=True)
 class CommonWords(Generated):
-    """A numbered list in which ten words stand 30 times and all others 3 times, after a solved example.
+    """A numbered list with ten words 30 times and all others 3 times, after a solved example.
 
-    In samples below 4,096 tokens they stand 6 times and once.
+    Samples below 4,096 tokens have them 6 times and once.
     """
 
     unit: ClassVar[str] = "lists"
@@ -404,7 +359,7 @@ class CommonWords(Generated):
         return puzzle._replace(context=f"{solved(example)}\n\n{puzzle.context}")
 
     def _puzzle(self, rng: random.Random, uncommon: int, times: tuple[int, int]) -> Puzzle:
-        rng = random.Random(rng.random())  # how many draws words need must not change what follows
+        rng = random.Random(rng.random())  # the number of words must not change later draws
         words = shuffled_words(rng, COMMON + uncommon)
         asked, others = words[:COMMON], words[COMMON:]
         entries = asked * times[0] + others * times[1]
@@ -420,7 +375,7 @@ class FrequentWords(Generated):
     """Coded words with the frequencies of a zeta distribution; the three most frequent after the dots are asked."""
 
     unit: ClassVar[str] = "coded texts"
-    least: ClassVar[int] = 56  # from here on the fourth rank stands more often than the fifth
+    least: ClassVar[int] = 56  # from which on the fourth rank is more frequent than the fifth
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Draw the words, and give each its share of ``size``; see :meth:`Generated.build`."""
@@ -441,8 +396,8 @@ class Item(NamedTuple):
 
     question: str
     answers: list[str]  # all annotated ones
-    gold: list[int]  # the documents that it is about, by index
-    near: list[int]  # documents of the same article, which come before others
+    gold: list[int]  # indices of the documents with the answer
+    near: list[int]  # of other documents of the same article, which are drawn first
 
 
 class Corpus(NamedTuple):
@@ -454,7 +409,7 @@ class Corpus(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentQA(Generated):
-    """A question whose documents stand among as many others as fit; right where an annotated answer is named."""
+    """A question whose documents stand among as many others as fit; right if the answer names an annotated one."""
 
     unit: ClassVar[str] = "questions"
     least: ClassVar[int] = 0
@@ -469,7 +424,7 @@ class DocumentQA(Generated):
         return corpus
 
     def most_units(self, material: Any, variant: Variant) -> int:
-        """Return how many documents are not the question's own."""
+        """Return the number of documents that are not the question's own."""
         return len(material.documents) - len(self._item(material, variant).gold)
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
@@ -488,55 +443,15 @@ class DocumentQA(Generated):
         return Puzzle(context, f"\n\n{ONLY}\n\nQuestion: {item.question}\nAnswer:", item.answers, right)
 
     def grade(self, text: str, sample: Sample) -> float:
-        """Return 1.0 where an answer is named: RULER's ``string_match_part``."""
+        """Return 1.0 if the text contains an answer: RULER's ``string_match_part``."""
         return float(any(reference.lower() in text.lower() for reference in sample.references))
 
     def _item(self, material: Corpus, variant: Variant) -> Item:
         return material.items[(self.seed + variant.repeat) % len(material.items)]
 
 
-@dataclass(frozen=True)
-class KeyValues(QuestionTask):
-    """A JSON object of UUIDs, of which one is asked by its key.
-
-    Attributes:
-        pairs: how many entries the object has.
-        repeats: samples of each number of entries; ``limit`` cuts the last repeats.
-        seed: seed of the generator.
-    """
-
-    pairs: Sequence[int] = (8, 16, 32, 64)
-    repeats: int = 20
-    seed: int = 0
-
-    metric: ClassVar[str] = "exact match"
-    unit: ClassVar[str] = "objects"
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        super().__post_init__()
-        require_whole(self, "pairs", "repeats")
-
-    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
-        """Generate the objects; see :meth:`ag.evaluate.tasks.Task.read`."""
-        for repeat, pairs in itertools.product(range(self.repeats), self.pairs):
-            rng = random.Random(f"{self.seed}/{self.name}/{pairs}/{repeat}")
-            names = draw_distinct(lambda rng=rng: uuid4(rng), 2 * pairs)  # type: ignore[misc]
-            entries = dict(zip(names[:pairs], names[pairs:], strict=True))
-            key = rng.choice(names[:pairs])
-            context = f"JSON data:\n{json.dumps(entries, indent=0)}"
-            question = f'\n\nThe value of the key "{key}" in the JSON data is: "'
-            puzzle = Puzzle(context, question, [entries[key]], [entries[key]])
-            asked = self.asked(tokenizer, f"{pairs}-{repeat}", puzzle, {"pairs": pairs, "repeat": repeat})
-            yield asked if asked.tokens <= max_tokens else "too long"
-
-    def grade(self, text: str, sample: Sample) -> float:
-        """Return 1.0 where the answer begins with the value."""
-        return float(text.strip().startswith(sample.references[0]))
-
-
 def squad(rows: Iterable[Record], where: str) -> Corpus:
-    """Read SQuAD; questions without an answer are left out, their paragraphs stay."""
+    """Read SQuAD without its unanswerable questions; their paragraphs stay."""
     documents: dict[str, int] = {}
     articles: dict[str, list[int]] = {}
     asked: list[tuple[str, list[str], int, str]] = []
@@ -571,14 +486,14 @@ def hotpot(rows: Iterable[Record], where: str) -> Corpus:
 
 
 def largest(tokens: Callable[[int], int], room: int, low: int, high: int | None = None) -> int | None:
-    """Return the largest size from ``low`` to ``high`` whose tokens fit, None where none does.
+    """Return the largest size from ``low`` to ``high`` whose tokens fit; None if no size does.
 
-    Sizes are tried where the tokens of the last ones suggest it, and then halfway.
+    Sizes are tried by the secant rule, and after 16 steps by bisection.
     """
     at_low = tokens(low)
     if at_low > room:
         return None
-    over = None if high is None else high + 1  # the smallest size that is known not to do
+    over = None if high is None else high + 1  # the smallest size that is known not to fit
     step, tried = PROBE, 0
     while over is None or over - low > 1:
         size = low + step
@@ -596,7 +511,7 @@ def largest(tokens: Callable[[int], int], room: int, low: int, high: int | None 
 
 
 def stretch(rng: random.Random, texts: Sequence[Sequence[str]] | None, many: int) -> list[str]:
-    """Return ``many`` sentences from a random place of a random text on; those of the filler where texts are None."""
+    """Return ``many`` sentences from a random place of a random text on; of the filler if ``texts`` is None."""
     if texts is None:
         return noise(many)
     text = rng.choice(texts)
@@ -605,25 +520,25 @@ def stretch(rng: random.Random, texts: Sequence[Sequence[str]] | None, many: int
 
 
 def places(rng: random.Random, many: int) -> list[float]:
-    """Return fractions of a text: different ones out of 40 even ones, as far as these go."""
+    """Draw fractions of a text: different ones of 40 evenly spaced ones; more than 40 anywhere."""
     if many > DEPTHS:
         return [rng.random() for _ in range(many)]
     return [place / (DEPTHS - 1) for place in rng.sample(range(DEPTHS), many)]
 
 
 def noise(many: int) -> list[str]:
-    """Return the first sentences of the filler, repeated; each round of it is a line."""
+    """Return sentences of the filler, repeated; each repetition is a line."""
     ends = ("",) * (len(NOISE) - 1) + ("\n",)
     return [NOISE[i % len(NOISE)] + ends[i % len(NOISE)] for i in range(many)]
 
 
 def join(pieces: Sequence[str]) -> str:
-    """Put pieces behind each other, with a space between those that no line break parts."""
+    """Join pieces with spaces, or without one after a line break."""
     return "".join(piece if piece.endswith("\n") else piece + " " for piece in pieces).rstrip()
 
 
 def interleave(rng: random.Random, chains: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of all chains in a random order, in which those of a chain keep theirs."""
+    """Return the lines of all chains in a random order that keeps the order within each chain."""
     turns = [i for i, chain in enumerate(chains) for _ in chain]
     rng.shuffle(turns)
     left = [iter(chain) for chain in chains]
@@ -631,7 +546,7 @@ def interleave(rng: random.Random, chains: Sequence[Sequence[str]]) -> list[str]
 
 
 def hide(hay: Sequence[str], needles: Sequence[str], fractions: Sequence[float]) -> list[str]:
-    """Return the hay with each needle at its fraction of it."""
+    """Return the hay with each needle inserted at its fraction of the hay."""
     pieces = list(hay)
     for fraction, needle in sorted(zip(fractions, needles, strict=True), reverse=True):
         pieces.insert(round(fraction * len(hay)), needle)
@@ -639,7 +554,7 @@ def hide(hay: Sequence[str], needles: Sequence[str], fractions: Sequence[float])
 
 
 def assignments(chain: Sequence[str], value: str) -> list[str]:
-    """Return the statements that hand a value on from variable to variable, each before the next one in the text."""
+    """Return the statements that set the first variable to a value and copy it from variable to variable."""
     later = [f"VAR {new} = VAR {old}." for old, new in itertools.pairwise(chain)]
     return [f"VAR {chain[0]} = {value}.", *later]
 
@@ -660,7 +575,7 @@ def zeta_counts(total: int, ranks: int) -> list[int]:
 
 
 def draw_distinct(draw: Callable[[], str], many: int) -> list[str]:
-    """Return the first ``many`` different texts that a function gives."""
+    """Call a function until it has returned ``many`` different texts, and return these."""
     found: dict[str, None] = {}
     while len(found) < many:
         found[draw()] = None
@@ -678,7 +593,7 @@ def uuid4(rng: random.Random) -> str:
 
 
 def shuffled_words(rng: random.Random, many: int) -> list[str]:
-    """Return different words in random order; where nouns, adjectives and verbs run out, also two nouns in one."""
+    """Return different words in random order: nouns, adjectives and verbs, then pairs of nouns in one word."""
     words = list(dict.fromkeys((*NOUNS, *ADJECTIVES, *VERBS)))
     rng.shuffle(words)
     if many > len(words):
@@ -691,7 +606,7 @@ def shuffled_words(rng: random.Random, many: int) -> list[str]:
 # everyday English words, for keys that are drawn and lists that are counted
 WORDS = (Path(__file__).parent / "words.txt").read_text(encoding="utf-8")
 ADJECTIVES, NOUNS, VERBS = (words.split() for words in WORDS.split("\n\n"))
-#: What keys and values of needles may be, and how each is drawn.
+#: Kinds of keys and values of needles, and functions that draw them.
 KEYS: dict[str, Callable[[random.Random], str]] = {
     "noun": lambda rng: rng.choice(NOUNS),
     "word": lambda rng: f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}",

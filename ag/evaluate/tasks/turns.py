@@ -1,4 +1,4 @@
-"""Several questions over one context that is read and evicted once: in turn, or each from a copy of what was kept.
+"""Several questions over one context, which is evicted once: in turn, or each from a copy of the evicted cache.
 
 After SCBench (https://arxiv.org/abs/2412.10319), whose two modes these are; kinds of questions and wording are our own.
 """
@@ -10,7 +10,7 @@ import string
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import tokenize_after
 from ag.engine import EvictionCache, Policy, policy, read_prompt
-from ag.errors import require
-from ag.evaluate.tasks.base import Outcome, Sample, Samples, by_part, require_whole
-from ag.evaluate.tasks.follow import Likely, feed
+from ag.evaluate.tasks.base import Outcome, Sample, Samples, Whole, by_part
+from ag.evaluate.tasks.follow import distance, feed
 from ag.evaluate.tasks.questions import Puzzle, blanks
 from ag.evaluate.tasks.ruler import (
     NOUNS,
+    Digits,
     Haystack,
     Variant,
     assignments,
@@ -37,24 +37,24 @@ from ag.evaluate.tasks.ruler import (
 )
 from ag.model.hooks import lm_logits
 
-KINDS = ("key", "key", "latest", "updated", "variable", "variable")  # of the questions of a conversation
+KINDS = ("key", "key", "latest", "updated", "variable", "variable")  # of a conversation's questions
 
 
 class Turn(NamedTuple):
-    """One question of several over a context, in words."""
+    """One of several questions over a context, as text."""
 
     kind: str  # one of KINDS
-    question: str  # what is said before the answer; its end begins it
-    answer: str  # word for word, with what separates it from the question
+    question: str  # text before the answer; its end is the beginning of the answer
+    answer: str  # with the space that separates it from the question
 
 
 class Tokens(NamedTuple):
-    """A turn in tokens."""
+    """A turn as tokens."""
 
     kind: str  # one of KINDS
-    asked: list[int]  # what is read before the answer
+    asked: list[int]  # tokens before the answer
     answer: list[int]
-    first: int  # of the answer's tokens the first that counts: blanks before it do not
+    first: int  # index of the first token of the answer that is scored, after blanks
 
 
 @dataclass(frozen=True)
@@ -63,43 +63,36 @@ class Turns(Haystack):
 
     The context hides numbers: of keys, of a key whose number changes twice, and of variables that are set to each
     other. Two questions ask for the number of a ``key``, two for that of a ``variable``, one for the ``latest`` number
-    of a key, and one for a number that an earlier turn ``updated``. Their order is drawn; the update is said at the
-    head of a turn before the one that asks for it.
+    of a key, and one for a number that an earlier turn ``updated``. Their order is drawn; the update stands at the
+    beginning of a turn before the one that asks for it.
 
-    A policy evicts from the context. Then come the turns, and after each question its right answer, whatever the model
-    would have said, so that all policies have the same turns behind them, and turns can be compared. Nothing is
-    generated: an answer is exact where each of its tokens is the likeliest.
+    A policy evicts from the context. Then the turns are read, each question with its right answer, so that all policies
+    read the same turns. Nothing is generated: an answer is exact if each of its tokens is the likeliest.
 
     Tags by ``turn`` and by ``kind`` of question: see :func:`ag.evaluate.tasks.base.by_part`. The parts of a sample are
-    its turns in tokens, and its question is all of them.
+    its turns as tokens, and its question is all of them.
 
     Attributes:
-        apart: ask each question alone, of a copy of the cache as it was after the context. An update comes then right
-            before the question for it. The contexts and questions are the same.
-        hops: how often the number of a variable is handed on.
+        apart: read each question alone, with a copy of the cache after the context. An update then stands right before
+            its question. Contexts and questions are the same as in turn.
+        hops: number of variables that a number is copied to.
         digits: digits of a number.
     """
 
+    question: Literal["after"] = "after"
+    generate: None = None
+    haystack: Literal["text", "noise"] = "text"
     apart: bool = False
-    hops: int = 1
-    digits: int = 5
+    hops: Whole = 1
+    digits: Digits = 5
 
     metric: ClassVar[str] = "exact match"
     unit: ClassVar[str] = "conversations"
     generates: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        require(self, "question", self.question == "after", "after: several questions follow one context")
-        require(self, "generate", self.generate is None, "none: the right answers are fed")
-        require(self, "apart", type(self.apart) is bool, "true or false")
-        require_whole(self, "hops")
-        require(self, "digits", type(self.digits) is int and 3 <= self.digits <= 18, "3 to 18")
-
     @property
     def series(self) -> str:
-        """The same contexts in turn and apart."""
+        """Name of the samples, which are the same in turn and apart."""
         return "turns"
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
@@ -107,7 +100,7 @@ class Turns(Haystack):
         kinds = rng.sample(KINDS, len(KINDS))
         while kinds[0] == "updated":
             rng.shuffle(kinds)
-        told = rng.randrange(kinds.index("updated"))  # the turn that says the new number
+        told = rng.randrange(kinds.index("updated"))  # the turn with the new number
         keys = iter(draw_distinct(lambda: rng.choice(NOUNS), len(KINDS)))
         values = iter(draw_distinct(lambda: number(rng, self.digits), 2 * len(KINDS)))
         names = iter(draw_distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=3)), 2 * (self.hops + 1)))
@@ -135,7 +128,7 @@ class Turns(Haystack):
         context = join(hide(stretch(rng, material, size), needles, sorted(places(rng, len(needles)))))
 
         def said(number: int, apart: bool) -> str:
-            stop = "." if number and not apart else ""  # behind the answer before
+            stop = "." if number and not apart else ""  # after the previous answer
             new = turns[number].kind == "updated" if apart else number == told
             return f"{stop}\n\n{update if new else ''}{turns[number].question}"
 
@@ -144,7 +137,7 @@ class Turns(Haystack):
         return Puzzle(context, whole, [], [turns[-1].answer], turns)
 
     def details(self, tokenizer: PreTrainedTokenizerBase, puzzle: Puzzle, context: list[int]) -> dict[str, Any]:
-        """Return context and turns in tokens, each by itself, as they come to the cache."""
+        """Return context and turns as tokens."""
         kinds, questions, said = zip(*puzzle.parts, strict=True)
         answers = tokenize_after(tokenizer, said)
         counted = [blanks(tokenizer, answer) for answer in answers]
@@ -167,15 +160,14 @@ class Turns(Haystack):
                 likely = self._likely(model, cache, sample)
                 seconds = time.perf_counter() - start + cache.scoring_seconds
                 score, tags = _graded(sample, likely)
-                tags |= full.distance(likely)
+                tags |= distance(full, likely)
                 yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags, over)
 
     @torch.no_grad()
-    def _likely(self, model: nn.Module, cache: EvictionCache, sample: Sample) -> Likely:
-        """Return what a model says before each token of each right answer; the cache is used up.
+    def _likely(self, model: nn.Module, cache: EvictionCache, sample: Sample) -> Tensor:
+        """Return the log-probabilities ``[T, V]`` at each token of each right answer; the cache is used up.
 
-        What follows the context is known, so that it is one pass under a policy that evicts no more: of one sequence,
-        or of one for each question.
+        Under a policy that evicts no more this is one pass: of one sequence, or of one for each question.
         """
         device = next(model.parameters()).device
         rows = [[turn] for turn in sample.parts] if self.apart else [sample.parts]
@@ -186,20 +178,20 @@ class Turns(Haystack):
         if len(rows) > 1:
             cache.batch_repeat_interleave(len(rows))
         states = feed(model, cache, padded, mask if len(rows) > 1 else None)
-        before = list[Tensor]()  # the states that answers are predicted from
+        before = list[Tensor]()  # the states from which answers are predicted
         for row, mine in zip(rows, states, strict=True):
             start = 0
             for turn in row:
                 start += len(turn.asked)
                 before.append(mine[start - 1 : start - 1 + len(turn.answer)])
                 start += len(turn.answer)
-        return Likely(lm_logits(model, torch.cat(before)).float().log_softmax(-1))
+        return lm_logits(model, torch.cat(before)).float().log_softmax(-1)
 
 
-def _graded(sample: Sample, likely: Likely) -> tuple[float, dict[str, Any]]:
-    """Return the share of the answers whose tokens are all the likeliest, and the tags."""
+def _graded(sample: Sample, likely: Tensor) -> tuple[float, dict[str, Any]]:
+    """Return the share of exact answers, and the tags."""
     scores, nats = list[float](), list[float]()
-    said = likely.log_probabilities.split([len(turn.answer) for turn in sample.parts])
+    said = likely.split([len(turn.answer) for turn in sample.parts])
     for turn, log_probabilities in zip(sample.parts, said, strict=True):
         right = torch.tensor(turn.answer, device=log_probabilities.device)[:, None]
         nats.append(-float(log_probabilities.gather(1, right)[turn.first :].mean()))

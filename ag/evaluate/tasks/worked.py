@@ -1,6 +1,6 @@
-"""Worked problems: the model writes the solution, and the answer on its last line counts.
+"""Worked problems: the model writes a solution, and the answer on its last line is graded.
 
-Most of what the answer needs was generated, so that a policy that evicts generated tokens is put to the test.
+The answer depends on generated tokens, so that policies that evict these are tested.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -18,33 +19,33 @@ from ag.data import reasoning
 from ag.data.problems import ANY, GROUPS, KINDS, answer_of, encode, generate, needs_package
 from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import require
-from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Samples, Task, require_whole
+from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Samples, Task, Whole
 from ag.evaluate.tasks.follow import end_tokens, greedy_batch
 
-SPARE = 16  # tokens that a solution may be longer than the right one
+SPARE = 16  # tokens by which a solution may be longer than the right one
 
 
 @dataclass(frozen=True)
 class Worked(Task):
-    """Problems of :mod:`ag.data.problems`, from a split that training never sees, whatever its seed.
+    """Problems of :mod:`ag.data.problems`, from a split that no training uses.
 
     In an outcome ``tokens`` counts prompt and solution, and ``kept`` is the share of both that was held at the end. The
-    part of a sample is its problem.
+    only part of a sample is its problem.
 
     Attributes:
         kind: kind of the problems, or a group of kinds: ``worked``, ``reasoning``.
-        problems: how many there are.
-        solution_min: fewest tokens of a right solution, with SmolLM2's tokenizer.
-        solution_max: most of them.
-        batch: problems that are solved together.
+        problems: their number.
+        solution_min: smallest number of tokens of a right solution, with SmolLM2's tokenizer.
+        solution_max: largest number of these tokens.
+        batch: number of problems in a batch.
         seed: seed of the generator.
     """
 
     kind: str = ANY
-    problems: int = 200
-    solution_min: int = 200
-    solution_max: int = 400
-    batch: int = 16
+    problems: Whole = 200
+    solution_min: Annotated[int, Field(ge=20)] = 200
+    solution_max: Whole = 400
+    batch: Whole = 16
     seed: int = 0
 
     metric: ClassVar[str] = "exact match"
@@ -54,12 +55,10 @@ class Worked(Task):
         """Check the options."""
         known = (*GROUPS, *KINDS)
         require(self, "kind", self.kind in known, f"one of {', '.join(known)}")
-        require_whole(self, "problems", "batch", "solution_max")
-        require_whole(self, "solution_min", least=20)
         require(self, "solution_max", self.solution_max >= self.solution_min, "at least solution_min")
 
     def identity(self) -> dict[str, Any]:
-        """Return the options, and of reasoning-gym the version, on which its problems depend."""
+        """Return the options, and the version of reasoning-gym if its problems are used."""
         package = {reasoning.PACKAGE: reasoning.version(self.kind)} if needs_package(self.kind) else {}
         return super().identity() | package
 
@@ -105,7 +104,7 @@ class Worked(Task):
 
 
 def held(cache: EvictionCache, place: int) -> tuple[int, float, int]:
-    """Return of one sequence of a cache the tokens seen, the share of their entries that is held, and its bytes."""
+    """Return the tokens seen by one sequence of a cache, the share of their entries that is held, and its bytes."""
     seen, tokens = int(cache.valid[place].sum()), cache.held_tokens()  # by sequence and layer
     share = float(tokens[place].sum() / tokens.sum()) if bool(tokens.any()) else 0.0
     return seen, float(tokens[place].mean()) / seen, round(cache.nbytes * share)

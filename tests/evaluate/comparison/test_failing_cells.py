@@ -1,13 +1,12 @@
-"""A scorer, wrapper, allocator or task that fails takes its own cell with it, and no other."""
+"""A scorer, wrapper or task that fails takes its own cell with it, and no other."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
-from ag import compare as command
-from ag.engine.allocators import ALLOCATORS, Allocator
+from ag.compare import main
 from ag.engine.scorers import SCORERS
 from ag.engine.scorers.controls import KNorm
 from ag.engine.wrappers import WRAPPERS, Wrapper
@@ -15,20 +14,11 @@ from ag.evaluate import tasks
 from ag.evaluate.comparison import work
 from ag.evaluate.comparison.compare import compare
 from ag.evaluate.tasks import Outcome
-from tests.evaluate.conftest import lines, words
+from tests.evaluate.conftest import lines, without_charts, words
 from tests.support.refused import names
 
 SAMPLES = 6
 pytestmark = pytest.mark.usefixtures("no_charts")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NotANumber(KNorm):
-    """NaN on one token of the layer 1."""
-
-    def score(self, seen):
-        score = super().score(seen)
-        return score.masked_fill((seen.key_ranks == 20) & (seen.layer == 1), float("nan"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,55 +37,45 @@ class Shapeless(Wrapper):
         return torch.cat([self.inner.score(seen), seen.v[0]])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stuck(Allocator):
-    """Fails when it is asked."""
-
-    def keep(self, layer, candidates, shares):
-        raise ArithmeticError("no share\nfor it")
-
-
-@pytest.fixture
-def parts(monkeypatch):
-    monkeypatch.setitem(SCORERS, "not_a_number", NotANumber)
-    monkeypatch.setitem(SCORERS, "lookup", Lookup)
-    monkeypatch.setitem(WRAPPERS, "shapeless", Shapeless)
-    monkeypatch.setitem(ALLOCATORS, "stuck", Stuck)
-
-
 def results(comparison):
     """Scores, kept shares and views by cell; None for one that failed."""
     found = {}
     for result in comparison.results:
         kept = [outcome.kept for outcome in result.outcomes], [view.kept.tolist() for view in result.views]
-        found[result.name] = None if result.summary.problem else (result.scores, *kept)
+        found[result.name] = None if result.summary.problem else (result.values(), *kept)
     return found
 
 
+@pytest.fixture(scope="module")
+def alone(settings, tmp_path_factory):
+    """The results of two policies on which nothing fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_charts(patch)
+        config = settings(tmp_path_factory.mktemp("alone"), policies=["full", "h2o"], budgets=[0.5])
+        return results(compare(config, Console(quiet=True)))
+
+
 @pytest.mark.slow
-def test_the_others_go_on(config, quiet, parts, tmp_path):
-    alone = results(compare(config(policies=["full", "h2o", "tova"], budgets=[0.5]), quiet))
-    listed = ["full", "not_a_number", "h2o", "lookup", "h2o+shapeless", "h2o@stuck", "tova"]
-    comparison = compare(config(policies=listed, budgets=[0.5], output=tmp_path / "mixed"), quiet)
-    found = results(comparison)
-    assert {name: found[name] for name in alone} == alone
-    problems = {result.name: result.summary.problem for result in comparison.failed}
-    assert problems.keys() == found.keys() - alone.keys()
-    names(problems["not_a_number 0.5"], "NotANumber.score", "layer 1", "finite")
-    names(problems["lookup 0.5"], "KeyError", "'absent'", "test_failing_cells.py")
-    names(problems["h2o+shapeless 0.5"], "RuntimeError", "test_failing_cells.py")  # and no file of torch
-    names(problems["h2o@stuck 0.5"], "ArithmeticError", "no share for it", "test_failing_cells.py")
+def test_the_others_go_on(config, quiet, alone, monkeypatch, capsys):
+    monkeypatch.setitem(SCORERS, "lookup", Lookup)
+    monkeypatch.setitem(WRAPPERS, "shapeless", Shapeless)
+    listed = "[full,lookup,h2o,h2o+shapeless]"
+    assert main([*words(config()), "budgets=[0.5]", f"policies={listed}"]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ag.compare: error: ")]
+    names(said[0], "ppl", "lookup 0.5", "KeyError", "'absent'", "test_failing_cells.py")
+    names(said[1], "ppl", "h2o+shapeless 0.5", "RuntimeError", "test_failing_cells.py")  # and no file of torch
+    comparison = compare(config(budgets=[0.5], policies=listed[1:-1].split(",")), quiet)
+    assert results(comparison) == alone | {"lookup 0.5": None, "h2o+shapeless 0.5": None} and len(said) == 2
     for result in comparison.failed:
         assert (result.summary.mean, result.summary.kept, result.summary.n) == (None, None, 0)
     table = [line for line in (comparison.folder / "table.md").read_text().splitlines() if line.startswith("| ")]
-    assert len({line.count("|") for line in table[-len(listed) :]}) == 1  # a failed cell's row is as long as the others
+    assert len({line.count("|") for line in table[-4:]}) == 1  # a failed cell's row is as long as the others
 
 
 @pytest.mark.slow
-def test_samples_that_were_done_are_not_run_again(config, quiet, monkeypatch, tmp_path):
+def test_samples_that_were_done_are_not_run_again(config, quiet, alone, monkeypatch):
     """Three cells read prompts together until one fails at the fourth; the others go on from there."""
-    expected = results(compare(config(policies=["full", "h2o"], budgets=[0.5]), quiet))
-    every = list(expected["full"][0])
+    every = list(alone["full"][0])
     kind, calls = tasks.TASKS["ppl"][0], []
     run = kind.run
 
@@ -108,17 +88,17 @@ def test_samples_that_were_done_are_not_run_again(config, quiet, monkeypatch, tm
             yield index, outcome
 
     listed = ["full", "tova", "h2o"]
-    told = config(policies=listed, budgets=[0.5], output=tmp_path / "tova")
+    given = config(policies=listed, budgets=[0.5])
     with monkeypatch.context() as patch:
         patch.setattr(kind, "run", fail)
-        failed = compare(told, quiet)
-    assert results(failed) == expected | {"tova 0.5": None}
+        failed = compare(given, quiet)
+    assert results(failed) == alone | {"tova 0.5": None}
     assert failed.failed[0].summary.problem == "out of memory: none left"
     assert calls == [(listed, every), *(([name], every[3:]) for name in listed)]
-    assert compare(told, quiet).failed  # it runs again only when that is asked
-    told.retry = True
-    assert not compare(told, quiet).failed
-    assert len(lines(tmp_path / "tova")) == 4  # of a key the last row counts
+    assert compare(given, quiet).failed  # a failed cell runs again only with retry=true
+    given.retry = True
+    assert not compare(given, quiet).failed
+    assert len(lines(given.output)) == 4  # of a key the last row counts
 
 
 @pytest.mark.parametrize(
@@ -128,7 +108,7 @@ def test_samples_that_were_done_are_not_run_again(config, quiet, monkeypatch, tm
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 99 bytes"),
     ],
 )
-def test_what_is_out_of_memory(error):
+def test_errors_of_memory(error):
     assert work._problem(error) == f"out of memory: {error}"
 
 
@@ -144,8 +124,8 @@ def test_a_task_that_fails(config, quiet, monkeypatch):
 
     monkeypatch.setattr(tasks.TASKS["needle_single"][0], "read", read)
     comparison = compare(config(policies=["full", "h2o"], budgets=[0.5], tasks=["needle_single", "ppl"]), quiet)
-    told = [(result.summary.task, result.summary.n) for result in comparison.results]
-    assert told == [("needle_single", 0)] * 2 + [("ppl", SAMPLES)] * 2
+    counts = [(result.summary.task, result.summary.n) for result in comparison.results]
+    assert counts == [("needle_single", 0)] * 2 + [("ppl", SAMPLES)] * 2
     for result in comparison.failed:
         names(result.summary.problem, "IndexError", "no needle", "test_failing_cells.py")
     short = config(policies=["full"], task_options={"ppl": {"prompt": 400, "continuation": 8}})
@@ -154,23 +134,3 @@ def test_a_task_that_fails(config, quiet, monkeypatch):
     monkeypatch.setattr(tasks.TASKS["ppl"][0], "run", run)
     [result] = compare(config(policies=["full"], samples=1), quiet).results
     assert result.summary.problem == "sample 0 has the score nan."
-
-
-def test_what_stops_a_program_stops_it():
-    worker = SimpleNamespace(progress=SimpleNamespace(begin=lambda *_: None), loaded=SimpleNamespace(samples=[]))
-
-    def stop(*_):
-        raise SystemExit
-
-    worker._run = stop
-    with pytest.raises(SystemExit):
-        work.Worker._attempt(worker, [SimpleNamespace(name="")], [[]])
-
-
-def test_the_command_says_which_failed(settings, parts, tmp_path, capsys):
-    told = [*words(settings(tmp_path / "out")), "budgets=[0.5]"]
-    assert command.main([*told, "policies=[full,lookup,h2o,h2o@stuck]"]) == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ag.compare: error: ")]
-    assert len(said) == 2
-    names(said[0], "ppl", "lookup 0.5", "KeyError")
-    names(said[1], "ppl", "h2o@stuck 0.5", "ArithmeticError")

@@ -1,6 +1,5 @@
 """The page in headless Chromium."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -101,38 +100,11 @@ def test_the_viewer_shows_what_was_kept(page, compared):
     assert token.get_attribute("title") == f"token 3: kept by {kept[:, 3].sum()} of 2"
     selects["prompt"].select_by_index(2)  # the other choices stay
     assert selects["policy"].first_selected_option.text == "snapkv@pyramid 0.5"
-    browser.find_element(By.ID, "layer").send_keys(Keys.ARROW_UP)
-    assert browser.find_element(By.ID, "layer").get_attribute("value") == "2"
-
-
-def test_every_control_is_named_and_reached_by_tab(page):
-    browser = page()
-    controls = browser.find_elements(By.CSS_SELECTOR, "button, select, summary, [tabindex='0']")
-    assert all(control.accessible_name for control in controls)
-    order = []
-    body = browser.find_element(By.TAG_NAME, "body")
-    for _ in range(len(controls)):
-        (browser.switch_to.active_element if order else body).send_keys(Keys.TAB)
-        order.append(browser.switch_to.active_element)
-    assert order == controls
-    assert all(figure.accessible_name for figure in browser.find_elements(By.CSS_SELECTOR, "[role=img]"))
-
-
-def contrast(one, two):
-    """Of two colours as `rgb(r, g, b)`, as WCAG 2 defines it."""
-
-    def luminance(colour):
-        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-        red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    low, high = sorted((luminance(one), luminance(two)))
-    return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
-def test_what_comes_first_fits_and_stands_out(page, led, width, dark):
-    """The verdict and two curves; colours of lines have 3 to 1 at least to the paper, what WCAG 2 asks of graphics."""
+def test_the_first_sections_fit(page, led, width, dark):
+    """The verdict and two curves; a narrow screen shows them below each other."""
     browser = page(width, dark, led)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     wide = """return [...document.querySelectorAll("body *")].filter(e => !e.closest(".scroll *, svg *") &&
@@ -148,9 +120,3 @@ def test_what_comes_first_fits_and_stands_out(page, led, width, dark):
     boxes, hints = (browser.find_elements(By.CSS_SELECTOR, name) for name in (".scroll", ".hint"))
     more = [browser.execute_script("return arguments[0].scrollWidth > arguments[0].clientWidth", box) for box in boxes]
     assert [hint.is_displayed() for hint in hints] == more and more[0] == (width == 390)
-    paper = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
-    for name in ("gates", *(f"c{number}" for number in range(8))):
-        colour = browser.execute_script(
-            "document.body.style.color = `var(--${arguments[0]})`; return getComputedStyle(document.body).color", name
-        )
-        assert contrast(colour, paper) >= 3, (name, colour, paper)

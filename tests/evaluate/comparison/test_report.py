@@ -1,11 +1,11 @@
-"""What a comparison writes: tables, matrices, plots, the page and what it embeds, and RULER's leaderboard."""
+"""The output of a comparison: tables, matrices, plots, and the page with its data."""
 
 import html.parser
-import io
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -13,12 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
-from omegaconf import OmegaConf
-from rich.console import Console
 
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison import charts, leaderboard, tables
-from ag.evaluate.comparison.page import embedded, layers, render, viewer, wins
+from ag.evaluate.comparison import charts, tables
+from ag.evaluate.comparison.page import embedded, layers, viewer, wins
 from ag.evaluate.comparison.result import Comparison, Result
 from ag.evaluate.comparison.tables import markdown
 from ag.evaluate.inside import View, pieces
@@ -27,8 +25,9 @@ from ag.evaluate.tasks.base import by_part
 from tests.support import made_up
 from tests.support.batches import columns, read
 from tests.support.made_up import SUMMARY
+from tests.support.refused import names
 
-HALF = 0.5e-4 + 1e-12  # of a unit of the last digit that is printed
+HALF = 0.5e-4 + 1e-12  # half a unit of the last printed digit
 
 
 def result(label, budget, task, scores, higher=False, views=(), tags=None, **told):
@@ -64,12 +63,13 @@ class Page(html.parser.HTMLParser):
 # ---- tables
 
 
+@pytest.mark.slow
 def test_table_md_holds_the_rows_in_cell_order(compared):
     text = (compared.folder / "table.md").read_text()
     assert text == markdown(compared)
     lines = [re.split(r" ?\| ?", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
     found = [line for line in lines if len(line) in (12, 15) and line[0] not in ("policy", "---")]
-    assert len(found) == len(compared.results) == 14
+    assert len(found) == len(compared.results) == 10
     for line, one in zip(found, compared.results, strict=True):
         assert line[0] == one.summary.label
         assert float(line[2].rstrip("%")) == pytest.approx(100 * one.summary.kept, abs=0.05 + 1e-9)
@@ -78,11 +78,17 @@ def test_table_md_holds_the_rows_in_cell_order(compared):
         assert float(line[-6]) == pytest.approx(one.summary.kl, abs=HALF)
         assert (len(line) == 15) == (one.summary.task == "needle_single")
         if len(line) == 15:
-            assert float(line[6].partition(" ")[0]) == pytest.approx(one.summary.nats, abs=HALF)
-            if one.paired_nats:
-                assert float(line[7].split()[0]) == pytest.approx(one.paired_nats.difference, abs=HALF)
+            nats, base = (
+                fmean(x.tags["nats"] for x in y.outcomes) for y in (one, compared.of_task("needle_single")[0])
+            )
+            assert float(line[6].partition(" ")[0]) == pytest.approx(nats, abs=HALF)
+            assert line[7] == "" or float(line[7].split()[0]) == pytest.approx(nats - base, abs=HALF)
         if one.paired:
             assert float(line[4].split()[0]) == pytest.approx(one.paired.difference, abs=HALF)
+    for file in ("report.html", "table.md"):
+        said = (compared.folder / file).read_text()
+        names(said, "4 haystacks, left out: 0; question after eviction")
+        assert "not informative for this model: exact match 0.0000 with the full cache" in said
     leaders = [line for line in lines if len(line) == 3 and line[0] not in ("policy", "---")]
     assert [line[0] for line in leaders] == [*compared.named]
 
@@ -90,27 +96,13 @@ def test_table_md_holds_the_rows_in_cell_order(compared):
 def test_averages_are_over_tasks_with_the_same_metric():
     results = [result("x", None, "a", [0.5], True), result("x", None, "b", [1.0, 0.0, 1.0, 1.0], True)]
     others = [result("x", None, "c", [3.0], metric="nats"), result("x", None, "d", [0.25], True, metric="F1")]
-    comparison = Comparison(Path(), "x", [*results, *others])
-    assert tables.leaderboard(comparison).lines[0][-1] == ("0.6250", 0.625, "")
-    assert "| policy | a | b | c | d | average accuracy |" in markdown(comparison)
-    assert "average" not in markdown(Comparison(Path(), "x", [results[0], *others]))
+    table = tables.leaderboard(Comparison(Path(), "x", [*results, *others]))
+    assert [one.name for one in table.head] == ["policy", "a", "b", "c", "d", "average accuracy"]
+    assert table.lines[0][-1] == ("0.6250", 0.625, "")
+    assert len(tables.leaderboard(Comparison(Path(), "x", [results[0], *others])).head) == 4
     failed = replace(results[1].summary, mean=None, problem="out of memory")
     one_failed = Comparison(Path(), "x", [results[0], replace(results[1], summary=failed, outcomes=[])])
     assert tables.leaderboard(one_failed).lines[0][-1] == ("none", None, "")
-
-
-@pytest.mark.parametrize(("width", "errors"), [(90, False), (120, True)])
-def test_the_printed_table_leaves_out_errors_where_labels_would_break(tmp_path, width, errors):
-    label = "h2o+caote@preference"
-    results = [
-        result(one, budget, "needle_single", scores, tags=[{"nats": x} for x in scores], error=0.01)
-        for one, budget, scores in (("full", None, [0.5, 0.4]), (label, 0.25, [0.5, 0.3]))
-    ]
-    console = Console(width=width, file=io.StringIO())
-    console.print(tables.printed(Comparison.tested(tmp_path, "full", results), width))
-    text = console.file.getvalue()
-    assert f"{label} 0.25" in text and ("±" in text) == errors
-    assert max(map(len, text.splitlines())) <= width
 
 
 def test_what_differs_between_rows_is_counted():
@@ -165,7 +157,6 @@ def test_a_table_and_curves_by_position(streamed):
         ["tova 0.5", "25.0%", "+0.300", "+0.500"],
         ["h2o 0.5", "25.0%", "+0.000", "+0.000"],
     ]
-    assert "| tova 0.5 | 25.0% | +0.300 | +0.500 |" in markdown(streamed)
     [chart] = charts.along(streamed, "ppl_stream")
     assert [line.name for line in chart.lines] == ["tova 0.5 (50 %)", "h2o 0.5 (50 %)"]
     assert [point.x for point in chart.lines[0].points] == [4, 6]
@@ -173,14 +164,9 @@ def test_a_table_and_curves_by_position(streamed):
     assert "tova 0.5 (50 %): +0.300 from 4; tova 0.5 (50 %): +0.500 from 6" in charts.svg(chart)
     figures = charts.draw(streamed)
     level, *lines = figures["positions_ppl_stream"].axes[0].lines
-    # the full cache, over what lies on it, which shows between its dashes
+    # the full cache lies over a line that it hides, which shows between its dashes
     assert list(level.get_ydata()) == [0, 0] and level.get_linestyle() == "--"
     assert level.get_zorder() > max(line.get_zorder() for line in lines)
-    colours = []  # a policy has one in all plots
-    for name in ("quality_ppl_stream", "positions_ppl_stream"):
-        handles, labels = figures[name].axes[0].get_legend_handles_labels()
-        colours.append({label.split()[0]: handle.get_color() for label, handle in zip(labels, handles, strict=True)})
-    assert colours[1] == {label: colours[0][label] for label in ("tova", "h2o")}
 
 
 @pytest.mark.filterwarnings("error")
@@ -210,13 +196,12 @@ def test_tables_and_a_chart_by_part(tmp_path):
         "turn": ["policy", "turn 2", "turn 10", "worst"],
         "kind": ["policy", "key", "late", "worst"],
     }
-    # three differences 0.5, 0.25 and 0: nine times of ten a mean of resamples lies inside; two of 0 and 1
+    # the differences are 0.5, 0.25 and 0 of turn 2, and 0 and 1 of turn 10
     assert [[cell.text for cell in cells] for cells in found["turn"].lines] == [
         ["full", "1.00, 1.000", "1.00, 2.500", "2: 1.00"],
         ["tova 0.5", "1.00, +0.250 [+0.000, +0.500]", "0.00, +0.500 [+0.000, +1.000]", "10: 0.00"],
     ]
     assert "### turns by kind" in markdown(comparison) and "| late: 0.00 |" in markdown(comparison)
-    assert "turns by turn" in render(comparison)
     drawn = charts.every(comparison)
     [chart] = drawn["turns_turns"]
     assert [(point.x, point.y) for point in chart.lines[0].points] == [(2, 0.25), (10, 0.5)]
@@ -244,14 +229,14 @@ def test_wins_by_hand():
 
 def test_layers_by_hand():
     kept = np.array([[[1, 1, 0, 0], [1, 0, 0, 0]], [[1, 1, 1, 1], [1, 1, 1, 1]]], dtype=bool)
-    other = np.array([[[1, 1], [1, 1]], [[0, 0], [0, 0]]], dtype=bool)
-    views = [View("0", list("abcd"), kept), View("1", list("ab"), other)]
+    views = [View("0", list("abcd"), kept), View("1", list("ab"), kept[..., :2])]
     results = [result(label, budget, "a", [1.0], views=views) for label, budget in (("full", None), ("h2o", 0.5))]
     [(name, shares)] = layers(Comparison(Path(), "full", results))
-    assert name == "h2o 0.5 (62 %)"  # 15 of 24
-    assert shares.tolist() == [7 / 12, 8 / 12]
+    assert name == "h2o 0.5 (75 %)"  # 18 of 24
+    assert shares.tolist() == [6 / 12, 1]
 
 
+@pytest.mark.slow
 def test_views_are_what_a_cache_keeps(compared, tiny_folder):
     from ag.config import ModelConfig
     from ag.model.base import load_base
@@ -278,17 +263,17 @@ def test_pieces_are_the_text(smollm2):
     assert told in (text, text.replace("東", "").replace("京", ""))
 
 
+@pytest.mark.slow
 def test_plots_are_drawn(compared):
     expected = {"lead", "nats_needle_single", "quality_ppl", "quality_needle_single", "depths_needle_single"}
     assert {path.stem for path in compared.folder.glob("*.png")} == expected
-    for name in expected:
-        image = imread(compared.folder / f"{name}.png")
-        assert image.shape[0] > 200 and image.shape[1] > 300
-        assert image[..., :3].min() < 0.5 < image[..., :3].max()
+    image = imread(compared.folder / "depths_needle_single.png")
+    assert image.shape[0] > 200 and image[..., :3].min() < 0.5 < image[..., :3].max()
     name = charts.short("gates:runs/smollm2_corpus/2026-11-20T10-00-00/export 0.25")
     assert name.startswith("gates:run") and name.endswith("/export 0.25") and len(name) == 36
 
 
+@pytest.mark.slow
 def test_the_page_stands_alone_and_hostile_text_is_only_data(compared):
     text = (compared.folder / "report.html").read_text()
     page = Page(text)
@@ -319,45 +304,3 @@ def test_embedded_json_is_inert_and_whole(value):
     text = embedded(value)
     assert not set(text) & set("<>&\u2028\u2029")
     assert json.loads(text) == value
-
-
-def test_names_are_escaped_in_the_page(compared, no_charts):
-    one = compared.results[1]
-    bad = '<script>alert("x")</script>'
-    results = [*compared.results[:1], replace(one, summary=replace(one.summary, label=bad))]
-    text = render(Comparison(compared.folder, "full", results))
-    assert bad not in text and "&lt;script&gt;alert(" in text
-    assert len([tag for tag, _ in Page(text).elements if tag == "script"]) == 2
-
-
-# ---- kvpress' leaderboard
-
-
-def test_a_folder_for_each_policy_and_ratio(tmp_path):
-    def ruler(label, budget, task, mean, lengths=(4096,), question="after"):
-        told = {"task_options": {"lengths": list(lengths)}, "question": question, "model": "org/model"}
-        one = result(label, budget, task, [0.0] * 7, **told)
-        return replace(one, summary=replace(one.summary, mean=mean))
-
-    results = [
-        ruler("full", None, "vt", 0.9),
-        ruler("snapkv", 0.125, "vt", 0.51239),
-        ruler("snapkv", 0.125, "qa_1", 1.0),
-        ruler("snapkv", 0.125, "ppl", 2.0),
-        ruler("snapkv", 0.125, "cwe", None),
-        ruler("h2o", 0.5, "vt", 0.25, question="before"),
-        ruler("tova", 0.5, "vt", 0.25, lengths=(1024, 4096)),
-        ruler("knorm", 0.5, "ppl", 0.25),
-    ]
-    leaderboard.save(Comparison(tmp_path, "full", results))
-    assert {path.name for path in (tmp_path / "leaderboard").iterdir()} == {
-        "ruler__4096__org--model__no_press__0.00",
-        "ruler__4096__org--model__snapkv__0.88",
-        "ruler__4096__org--model__h2o__0.50__query_aware",
-    }
-    folder = tmp_path / "leaderboard" / "ruler__4096__org--model__snapkv__0.88"
-    scores = json.loads((folder / "metrics.json").read_text())
-    assert scores == {"vt": {"string_match": 51.24}, "qa_1": {"string_match": 100.0}}
-    said = OmegaConf.load(folder / "config.yaml")
-    assert (said.dataset, said.data_dir, said.press_name, said.compression_ratio) == ("ruler", "4096", "snapkv", 0.875)
-    assert said.query_aware is False and said.samples == {"vt": 7, "qa_1": 7}

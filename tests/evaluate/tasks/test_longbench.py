@@ -8,7 +8,7 @@ import pytest
 import ag
 from ag.data.sources import DataError
 from ag.errors import UserError
-from ag.evaluate.tasks import GROUPS, make
+from ag.evaluate.tasks import make
 from ag.evaluate.tasks.longbench import SUBSETS, classification, code_similarity, count, f1, retrieval, rouge_l
 from tests.support.refused import refuses
 
@@ -26,24 +26,18 @@ CLASSES = ["Number", "Other number", "Date", "City", "Other city", "city"]
         (f1, "The cat sat.", "a cat", 2 / 3),  # cat sat | cat: precision 1/2, recall 1
         (f1, "cat cat cat", "cat cat", 0.8),  # counted as often as both have it: 2 of 3, 2 of 2
         (f1, "U.S.A", "usa", 1.0),
-        (f1, "", "cat", 0.0),
         (rouge_l, "police killed the gunman", "police kill the gunman", 0.75),  # 3 of 4 words in order, both ways
         (rouge_l, "a b c d", "a c x", 2 * (1 / 2 * 2 / 3) / (1 / 2 + 2 / 3)),
         (rouge_l, "...", "words", 0.0),
         (classification, "Date or City", "Date", 0.5),
         (classification, "Number and Other number", "Other number", 0.5),  # "Number" is no part of "Other number"
-        (classification, "City", "Date", 0.0),
         (classification, "Other city", "Other city", 1.0),  # parts of the right name are left out
         (classification, "Other city", "city", 0.5),
-        *(
-            (count, answer, "7", score)
-            for answer, score in (("7 or 8", 0.5), ("17", 0), ("seven", 0), ("7 7 8 9", 0.5))
-        ),
+        (count, "7 7 17 8", "7", 0.5),
         (retrieval, "Number 7 or 8", "Paragraph 7", 0.5),
         (retrieval, "7", "no paragraph", 0.0),
         (code_similarity, "\n# a comment\nreturn x\nmore", "return x", 1.0),
         (code_similarity, "```python\nabcd", "abcf", 0.75),  # 2 edits (out, in) of 8 letters
-        (code_similarity, "// only comments", "abc", 0.0),
     ],
 )
 def test_metrics(metric, answer, reference, score):
@@ -60,17 +54,6 @@ def test_the_subsets_are_those_of_the_benchmark(shared_data):
     theirs |= {"classification": classification, "count": count, "retrieval": retrieval}
     metrics = {name: theirs[metric] for name, metric in facts["dataset2metric"].items()}
     assert {name: subset.metric for name, subset in SUBSETS.items()} == metrics
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_every_subset_of_the_data_loads(shared_data, tiny_tokenizer):
-    for name in GROUPS["longbench"]:
-        loaded = make(name, str(shared_data)).load(tiny_tokenizer, 2, 3000)
-        assert len(loaded.samples) == 2
-        for case in loaded.samples:
-            assert len(case.prompt + case.question) <= 3000 - SUBSETS[name].most
-            assert 0 < len(case.question) < 1500 and case.right
 
 
 def test_a_prompt_loses_its_middle(tiny_tokenizer, write):
@@ -112,12 +95,11 @@ def test_chat(tiny_tokenizer, write, monkeypatch):
     assert question.endswith("Question: Who is tall?\nAnswer:>") and code.startswith("Please complete")
 
 
-@pytest.mark.parametrize("name", ["hotpotqa", "samsum"])
-def test_the_best_reference_counts(tiny_llama, tiny_tokenizer, write, name):
-    """What is said is what ``generate`` says, and of samsum one line."""
-    model, outcomes = tiny_llama(), []
-    newline = tiny_tokenizer("\n")["input_ids"]
-    ends = {"eos_token_id": [2, *newline], "min_new_tokens": 1} if name == "samsum" else {"eos_token_id": 2}
+@pytest.mark.slow
+def test_the_best_reference_counts(tiny_llama, tiny_tokenizer, write):
+    """The answer is that of ``generate``, up to the end of its line."""
+    model, outcomes, name = tiny_llama(), [], "samsum"
+    ends = {"eos_token_id": [2, *tiny_tokenizer("\n")["input_ids"]], "min_new_tokens": 1}
     for answers in (("nothing",), ("nothing", None)):
         said = outcomes[0].tags["answer"].strip("\n").split("\n")[0] if outcomes else ""
         task = make(name, write(f"longbench/{name}", [row(answers=[said if x is None else x for x in answers])]))
@@ -126,24 +108,19 @@ def test_the_best_reference_counts(tiny_llama, tiny_tokenizer, write, name):
     ids = tiny_tokenizer(tiny_tokenizer.decode(sample.prompt + sample.question), return_tensors="pt")["input_ids"]
     tokens = model.generate(ids, max_new_tokens=SUBSETS[name].most, do_sample=False, **ends)
     text = tiny_tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
-    assert outcomes[0].tags["answer"] == (text.rstrip("\n") if name == "samsum" else text)
+    assert outcomes[0].tags["answer"] == text.rstrip("\n")
     assert outcomes[1].score > outcomes[0].score
 
 
-def test_the_archive_of_the_hub(tiny_tokenizer, tmp_path, monkeypatch):
+def test_the_archive_of_the_hub_and_missing_data(tiny_tokenizer, tmp_path, write, monkeypatch):
+    for root in (str(tmp_path), None, write("longbench/lcc", [row()])):  # the tests have no hub
+        with refuses(DataError, "root=FOLDER", "longbench/qasper.jsonl", "hf download zai-org/LongBench data.zip"):
+            make("qasper", root).load(tiny_tokenizer, None, 1000)
+    with refuses(DataError, "qasper row 1", "context"):
+        make("qasper", write("longbench/qasper", [{"input": "x"}])).load(tiny_tokenizer, None, 1000)
     archive = tmp_path / "data.zip"
     with zipfile.ZipFile(archive, "w") as files:
         files.writestr("data/hotpotqa.jsonl", json.dumps(row("One.")) + "\n" + json.dumps(row("Two.")) + "\n")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(archive))
     first, second = make("hotpotqa").load(tiny_tokenizer, None, 1000).samples
-    assert "One." in tiny_tokenizer.decode(first.prompt)
-    assert (second.id, second.references) == ("hotpotqa-2", ["Bob"])
-
-
-def test_missing_data(tiny_tokenizer, tmp_path, write):
-    hint = ("root=FOLDER", "longbench/qasper.jsonl", "hf download zai-org/LongBench data.zip")
-    for root in (str(tmp_path), None, write("longbench/lcc", [row()])):  # the tests have no hub
-        with refuses(DataError, *hint):
-            make("qasper", root).load(tiny_tokenizer, None, 1000)
-    with refuses(DataError, "qasper row 1", "context"):
-        make("qasper", write("longbench/qasper", [{"input": "x"}])).load(tiny_tokenizer, None, 1000)
+    assert "One." in tiny_tokenizer.decode(first.prompt) and second.id == "hotpotqa-2"

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 import ag
 from ag.data.sources import DataError
 from ag.evaluate.tasks import make
@@ -18,6 +20,7 @@ def words(most):
 PIQA = [{"goal": words(12), "sol1": words(6), "sol2": words(6), "label": i % 2} for i in range(16)]
 
 
+@pytest.mark.slow
 def test_a_full_cache_is_the_plain_model(tiny_llama, tiny_tokenizer, write, plain):
     model = tiny_llama()
     task = make("piqa", write("piqa/validation", PIQA))
@@ -35,18 +38,6 @@ def test_a_full_cache_is_the_plain_model(tiny_llama, tiny_tokenizer, write, plai
     assert 0 < sum(right) < len(right) and right != normalised
     assert [outcome.sample for outcome in outcomes] == [f"validation-{i}" for i in range(16)]
     assert [(one.tokens, one.kept) for one in outcomes] == [(len(sample.prompt), 1.0) for sample in loaded.samples]
-
-
-def test_what_is_too_long_is_counted(tiny_tokenizer, write):
-    task = make("piqa", write("piqa/validation", PIQA))
-    everything = task.load(tiny_tokenizer, None, 512).samples
-    needs = [len(q.prompt) + max(map(len, q.answers)) for q in everything]
-    most = sorted(needs)[11]
-    fitting = [q for q, need in zip(everything, needs, strict=True) if need <= most]
-    loaded = task.load(tiny_tokenizer, None, most)
-    assert (loaded.samples, loaded.too_long) == (fitting, len(needs) - len(fitting)) and loaded.too_long
-    loaded = task.load(tiny_tokenizer, 5, most)
-    assert (loaded.samples, loaded.too_long) == (fitting[:5], everything.index(fitting[4]) - 4)
 
 
 def test_the_test_split_is_read_where_it_has_labels(tiny_tokenizer, write):

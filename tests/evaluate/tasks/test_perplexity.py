@@ -40,6 +40,7 @@ def stream(root, tiny_llama, tiny_tokenizer):
     return run
 
 
+@pytest.mark.slow
 def test_a_continuation(tiny_llama, tiny_tokenizer, root, plain, step_by_step):
     model = tiny_llama()
     task = make("ppl", root, prompt=40, continuation=20)
@@ -100,7 +101,7 @@ def test_divergence_of_a_stream(stream, tiny_llama):
 
 
 @pytest.mark.parametrize(
-    ("limit", "ids", "left_out"), [(1, ["0"], 0), (2, ["0", "2"], 1), (3, ["0", "2", "4"], 2), (9, ["0", "2", "4"], 2)]
+    ("limit", "ids", "left_out"), [(2, ["0", "2"], 1), (3, ["0", "2", "4"], 2), (9, ["0", "2", "4"], 2)]
 )
 def test_a_limit_counts_what_can_be_run(tiny_tokenizer, root, limit, ids, left_out):
     loaded = make("ppl", root, prompt=40, continuation=20).load(tiny_tokenizer, limit, 512)
@@ -112,12 +113,10 @@ def test_a_limit_counts_what_can_be_run(tiny_tokenizer, root, limit, ids, left_o
 def test_lengths_that_do_not_fit(tiny_tokenizer, root):
     with refuses(UserError, "prompt=512", "continuation=64", "512"):
         make("ppl", root).load(tiny_tokenizer, None, 512)
-    with refuses(UserError, "prompt=0"):
-        make("ppl", root, prompt=0)
 
 
 def test_first_tokens(tiny_tokenizer):
-    """Only as much of a text is tokenised as surely has enough tokens; where it had not, all of it."""
+    """A part of a text is tokenised, and all of it if the part has too few tokens; the last token may be cut."""
     words = "abc " * 100
     assert first_tokens(tiny_tokenizer, words, 5) == tiny_tokenizer("abc a")["input_ids"]
     assert first_tokens(tiny_tokenizer, words, None) == tiny_tokenizer(words)["input_ids"]
@@ -130,13 +129,13 @@ def test_first_tokens(tiny_tokenizer):
             return {"input_ids": split if isinstance(texts, list) else split[0]}
 
     assert first_tokens(Dense(), "x" * 950, 7) == [100] * 7
+    assert first_tokens(Dense(), "x" * 950, 1) == [100]
     assert first_tokens(Dense(), "x" * 250, 7) == [100, 100, 50]
 
 
-@pytest.mark.parametrize("step", [7, 64])
-def test_a_stream_with_a_full_cache(stream, tiny_llama, plain, step):
+def test_a_stream_with_a_full_cache(stream, tiny_llama, plain):
     model = tiny_llama()
-    outcome, book = stream(ag.policy("full"), model, tokens=290, bin=100, step=step)
+    outcome, book = stream(ag.policy("full"), model, tokens=290, bin=100, step=64)
     nats = -plain(model, book.prompt, book.right)
     hold(outcome.score, nats.mean(), of_nats(model))
     curve = {"nats@50": nats[:100].mean(), "nats@150": nats[100:200].mean(), "nats@250": nats[200:].mean()}
@@ -153,9 +152,7 @@ def passes(first, last, step):
     return [min(last, first + (number // step + 1) * step) for number in range(last - first)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "positions"), [("every", "slot"), ("blocks:10+every", "original"), ("steps:8", "original")]
-)
+@pytest.mark.parametrize(("schedule", "positions"), [("every", "slot"), ("blocks:10+steps:8", "original")])
 def test_a_stream_keeps_its_size(stream, tiny_llama, step_by_step, schedule, positions):
     """And goes beyond the model's context, where positions allow it."""
     model = tiny_llama(max_position_embeddings=64) if positions == "slot" else tiny_llama()

@@ -1,4 +1,4 @@
-"""When a question is read, and how likely the right answer is."""
+"""When a question is read, and the NLL of the right answer."""
 
 import copy
 from dataclasses import replace
@@ -7,13 +7,11 @@ import pytest
 import torch
 
 import ag
-from ag.errors import UserError
 from ag.evaluate.tasks import GROUPS, make
 from ag.evaluate.tasks.questions import blanks
 from ag.gates import export
 from tests.support.bounds import hold, of_nats
 from tests.support.gates_for import gates_for
-from tests.support.refused import refuses
 
 PASSAGE = "The river is long. It ends in the sea, and many boats go down it to the old town."
 BOOLQ = [{"passage": PASSAGE, "question": f"is it long {i}", "answer": bool(i % 2)} for i in range(2)]
@@ -23,15 +21,12 @@ NEEDLES = {"lengths": [300], "repeats": 1}
 @pytest.fixture
 def root(write):
     write("pg19_style/test", [{"text": "A short line. " * 90}])
-    write("rte/validation", [{"premise": PASSAGE, "hypothesis": "It is long.", "label": 0}])
     row = {"input": "Who?", "context": PASSAGE, "answers": ["Bob", "Al"], "length": 3, "all_classes": None}
     write("longbench/hotpotqa", [row])
     return write("boolq/validation", BOOLQ)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("needle_books_1", NEEDLES), ("boolq", {}), ("rte", {}), ("hotpotqa", {})]
-)
+@pytest.mark.parametrize(("name", "options"), [("needle_books_1", NEEDLES), ("boolq", {}), ("hotpotqa", {})])
 def test_asking_after_is_asking_before_where_nothing_is_evicted(name, options, root, tiny_llama, tiny_tokenizer):
     model, tags = tiny_llama(), {}
     for question in ("after", "before"):
@@ -49,17 +44,16 @@ def test_asking_after_is_asking_before_where_nothing_is_evicted(name, options, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["full", "h2o", "gates", "gates@heads"])
+@pytest.mark.parametrize("policy", ["h2o", "gates"])
 def test_nats_and_hits_by_hand(policy, root, tiny_llama, tiny_tokenizer, step_by_step, tmp_path):
-    """Token by token after prompt and question; the best of two answers counts, without its blank."""
+    """Token by token after prompt and question; the likelier of two answers counts, without its blank."""
     model, task = tiny_llama(), make("hotpotqa", root)
     [sample] = task.load(tiny_tokenizer, None, 512).samples
     assert [tiny_tokenizer.decode(answer) for answer in sample.answers] == [" Bob", " Al"]
     if policy.startswith("gates"):
-        gates = gates_for(model, prefill="dense" if "@" in policy else "sparse")
-        export.save(tmp_path / "gates", gates, base_model="tiny")
-        policy = policy.replace("gates", f"gates:{tmp_path / 'gates'}")
-    made = ag.policy(policy, 0.5 if policy == "h2o" or "@" in policy else None)
+        export.save(tmp_path / "gates", gates_for(model, prefill="sparse"), base_model="tiny")
+        policy = f"gates:{tmp_path / 'gates'}"
+    made = ag.policy(policy, 0.5 if policy == "h2o" else None)
     [(_, outcome)] = task.run(model, tiny_tokenizer, [made], [replace(sample, most=1)])
     by_hand = []
     for answer in sample.answers:
@@ -84,19 +78,6 @@ def test_hits_and_the_score_of_exact_needles(root, tiny_llama, tiny_tokenizer):
         assert "answer" not in outcome.tags
 
 
-def test_copies_of_the_cache_leave_generation_alone(root, tiny_llama, tiny_tokenizer):
-    """Scoring right answers first changes nothing of what the model then says."""
-    model, task = tiny_llama(), make("needle_single", depths=[0.5], **NEEDLES)
-    [sample] = task.load(tiny_tokenizer, None, 512).samples
-    policies, found = [ag.policy("h2o", 0.5, "every"), ag.policy("snapkv", 0.5)], []
-    for answers in (sample.answers, []):
-        asked = replace(sample, answers=answers, most=6)
-        found.append([outcome.tags for _, outcome in task.run(model, tiny_tokenizer, policies, [asked])])
-    scored, alone = found
-    assert [tags["answer"] for tags in scored] == [tags["answer"] for tags in alone]
-    assert all("nats" not in tags for tags in alone)
-
-
 def test_blanks_before_an_answer(tiny_tokenizer):
     found = [blanks(tiny_tokenizer, tiny_tokenizer(text)["input_ids"]) for text in ("  12 3", "12", "  ")]
     assert found == [2, 0, 1]  # something is left
@@ -106,14 +87,6 @@ def test_floors(root, tiny_tokenizer):
     assert [make(name).floor([]) for name in ("needle_single", "instructions_4", "ppl")] == [0.1, 0.5, None]
     task = make("boolq", root)
     assert task.floor(task.load(tiny_tokenizer, None, 512).samples) == 0.5 and task.floor([]) is None
-
-
-def test_tasks_without_a_question_refuse():
-    for name in ("piqa", "ppl", "ppl_stream", "responses"):
-        with refuses(UserError, name, "question=after", "needs a context", "this task has none"):
-            make(name, question="after")
-    with refuses(UserError, "question='late'", "after or before"):
-        make("boolq", question="late")
 
 
 def test_answers_of_one_token_are_asked_after_eviction(root, write, tiny_llama, tiny_tokenizer):

@@ -1,4 +1,6 @@
-"""Names of tasks."""
+"""Names of tasks, and their options."""
+
+import pytest
 
 from ag.errors import UserError
 from ag.evaluate.tasks import GROUPS, TASKS, expand, make
@@ -15,15 +17,30 @@ def test_names_and_groups():
     sizes = {"multiple_choice": 9, "needle": 5, "needle_books": 3, "instructions": 4, "ruler": 13, "longbench": 16}
     assert {name: len(names) for name, names in GROUPS.items()} == sizes
     assert expand(["boolq", "longbench", "obqa", "qasper", "boolq"]) == ["boolq", *GROUPS["longbench"], "openbookqa"]
+    with refuses(UserError, "'longbnch'", "longbench"):
+        expand(["ppl", "longbnch"])
 
 
-def test_unknown_names():
-    for call, parts in (
-        (lambda: make("needle"), ("needle", "needle_single")),
-        (lambda: make("bolq"), ("'bolq'", "boolq")),
-        (lambda: expand(["ppl", "longbnch"]), ("'longbnch'", "longbench")),
-        (lambda: make("ppl", promt=3), ("ppl", "'promt'", "prompt")),
-        (lambda: make("boolq", depths=[1]), ("boolq", "'depths'", "question")),
-    ):
-        with refuses(UserError, *parts):
-            call()
+@pytest.mark.parametrize(
+    ("name", "options", "parts"),
+    [
+        ("needle", {}, ("needle", "needle_single")),
+        ("bolq", {}, ("'bolq'", "boolq")),
+        ("ppl", {"promt": 3}, ("ppl", "'promt'", "prompt")),
+        ("ppl", {"prompt": 0}, ("ppl", "prompt=0", "greater than or equal to 1")),
+        ("needle_single", {"depths": [0.5, 2]}, ("depths=[0.5, 2]", "less than or equal to 1")),
+        ("needle_variables", {"lengths": []}, ("lengths=[]", "at least 1 item")),
+        ("needle_multikey", {"keys": 1000}, ("keys=1000", "1 to 240")),
+        ("niah_multiquery", {"queries": 5}, ("queries=5", "1 to keys=4")),
+        ("niah_single_1", {"haystack": "essay"}, ("haystack='essay'", "'noise', 'text' or 'needles'")),
+        ("turns", {"question": "before"}, ("question='before'", "'after'")),
+        ("instructions_4", {"generate": 6}, ("generate=6", "None")),
+        ("instructions_4", {"protect": "system"}, ("protect='system'", "boolean")),
+        ("worked", {"kind": "division"}, ("kind='division'", "worked, reasoning, addition")),
+        ("worked", {"solution_min": 300, "solution_max": 200}, ("solution_max=200", "at least solution_min")),
+        *((name, {"question": "after"}, (name, "question=after", "needs a context")) for name in ("piqa", "ppl")),
+    ],
+)
+def test_unknown_names_and_options(name, options, parts):
+    with refuses(UserError, *parts):
+        make(name, **options)

@@ -1,4 +1,4 @@
-"""Worked problems: batches against one text at a time, what is held at the end, and answers that a model has learnt."""
+"""Worked problems: batches against one text at a time, kept shares at the end, and grades."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 
 import ag
 from ag.data.problems import generate
-from ag.errors import BudgetWarning, UserError
+from ag.errors import BudgetWarning
 from ag.evaluate.tasks import make
 from ag.evaluate.tasks.follow import Written
 from tests.support.blocks import slots
@@ -40,7 +40,6 @@ def test_problems_are_of_the_test_split(tiny_tokenizer):
         assert sample.id == f"{problem.kind}-{i}" and sample.parts[0] == problem and problem.answer != ""
         assert tiny_tokenizer.decode(sample.prompt) == problem.prompt
         assert sample.most == len(problem.solution) + 2 + 16  # a space before it, its end, and 16 to spare
-    assert load(tiny_tokenizer, limit=12)[1] == loaded
     assert load(tiny_tokenizer, limit=12, seed=1)[1] != loaded
     assert {sample.parts[0].kind for sample in load(tiny_tokenizer, kind="sorting")[1].samples} == {"sorting"}
     sizes = [len(sample.prompt) + sample.most for sample in loaded.samples]
@@ -106,18 +105,3 @@ def test_right_answers_count(tiny_llama, tiny_tokenizer, monkeypatch):
     assert [outcome.tags["answer"] for outcome in outcomes[:2]] == [problems[0].answer] * 2
     assert [outcome.tags["generated"] for outcome in outcomes] == list(map(len, tokens))
     assert [outcome.tags["kind"] for outcome in outcomes] == [problem.kind for problem in problems]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "division"}, "kind='division': expected one of worked, reasoning, addition, "),
-        ({"batch": 0}, "batch=0: expected a whole number, at least 1"),
-        ({"problems": 1.5}, "problems=1.5: expected a whole number"),
-        ({"solution_min": 5}, "solution_min=5: expected a whole number, at least 20"),
-        ({"solution_min": 300, "solution_max": 200}, "solution_max=200: expected at least solution_min"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(UserError, match=message):
-        make("worked", **options)
