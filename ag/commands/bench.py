@@ -10,15 +10,14 @@ from ag.config.command_line import keyed
 from ag.config.sections import key
 
 Backend = Literal["flash", "cudnn", "efficient", "math"]
-MODES = ("decode", "stream", "prefill", "train", "memory")
 
 
 @dataclass
 class BenchConfig(SharedModel):
-    """What ``python -m ag.bench`` can be told."""
+    """The keys of ``python -m ag.bench``."""
 
     mode: Literal["decode", "stream", "prefill", "train", "memory"] = key(
-        "decode", "what is measured; may also stand as the first word"
+        "decode", "measurement; may also stand as the first word"
     )
     threads: int | None = key(None, "CPU threads; null: torch's default", low=1)
     context: list[int] = key([2048], "tokens of the prompt, or of a training row; stream: tokens held")

@@ -1,4 +1,4 @@
-"""What to evict with, at my budget, on my tasks: ``python -m ag.compare policies=[full,h2o] budgets=[0.25]``."""
+"""Compare policies on tasks at budgets: ``python -m ag.compare policies=[full,h2o] budgets=[0.25]``."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class CompareConfig(SharedModel):
-    """What ``python -m ag.compare`` can be told."""
+    """The keys of ``python -m ag.compare``."""
 
-    recipe: str = key("compare", "name of a shipped recipe, or path of a YAML file: where the values start from")
+    recipe: str = key("compare", "name of a shipped recipe, or path of a YAML file, with the initial values")
     revision: str | None = key(None, "git revision of a hub model")
     quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "the model's own attention")
     trust_remote_code: bool = key(False, "run code from the model's repository; only for repositories you trust")
     adapter: str | None = key(
-        None, "export whose LoRA adapter every policy runs with, with or without gates", holds="export"
+        None, "export whose LoRA adapter every policy uses, with or without gates", holds="export"
     )
-    policies: list[str] = key(["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or mine=gates:EXPORT")
-    also: list[str] = key([], "policies beside those of policies, such as gates of your own beside a recipe's")
-    budgets: list[Any] = key(
-        [], "what policies keep that can be told: all but full and flags", words=f"list of {BUDGET}"
+    policies: list[str] = key(
+        ["full", "h2o", "snapkv"], "policies to compare, such as snapkv+caote or mine=gates:EXPORT"
     )
-    schedule: str = key("prefill", "when something is evicted, for policies with a budget")
-    kv_dtypes: list[KVDtype] = key(["float"], "how every policy holds keys and values: as they come, int8")
+    also: list[str] = key([], "further policies, such as your own gates beside a recipe's policies")
+    budgets: list[Any] = key([], "budgets of the policies other than full and flags", words=f"list of {BUDGET}")
+    schedule: str = key("prefill", "when policies with a budget evict")
+    kv_dtypes: list[KVDtype] = key(["float"], "formats of keys and values in the cache, for every policy")
     positions: Literal["original", "slot", "interpolated"] = key(
         "original",
-        "what every policy rotates keys by: places in the text, slots in the cache, or interpolated: places, of which "
-        "the far ones are squeezed into the model's context",
+        "positions of keys under every policy: in the text, slots in the cache, or interpolated: in the text, with the "
+        "far ones squeezed into the model's context",
     )
-    tasks: list[str] = key(["ppl"], "what to compare on")
+    tasks: list[str] = key(["ppl"], "tasks to compare on")
     root: str | None = key(None, "local folder of the data, with a folder for each task; null: the hub", holds="folder")
     roots: dict[str, str] = mapping("folders of single tasks, as roots.TASK=FOLDER", of="tasks", holds="folder")
     samples: int | None = key(None, "the first N samples of each task that can be run", low=1)
@@ -49,38 +49,38 @@ class CompareConfig(SharedModel):
     policy_options: dict[str, dict[str, Any]] = mapping(
         "options of policies, as policy_options.POLICY.OPTION=VALUE", of="policies"
     )
-    baseline: str = key("full", "the policy that the others are tested against, at its own or the same budget")
-    batch_policies: int = key(8, "policies of a task that share the reading of a prompt, where they allow it", low=1)
+    baseline: str = key("full", "the policy that others are tested against, at its own or the same budget")
+    batch_policies: int = key(8, "policies that share one reading of each prompt, if they allow it", low=1)
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
     output: str | None = key(None, "folder of the results, resumed when it has some; null: runs/RECIPE")
     cluster: str | None = key(None, CLUSTER)
-    logger: list[Literal["wandb"]] = key([], "where the report goes beside output")
+    logger: list[Literal["wandb"]] = key([], "further destinations of the report")
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    retry: bool = key(False, "run the cells again that ended without a result")
+    retry: bool = key(False, "run cells without a result again")
     view_samples: int = key(2, "samples of each task whose kept tokens the report shows", low=0)
     view_tokens: int = key(1024, "tokens of each of them", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.policies, self.also = [*self.policies, *self.also], []  # once: a dumped configuration is read again
+        self.policies, self.also = [*self.policies, *self.also], []  # so that a dumped configuration can be read again
         if self.baseline not in [*self.policies, *(split_label(text)[0] for text in self.policies)]:
             raise UserError(f"baseline={self.baseline}: expected one of policies={self.policies}")
 
     @property
     def specs(self) -> dict[str, PolicySpec]:
-        """The policies by what tables call them; see :func:`ag.engine.spec.named`."""
+        """The policies by their names in tables; see :func:`ag.engine.spec.named`."""
         from ag.engine.spec import named
 
         return named(self.policies)
 
     @property
     def called(self) -> dict[str, str]:
-        """What tables call each policy, by its text."""
+        """The name of each policy in tables, by its text."""
         return dict(zip(self.policies, self.specs, strict=True))
 
     @property
     def base(self) -> ModelConfig:
-        """The model that every policy runs on, without the adapter."""
+        """The model of every policy, without the adapter."""
         return ModelConfig(
             name=self.model,
             revision=self.revision,

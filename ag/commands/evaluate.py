@@ -1,6 +1,6 @@
 """A run's gates on its own validation rows: ``python -m ag.evaluate run=RUN policies=[full,gates,h2o] budgets=[0.5]``.
 
-A preset of ``ag.compare`` with the task ``responses``.
+``ag.compare`` with the task ``responses``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ag.config.sections import BUDGET, key
 
 @dataclass
 class EvaluateConfig(Shared):
-    """What ``python -m ag.evaluate`` can be told."""
+    """The keys of ``python -m ag.evaluate``."""
 
     run: str | None = key(None, "run folder of ag.fit: its model, export and data", holds="folder")
     model: str = key("smollm2", f"without a run: {MODEL}")
@@ -26,22 +26,22 @@ class EvaluateConfig(Shared):
     )
     policies: list[str] | None = key(
         None,
-        "what to compare; flags and gates are those of the run; null: full, flags, and gates where there are budgets",
+        "policies to compare; flags and gates are those of the run; null: full, flags, and gates if there are budgets",
     )
-    budgets: list[Any] = key([], "what policies keep that can be told, so also gates", words=f"list of {BUDGET}")
-    schedule: str = key("prefill", "when something is evicted, for policies with a budget")
-    kv_dtypes: list[KVDtype] = key(["float"], "how every policy holds keys and values: as they come, int8")
+    budgets: list[Any] = key([], "budgets of the policies other than full and flags", words=f"list of {BUDGET}")
+    schedule: str = key("prefill", "when policies with a budget evict")
+    kv_dtypes: list[KVDtype] = key(["float"], "formats of keys and values in the cache, for every policy")
     samples: int | None = key(None, "validate on the first N rows or documents, instead of the run's number", low=1)
     prompt: int | None = key(None, "tokens of each prompt, instead of the run's (plain documents)", low=1)
     continuation: int | None = key(None, "tokens scored after it, instead of the run's (plain documents)", low=1)
     output: str | None = key(
-        None, "FILE.json for the figures, with the folder FILE for all else; null: RUN/evaluation.json"
+        None, "FILE.json for the figures, with the folder FILE for the rest; null: RUN/evaluation.json"
     )
     cluster: str | None = key(None, CLUSTER)
 
     @property
     def file(self) -> Path:
-        """Where the figures go."""
+        """The file of the figures."""
         return Path(self.output) if self.output else Path(self.run or "runs") / "evaluation.json"
 
 

@@ -1,4 +1,4 @@
-"""Pictures of what policies keep and why: ``python -m ag.explain gates=EXPORT root=DATA``."""
+"""Draw what policies keep and why: ``python -m ag.explain gates=EXPORT root=DATA``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class ExplainConfig(SharedModel):
 
     revision: str | None = key(None, "git revision of a hub model")
     gates: str | None = key(
-        None, "exported gates, which join the policies as gates, and are those of flags", holds="export"
+        None, "exported gates, for flags and for gates, which is added to the policies", holds="export"
     )
     adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
-    policies: list[str] = key(["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "what to picture")
-    budget: Any = key(0.25, "what the policies may keep; flags take none", words=f"{BUDGET} | null")
-    task: str = key("ppl", "where the texts come from")
+    policies: list[str] = key(["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "policies to draw")
+    budget: Any = key(0.25, "budget of the policies other than flags", words=f"{BUDGET} | null")
+    task: str = key("ppl", "task with the texts")
     task_options: dict[str, Any] = mapping("options of the task, as task_options.OPTION=VALUE")
     root: str | None = key(None, "local folder of the task's data; null: the hub", holds="folder")
-    samples: int = key(3, "how many texts", low=1)
-    tokens: int = key(256, "of each text; attention maps grow with its square", low=2)
-    continuation: int = key(32, "last of these tokens, whose attention outputs are compared", low=1)
+    samples: int = key(3, "number of texts", low=1)
+    tokens: int = key(256, "tokens of each text; attention maps grow with the square", low=2)
+    continuation: int = key(32, "number of last tokens whose attention outputs are compared", low=1)
     layers: list[int] = key([], "layers of the attention maps; empty: four, spread out")
     pictures: list[Literal["keep", "attention", "errors"]] = key(
         ["keep", "attention", "errors"], "kept tokens; attention of model and gates; errors of outputs"

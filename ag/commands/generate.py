@@ -24,7 +24,8 @@ class GenerateConfig(SharedPolicy):
     )
     template: dict[str, Any] = mapping("variables of the chat template, as template.enable_thinking=false")
     protect: list[str] = key(
-        [], "tokens of the prompt that never go: spans such as 0-40; of a chat template (what it adds) and system"
+        [],
+        "tokens of the prompt that are never evicted: spans such as 0-40; of a chat template (what it adds) and system",
     )
     max_new_tokens: int = key(64, "longest continuation in tokens", low=1)
     temperature: float = key(0.0, "0: always the likeliest token; above: sample at this temperature", low=0)

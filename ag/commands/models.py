@@ -10,7 +10,7 @@ from ag.config.sections import key
 
 @dataclass
 class ModelsConfig:
-    """What ``python -m ag.models`` can be told."""
+    """The keys of ``python -m ag.models``."""
 
     model: str = key("smollm2", "smollm2, gemma3-270m, a hub id or a folder; may also stand as the first word")
     accept_license: str | None = key(None, "the licence that you accept, which fetches the model (gemma3-270m: gemma)")

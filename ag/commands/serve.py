@@ -1,4 +1,4 @@
-"""Answer clients of OpenAI's API: ``python -m ag.serve model=smollm2 policy=gates:smollm2 share=0.3 memory=2GiB``."""
+"""Serve OpenAI's API: ``python -m ag.serve model=smollm2 policy=gates:smollm2 share=0.3 memory=2GiB``."""
 
 from __future__ import annotations
 
@@ -20,57 +20,55 @@ UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10
 class ServeConfig(SharedPolicy):
     """The keys of ``python -m ag.serve``."""
 
-    share: float | None = key(None, "what the policy keeps of each prompt, instead of budget", low=0, high=1)
+    share: float | None = key(None, "share of each prompt that the policy keeps, instead of budget", low=0, high=1)
     memory: str = key("1GiB", "for the keys and values of all requests, taken at once", words="bytes, MiB, GiB, MB, GB")
-    host: str = key("127.0.0.1", "address that it listens at; 0.0.0.0: every address of the machine")
-    port: int = key(8000, "port that it listens at; 0: one that is free", low=0, high=65535)
+    host: str = key("127.0.0.1", "address to listen at; 0.0.0.0: every address of the machine")
+    port: int = key(8000, "port to listen at; 0: a free one", low=0, high=65535)
     api_key: str | None = key(
-        None, f"what clients have to know; where others can see this line, set the variable {KEY_VARIABLE} instead"
+        None, f"key that clients have to send; where others can see this line, set the variable {KEY_VARIABLE} instead"
     )
-    served_name: str | None = key(None, "what clients call the model; null: the last part of its name")
+    served_name: str | None = key(None, "name of the model for clients; null: the last part of its name")
     protect: list[Literal["system", "template"]] = key(
-        [], "parts of chats that are never evicted: what system messages say, and what the chat template adds"
+        [], "parts of chats that are never evicted: texts of system messages, text that the chat template adds"
     )
-    prefill_tokens: int = key(512, "tokens of prompts that are read between two tokens of the answers", low=1)
-    batch: int = key(64, "most answers at once", low=1)
-    queue: int = key(256, "most requests that wait", low=1)
-    prompt_lookup: int = key(
-        0, "draft tokens in a step, all answers together, looked up in what an answer has so far; 0: none", low=0
-    )
+    prefill_tokens: int = key(512, "most prompt tokens that are read between two steps of the batch", low=1)
+    batch: int = key(64, "most answers in the batch", low=1)
+    queue: int = key(256, "most queued requests", low=1)
+    prompt_lookup: int = key(0, "most draft tokens of a step, all answers together, by prompt lookup; 0: none", low=0)
     body_bytes: int = key(2**20, "longest body of a request", low=1)
-    answer_tokens: int = key(1024, "longest answer; a chat that asks for no other length may be as long", low=1)
+    answer_tokens: int = key(1024, "longest answer in tokens; the default of a chat", low=1)
     wait_seconds: float = key(60.0, "longest time that a request waits before its prompt is read", low=0)
     answer_seconds: float = key(600.0, "longest time from a request to the end of its answer, which is cut", low=0)
 
     cluster: str | None = key(None, CLUSTER)
     replicas: list[int] = key(
-        [1], "processes that answer on a cluster, each with the memory; [1,8]: from 1 to 8, as requests are answered"
+        [1], "model processes on a cluster, each with this memory; [1,8]: 1 to 8 of them, by load"
     )
-    cores: int = key(1, "cores, and threads, of each of them; with device=cuda each has a GPU as well", low=1)
+    cores: int = key(1, "cores and threads of each replica; with device=cuda it has a GPU as well", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.share is not None and self.budget is not None:
             raise ValueError(f"share={self.share} and budget={self.budget} say the same: leave one out")
         if self.share is not None:
-            self.budget, self.share = self.share, None  # once: a dumped configuration is read again
+            self.budget, self.share = self.share, None  # so that a dumped configuration can be read again
         if self.memory_bytes < 1:
             raise ValueError(f"memory={self.memory}: expected bytes, such as 2GiB")
         if len(self.replicas) not in (1, 2) or not 1 <= self.replicas[0] <= self.replicas[-1]:
             raise ValueError(f"replicas={self.replicas}: expected a number of at least 1, or [least,most]")
         if self.cluster is None and (self.replicas != [1] or self.cores != 1):
-            raise ValueError(f"replicas={self.replicas} cores={self.cores}: they are of a cluster: add cluster=local")
+            raise ValueError(f"replicas={self.replicas} cores={self.cores}: expected cluster=local with them")
         if self.cluster is not None and self.name is None:
-            raise ValueError(f"cluster={self.cluster}: give model=, or served_name=, by which clients call the model")
+            raise ValueError(f"cluster={self.cluster}: give model= or served_name=, the name of the model for clients")
 
     @property
     def name(self) -> str | None:
-        """What clients call the model; None: as the export of the gates calls it."""
+        """Name of the model for clients; None means the name in the export of the gates."""
         return self.served_name or (Path(self.model).name if self.model else None)
 
     @property
     def memory_bytes(self) -> int:
-        """What ``memory`` says; 0 where it says nothing."""
+        """``memory`` in bytes; 0 for a text that is no size."""
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", self.memory.strip().lower())
         return int(float(found[1]) * UNITS.get(found[2], 0)) if found else 0
 

@@ -16,9 +16,7 @@ MODEL = "hub id, local folder, alias (smollm2, gemma3-270m), or random:llama-8b 
 class Shared:
     """The keys of every command that runs a policy."""
 
-    plugins: list[str] = key(
-        [], "modules to import first, which add scorers, wrappers, allocators or tasks of your own"
-    )
+    plugins: list[str] = key([], "modules to import first, with your own scorers, wrappers, allocators or tasks")
     device: str = key("cpu", "cpu, cuda, cuda:1, ...")
 
     def __post_init__(self) -> None:
@@ -27,14 +25,14 @@ class Shared:
 
 @dataclass
 class SharedDtype(Shared):
-    """The keys of a command that loads a model itself."""
+    """The keys of a command that loads a model."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
 
 
 @dataclass
 class SharedModel(SharedDtype):
-    """The keys of a command that names this model itself."""
+    """The keys of a command with a model by name."""
 
     model: str = key("smollm2", MODEL)
 
@@ -43,11 +41,11 @@ class SharedModel(SharedDtype):
 class SharedPolicy(SharedDtype):
     """The keys of a command that runs one policy."""
 
-    gates: str | None = key(None, "folder of exported gates, which a policy named gates or flags uses", holds="export")
-    policy: str | None = key(None, "what to evict, such as h2o or gates; null: gates where there are some, else full")
-    budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
-    schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, or some joined by +")
-    kv_dtype: KVDtype = key("float", "how keys and values are held: as they come, or in codes of 8 bits")
+    gates: str | None = key(None, "folder of exported gates for the policies gates and flags", holds="export")
+    policy: str | None = key(None, "policy, such as h2o or gates; null: gates with gates=, else full")
+    budget: Any = key(None, "budget of the policy", words=f"{BUDGET} | null")
+    schedule: str = key("prefill", "when the policy evicts: prefill, blocks:m, every, steps:n, or several joined by +")
+    kv_dtype: KVDtype = key("float", "format of keys and values in the cache: as computed, or in codes of 8 bits")
     options: dict[str, Any] = mapping("options of the policy, as options.window=16")
     adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
     model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")

@@ -1,8 +1,7 @@
-"""The schema of every recipe: what can be set, with its type, default and meaning.
+"""The schema of training recipes: keys with type, default and meaning.
 
-A recipe is a YAML file with any of these keys; ``ag.config.recipes`` resolves it (inheritance, overrides) into
-one :class:`Config`, and ``ag.config.validate`` refuses combinations that make no sense. ``python -m ag.fit --help``
-prints this file as a table.
+:mod:`ag.config.recipes` resolves a YAML file and overrides into one :class:`Config`, and :mod:`ag.config.validate`
+refuses combinations that make no sense. ``python -m ag.fit --help`` prints the schema.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from ag.plugins import load
 class Config:
     """A whole run."""
 
-    recipe: str = key("fit", "name of a shipped recipe, or path of a YAML file: where the values start from")
-    train: Literal["gates", "gates+lora", "lora"] = key("gates+lora", "what is trained; lora is the baseline")
+    recipe: str = key("fit", "name of a shipped recipe, or path of a YAML file, with the initial values")
+    train: Literal["gates", "gates+lora", "lora"] = key("gates+lora", "trained weights; lora is the baseline")
     seed: int = key(0, "seed of weights, data order and noise", low=0, high=2**32 - 1)
     output: str = key("runs", "folder of the run folders")
     resume: str | None = key(None, "run folder to continue")
     init: str | None = key(None, "exported gates to start from, of the same sizes", holds="export")
     plugins: list[str] = key([], "modules to import first, which add kinds of gates and data, losses, ... of your own")
-    cluster: str | None = key(None, f"where the ranks of a run, or the runs of a sweep (-m), work. {CLUSTER}")
-    failures: int = key(3, "with cluster=: so often a run that loses a process goes on from its checkpoint", low=0)
+    cluster: str | None = key(None, f"machines for the ranks of a run, or for the runs of a sweep (-m). {CLUSTER}")
+    failures: int = key(3, "with cluster=: most times that a run continues after the loss of a process", low=0)
     logger: list[Literal["csv", "tensorboard", "wandb"]] = key(
-        ["csv"], "where metrics and pictures go; metrics.csv is always written"
+        ["csv"], "destinations of metrics and pictures; metrics.csv is always written"
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-BUDGET = "tokens (an int of at least 1) or a share (a float in (0, 1])"  # what keys of budgets take
+BUDGET = "tokens (an int of at least 1) or a share (a float in (0, 1])"  # values of a budget
 
 
 def key(default: Any, doc: str, **more: Any) -> Any:
@@ -19,8 +19,8 @@ def key(default: Any, doc: str, **more: Any) -> Any:
 def mapping(doc: str, **more: Any) -> Any:
     """Declare a key whose entries are set one by one, as ``key.ENTRY=value``.
 
-    ``of`` names the key that lists the entries: one that a recipe lists and a command line does not takes along what
-    the recipe says of it.
+    ``of`` is the key that lists the entries. A command line that removes an entry from that list also removes the
+    recipe's values of the entry.
     """
     return field(default_factory=dict, metadata={"doc": doc, **more})
 
@@ -53,7 +53,7 @@ class LoraConfig:
 
 @dataclass
 class DataConfig:
-    """What the model is trained and validated on."""
+    """The training and validation data."""
 
     kind: str = key(
         "facts",
@@ -87,25 +87,25 @@ class DataConfig:
         "before: the prompt holds the question; after: the prompt, on which gates act, is the text before it (facts; "
         "boolq, rte)",
     )
-    eos: bool | None = key(None, "a response ends with EOS (sft); null: yes in rows of prompt and response of your own")
-    max_length: int = key(1024, "longest row in tokens; a longer prompt loses its left part, and is counted", low=2)
+    eos: bool | None = key(None, "append EOS to a response (sft); null: in your own rows only")
+    max_length: int = key(1024, "longest row in tokens; a longer prompt is cut on its left, and counted", low=2)
     packing: Literal["packed", "split", "repeated"] = key(
         "split",
         "text; packed: rows of max_length tokens; split: prompt and continuation; repeated: a passage and its copy",
     )
     cross_documents: bool = key(
-        True, "text, packed: attention runs on across the documents of a row; false: it stays inside each"
+        True, "text, packed: attention crosses the documents of a row; false: it stays inside each"
     )
     prompt_min: int = key(192, "shortest prompt in tokens (text, split; facts: roughly)", low=1)
     prompt_max: int = key(512, "longest prompt in tokens (text, split; facts: roughly)", low=1)
     continuation: int = key(64, "tokens after the prompt that carry the loss (text, split)", low=1)
     copy_max: int = key(
-        0, "of a longer passage a chunk of so many tokens is repeated, drawn for each; 0: all (text, repeated)", low=0
+        0, "repeat a random chunk of this many tokens of a longer passage; 0: all of it (text, repeated)", low=0
     )
     solution_min: int = key(200, "shortest solution in tokens (worked; roughly)", low=20)
     solution_max: int = key(400, "longest solution in tokens (worked)", low=60)
     streaming: bool = key(False, "read the dataset while training instead of before (text)")
-    cache: str | None = key(None, "folder that keeps tokenised rows for the next run and for all processes (text)")
+    cache: str | None = key(None, "folder of tokenised rows, shared by later runs and all processes (text)")
     train_samples: int | None = key(None, "use the first N training rows only", low=1)
     val_samples: int | None = key(None, "use the first N validation rows only", low=1)
     batch_size: int = key(4, "rows per device and step", low=1)
@@ -115,7 +115,7 @@ class DataConfig:
 
 @dataclass
 class LossConfig:
-    """What is minimised: objective + alpha * |mean gate - beta|; the objective alone where shares are drawn."""
+    """The loss: objective + alpha * |mean gate - beta|; with share_high > 0 the objective alone."""
 
     objective: str = key(
         "lm",
@@ -127,8 +127,8 @@ class LossConfig:
     share_low: float = key(0.1, "with share_high: the smallest share that is drawn", low=0.01, high=1)
     share_high: float = key(
         0.0,
-        "above 0: gates for any share; each batch draws one from share_low to this, and the gates keep so much of it "
-        "(no alpha, no beta)",
+        "above 0: gates for any share; each batch draws one from share_low to this, which its gates keep (no alpha, no "
+        "beta)",
         low=0,
         high=1,
     )
@@ -136,34 +136,34 @@ class LossConfig:
     mean: Literal["soft", "hard"] = key("soft", "mean over sigmoids, or over flags")
     sampled_tokens: int = key(
         0,
-        "tokens of a batch that the loss is measured on, drawn for each step; 0: all (where the vocabulary is large, "
-        "its logits take longer than the model)",
+        "compute the loss on this many random tokens of a batch; 0: all (logits of a large vocabulary take longer than "
+        "the model)",
         low=0,
     )
     chunk_tokens: int = key(1024, "tokens whose logits exist at once in the loss", low=1)
 
     @property
     def draws_share(self) -> bool:
-        """Whether each batch draws the share that the gates keep."""
+        """True if each batch draws the share that the gates keep."""
         return self.share_high > 0
 
 
 @dataclass
 class WarmupConfig:
-    """A warm start of the gates: regression on attention statistics, no backward through the model."""
+    """A warm start of the gates by regression on attention statistics, without backward through the model."""
 
-    regress_steps: int = key(0, "first steps that train the gates by regression; 0: none", low=0)
+    regress_steps: int = key(0, "number of first steps that train the gates by regression", low=0)
     lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
     target: Literal["attention", "obcache_value", "kvzip", "reread"] = key(
         "attention",
-        "what gates predict of a key, from later queries: their attention on it; sqrt(sum A^2) * ||v||; kvzip: the "
-        "largest attention that a token of the response pays, times ||v|| (meant for data.packing=repeated); reread: "
-        "the largest attention while the engine repeats the whole row, chunk by chunk (for data.packing=packed)",
+        "target for a key, from later queries: sum of their attention; sqrt(sum A^2) * ||v||; kvzip: largest attention "
+        "of a token of the response, times ||v|| (meant for data.packing=repeated); reread: largest attention while "
+        "the engine repeats the whole row, chunk by chunk (for data.packing=packed)",
     )
     scale: Literal["head", "global"] = key(
-        "head", "targets are standardised in each head by itself, or over all layers and heads, so that heads compare"
+        "head", "standardise targets in each head, or over all layers and heads, so that heads are comparable"
     )
-    keep: float = key(0.5, "share of the tokens that the flags keep after the warm start", low=0.01, high=0.99)
+    keep: float = key(0.5, "share of the tokens that flags keep after the warm start", low=0.01, high=0.99)
 
 
 @dataclass
@@ -181,9 +181,9 @@ class OptimConfig:
 
 @dataclass
 class TrainerConfig:
-    """Handed to lightning.Trainer."""
+    """Arguments of lightning.Trainer."""
 
-    accelerator: Literal["auto", "cpu", "gpu", "mps"] = key("auto", "what to train on")
+    accelerator: Literal["auto", "cpu", "gpu", "mps"] = key("auto", "device type")
     devices: int = key(1, "devices per node", low=1)
     num_nodes: int = key(1, "machines", low=1)
     strategy: str = key(
@@ -200,22 +200,22 @@ class TrainerConfig:
     val_batches: int | None = key(None, "validate on the first N batches only", low=1)
     log_every: int = key(1, "optimiser steps between log lines", low=1)
     collapse_batches: int = key(
-        200, "warn of a layer whose gates were all open or all shut for so many batches in a row; 0: never", low=0
+        200, "warn about a layer whose gates were all open or all shut in this many batches in a row; 0: never", low=0
     )
     deterministic: bool = key(False, "deterministic kernels, slower")
-    progress: bool = key(True, "show the progress bar on a terminal; false: lines of text, as elsewhere")
+    progress: bool = key(True, "show a progress bar on a terminal; false: lines of text")
 
 
 @dataclass
 class CheckpointConfig:
-    """What is saved while training: trainable weights only."""
+    """Checkpoints while training, of trainable weights only."""
 
     every_steps: int = key(0, "optimiser steps between checkpoints; 0: at each validation only", low=0)
-    keep_last: int = key(2, "how many of the newest checkpoints stay", low=1)
+    keep_last: int = key(2, "number of newest checkpoints to keep", low=1)
     monitor: Literal["val/loss", "val/lm_loss", "val/perplexity"] = key(
         "val/loss", "metric that chooses the best checkpoint (lower is better)"
     )
-    patience: int = key(0, "stop after so many validations without improvement; 0: never", low=0)
+    patience: int = key(0, "stop after this many validations without improvement; 0: never", low=0)
 
 
 @dataclass
@@ -228,7 +228,7 @@ class WandbConfig:
 
 @dataclass
 class ExportConfig:
-    """What is written at the end of a run."""
+    """The export at the end of a run."""
 
     weights: Literal["float32", "int8"] = key("float32", "data type of the gates' matrices in the export")
     merge: bool = key(False, "write a full copy of the base model with the adapter merged into it as well (merged/)")
