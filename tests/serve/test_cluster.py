@@ -238,6 +238,7 @@ def until(holds, seconds=60):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_two_replicas_answer_as_the_model_alone(tiny, served):
     """Whole answers and streams; both replicas take part, and each conversation stays at one of them."""
     address, prompts = served[0], [f"{number} is the number of this prompt" for number in range(24)]

@@ -42,8 +42,7 @@ def pool_of(model, blocks):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("every", 20), ("flags", 20)]
-    + [pytest.param(x, 30, marks=pytest.mark.slow) for x in ("full", "snapkv", "streaming_llm")],
+    [("every", 14), ("flags", 14)] + [pytest.param(x, 24, marks=pytest.mark.slow) for x in ("snapkv", "streaming_llm")],
 )
 def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, name, count):
     """Random requests in a pool that is too small: some wait, some share prefixes, some are cancelled."""
@@ -56,7 +55,7 @@ def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, nam
         tokens = draw.choice([*systems, []]) + text(draw, draw.randrange(1, 40))
         requests.append(Request(tokens=tokens, max_tokens=draw.randrange(1, 24)))
         streams += scheduler.submit(requests[-1])
-        if number % 10 == 9:
+        if number % 5 == 4:
             streams[-draw.randrange(1, 4)].cancel()
         for _ in range(draw.randrange(5)):
             scheduler.step()
@@ -66,7 +65,7 @@ def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, nam
         assert found == wanted[: len(found)]
         assert stream.reason == "cancelled" or (len(found) == len(wanted) and stream.reason in ("stop", "length"))
     counts = scheduler.counts
-    assert counts.reused and counts.ended.total() == count and 0 < counts.ended["cancelled"] <= count // 10
+    assert counts.reused and counts.ended.total() == count and 0 < counts.ended["cancelled"] <= count // 5
     assert pool.free < pool.capacity and pool.has(pool.capacity)  # prefixes give way
 
 
@@ -122,9 +121,9 @@ def test_drafts_change_no_answer(tiny_llama, tiny_tokenizer, name):
     found = []
     requests = [
         Request(
-            tokens=text(draw, 9) * 3 + text(draw, n), max_tokens=40, temperature=0.5 * (n % 2), seed=n, stop=("zz",)
+            tokens=text(draw, 9) * 3 + text(draw, n), max_tokens=30, temperature=0.5 * (n % 2), seed=n, stop=("zz",)
         )
-        for n in range(8)
+        for n in range(5)
     ]
     for drafts in (0, 9):
         pool = pool_of(model, 106)
@@ -134,7 +133,7 @@ def test_drafts_change_no_answer(tiny_llama, tiny_tokenizer, name):
             streams += scheduler.submit(request)
             for _ in range(5):
                 scheduler.step()
-            if number == 4:
+            if number == 3:
                 scheduler._preempt(PoolFullError("full"))
         finish(scheduler)
         found.append([read(stream) for stream in streams])
