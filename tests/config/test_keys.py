@@ -48,6 +48,7 @@ def test_wrong_keys_options_and_values(error: Any, argument: str, expected: str)
         ("data.root", "null", None),
         ("data.root", "yes", "yes"),
         ("data.root", "a: b #c", "a: b #c"),
+        ("data.root", "runs #1", "runs #1"),
         ("data.root", "'null'", "null"),
         ("data.val_samples", "7", 7),
         ("lora.targets", "q_proj", ["q_proj"]),
