@@ -1,6 +1,6 @@
 """Learned KV-cache eviction: train Attention-Gates and run them in one inference engine.
 
-The public names are imported when they are used, so that a part of the library loads only what it needs.
+Public names are imported on first use, so that each part of the library loads only what it needs.
 """
 
 import logging
@@ -55,5 +55,5 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC, "__version__"])
 
 
-# on CPU bitsandbytes warns at import that an optional package for speed is not there
+# without a GPU bitsandbytes warns at import about an optional package
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -12,22 +12,22 @@ COMMANDS = {
     "fit": "train gates, adapters, or both: ag fit recipe=quickstart",
     "plan": "memory and time of a training step, without weights or a GPU",
     "generate": "continue a text under a policy, and show what it saves",
-    "serve": "answer many clients of OpenAI's API at once",
+    "serve": "a server with OpenAI's API and continuous batching",
     "compare": "policies on tasks at budgets: tables, tests and a page",
     "evaluate": "a run's gates on its own validation rows",
     "explain": "pictures of what policies keep, and why",
     "bench": "time and memory beside plain transformers",
-    "models": "where a base model lies; fetches it where needed",
+    "models": "folder of a base model; fetches it if needed",
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command, or list them; returns the exit code (2: there is no such command)."""
+    """Run a command, or list the commands; returns the exit code, 2 for an unknown command."""
     words = sys.argv[1:] if argv is None else argv
     name = words[0] if words else "--help"
     if name in COMMANDS:
         sys.argv = [f"ag {name}", *words[1:]]
-        runpy.run_module(f"ag.{name}", run_name="__main__", alter_sys=True)  # as python -m does; it ends by SystemExit
+        runpy.run_module(f"ag.{name}", run_name="__main__", alter_sys=True)  # as python -m does; raises SystemExit
     elif name == "--version":
         print(f"ag {ag.__version__}")
     elif name in ("-h", "--help"):

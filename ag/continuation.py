@@ -1,4 +1,4 @@
-"""``python -m ag.generate``: a continuation of a text under a policy, and what it costs."""
+"""``python -m ag.generate``: a continuation of a text under a policy, and its cost."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
     Model = PreTrainedModel | PeftModel
 
 
-WARM_PROMPT, WARM_NEW = 256, 4  # tokens that compile and load what the measured ones need
+WARM_PROMPT, WARM_NEW = 256, 4  # tokens of the warm-up before the measurement
 
 
 @dataclass
 class Generation:
-    """A continuation and what its cache cost, by warm kernels: a few tokens were read and written before."""
+    """A continuation and its cost, measured after a warm-up."""
 
     text: str
     prompt_tokens: int
     new_tokens: int
-    evicted: float  # share of the prompt's (token, layer, KV head) entries that were gone at the end
+    evicted: float  # share of the prompt's (token, layer, KV head) entries that are evicted at the end
     kv_bytes: int  # allocated for keys and values at the end
-    held: float  # share of the entries of every token seen that is held at the end
-    prefill_seconds: float  # until the first new token, what the policy reads a second time included
+    held: float  # share of all entries, of prompt and new tokens, that is in the cache at the end
+    prefill_seconds: float  # until the first new token, a second reading by the policy included
     decode_seconds: float  # for the other new tokens
-    report: Report  # what each layer holds at the end
+    report: Report  # contents of each layer at the end
 
 
 def run(asked: Invocation[GenerateConfig]) -> int:
-    """Print what ``python -m ag.generate`` prints; returns the exit code."""
+    """Generate and print, as ``python -m ag.generate`` does; returns the exit code."""
     if asked.dry_run:
         _read_prompt(asked.config)
         _spans(asked.config)
@@ -73,7 +73,7 @@ def run(asked: Invocation[GenerateConfig]) -> int:
 
 
 def table(generations: dict[str, Generation]) -> Table:
-    """Return the table that the command prints: tokens a second without what compiles at first use."""
+    """Return the table of costs."""
     first = next(iter(generations.values()))
     caption = "after a warm-up; evicted: of the prompt; of full: tokens held, of prompt and new tokens"
     looks: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
@@ -96,13 +96,13 @@ def table(generations: dict[str, Generation]) -> Table:
 
 
 def generate(config: GenerateConfig) -> dict[str, Generation]:
-    """Continue the prompt under the policy, with a full cache, or with both, in that order."""
+    """Return continuations by name of the policy: under the policy, with a full cache, or both in this order."""
     asked, policies, protected = _read_prompt(config), _policies(config), _spans(config)
     model, tokenizer = load(config, next(iter(policies.values())).spec.path or config.gates)
     text = asked.text(tokenizer) if isinstance(asked, Chat) else asked
     if isinstance(asked, Chat) and (parts := [word for word in config.protect if word in get_args(Part)]):
         protected += spans(tokenizer, asked, parts)
-    special = not isinstance(asked, Chat)  # a template writes its own
+    special = not isinstance(asked, Chat)  # a chat template writes its own special tokens
     ids = tokenizer(text, add_special_tokens=special, return_tensors="pt", verbose=False)["input_ids"]
     context, length = model.config.get_text_config().max_position_embeddings, ids.shape[1]
     if not 0 < length <= context - config.max_new_tokens:
@@ -138,7 +138,7 @@ def _read_prompt(config: GenerateConfig) -> str | Chat:
 
 
 def read_policy(config: SharedPolicy) -> Policy:
-    """Return the policy that a command is told; unknown names and bad budgets are found before a model is loaded."""
+    """Return the policy of a command; this raises for unknown names and bad budgets before a model is loaded."""
     spec = PolicySpec.parse(config.policy or ("gates" if config.gates else "full"))
     if config.gates and spec.path and Path(config.gates) != Path(spec.path):
         raise UserError(f"gates={config.gates} and policy={spec} name two exports; leave gates= out.")
@@ -148,7 +148,7 @@ def read_policy(config: SharedPolicy) -> Policy:
 
 
 def _spans(config: GenerateConfig) -> list[tuple[int, int]]:
-    """Return the spans of tokens that ``protect`` names by numbers."""
+    """Return the spans of tokens in ``protect``."""
     found = []
     for word in config.protect:
         if ends := re.fullmatch(r"(\d+)-(\d+)", word):
@@ -187,7 +187,7 @@ def load(config: SharedPolicy, gates: str | None) -> tuple[Model, PreTrainedToke
 
 
 class _Clock(BaseStreamer):
-    """Notes when each new token is there; the prompt comes first."""
+    """Records the time of the prompt and of each new token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -208,7 +208,7 @@ def _generate(
     config: GenerateConfig,
 ) -> Generation:
     policy = policy.with_tokenizer(tokenizer)
-    with suppress(UserError), warnings.catch_warnings():  # a policy may refuse so short a prompt, or say things of it
+    with suppress(UserError), warnings.catch_warnings():  # a policy may refuse or warn about a short prompt
         warnings.simplefilter("ignore", BudgetWarning)
         _continue(model, EvictionCache(model, policy), ids[:, :WARM_PROMPT], replace(config, max_new_tokens=WARM_NEW))
     torch.manual_seed(config.seed)
@@ -229,7 +229,7 @@ def _generate(
 
 
 def _continue(model: Model, cache: EvictionCache, ids: Tensor, config: GenerateConfig) -> tuple[list[int], list[float]]:
-    """Return the new tokens, and the times at which the prompt and each of them were there."""
+    """Return the new tokens, and the times of the prompt and of each new token."""
     clock = _Clock()
     sampling = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p, "top_k": 0}
     output = model.generate(  # type: ignore[operator]  # PEFT and transformers declare it differently
@@ -238,7 +238,7 @@ def _continue(model: Model, cache: EvictionCache, ids: Tensor, config: GenerateC
         past_key_values=cache,
         max_new_tokens=config.max_new_tokens,
         streamer=clock,
-        custom_generate=partial(decode, streamer=clock),  # which transformers keeps from a loop of one's own
+        custom_generate=partial(decode, streamer=clock),  # transformers passes no streamer to a custom loop
         **(sampling if config.temperature else {"do_sample": False}),
     )
     return output[0, ids.shape[1] :].tolist(), [*clock.times, clock.times[-1]]

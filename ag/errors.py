@@ -1,30 +1,30 @@
-"""The error that a user can mend."""
+"""Errors and warnings for users."""
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 
 class UserError(ValueError):
-    """Something the user can fix, told in one sentence; the commands print it and leave with exit code 2."""
+    """An error that the user can fix, in one sentence; commands print it and exit with code 2."""
 
 
 class BudgetWarning(UserWarning):
-    """A policy protects more tokens than its budget allows, so that more is held than was asked for."""
+    """A policy protects more tokens than its budget allows, so that the cache exceeds the budget."""
 
 
 def require(part: object, name: str, holds: bool, expected: str) -> None:
-    """Raise a :class:`UserError` that names an attribute's value, unless something holds."""
+    """Raise a :class:`UserError` that names an attribute's value, unless ``holds``."""
     if not holds:
         raise UserError(f"{type(part).__name__}: {name}={getattr(part, name)!r}: expected {expected}.")
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says; where it says nothing, its type."""
+    """Return the first line of an error's text, or its type if the text is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def check_known(name: str, names: Collection[str], what: str, text: str = "") -> None:
-    """Raise a :class:`UserError` that suggests the nearest name, unless there is one of this name; it is in a text."""
+    """Raise a :class:`UserError` that suggests the nearest name, unless the name, from ``text``, is known."""
     if name not in names:
         where = f" in {text!r}" if text else ""
         expected = f"expected one of {', '.join(names)}" if names else "it takes none"

@@ -1,9 +1,7 @@
 """``python -m ag.explain``: see :mod:`ag.commands.explain`."""
 
-import sys
-
 from ag.commands.explain import ExplainConfig as ExplainConfig
 from ag.commands.explain import main as main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

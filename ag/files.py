@@ -1,4 +1,4 @@
-"""Where the library keeps its files, and writing that survives a crash."""
+"""The cache folder, and writing that survives a crash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk.
+    """Wait until a file or folder is on disk.
 
     Raises:
         OSError: when the disk refuses.
@@ -23,9 +23,9 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield a path beside ``target`` for a file that takes its name once it is written and on disk.
+    """Yield a path for a new file, which replaces ``target`` once it is on disk.
 
-    When that fails, ``target`` is as it was; a process that is killed may leave ``*.partial`` beside it.
+    After an error ``target`` is unchanged; a killed process may leave ``*.partial`` beside it.
 
     Raises:
         OSError: when the disk refuses.

@@ -1,9 +1,7 @@
 """``python -m ag.generate``: see :mod:`ag.commands.generate`."""
 
-import sys
-
 from ag.commands.generate import GenerateConfig as GenerateConfig
 from ag.commands.generate import main as main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

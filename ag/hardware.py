@@ -1,4 +1,4 @@
-"""What this machine computes with, for files that say where their numbers come from."""
+"""The processor, for files of results."""
 
 from __future__ import annotations
 

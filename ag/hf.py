@@ -1,7 +1,7 @@
-"""Gates trained by ``transformers.Trainer`` and those derived from it, such as trl's ``SFTTrainer``.
+"""Training of gates by ``transformers.Trainer`` and its subclasses, such as trl's ``SFTTrainer``.
 
 :class:`GateCallback` puts gates on the Trainer's model and writes the export; :class:`GatedTrainer` gives the Trainer
-the loss of :mod:`ag.training`, so that its numbers are those of ``python -m ag.fit`` on the same batch::
+the loss of :mod:`ag.training`, so that its numbers equal those of ``python -m ag.fit`` on the same batch::
 
     class GatedSFTTrainer(ag.hf.GatedTrainer, SFTTrainer):
         pass
@@ -40,7 +40,7 @@ from ag.training.validation import Validation
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    Trainer = object  # whichever Trainer GatedTrainer is put before
+    Trainer = object  # the base is the Trainer of the user's class
 
 __all__ = ["GateCallback", "GatedTrainer"]
 
@@ -49,36 +49,34 @@ CHECKPOINT = "gates"  # folder of the export in each checkpoint of the Trainer
 
 
 class GatedTrainer(Trainer):
-    """Put before a Trainer among the bases of a class: its loss, its optimiser and its evaluation know the gates.
+    """A mixin, the first base of a class before a Trainer, that trains and evaluates gates.
 
-    - The loss is a mean over the rows of a batch, ``objective + alpha * |mean gate - beta|``. Gates act on what comes
-      before the first label of a row, or on all of it where the whole row carries loss.
+    - The loss is a mean over the rows of a batch, ``objective + alpha * |mean gate - beta|``. Gates act on the tokens
+      before the first label of a row, or on the whole row if all of it has labels.
     - Gates have the learning rate ``optim.gate_lr`` of the callback's configuration, and the Trainer's schedule.
     - ``evaluate`` measures under hard flags; ``eval_lm_loss``, ``eval_evicted`` and others are those of ``val/``.
     - Checkpoints hold an export in ``gates``; ``resume_from_checkpoint`` and ``load_best_model_at_end`` read it.
 
     Raises:
-        UserError: no :class:`GateCallback` among the callbacks, or another loss (``compute_loss_func``).
+        UserError: without a :class:`GateCallback`, or with another loss (``compute_loss_func``).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.compute_loss_func is not None:
-            raise UserError(
-                "compute_loss_func= of a GatedTrainer: it has a loss of its own; write an Objective instead."
-            )
+            raise UserError("compute_loss_func= of a GatedTrainer, which has its own loss: write an Objective instead.")
         self.model_accepts_loss_kwargs = False  # the loss is a mean over one batch; the Trainer averages batches
         _part(self.model).has_loss = True
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss of a training batch, which the forward pass of the model computes."""
+        """Return the loss of a training batch; the model's forward pass computes it."""
         outputs = model(ag_batch=inputs, ag_step=self.state.global_step)
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Measure a batch of the evaluation; :meth:`evaluation_loop` reads what came of all."""
+        """Add an evaluation batch to the metrics that :meth:`evaluation_loop` returns."""
         with torch.no_grad():
             model(ag_batch=self._prepare_inputs(inputs), ag_step=None)
         return None, None, None
@@ -94,7 +92,7 @@ class GatedTrainer(Trainer):
         return output
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Make the Trainer's optimiser, with the gates in a group of their own."""
+        """Make the Trainer's optimiser, with a separate group for the gates."""
         given, part = self.optimizer is not None, _part(self.model)
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         gates = set(part.gates.parameters())
@@ -102,8 +100,8 @@ class GatedTrainer(Trainer):
             found = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             if not gates <= found:
                 raise UserError(
-                    "optimizers=: the optimiser does not have the gates' parameters, which the callback made; leave it "
-                    "out, and set optim.gate_lr of the callback's configuration."
+                    "optimizers=: the optimiser lacks the gates' parameters: leave it out, and set optim.gate_lr of "
+                    "the callback's configuration."
                 )
             return optimizer
         for group in optimizer.param_groups:
@@ -113,7 +111,7 @@ class GatedTrainer(Trainer):
         return optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the means of what the training batches since the last time were measured by."""
+        """Log, with the means of the training metrics since the last call."""
         if "loss" in logs:
             logs.update(_part(self.model).logged())
         super().log(logs, *args, **kwargs)
@@ -128,33 +126,32 @@ class GatedTrainer(Trainer):
 
 
 class GateCallback(TrainerCallback):
-    """Puts gates on the Trainer's model before training, and writes the export after it.
+    """Attaches gates to the Trainer's model before training, and writes the export after it.
 
-    The base is frozen; a LoRA adapter of PEFT is trained along and exported with the gates. Gates that were attached
-    before are taken off. Afterwards ``ag.EvictionCache(model, "gates")`` runs these, and ``ag.detach(model)`` takes
-    them off.
+    The base is frozen; a LoRA adapter of PEFT is trained and exported with the gates. Gates attached before are
+    detached. After training ``ag.EvictionCache(model, "gates")`` uses the new ones.
 
     Args:
-        config: of it ``gate``, ``init``, ``loss``, ``optim.gate_lr``, ``export.weights`` and of ``warmup`` what says
-            how ``loss.objective=regress`` measures are read; all else is the Trainer's to say.
+        config: ``gate``, ``init``, ``loss``, ``optim.gate_lr``, ``export.weights``, and for ``loss.objective=regress``
+            also ``warmup.target``, ``scale`` and ``keep`` are read; the Trainer replaces the rest.
         path: folder of the export, written by the main process.
-        base_model: hub id or folder of the base model for the export; None: what its configuration says.
+        base_model: hub id or folder of the base model for the export; None means the name in its configuration.
 
     Raises:
-        UserError: (when the Trainer is made) a configuration, a model or arguments that this cannot train; (when it
-            begins) a Trainer without :class:`GatedTrainer`.
+        UserError: for a configuration, a model or arguments that cannot be trained (when the Trainer is made), and for
+            a Trainer without :class:`GatedTrainer` (when training starts).
     """
 
     def __init__(self, config: Config, path: StrPath, base_model: str | None = None) -> None:
         if config.warmup.regress_steps:
             raise UserError(
-                f"warmup.regress_steps={config.warmup.regress_steps} in a Trainer: it has one loss and one schedule; "
-                "train with loss.objective=regress first, and go on from that export with init=EXPORT."
+                f"warmup.regress_steps={config.warmup.regress_steps} in a Trainer, which has one loss and one "
+                "schedule: train with loss.objective=regress first, then from that export with init=EXPORT."
             )
         self.config, self.path, self.base_model = config, Path(path), base_model
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Make the gates, attach them, and let the model's forward pass compute their loss."""
+        """Make and attach the gates, and make the model's forward pass compute their loss."""
         model = kwargs["model"]
         _check_arguments(args)
         detach(model)
@@ -169,7 +166,7 @@ class GateCallback(TrainerCallback):
         """Refuse a Trainer that trains with another loss."""
         if not _part(kwargs["model"]).has_loss:
             raise UserError(
-                "The Trainer has a GateCallback, and its loss knows nothing of gates: derive the Trainer as "
+                "The Trainer has a GateCallback, but not the loss of gates: derive it as "
                 "class Gated(ag.hf.GatedTrainer, SFTTrainer)."
             )
 
@@ -200,9 +197,9 @@ class GateCallback(TrainerCallback):
 
 
 class _Part(nn.Module):
-    """What is on the base model while it is trained: the gates, whose parameters are the model's then, and their loss.
+    """A submodule of the base model while it is trained: the gates and their loss.
 
-    The loss is computed inside the model's forward pass, where DistributedDataParallel and mixed precision see it.
+    The loss is computed inside the model's forward pass, where DistributedDataParallel and mixed precision apply.
     """
 
     def __init__(self, config: Config, model: nn.Module, gates: AttentionGates) -> None:
@@ -215,9 +212,9 @@ class _Part(nn.Module):
         self._values: dict[str, list[Tensor]] = defaultdict(list)
 
     def install(self, attachment: Attachment) -> None:
-        """Become a module of the base model, until what :func:`ag.attach` did is undone."""
+        """Add this module to the base model, until :func:`ag.detach` is called."""
         base: Any = attachment.base
-        self.base, forward = [base], base.forward  # in a list: the base is no part of this module
+        self.base, forward = [base], base.forward  # in a list, so that it is no submodule
 
         @functools.wraps(type(base).forward)
         def routed(model: Any, *args: Any, ag_batch: Any = None, ag_step: int | None = None, **kwargs: Any) -> Any:
@@ -232,7 +229,7 @@ class _Part(nn.Module):
         attachment.handles.append(self)
 
     def remove(self) -> None:
-        """Undo :meth:`install`; whoever has put a forward pass around this one keeps it, and it does nothing."""
+        """Undo :meth:`install`; a forward pass that was wrapped around this one stays."""
         [base] = self.base
         del base._modules[NAME]
         base._keys_to_ignore_on_save = self._ignored
@@ -243,7 +240,7 @@ class _Part(nn.Module):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Take the gates off the base model while PEFT writes what is trained there."""
+        """Remove this module from the base model while PEFT saves."""
         [base] = self.base
         del base._modules[NAME]
         try:
@@ -252,7 +249,7 @@ class _Part(nn.Module):
             base.add_module(NAME, self)
 
     def forward(self, inputs: dict[str, Any], step: int | None) -> dict[str, Tensor]:
-        """Return the loss of a training batch; with no step, measure one of an evaluation."""
+        """Return the loss of a training batch; a step of None adds an evaluation batch to the metrics."""
         batch = _batch(inputs, self.gated_loss)
         if step is None:
             self.validation.update(batch)
@@ -263,28 +260,26 @@ class _Part(nn.Module):
         return {"loss": measured.loss}
 
     def logged(self) -> dict[str, float]:
-        """Return the means of what was measured since the last time, without the loss, which the Trainer logs."""
+        """Return the means of the metrics since the last call, without the loss, which the Trainer logs."""
         values, self._values = self._values, defaultdict(list)
         return {name: float(torch.stack(x).mean()) for name, x in values.items() if name != "loss"}
 
     def load(self, folder: Path) -> None:
-        """Take the weights of an export of these gates over."""
+        """Load the weights of an export of these gates."""
         found = AttentionGates.from_pretrained(folder)
         self.gates.load_state_dict(found.state_dict())
         self.gates.calibration = found.calibration
 
 
 def _batch(inputs: dict[str, Any], loss: GatedLoss) -> Batch:
-    """Return a batch of a Trainer as :class:`ag.data.collate.Collator` makes it.
+    """Convert a batch of a Trainer to the form of :class:`ag.data.collate.Collator`.
 
-    The prompt ends where the labels begin, unless the batch has ``prompt_length``. Without an attention mask, positions
-    say where documents begin (trl's packing).
+    The prompt ends at the first label, unless the batch has ``prompt_length``. Without an attention mask a document
+    begins at each position 0 (trl's packing).
     """
     lacking = [name for name in ("input_ids", "labels") if inputs.get(name) is None]
     if lacking:
-        raise UserError(
-            f"A batch of the Trainer has no {' and no '.join(lacking)}: gates learn from tokens and labels."
-        )
+        raise UserError(f"A batch of the Trainer has no {' and no '.join(lacking)}: expected tokens and labels.")
     ids, labels = inputs["input_ids"], inputs["labels"]
     if inputs.get("attention_mask") is None and inputs.get("position_ids") is not None:
         return _packed(ids, labels, inputs["position_ids"], loss)
@@ -313,11 +308,11 @@ def _packed(ids: Tensor, labels: Tensor, positions: Tensor, loss: GatedLoss) -> 
 
 
 def _check_arguments(args: TrainingArguments) -> None:
-    """Refuse what would train something else than is said, or nothing."""
+    """Refuse arguments under which the gates would not be trained, or not as configured."""
     if sharded := next((name for name in ("deepspeed", "fsdp") if getattr(args, name, None)), None):
         raise UserError(
-            f"{sharded} with a GateCallback: gates are trained by one process or by DistributedDataParallel; leave it "
-            "out, or use python -m ag.fit trainer.strategy=fsdp2."
+            f"{sharded} with a GateCallback, which trains in one process or by DistributedDataParallel: leave it out, "
+            "or use python -m ag.fit trainer.strategy=fsdp2."
         )
     options = args.gradient_checkpointing_kwargs
     if args.gradient_checkpointing and isinstance(options, dict) and options.get("use_reentrant"):
@@ -332,7 +327,7 @@ def _base(model: Any) -> Any:
 
 
 def _part(model: Any) -> _Part:
-    """Return what the callback put on a model."""
+    """Return the module that the callback added to a model."""
     part = getattr(_base(model), NAME, None)
     if not isinstance(part, _Part):
         raise UserError("The Trainer's model has no gates: give it callbacks=[ag.hf.GateCallback(config, EXPORT)].")

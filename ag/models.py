@@ -1,7 +1,6 @@
 """``python -m ag.models``: see :mod:`ag.commands.models`."""
 
 import logging
-import sys
 
 from ag.commands.models import ModelsConfig as ModelsConfig
 from ag.commands.models import main as main
@@ -27,4 +26,4 @@ def show(asked: Invocation[ModelsConfig]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

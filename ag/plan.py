@@ -1,7 +1,5 @@
 """``python -m ag.plan``: see :mod:`ag.commands.plan`."""
 
-import sys
-
 from ag.commands.plan import PlanConfig as PlanConfig
 from ag.commands.plan import main as main
 from ag.config.command_line import Invocation
@@ -16,4 +14,4 @@ def show(asked: Invocation[PlanConfig]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

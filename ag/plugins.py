@@ -1,4 +1,4 @@
-"""Parts of other packages (scorers, tasks, kinds of gates, losses, ...): modules that are named, and entry points."""
+"""Extensions (scorers, tasks, kinds of gates, losses, ...) by ``plugins=[MODULE]`` and by entry points."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from ag.errors import UserError, nearest
 
-#: Groups of entry points, each with the module and the name of the table that they enter.
+#: Groups of entry points, each with the module and the name of its table.
 GROUPS = {
     "ag.scorers": ("ag.engine.scorers", "SCORERS"),
     "ag.wrappers": ("ag.engine.wrappers", "WRAPPERS"),
@@ -25,9 +25,9 @@ GROUPS = {
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import modules that enter something into a table, as ``SCORERS["mine"] = Mine``, from the working folder too."""
+    """Import modules that add to a table, as ``SCORERS["mine"] = Mine``; the working folder is searched too."""
     if modules and os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # python -m searches it, the command ag does not
+        sys.path.append(os.getcwd())  # as python -m does, unlike the command ag
     for name in modules:
         try:
             import_module(name)
@@ -42,7 +42,7 @@ def load(modules: Sequence[str]) -> None:
 
 @functools.cache
 def discover(group: str) -> dict[str, Any]:
-    """Return the table of a group, into which the entry points of installed packages are entered once."""
+    """Return the table of a group, after adding the entry points of installed packages."""
     module, table = GROUPS[group]
     known: dict[str, Any] = getattr(import_module(module), table)
     for point in entry_points(group=group):
@@ -60,13 +60,13 @@ def discover(group: str) -> dict[str, Any]:
 
 
 def part(group: str, key: str, name: str, base: Any) -> Any:
-    """Return the class that a name stands for.
+    """Return the class of this name.
 
     Args:
-        group: one of :data:`GROUPS` whose table holds classes.
-        key: the key that names it, for messages.
-        name: as it was given.
-        base: the class that it has to derive from.
+        group: one of :data:`GROUPS`.
+        key: the configuration key, for messages.
+        name: value of the key.
+        base: required base class.
     """
     known = discover(group)
     if name not in known:
@@ -77,7 +77,7 @@ def part(group: str, key: str, name: str, base: Any) -> Any:
 
 
 def check_part(name: str, kind: Any, base: Any) -> None:
-    """Refuse an entry of a table that is no class of this base, or lacks methods that the base asks for."""
+    """Refuse an entry of a table that is not a subclass of ``base``, or has abstract methods left."""
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise UserError(f"{name!r} is {kind!r:.80}: expected a class derived from {base.__module__}.{base.__name__}.")
     if lacking := sorted(getattr(kind, "__abstractmethods__", ())):

@@ -6,8 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning as L
@@ -40,16 +39,16 @@ from ag.training.objectives import objective
 from ag.training.sharded import ShardedStrategy, gather
 
 EXIT_NOT_FINITE = 3
-LEAST_EVICTED = 0.01  # of validation tokens; gates that evict less say so
+#: Keys of ``gate`` that determine the shapes of its weights.
 SIZES = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "layer_offset", "first_layer")
 
 
 def run(asked: Invocation[Config]) -> int:
-    """Train, as ``python -m ag.fit`` is asked to; returns the exit code.
+    """Train, as ``python -m ag.fit`` does; returns the exit code.
 
     Codes: 0 done; 2 an error in the configuration, the data, the model, the run to resume or the disk (one line on
-    stderr); 3 a loss or gradient was not finite; 143, 130 and 138 stopped by SIGTERM, Ctrl-C and SIGUSR1, after
-    a checkpoint where training had begun.
+    stderr); 3 a loss or gradient was not finite; 143, 130 and 138 after SIGTERM, Ctrl-C and SIGUSR1, with a checkpoint
+    if training had begun.
     """
     if asked.config.cluster is not None:
         return run_on_cluster(asked.config, lambda: None if asked.dry_run else run_folder(asked.config), fit)
@@ -61,7 +60,7 @@ def run(asked: Invocation[Config]) -> int:
         raise UserError(str(error)) from error
     except callbacks.NonFiniteError as error:
         print(f"ag.fit: error: {error}", file=sys.stderr)
-        # when another process fails first, Lightning's launcher kills the first one, and its exit code is lost
+        # Lightning's launcher kills the first process when another one fails, and its exit code is lost
         return EXIT_NOT_FINITE if os.environ.get("LOCAL_RANK", "0") == "0" else 0
     except callbacks.Stopped as stopped:
         print(f"ag.fit: {stopped}", file=sys.stderr)
@@ -71,18 +70,18 @@ def run(asked: Invocation[Config]) -> int:
 
 @quiet()
 def fit(
-    config: Config, dry_run: bool = False, folder: Path | None = None, told: Callable[[], int] | None = None
+    config: Config, dry_run: bool = False, folder: Path | None = None, stop_signal: Callable[[], int] | None = None
 ) -> Path | None:
     """Train and export.
 
     Args:
         config: the whole configuration.
         dry_run: build everything, run one training and one validation batch, write nothing.
-        folder: a run folder that was made for this run, which goes on from its last checkpoint where there is one.
-        told: the number of a signal that all ranks are to stop after, 0 for none; asked after each step.
+        folder: an existing run folder; the run continues from its last checkpoint if it has one. None makes a new one.
+        stop_signal: returns the number of a signal that stops all ranks, 0 for none; called after each step.
 
     Returns:
-        The run folder, None after a dry run.
+        The run folder; None after a dry run.
 
     Raises:
         UserError: (ModelError, DataError, ExportError, ...) naming what is wrong and the fix.
@@ -91,12 +90,12 @@ def fit(
         KeyboardInterrupt: on Ctrl-C before the first step, and on a second one.
     """
     check_trainer(config)
-    data.check(config.data)  # that somebody has registered the parts that the keys name
+    data.check(config.data)
     check_kind(config)
     objective(config.loss.objective)
     L.seed_everything(config.seed, workers=True, verbose=False)
     base, tokenizer = models.load_base(config.model)
-    (decoder_of if config.train == "lora" else check_attention)(base)  # what is not supported, before the data are read
+    (decoder_of if config.train == "lora" else check_attention)(base)  # before the data are read
     context = base.config.get_text_config().max_position_embeddings
     batches = data.build(config, tokenizer, context)
     gates = None if config.train == "lora" else make_gates(base, config)
@@ -109,13 +108,13 @@ def fit(
         merge=config.export.merge,
     )
     run_dir = None if dry_run else folder or run_folder(config)
-    trainer = build_trainer(config, run_dir, told)
+    trainer = build_trainer(config, run_dir, stop_signal)
     if trainer.is_global_zero and batches.about:
         print(batches.about)
     begun = folder if folder is not None and checkpoints(folder) else config.resume
     checkpoint = None if begun is None else newest_valid(Path(begun))
     if run_dir is None:
-        checkpoint = None  # Lightning's dry run has one epoch, and refuses what is from a later one
+        checkpoint = None  # Lightning's dry run has one epoch, and refuses a checkpoint of a later one
     elif trainer.is_global_zero and checkpoint is not None:
         print(f"on from {checkpoint}")
     module.train()  # Lightning does not change the mode, and activation checkpointing needs training mode
@@ -148,8 +147,6 @@ def fit(
             print(f"{batches.counts.truncated} prompts lost {batches.counts.truncated_tokens} tokens on their left.")
         if batches.counts.skipped:
             print(f"{batches.counts.skipped} rows of the data were left out: too short for a prompt, or too long.")
-        if (hint := nothing_evicted(config, metrics)) is not None:
-            print(hint)
         print(f"run folder: {run_dir}")
         if config.export.push_to_hub:
             print(f"uploaded: {export.push(run_dir / 'export', config.export.push_to_hub)}")
@@ -157,21 +154,8 @@ def fit(
     return run_dir
 
 
-def nothing_evicted(config: Config, metrics: Mapping[str, float]) -> str | None:
-    """Say what helps when trained gates keep all that they were shown; None where they evict something."""
-    evicted = metrics.get("val/evicted")
-    if config.train == "lora" or config.loss.draws_share or evicted is None or evicted >= LEAST_EVICTED:
-        return None
-    return (
-        f"Almost nothing is evicted ({evicted:.1%} of the validation): the gates are still open. Start with "
-        f"warmup.regress_steps=100 (now {config.warmup.regress_steps}) and gate.bias=0 (now {config.gate.bias:g}), "
-        f"raise loss.alpha={config.loss.alpha:g} or lower loss.beta={config.loss.beta:g}, or train longer; or evict by "
-        "rank: policy=gates:EXPORT with budget=0.5."
-    )
-
-
 def check_kind(config: Config) -> None:
-    """Refuse a kind of gates that there is not, or that has no flags to train under."""
+    """Refuse an unknown kind of gates, and one without flags, which cannot be trained."""
     if gate_kind(config.gate.kind).decays and config.train != "lora":
         raise UserError(
             f"gate.kind={config.gate.kind}: its scores fall with a token's age, and have no flags to train under: "
@@ -188,25 +172,19 @@ def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
         try:
             gates.load_state_dict(start.state_dict())
         except RuntimeError:
-            sides = [_sizes(one) for one in (start, gates)]
             theirs, ours = (
-                ", ".join(f"{name}={side[name]}" for name in side if sides[0][name] != sides[1][name]) for side in sides
+                one.fingerprint | {f"gate.{key}": getattr(one.config, key) for key in SIZES} for one in (start, gates)
             )
+            differ = [f"{name}={theirs[name]}, here {name}={ours[name]}" for name in ours if ours[name] != theirs[name]]
             raise UserError(
-                f"init={config.init}: its gates have {theirs}, those of this run {ours}: expected gates of the same "
-                "sizes; take its base model and its gate.* keys, or leave init out."
+                f"init={config.init}: its gates have {'; '.join(differ)}: expected gates of the same sizes; take its "
+                "base model and its gate.* keys, or leave init out."
             ) from None
     return gates
 
 
-def _sizes(gates: AttentionGates) -> dict[str, object]:
-    """Return what the shapes of gates follow from, by the name that a user knows."""
-    keys = asdict(gates.config)
-    return gates.fingerprint | {f"gate.{name}": keys[name] for name in SIZES}
-
-
 def check_trainer(config: Config) -> None:
-    """Find a strategy that does not exist and an accelerator that is not there, before anything is loaded."""
+    """Refuse an unknown strategy and an accelerator that this machine lacks, before anything is loaded."""
     strategy, accelerator = config.trainer.strategy, config.trainer.accelerator
     known = ["auto", "fsdp2", *StrategyRegistry.available_strategies()]
     if strategy not in known:
@@ -234,8 +212,7 @@ def run_folder(config: Config) -> Path:
     """Make the folder of a run, ``OUTPUT/RECIPE/TIME``, the same on all ranks, and write its config.yaml.
 
     Raises:
-        UserError: when several processes were started by torchrun without an id that they share, or the id of another
-            run.
+        UserError: when torchrun started several processes without a common id, or with the id of another run.
     """
     if config.resume is not None:
         return Path(config.resume)
@@ -257,8 +234,8 @@ def run_folder(config: Config) -> Path:
     return folder
 
 
-def build_trainer(config: Config, run_dir: Path | None, told: Callable[[], int] | None = None) -> L.Trainer:
-    """Make the trainer; without a run folder it runs one batch of each kind and writes nothing."""
+def build_trainer(config: Config, run_dir: Path | None, stop_signal: Callable[[], int] | None = None) -> L.Trainer:
+    """Return the trainer; without a run folder it runs one batch of each kind and writes nothing."""
     options = config.trainer
     sharded = options.strategy == "fsdp2"
     try:
@@ -277,14 +254,14 @@ def build_trainer(config: Config, run_dir: Path | None, told: Callable[[], int] 
             limit_val_batches=options.val_batches,
             log_every_n_steps=options.log_every,
             deterministic=options.deterministic,
-            callbacks=callbacks.build(config, run_dir, told) if run_dir else None,
+            callbacks=callbacks.build(config, run_dir, stop_signal) if run_dir else None,
             logger=build_loggers(config, run_dir) if run_dir else False,
             plugins=[callbacks.AtomicCheckpointIO()],
             default_root_dir=run_dir,
             fast_dev_run=run_dir is None,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
-            enable_progress_bar=True if run_dir else options.progress,  # callbacks have lines for false
+            enable_progress_bar=True if run_dir else options.progress,  # a callback prints lines for false
             enable_model_summary=False,
         )
     except (ImportError, ValueError, MisconfigurationException) as error:
@@ -297,10 +274,7 @@ def build_trainer(config: Config, run_dir: Path | None, told: Callable[[], int] 
 def write_export(
     folder: Path, module: GatedLM, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, metrics: dict[str, float]
 ) -> None:
-    """Write what was trained: gates with their adapter, or the adapter alone for the baseline.
-
-    The tokenizer goes into a merged copy of the model, where ``export.merge`` asks for one.
-    """
+    """Write the gates with their adapter, or the adapter of the baseline; with ``export.merge`` a merged model too."""
     adapter = module.model if isinstance(module.model, PeftModel) else None
     measured = {name.removeprefix("val/"): value for name, value in metrics.items() if name.startswith("val/")}
     if "evicted" in measured:
@@ -320,12 +294,12 @@ def write_export(
     elif adapter is not None:
         export.save_adapter(folder, adapter, base_model=models.hub_name(module.config.model.name))
     if module.config.export.merge and adapter is not None:
-        shutil.rmtree(folder.parent / "merged", ignore_errors=True)  # written by this run before it was resumed
+        shutil.rmtree(folder.parent / "merged", ignore_errors=True)  # of this run before it was resumed
         export.save_merged(adapter, folder.parent / "merged", tokenizer, folder)
 
 
 def load_best(module: GatedLM, run_dir: Path) -> dict[str, float]:
-    """Put the weights of the best checkpoint into the module; returns the metrics of its step."""
+    """Load the weights of the best checkpoint into the module; returns the metrics of its step."""
     best = torch.load(run_dir / "checkpoints" / "best.ckpt", map_location="cpu", weights_only=True)
     module.load_state_dict(best["state_dict"], strict=False)
     if module.gates is not None:

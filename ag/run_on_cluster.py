@@ -1,7 +1,7 @@
 """A training run on the machines of a Ray cluster: ``python -m ag.fit cluster=local trainer.devices=2``.
 
-Ray Train starts the ranks, each a process of a machine, which find one another as those that torchrun starts. What they
-share is the run folder: a run that loses a rank is started again by Ray and goes on from its last checkpoint.
+Ray Train starts the ranks as torchrun does. They share the run folder: after the loss of a rank Ray starts all ranks
+again, and the run continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -32,94 +32,85 @@ from ag.versions import versions
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_NOT_FINITE = 1, 2, 3
 LOOK_SECONDS = 0.5
-LOG = "log.txt"  # in the run folder: what the first rank prints, which the command shows
+LOG = "log.txt"  # in the run folder: output of the first rank, which the command prints too
 
 T = TypeVar("T")
 
 
 class Desk:
-    """What the command and its ranks tell one another; an actor."""
+    """An actor through which the command and its ranks exchange signals and errors."""
 
     def __init__(self) -> None:
-        self._rung, self._signum = asyncio.Event(), 0
-        self._verdict = 0, ""
+        self._signalled, self._signum = asyncio.Event(), 0
+        self._failure = 0, ""
 
-    async def ring(self, signum: int) -> None:
-        """Tell all ranks of a signal that came to the command."""
+    async def send_signal(self, signum: int) -> None:
+        """Pass a signal of the command on to all ranks."""
         self._signum = self._signum or signum
-        self._rung.set()
+        self._signalled.set()
 
-    async def heard(self) -> int:
+    async def wait_signal(self) -> int:
         """Wait for a signal; returns its number."""
-        await self._rung.wait()
+        await self._signalled.wait()
         return self._signum
 
-    async def judge(self, code: int, said: str) -> None:
-        """Note what no other attempt mends: an exit code of ``ag.fit``, and why."""
-        self._verdict = code, said
+    async def fail(self, code: int, why: str) -> None:
+        """Record an error that another attempt would repeat: an exit code of ``ag.fit``, and the message."""
+        self._failure = code, why
 
-    async def verdict(self) -> tuple[int, str]:
-        """Return what no other attempt mends; code 0 means that nothing is known."""
-        return self._verdict
+    async def failure(self) -> tuple[int, str]:
+        """Return such an error; code 0 means that there is none."""
+        return self._failure
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What each rank is told.
+    """The work of each rank."""
 
-    Attributes:
-        fit: trains, :func:`ag.run.fit`.
-        config: of the run.
-        folder: the run folder, of which all machines see the same path; None for a dry run.
-        place: the working folder.
-        desk: the actor :class:`Desk`.
-        versions: of the libraries where the command runs.
-    """
-
-    fit: Callable[..., object]
-    config: Config
-    folder: Path | None
-    place: str
-    desk: Any
-    versions: Mapping[str, str]
+    fit: Callable[..., object]  # :func:`ag.run.fit`
+    config: Config  # of the run
+    folder: Path | None  # the run folder, under the same path on all machines; None for a dry run
+    place: str  # the working folder
+    desk: Any  # the actor :class:`Desk`
+    versions: Mapping[str, str]  # versions of the libraries where the command runs
 
     def __call__(self) -> tuple[int, str]:
-        """Train, as one of the ranks; returns an exit code and what there is to say of it.
+        """Train as one of the ranks; returns an exit code and a message.
 
         Raises:
-            RuntimeError: for all that is not agreed with the other ranks. Ray ends these, and starts all again.
+            RuntimeError: for an error of this rank alone. Ray then ends the other ranks, and starts all again.
         """
         import ray
 
-        code, said = ray.get(self.desk.verdict.remote())
-        if code:  # of an attempt before this one
-            return code, said
-        heard, going = self.desk.heard.remote(), False
+        code, why = ray.get(self.desk.failure.remote())
+        if code:  # of an earlier attempt
+            return code, why
+        sent, leaving = self.desk.wait_signal.remote(), False
 
-        def told() -> int:
-            nonlocal going
-            going = ray.train.get_preemption_info() is not None  # waits for all ranks: each asks it each time
-            if ray.wait([heard], timeout=0)[0]:
-                return int(ray.get(heard))
-            return signal.SIGTERM if going else 0
+        def stop_signal() -> int:
+            nonlocal leaving
+            leaving = ray.train.get_preemption_info() is not None  # a collective: every rank calls it every time
+            if ray.wait([sent], timeout=0)[0]:
+                return int(ray.get(sent))
+            return signal.SIGTERM if leaving else 0
 
         try:
-            self._train(told)
+            self._train(stop_signal)
         except Stopped as stopped:
-            if ray.wait([heard], timeout=0)[0]:
+            if ray.wait([sent], timeout=0)[0]:
                 return 128 + stopped.signum, str(stopped)
-            if going:  # Ray ends the ranks with the machine, and starts them on others
+            if leaving:  # Ray ends the ranks with their machine, and starts them on others
                 threading.Event().wait()
             raise RuntimeError(str(stopped)) from None
         except (UserError, NonFiniteError) as error:
             code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_NOT_FINITE
-            ray.get(self.desk.judge.remote(code, str(error)))
+            ray.get(self.desk.fail.remote(code, str(error)))
             raise RuntimeError(str(error)) from None
         except Exception:
-            raise RuntimeError(traceback.format_exc()) from None  # many exceptions cannot be sent
+            raise RuntimeError(traceback.format_exc()) from None  # many exceptions cannot be pickled
         return 0, ""
 
-    def _train(self, told: Callable[[], int]) -> None:
+    def _train(self, stop_signal: Callable[[], int]) -> None:
         cluster.check_versions(self.versions)
         os.chdir(self.place)
         load(self.config.plugins)
@@ -129,10 +120,10 @@ class Rank:
                 f"cluster: {socket.gethostname()} does not see {folder.absolute()}: expected output= to be a "
                 "folder that all machines share under one path."
             )
-        # Lightning takes these ranks for torchrun's
+        # so that Lightning treats these ranks as torchrun's
         os.environ |= {"TORCHELASTIC_RUN_ID": "ray", "GROUP_RANK": os.environ["NODE_RANK"]}
         with _printed(None if folder is None or os.environ["RANK"] != "0" else folder / LOG):
-            self.fit(self.config, folder is None, folder, told)
+            self.fit(self.config, folder is None, folder, stop_signal)
 
 
 def run_on_cluster(config: Config, make_folder: Callable[[], Path | None], fit: Callable[..., object]) -> int:
@@ -140,11 +131,11 @@ def run_on_cluster(config: Config, make_folder: Callable[[], Path | None], fit: 
 
     Args:
         config: the whole configuration.
-        make_folder: makes the run folder, where there is room for the run; returns None for a dry run.
-        fit: trains, :func:`ag.run.fit`.
+        make_folder: makes the run folder, once the cluster has room; returns None for a dry run.
+        fit: :func:`ag.run.fit`.
 
     Raises:
-        UserError: what the ranks say, no such cluster, or no room on it.
+        UserError: from a rank, or when there is no such cluster or no room on it.
     """
     with cluster.connected(config.cluster or "local"), tempfile.TemporaryDirectory() as scratch:
         import ray
@@ -156,28 +147,28 @@ def run_on_cluster(config: Config, make_folder: Callable[[], Path | None], fit: 
         rank = Rank(fit, replace(config, cluster=None), folder, os.getcwd(), desk, versions(*cluster.LIBRARIES))
         try:
             with _signals(desk):
-                code, said = _waited(lambda: _started(rank, scaling, scratch), folder and folder / LOG)
+                code, why = _waited(lambda: _started(rank, scaling, scratch), folder and folder / LOG)
         except ControllerError as error:
             raise UserError(f"cluster={config.cluster}: the ranks cannot be started: {error}") from None
         except WorkerGroupError as error:
-            code, said = ray.get(desk.verdict.remote())
-            if not code:  # of ranks that end together the one that died tells most
+            code, why = ray.get(desk.failure.remote())
+            if not code:  # of ranks that ended together the one that died says most
                 failures = [getattr(x, "_base_exc", x) for _, x in sorted(error.worker_failures.items())]
                 died = str(min(failures, key=lambda x: isinstance(x, RuntimeError))).strip()
-                code, said = EXIT_FAILED, f"{died}; ranks ended once more than failures={config.failures} allows"
-                said += "" if folder is None else f"; {how_to_continue(folder)}"
+                code, why = EXIT_FAILED, f"{died}; ranks ended once more than failures={config.failures} allows"
+                why += "" if folder is None else f"; {how_to_continue(folder)}"
     if code == EXIT_USER_ERROR:
-        raise UserError(said)
-    if said:
-        print(f"ag.fit: {'error: ' * (code in (EXIT_FAILED, EXIT_NOT_FINITE))}{said}", file=sys.stderr)
+        raise UserError(why)
+    if why:
+        print(f"ag.fit: {'error: ' * (code in (EXIT_FAILED, EXIT_NOT_FINITE))}{why}", file=sys.stderr)
     return int(code)
 
 
 def _scaling(config: Config) -> Any:
-    """Return what the ranks take of which machines, as Ray Train wants to be told.
+    """Return the resources of the ranks.
 
     Raises:
-        UserError: when the machines have less.
+        UserError: when the cluster has less.
     """
     from ray.train import ScalingConfig
 
@@ -193,13 +184,13 @@ def _scaling(config: Config) -> Any:
         num_workers=ranks,
         use_gpu=on_gpu,
         resources_per_worker={"CPU": room.cpus, "GPU": room.gpus} if on_gpu else {"CPU": room.cpus},
-        # Lightning counts the GPUs of a machine; cores may be anywhere
+        # Lightning counts the GPUs of one machine; CPU ranks may be anywhere
         placement_strategy="STRICT_PACK" if on_gpu and trainer.num_nodes == 1 else "PACK",
     )
 
 
 def _started(rank: Rank, scaling: Any, scratch: str) -> tuple[int, str]:
-    """Start the ranks, again where one is lost, and return what the first of them returns.
+    """Run the ranks, again after the loss of one; returns the result of the first rank.
 
     Raises:
         ray.train.TrainingFailedError: when they cannot be started, or were lost more often than ``failures``.
@@ -209,17 +200,17 @@ def _started(rank: Rank, scaling: Any, scratch: str) -> tuple[int, str]:
 
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # or each line is printed twice
 
-    train: Any = ray.train  # whose types are those of its first version
+    train: Any = ray.train  # its type hints are those of version 1
     base: Any = TorchTrainer
 
     class Trainer(base):  # type: ignore[misc]
         def _create_default_callbacks(self) -> list[Any]:
-            # this one asks a dashboard, which is not there, and takes 12 seconds to give up
+            # it waits 12 seconds for the dashboard, which is not there
             unwanted = "PlacementGroupCleanerCallback"
             return [each for each in super()._create_default_callbacks() if type(each).__name__ != unwanted]
 
     own = train.RunConfig(
-        storage_path=scratch,  # of nothing that is kept
+        storage_path=scratch,
         failure_config=train.FailureConfig(
             max_failures=rank.config.failures, controller_failure_limit=rank.config.failures
         ),
@@ -231,14 +222,14 @@ def _started(rank: Rank, scaling: Any, scratch: str) -> tuple[int, str]:
 
 @contextmanager
 def _signals(desk: Any) -> Iterator[None]:
-    """Pass the first signal on to the ranks, which save and end; a second one ends this process."""
+    """Pass the first signal on to the ranks, which save and end; the second one ends this process."""
     seen: list[int] = []
 
     def note(signum: int, _: FrameType | None) -> None:
         if seen:
             raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
         seen.append(signum)
-        desk.ring.remote(signum)
+        desk.send_signal.remote(signum)
 
     before = {number: signal.signal(number, note) for number in SIGNALS}
     try:
@@ -250,7 +241,7 @@ def _signals(desk: Any) -> Iterator[None]:
 
 @contextmanager
 def _printed(path: Path | None) -> Iterator[None]:
-    """Have what this process prints added to a file; None means that it is printed as ever."""
+    """Append the output of this process to a file; None leaves stdout and stderr as they are."""
     with ExitStack() as stack:
         if path is not None:
             file = stack.enter_context(path.open("a", buffering=1))
@@ -260,9 +251,9 @@ def _printed(path: Path | None) -> Iterator[None]:
 
 
 def _waited(work: Callable[[], T], log: Path | None) -> T:
-    """Return what work returns, or raise what it raises; show what a file gains meanwhile.
+    """Run work in a thread, and print what is appended to a log file meanwhile; returns its result or raises its error.
 
-    In a thread: Ray Train would take Ctrl-C for itself. It is a daemon, so that a second Ctrl-C ends the process.
+    In the main thread Ray Train would handle Ctrl-C. The thread is a daemon: a second Ctrl-C ends the process.
     """
     result: Future[T] = Future()
 

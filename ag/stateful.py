@@ -1,4 +1,4 @@
-"""State that is some attributes of an object, and is saved and taken over with them."""
+"""Objects whose state to save is a set of attributes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 class Attributes:
     """An object whose state is some of its attributes."""
 
-    #: Their types by name.
+    #: Types of the attributes, by name.
     STATE: ClassVar[Mapping[str, Any]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -17,11 +17,11 @@ class Attributes:
         return {name: getattr(self, name) for name in self.STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take exactly these attributes over, each of its type.
+        """Set the attributes.
 
         Raises:
-            KeyError: when something is missing, or not known.
-            TypeError: for something of another type.
+            KeyError: when an attribute is missing or unknown.
+            TypeError: when an attribute has another type.
         """
         if state.keys() != self.STATE.keys():
             raise KeyError(*(state.keys() ^ self.STATE.keys()))

@@ -1,4 +1,4 @@
-"""Versions of installed packages, for files that say where they come from."""
+"""Versions of installed packages, for files of results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Return the version of each package; "not installed" also for this one where it runs from a checkout."""
+    """Return the version of each package, or "not installed" (also for this one without an installation)."""
     found = {}
     for name in names:
         try:

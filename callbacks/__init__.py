@@ -1,4 +1,4 @@
-"""What happens around a training step: guards, measurements, pictures, checkpoints, progress."""
+"""The Lightning callbacks of a run: guards, measurements, pictures, checkpoints, progress."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from ag.config import Config
 __all__ = ["AtomicCheckpointIO", "NonFiniteError", "Stopped", "build", "how_to_continue", "newest_valid"]
 
 
-def build(config: Config, run_dir: Path, told: Callable[[], int] | None = None) -> list[Callback]:
-    """Make the callbacks of a run, in the order in which Lightning has to call them.
+def build(config: Config, run_dir: Path, stop_signal: Callable[[], int] | None = None) -> list[Callback]:
+    """Return the callbacks of a run, in the order in which Lightning has to call them.
 
-    ``told`` is another source of signals, as :class:`StopOnSignal` takes it.
-
-    `lightning.Trainer` also needs `plugins=[AtomicCheckpointIO()]`.
+    `lightning.Trainer` also needs `plugins=[AtomicCheckpointIO()]`. ``stop_signal`` is that of :class:`StopOnSignal`.
     """
     callbacks: list[Callback] = [
         ParameterSummary(),
-        StopOnSignal(run_dir, told),
+        StopOnSignal(run_dir, stop_signal),
         LearningRateMonitor("step"),
         Throughput(config.trainer.log_every),
         FiniteGuard(run_dir),

@@ -1,4 +1,4 @@
-"""When checkpoints are written: the newest few stay, and the best."""
+"""When checkpoints are written and removed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from ag.callbacks.stop import Stopped
 class RunCheckpoint(StepCallback, Checkpoint):
     """Saves to `run_dir/checkpoints/step=NNNNNN.ckpt` and keeps `best.ckpt` beside it.
 
-    A checkpoint is written every `every_steps` optimiser steps, after each validation, at the end, when the
-    run is stopped by a signal and, with one process, when it fails. The last three hold the loop counters of
-    the end of the last optimiser step, or of the start of the validation that follows it, so that a resumed
-    run repeats only the unfinished step or validation, and a run that ended at `trainer.max_steps` continues in
-    the middle of its epoch when that is raised. After a `NonFiniteError` nothing is written: continue from the
-    last checkpoint.
+    A checkpoint is written every `every_steps` optimiser steps, after each validation, at the end, after a signal and,
+    with one process, after an error other than `NonFiniteError`. The last three hold the loop counters of the end of
+    the last optimiser step, or of the start of the validation after it. A resumed run therefore repeats only the
+    unfinished step or validation, and a run that ended at `trainer.max_steps` continues inside its epoch if that is
+    raised.
 
     Args:
         run_dir: the run folder.
-        every_steps: optimiser steps between checkpoints; 0: after validations only.
-        keep_last: how many of the newest stay.
-        monitor: validation metric that chooses `best.ckpt`, lower is better.
+        every_steps: optimiser steps between checkpoints; 0 means after validations only.
+        keep_last: number of newest checkpoints that are kept.
+        monitor: validation metric that chooses `best.ckpt`; lower is better.
     """
 
     def __init__(self, run_dir: Path, every_steps: int, keep_last: int, monitor: str) -> None:
@@ -43,7 +42,7 @@ class RunCheckpoint(StepCallback, Checkpoint):
         self._use_step_end = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value so far, which a resumed run continues from."""
+        """Return the best value so far."""
         return {"best": self._best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -51,17 +50,17 @@ class RunCheckpoint(StepCallback, Checkpoint):
         self._best = state_dict["best"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove what a killed run left half-written."""
+        """Remove half-written files of a killed run."""
         if trainer.is_global_zero:
             for partial in self._folder.glob("*.partial"):
                 partial.unlink()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin at the step that the run was resumed from, or at 0."""
+        """Start at the step of the checkpoint, or at 0."""
         super().on_train_start(trainer, pl_module)
         self._saved_step = self._step
-        # Lightning 2.6 forgets to count the epoch that follows a checkpoint of an epoch's last training batch, and a
-        # second resume would then repeat that epoch
+        # after a checkpoint of an epoch's last batch Lightning 2.6 does not count the next epoch, and a second resume
+        # would repeat it
         epochs = trainer.fit_loop.epoch_progress
         total = epochs.state_dict()["total"]
         if trainer.fit_loop.restarted_mid_epoch and total["processed"] == total["started"]:
@@ -69,13 +68,13 @@ class RunCheckpoint(StepCallback, Checkpoint):
             epochs.increment_started()
 
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the loop counters; save when it is time."""
+        """Copy the loop counters; save if a checkpoint is due."""
         self._step_end = deepcopy(trainer.fit_loop.state_dict())
         if self._every_steps and self._step % self._every_steps == 0:
             self._save(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record in the counters of this step that its validation has begun and is not finished."""
+        """Mark the validation as begun in the copied counters."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._step_end = deepcopy(trainer.fit_loop.state_dict())
@@ -103,10 +102,10 @@ class RunCheckpoint(StepCallback, Checkpoint):
             self._save(trainer, use_step_end=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the last complete step; of several ranks only when all agreed to stop, as saving needs all of them."""
+        """Save the last complete step; with several ranks only after a signal, as saving needs all of them."""
         together = trainer.world_size == 1 or isinstance(exception, Stopped)
         nothing_new = not self._step_end or self._saved_step == trainer.global_step
-        # an exception between the optimiser's step and the end of its batch: the counters are those of the step before
+        # an exception after the optimiser's step and before the end of its batch: the copied counters are too old
         nothing_new |= self._step != trainer.global_step
         if isinstance(exception, NonFiniteError) or not together or nothing_new:
             return
@@ -116,7 +115,7 @@ class RunCheckpoint(StepCallback, Checkpoint):
             warnings.warn(f"step {trainer.global_step} could not be saved: {error}", stacklevel=2)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Replace the counters of now by those of the end of the last optimiser step."""
+        """Replace the current loop counters by the copied ones."""
         if self._use_step_end:
             checkpoint["loops"]["fit_loop"] = self._step_end
 
@@ -130,7 +129,7 @@ class RunCheckpoint(StepCallback, Checkpoint):
         return path
 
     def _prune(self) -> None:
-        """Remove old checkpoints, and newer ones: a resumed run found those damaged."""
+        """Remove old checkpoints, and newer ones, which were damaged when the run was resumed."""
         saved = checkpoints(self._folder.parent)
         current = [path for path in saved if step_of(path) <= self._saved_step]
         for path in set(saved) - set(current[: self._keep_last]):

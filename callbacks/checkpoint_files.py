@@ -1,4 +1,4 @@
-"""Checkpoints on disk: complete or absent, listed, and checked for damage."""
+"""Checkpoint files: written atomically, listed, and checked for damage."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ from ag.files import replacing
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """List the checkpoints of a run, newest (most optimiser steps) first; `best.ckpt` is not among them."""
+    """Return the checkpoints of a run, most optimiser steps first, without `best.ckpt`."""
     return sorted((Path(run_dir) / "checkpoints").glob("step=*.ckpt"), key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
-    """Read the number of optimiser steps from the name of a checkpoint, `step=000123.ckpt`."""
+    """Return the number of optimiser steps in the name of a checkpoint, `step=000123.ckpt`."""
     return int(path.stem.removeprefix("step="))
 
 
 def newest_valid(run_dir: Path) -> Path:
-    """Find the newest checkpoint that is not damaged; warn about each one that is.
-
-    Every byte is compared with the checksums in the file, so truncation and flipped bits are both found.
+    """Return the newest checkpoint whose checksums are right; warn about each newer one.
 
     Raises:
-        UserError: the run has no intact checkpoint.
+        UserError: when the run has no intact checkpoint.
     """
     for path in checkpoints(run_dir):
         try:
@@ -49,14 +47,14 @@ def newest_valid(run_dir: Path) -> Path:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint under a temporary name in the same folder, syncs it and renames it.
 
-    Lightning's own writer builds the whole file in memory and moves it from the system's temporary folder,
-    which is a copy, not a rename, when that is another file system.
+    Lightning's own writer builds the file in memory and moves it from the system's temporary folder, which is a copy
+    and no rename if that is another file system.
     """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write `checkpoint` to `path`; when this fails or is killed, what was at `path` is still there."""
+        """Write `checkpoint` to `path`; after a failure or a kill the earlier file is still there."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as partial, partial.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Guards: an error at NaN and infinity, a warning when the gates of a layer no longer decide anything."""
+"""Guards: an error at NaN and infinity, a warning about gates that are always open or always shut."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ HINTS = {
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient is NaN or infinite; the weights were not changed by it."""
+    """A loss or a gradient is NaN or infinite; the weights are unchanged."""
 
 
 class FiniteGuard(Callback):
-    """Stops a run before the optimiser step that a NaN or an infinity would spoil.
+    """Stops a run before an optimiser step with a NaN or an infinity.
 
-    The losses of all accumulated batches and the gradient norms are read once a step, after the gradients
-    were averaged; the ranks agree, so that all of them raise at the same step. With 16-mixed precision
-    infinite gradients are left to the gradient scaler (it skips the step and lowers the scale) and only a NaN
-    loss counts.
+    The losses of all accumulated batches and the gradient norms are read once a step, after the gradients were
+    averaged; the ranks agree, so that all raise at the same step. With 16-mixed precision only a NaN loss counts: the
+    gradient scaler handles infinite gradients.
 
-    Logs ``train/grad_norm_gates`` and ``train/grad_norm_lora``: total 2-norms, unscaled, before clipping; a group
-    without gradients has none.
+    Logs ``train/grad_norm_gates`` and ``train/grad_norm_lora``: 2-norms, unscaled, before clipping.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -45,14 +43,14 @@ class FiniteGuard(Callback):
         self._losses: list[Tensor] = []
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Keep the loss of a batch for the check (reading it here would wait for the device every batch)."""
+        """Keep the loss of a batch for the check; reading it here would synchronise with the device every batch."""
         self._losses.append(loss.detach())
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
         """Log the gradient norms, and check them and the losses of this step.
 
         Raises:
-            NonFiniteError: on all ranks, when one of them is not finite on any rank.
+            NonFiniteError: on all ranks, when a norm or a loss of any rank is not finite.
         """
         norms = {}
         for name, parameters in pl_module.trainable().items():
@@ -83,11 +81,11 @@ class FiniteGuard(Callback):
 
 
 class GateCollapse(Callback):
-    """Warns, once for each layer, when its gates were all open or all shut on every token for many batches.
+    """Warns once about each layer whose gates kept, or evicted, every token of many consecutive batches.
 
     Args:
-        batches: number of consecutive batches; 0: never.
-        log_every: optimiser steps between checks of the counts; a check waits for the device.
+        batches: number of these batches; 0 means no warnings.
+        log_every: optimiser steps between checks, each of which synchronises with the device.
     """
 
     def __init__(self, batches: int, log_every: int) -> None:
@@ -96,7 +94,7 @@ class GateCollapse(Callback):
         self._warned: set[tuple[str, int]] = set()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count the batch; at a log step, warn of the layers that have reached the number."""
+        """Count the batch; at a log step, warn about the layers that have reached the number."""
         evicted: Tensor | None = pl_module.evicted_in_batch
         if not self._batches or evicted is None:
             return

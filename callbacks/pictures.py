@@ -1,4 +1,4 @@
-"""What a run shows of its gates: a table of what is trained as it starts, pictures while it trains."""
+"""Parameter counts and pictures of the gates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from rich.console import Console
-from rich.table import Table
 from torch.nn import Parameter
 
 from ag.gates.figures import curves, evicted_heatmap, keep_pattern
@@ -19,28 +17,20 @@ from ag.training.loggers import read_metrics
 
 
 class ParameterSummary(Callback):
-    """Prints the number of parameters of gates, LoRA and base model, and their share of the base."""
+    """Prints the numbers of trained parameters and of the base model's."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Print the table on rank 0."""
+        """Print one line on rank 0."""
         if not trainer.is_global_zero:
             return
-        trained = pl_module.trainable()
-        gates, lora = (sum(map(logical_count, trained[name])) for name in ("gates", "lora"))
         base = sum(logical_count(weight) for weight in pl_module.model.parameters() if not weight.requires_grad)
-        table = Table("part", title="Parameters")
-        table.add_column("count", justify="right")
-        table.add_column("share of base", justify="right")
-        for name, count in {"gates": gates, "LoRA": lora, "trained": gates + lora, "base": base}.items():
-            table.add_row(name, f"{count:,}", f"{count / base:.2%}")
-        Console().print(table)
+        counts = {name: sum(map(logical_count, weights)) for name, weights in pl_module.trainable().items()}
+        parts = [f"{name} {count:,} ({count / base:.2%})" for name, count in counts.items() if count]
+        print(f"parameters: {', '.join(parts)}, of the base model {base:,}")
 
 
 def logical_count(parameter: Parameter) -> int:
-    """Count the weights that a parameter stands for.
-
-    bitsandbytes stores 4-bit weights two to a byte (`Params4bit`, in whatever storage type).
-    """
+    """Return the number of weights in a parameter; bitsandbytes' `Params4bit` packs two into each byte."""
     packed = type(parameter).__name__ == "Params4bit"
     return parameter.numel() * (2 * parameter.element_size() if packed else 1)
 
@@ -48,15 +38,15 @@ def logical_count(parameter: Parameter) -> int:
 class Figures(Callback):
     """Saves pictures to `run_dir/figures` and sends them to W&B and TensorBoard, on rank 0.
 
-    After each validation the evicted share of every layer and head (`evicted-STEP.png`) and the keep pattern
-    of sample prompts (`keep-0-STEP.png`, ...); after training the curves (`curves-STEP.png`).
+    After each validation the evicted share of every layer and head (`evicted-STEP.png`) and the kept tokens of sample
+    prompts (`keep-0-STEP.png`, ...); after training the curves (`curves-STEP.png`).
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = Path(run_dir)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Draw what the gates did in this validation."""
+        """Draw the evicted shares and the kept tokens of this validation."""
         if not trainer.is_global_zero or pl_module.gates is None:
             return
         layers = [int(name) for name in pl_module.gates.layers]

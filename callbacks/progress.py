@@ -29,11 +29,11 @@ LINES = 50
 
 
 def progress_bar(log_every: int, bar: bool = True) -> ProgressBar:
-    """Make the bar for this standard output: rich when it is a terminal, else lines of text.
+    """Return a rich bar for a terminal, and lines of text for other outputs.
 
     Args:
         log_every: optimiser steps between updates of the numbers.
-        bar: False: lines of text on a terminal too.
+        bar: False means lines of text on a terminal too.
     """
     return RichBar(log_every) if bar and sys.stdout.isatty() else TextBar(log_every)
 
@@ -56,7 +56,7 @@ class RichBar(RichProgressBar):
         self._log_every = log_every
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
-        """Return columns that leave room for the numbers on one line of 80 characters."""
+        """Return columns that leave room for the numbers in 80 characters."""
         return [
             TextColumn("[progress.description]{task.description}"),
             CustomBarColumn(bar_width=8),
@@ -65,12 +65,12 @@ class RichBar(RichProgressBar):
         ]
 
     def _get_train_description(self, current_epoch: int) -> str:
-        if (self.trainer.max_epochs or -1) < 0:  # as many as max_steps takes
+        if (self.trainer.max_epochs or -1) < 0:  # max_steps ends the run
             return f"Epoch {current_epoch}"
         return super()._get_train_description(current_epoch).rstrip()
 
     def _update_metrics(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # reading a metric waits for the device
+        # reading a metric synchronises with the device
         if trainer.global_step % self._log_every == 0:
             super()._update_metrics(trainer, pl_module)
 
@@ -85,7 +85,7 @@ class TextBar(StepCallback, ProgressBar):
     def __init__(self, log_every: int) -> None:
         super().__init__()
         self._log_every = log_every
-        self._total = ""  # a validation may come without training
+        self._total = ""  # empty in a validation without training
         self._enabled = True
 
     def disable(self) -> None:

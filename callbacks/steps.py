@@ -1,4 +1,4 @@
-"""What happens at the end of an optimiser step, of which one may take several batches: validations, tokens a second."""
+"""Callbacks at the end of an optimiser step, which may take several batches: validations, tokens a second."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor
 class StepCallback(Callback):
     """A callback that acts at the end of each optimiser step."""
 
-    _step = 0  # optimiser steps done, as far as this callback has seen
+    _step = 0  # optimiser steps that this callback has seen
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin at the step that the run was resumed from, or at 0."""
+        """Start at the step of the checkpoint, or at 0."""
         self._step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Act if this batch was the last one of its step."""
+        """Call :meth:`on_step_end` after the last batch of a step."""
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             self.on_step_end(trainer, pl_module)
@@ -34,40 +34,35 @@ class StepCallback(Callback):
 
 
 class ValidateAfterSteps(StepCallback):
-    """Lets Lightning validate after every so many optimiser steps.
+    """Makes Lightning validate every ``every`` optimiser steps.
 
-    Lightning counts batches, of which the last step of an epoch may have fewer than others: it would validate, and a
-    checkpoint be written, between the batches of a later step, whose gradient a resumed run would not have.
-
-    Args:
-        every: optimiser steps.
+    Lightning counts batches, and the last step of an epoch may have fewer: it would then validate and save inside a
+    later step, whose accumulated gradient a resumed run would not have.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let a run that is resumed know whether its last step was to be validated."""
+        """Decide whether the last step of a resumed run is validated."""
         super().on_train_start(trainer, pl_module)
         self.on_step_end(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Say whether a step ended here that is to be validated."""
-        trainer.val_check_batch = sys.maxsize  # of whose multiples the number of the batch is none
+        """Decide whether Lightning validates after this batch."""
+        trainer.val_check_batch = sys.maxsize  # of whose multiples no batch index is one
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let Lightning validate if this step is to be validated."""
+        """Make Lightning validate after every ``every`` steps."""
         due = self._step > 0 and self._step % self._every == 0
         trainer.val_check_batch = 1 if due else sys.maxsize
 
 
 class Throughput(StepCallback):
-    """Logs `train/tokens_per_second`: the tokens of all ranks since the last log step, over the time since.
-
-    Padding does not count, nor does the time spent in validation.
+    """Logs `train/tokens_per_second` of all ranks, without padding and without the time of validations.
 
     Args:
         log_every: optimiser steps between log lines.
@@ -89,7 +84,7 @@ class Throughput(StepCallback):
         self._paused = time.perf_counter()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock again, without the time of a validation, its pictures and its checkpoint."""
+        """Start the clock again after a validation."""
         if self._paused is not None:
             self._start += time.perf_counter() - self._paused
             self._paused = None
@@ -102,7 +97,7 @@ class Throughput(StepCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After every `log_every` optimiser steps, log and begin anew."""
+        """Log and reset every `log_every` optimiser steps."""
         if self._step % self._log_every:
             return
         tokens = torch.as_tensor(self._tokens, device=pl_module.device)

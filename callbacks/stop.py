@@ -20,10 +20,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopped(SystemExit):
-    """The run was told to stop; its code is 128 + the number of the signal (143 SIGTERM, 138 SIGUSR1, 130 Ctrl-C).
+    """A signal stopped the run; the exit code is 128 + its number (143 SIGTERM, 138 SIGUSR1, 130 Ctrl-C).
 
-    Only the first process of a machine carries that code, the others leave with 0: Lightning's launcher kills
-    the first process when it sees another fail.
+    Only the first process of a machine has that code, the others end with 0: Lightning's launcher kills the first
+    process when another one fails.
     """
 
     def __init__(self, signum: int, step: int, local_rank: int, run_dir: Path) -> None:
@@ -38,7 +38,7 @@ class Stopped(SystemExit):
 
 
 def how_to_continue(run_dir: Path) -> str:
-    """Say how a run that was stopped goes on: from its last checkpoint, where it has one."""
+    """Return how to continue a stopped run, from its last checkpoint if it has one."""
     if checkpoints(run_dir):
         return f"go on with: python -m ag.fit resume={shlex.quote(str(run_dir))}"
     return f"{run_dir} holds no checkpoint: start the recipe anew"
@@ -47,38 +47,38 @@ def how_to_continue(run_dir: Path) -> str:
 class StopOnSignal(StepCallback):
     """Finishes the current optimiser step after the first SIGTERM, SIGUSR1 or SIGINT, then raises `Stopped`.
 
-    SIGUSR1 is what SLURM sends ahead of the time limit (`--signal=SIGUSR1@120`). `RunCheckpoint` saves when it
-    sees the exception. A second Ctrl-C interrupts at once. Lightning's own handlers are replaced while training:
-    they call collectives inside the signal handler, which hangs when the ranks do not get the signal together,
-    and leave with exit code 0 or queue a SLURM job again by themselves. Here the ranks agree after each optimiser
-    step, so a signal to any one of them stops them all. A single process also stops inside a validation.
+    SLURM sends SIGUSR1 before the time limit (`--signal=SIGUSR1@120`). `RunCheckpoint` saves when it sees the
+    exception. A second Ctrl-C interrupts at once. The ranks agree after each optimiser step, so that a signal to one of
+    them stops all; a single process also stops inside a validation. Lightning's handlers are replaced while training:
+    they call collectives inside the handler, which hangs if the ranks do not get the signal together, and exit with
+    code 0 or requeue a SLURM job.
 
     Args:
-        run_dir: the run folder, which the message names.
-        told: the number of a signal that came elsewhere, 0 for none; each rank asks it as often as the others.
+        run_dir: the run folder, for the message.
+        stop_signal: returns the number of a signal from elsewhere, 0 for none; every rank calls it at the same steps.
     """
 
-    def __init__(self, run_dir: Path, told: Callable[[], int] | None = None) -> None:
+    def __init__(self, run_dir: Path, stop_signal: Callable[[], int] | None = None) -> None:
         self._run_dir = Path(run_dir)
-        self._told = told
+        self._stop_signal = stop_signal
         self._signum = 0
         self._agreed = 0
         self._replaced: dict[int, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace the handlers that Lightning has just installed."""
+        """Replace Lightning's signal handlers."""
         super().on_train_start(trainer, pl_module)
         if threading.current_thread() is threading.main_thread():
             self._replaced = {signum: signal.signal(signum, self._note) for signum in SIGNALS}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Stop here if the ranks agreed to: the metrics of the last step are logged now."""
+        """Stop if the ranks agreed to; the metrics of the last step are logged by now."""
         self._leave_if_agreed(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agree with the other ranks, at the end of an optimiser step or of a validation."""
-        if self._told is not None:
-            self._signum = self._told() or self._signum
+        """Agree with the other ranks on a signal."""
+        if self._stop_signal is not None:
+            self._signum = self._stop_signal() or self._signum
         if trainer.world_size == 1:
             self._agreed = self._signum
         else:
@@ -86,7 +86,7 @@ class StopOnSignal(StepCallback):
             self._agreed = int(trainer.strategy.reduce(signum, reduce_op="max"))
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop before the first batch of the validation if the ranks agreed to."""
+        """Stop before a validation if the ranks agreed to."""
         self._leave_if_agreed(trainer)
 
     def on_validation_batch_end(
@@ -98,7 +98,7 @@ class StopOnSignal(StepCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Stop inside a validation, with one process; several may have different numbers of batches to agree at."""
+        """Stop inside a validation, with one process; several may have different numbers of batches."""
         if trainer.world_size == 1:
             self._agreed = self._signum
             self._leave_if_agreed(trainer)
@@ -108,7 +108,7 @@ class StopOnSignal(StepCallback):
         self.on_step_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop after the last step too: a resumed run does what follows training."""
+        """Stop after the last step too; a resumed run then validates and exports."""
         self._leave_if_agreed(trainer)
         self._unlisten()
 

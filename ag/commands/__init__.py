@@ -1,1 +1,1 @@
-"""The commands: each file opens with the keys of one, and ends with what it calls."""
+"""The keys of each command, and the function that it runs."""

@@ -10,12 +10,11 @@ from ag.config.command_line import keyed
 from ag.config.sections import key
 
 Backend = Literal["flash", "cudnn", "efficient", "math"]
-MODES = ("decode", "stream", "prefill", "train", "memory")
 
 
 @dataclass
 class BenchConfig(SharedModel):
-    """What ``python -m ag.bench`` can be told."""
+    """The keys of ``python -m ag.bench``."""
 
     mode: Literal["decode", "stream", "prefill", "train", "memory"] = key(
         "decode", "what is measured; may also be the first word"

@@ -1,4 +1,4 @@
-"""What to evict with, at my budget, on my tasks: ``python -m ag.compare policies=[full,h2o] budgets=[0.25]``."""
+"""Compare policies on tasks at budgets: ``python -m ag.compare policies=[full,h2o] budgets=[0.25]``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class CompareConfig(SharedModel):
-    """What ``python -m ag.compare`` can be told."""
+    """The keys of ``python -m ag.compare``."""
 
     recipe: str = key("compare", "name of a shipped recipe, or path of a YAML file, with the values to start from")
     revision: str | None = key(None, "git revision of a hub model")
@@ -26,7 +26,7 @@ class CompareConfig(SharedModel):
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "the model's own attention")
     trust_remote_code: bool = key(False, "run code from the model's repository; only for repositories you trust")
     adapter: str | None = key(
-        None, "export whose LoRA adapter every policy runs with, with or without gates", holds="export"
+        None, "export whose LoRA adapter every policy uses, with or without gates", holds="export"
     )
     policies: list[str] = key(
         ["full", "h2o", "snapkv"], "policies to compare, such as snapkv+caote or mine=gates:EXPORT"
@@ -58,31 +58,31 @@ class CompareConfig(SharedModel):
     cluster: str | None = key(None, CLUSTER)
     logger: list[Literal["wandb"]] = key([], "where the report goes in addition to output")
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    retry: bool = key(False, "run the cells again that ended without a result")
+    retry: bool = key(False, "run cells without a result again")
     view_samples: int = key(2, "samples of each task whose kept tokens the report shows", low=0)
     view_tokens: int = key(1024, "tokens of each of them", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.policies, self.also = [*self.policies, *self.also], []  # once: a dumped configuration is read again
+        self.policies, self.also = [*self.policies, *self.also], []  # so that a dumped configuration can be read again
         if self.baseline not in [*self.policies, *(split_label(text)[0] for text in self.policies)]:
             raise UserError(f"baseline={self.baseline}: expected one of policies={self.policies}")
 
     @property
     def specs(self) -> dict[str, PolicySpec]:
-        """The policies by what tables call them; see :func:`ag.engine.spec.named`."""
+        """The policies by their names in tables; see :func:`ag.engine.spec.named`."""
         from ag.engine.spec import named
 
         return named(self.policies)
 
     @property
     def called(self) -> dict[str, str]:
-        """What tables call each policy, by its text."""
+        """The name of each policy in tables, by its text."""
         return dict(zip(self.policies, self.specs, strict=True))
 
     @property
     def base(self) -> ModelConfig:
-        """The model that every policy runs on, without the adapter."""
+        """The model of every policy, without the adapter."""
         return ModelConfig(
             name=self.model,
             revision=self.revision,

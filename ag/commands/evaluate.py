@@ -1,6 +1,6 @@
 """A run's gates on its own validation rows: ``python -m ag.evaluate run=RUN policies=[full,gates,h2o] budgets=[0.5]``.
 
-A preset of ``ag.compare`` with the task ``responses``.
+``ag.compare`` with the task ``responses``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ag.config.sections import BUDGET, key
 
 @dataclass
 class EvaluateConfig(Shared):
-    """What ``python -m ag.evaluate`` can be told."""
+    """The keys of ``python -m ag.evaluate``."""
 
     run: str | None = key(None, "run folder of ag.fit, for its model, export and data", holds="folder")
     model: str = key("smollm2", f"without a run: {MODEL}")
@@ -43,7 +43,7 @@ class EvaluateConfig(Shared):
 
     @property
     def file(self) -> Path:
-        """Where the figures go."""
+        """The file of the figures."""
         return Path(self.output) if self.output else Path(self.run or "runs") / "evaluation.json"
 
 

@@ -1,4 +1,4 @@
-"""Pictures of what policies keep and why: ``python -m ag.explain gates=EXPORT root=DATA``."""
+"""Draw what policies keep and why: ``python -m ag.explain gates=EXPORT root=DATA``."""
 
 from __future__ import annotations
 

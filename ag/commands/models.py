@@ -10,7 +10,7 @@ from ag.config.sections import key
 
 @dataclass
 class ModelsConfig:
-    """What ``python -m ag.models`` can be told."""
+    """The keys of ``python -m ag.models``."""
 
     model: str = key("smollm2", "smollm2, gemma3-270m, a hub id or a folder; may also be the first word")
     accept_license: str | None = key(

@@ -1,4 +1,4 @@
-"""Answer clients of OpenAI's API: ``python -m ag.serve model=smollm2 policy=gates:smollm2 share=0.3 memory=2GiB``."""
+"""Serve OpenAI's API: ``python -m ag.serve model=smollm2 policy=gates:smollm2 share=0.3 memory=2GiB``."""
 
 from __future__ import annotations
 
@@ -61,24 +61,24 @@ class ServeConfig(SharedPolicy):
         if self.share is not None and self.budget is not None:
             raise ValueError(f"share={self.share} and budget={self.budget} say the same: leave one out")
         if self.share is not None:
-            self.budget, self.share = self.share, None  # once: a dumped configuration is read again
+            self.budget, self.share = self.share, None  # so that a dumped configuration can be read again
         if self.memory_bytes < 1:
             raise ValueError(f"memory={self.memory}: expected bytes, such as 2GiB")
         if len(self.replicas) not in (1, 2) or not 1 <= self.replicas[0] <= self.replicas[-1]:
             raise ValueError(f"replicas={self.replicas}: expected a number of at least 1, or [least,most]")
         if self.cluster is None and (self.replicas != [1] or self.cores != 1):
-            raise ValueError(f"replicas={self.replicas} cores={self.cores}: they are of a cluster: add cluster=local")
+            raise ValueError(f"replicas={self.replicas} cores={self.cores}: expected cluster=local with them")
         if self.cluster is not None and self.name is None:
-            raise ValueError(f"cluster={self.cluster}: give model=, or served_name=, by which clients call the model")
+            raise ValueError(f"cluster={self.cluster}: give model= or served_name=, the name of the model for clients")
 
     @property
     def name(self) -> str | None:
-        """What clients call the model; None: as the export of the gates calls it."""
+        """Name of the model for clients; None means the name in the export of the gates."""
         return self.served_name or (Path(self.model).name if self.model else None)
 
     @property
     def memory_bytes(self) -> int:
-        """What ``memory`` says; 0 where it says nothing."""
+        """``memory`` in bytes; 0 for a text that is no size."""
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", self.memory.strip().lower())
         return int(float(found[1]) * UNITS.get(found[2], 0)) if found else 0
 

@@ -25,14 +25,14 @@ class Shared:
 
 @dataclass
 class SharedDtype(Shared):
-    """The keys of a command that loads a model itself."""
+    """The keys of a command that loads a model."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
 
 
 @dataclass
 class SharedModel(SharedDtype):
-    """The keys of a command that names this model itself."""
+    """The keys of a command with a model by name."""
 
     model: str = key("smollm2", MODEL)
 

@@ -1,4 +1,4 @@
-"""What can be set: the schema of every recipe, and how recipes and command lines are read."""
+"""The schema of recipes, and the reading of recipes and command lines."""
 
 from ag.config.gate import GateConfig as GateConfig
 from ag.config.schema import Config as Config

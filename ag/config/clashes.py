@@ -1,4 +1,4 @@
-"""Keys that make no sense together, in tables with a row for each: when, and why."""
+"""Tables of combinations of keys that make no sense, with conditions and reason in each row."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator
 
 
 def rows(table: str) -> list[tuple[str, str]]:
-    """Read a table with a row ``WHEN -> WHY`` a line, which goes on in lines that begin with spaces.
+    """Read a table of rows ``WHEN -> WHY``; a line that begins with spaces continues a row.
 
-    WHEN are conditions that hold together, joined by ``;``; those behind ``if`` are not named in the message. One is
-    ``KEY=VALUE|VALUE`` or ``KEY!=VALUE``, or compares a key, or a sum as ``KEY+KEY``, with a number or another key, as
-    ``KEY>KEY``. WHY is the reason with the fix.
+    WHEN is a conjunction of conditions, joined by ``;``; the message leaves out those after ``if``. A condition is
+    ``KEY=VALUE|VALUE``, ``KEY!=VALUE``, or a comparison of a key or a sum of keys with a number or a key, such as
+    ``KEY+KEY>KEY``. WHY is the reason and the fix.
     """
     lines = re.sub(r"\n +", " ", table).strip().splitlines()
     return [(when, why) for when, _, why in (line.partition(" -> ") for line in lines)]
@@ -28,7 +28,7 @@ def clash(config: Any, table: Sequence[tuple[str, str]], prefix: str = "") -> st
     Args:
         config: has the keys as attributes.
         table: of :func:`rows`.
-        prefix: what messages put before a key.
+        prefix: text before each key in the message.
     """
     for when, why in table:
         named = when.partition(" if ")[0]
@@ -49,10 +49,10 @@ def _holds(config: Any, name: str, sign: str, wanted: str) -> bool:
 
 
 def _number(config: Any, text: str) -> float:
-    """Return a number, the value of a key, or a sum of values."""
+    """Return the value of a number, a key, or a sum of keys."""
     return sum(operator.attrgetter(x)(config) if x[0].isalpha() else float(x) for x in text.split("+"))
 
 
 def _shown(value: Any) -> str:
-    """Return a value as a command line has it."""
+    """Return a value as on a command line."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -21,7 +21,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import yaml  # type: ignore[import-untyped]
 
 from ag.config import early
-from ag.config.keys import ConfigError, ConfigWarning, Key, keys, nearest, short
+from ag.config.keys import ConfigError, Key, keys, nearest, short
 from ag.config.recipes import dump, recipes, resolve
 from ag.config.sweep import sweep
 from ag.errors import BudgetWarning, UserError
@@ -34,7 +34,7 @@ OPTIONS = {
     "--help": "show this text (-h)",
     "--recipes": "list the shipped recipes of this command",
     "--print": "print the resolved configuration and stop",
-    "--dry-run": "check what is asked, say what would be done, write nothing (fit: run one batch of each kind)",
+    "--dry-run": "check the values, print what would be done, write nothing (fit: run one batch of each kind)",
     "--multirun": "one run for each combination of comma lists, such as seed=0,1 (-m)",
 }
 MAX_RUNS = 1000
@@ -42,19 +42,19 @@ MAX_RUNS = 1000
 
 @dataclass(frozen=True)
 class Invocation(Generic[T]):
-    """What a program is asked to do."""
+    """A parsed command line."""
 
     config: T  # the values of its keys
-    dry_run: bool  # whether to say what would be done, and write nothing
+    dry_run: bool  # only print what would be done
     line: str  # the command as a shell reads it
 
 
 def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
-    """Make the ``main`` of a program from what it does with its arguments.
+    """Make the ``main`` of a program from a function of its arguments that returns the exit code.
 
-    What a user causes ends in one line on stderr and an exit code: 2 for a :class:`UserError`, 130 for Ctrl-C (the text
-    of the KeyboardInterrupt says what is left), 141, without a line, when nobody reads the output any more. A
-    :class:`BudgetWarning` and a :class:`ConfigWarning` are one line on stderr too.
+    An error of the user is one line on stderr and an exit code: 2 for a :class:`UserError`, 130 for Ctrl-C (with the
+    text of the KeyboardInterrupt). A closed pipe on stdout is 141 without a line. A :class:`BudgetWarning` is one line
+    on stderr.
     """
 
     def decorate(work: Callable[[list[str]], int]) -> Main:
@@ -82,13 +82,13 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
 
 
 def keyed(program: str, schema: type[Any], runs: str, first: str = "") -> Main:
-    """Make the ``main`` of a program that is told all by the keys of a schema.
+    """Make the ``main`` of a program from the schema of its keys.
 
     Args:
         program: name for ``python -m``.
         schema: dataclass with the keys.
-        runs: ``module:function``, a function from an :class:`Invocation` to an exit code. It is imported when there is
-            something to run: help and listings need no torch.
+        runs: ``module:function``, a function from an :class:`Invocation` to an exit code. It is imported after parsing,
+            so that help and listings need no torch.
         first: a key whose value may stand alone as the first word.
     """
 
@@ -105,12 +105,12 @@ def keyed(program: str, schema: type[Any], runs: str, first: str = "") -> Main:
 
 @contextmanager
 def _warnings_told(program: str) -> Iterator[None]:
-    """Show warnings of this library as lines of the program, without the place in the code that Python adds."""
+    """Print this library's warnings as lines of the program, without a place in the code."""
     with warnings.catch_warnings():
         others = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-            if issubclass(category, BudgetWarning | ConfigWarning):
+            if issubclass(category, BudgetWarning):
                 print(f"{program}: warning: {message}", file=sys.stderr)
             else:
                 others(message, category, *place, **more)
@@ -120,11 +120,11 @@ def _warnings_told(program: str) -> Iterator[None]:
 
 
 def parse(argv: Sequence[str], schema: type[T], program: str, first: str = "") -> Invocation[T]:
-    """Read a command line, as :func:`keyed` is told; help, listings and sweeps run here and end the process.
+    """Read a command line (arguments as in :func:`keyed`); help, listings and sweeps run here.
 
     Raises:
         SystemExit: 0 after help, listings and a sweep without failures; 1 when a run of a sweep failed;
-            2, with one line on stderr, when something is wrong with the command line or the recipe.
+            2, with one line on stderr, for an error in the command line or the recipe.
     """
     try:
         words = [f"{first}={argv[0]}", *argv[1:]] if first and argv and not re.match("-|.*=", argv[0]) else argv
@@ -152,7 +152,7 @@ def _leave(text: str) -> NoReturn:
 
 
 def _split(argv: Sequence[str], known: dict[str, Key]) -> tuple[set[str], dict[str, str]]:
-    """Separate options from ``key=text``; of a key given twice the last one counts."""
+    """Separate options from ``key=text``; the last value of a repeated key counts."""
     if not argv:
         hint = "recipe=NAME, " if "recipe" in known else ""
         raise ConfigError(f"nothing to do: give {hint}key=value or --help")
@@ -210,7 +210,7 @@ def _recipes(program: str) -> str:
 
 
 def _expand(overrides: dict[str, str]) -> list[dict[str, str]]:
-    """Build every combination of the comma lists; the last key varies fastest."""
+    """Return every combination of the comma lists; the last key varies fastest."""
     choices = [_pieces(text) for text in overrides.values()]
     if math.prod(map(len, choices)) > MAX_RUNS:
         raise ConfigError(f"-m: {math.prod(map(len, choices))} combinations; expected at most {MAX_RUNS}")
@@ -218,7 +218,7 @@ def _expand(overrides: dict[str, str]) -> list[dict[str, str]]:
 
 
 def _pieces(text: str) -> list[str]:
-    """Split at commas as YAML does: outside of brackets and quotes."""
+    """Split at commas outside of brackets and quotes, as YAML does."""
     try:
         nodes = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader).value
     except yaml.YAMLError:

@@ -1,4 +1,4 @@
-"""Files, folders and exports that a command is told of are looked for before torch and transformers are loaded."""
+"""The check that files, folders and exports exist, before torch and transformers are loaded."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ag.errors import UserError
 
 EXPECTED = {
     "file": "no such file; expected a text file in UTF-8.",
-    "folder": "no such folder; expected one that is there.",
+    "folder": "no such folder; expected an existing one.",
 }
 
 
 def check(config: Any) -> None:
-    """Refuse what is not there, unless the machines that read it are others than this one.
+    """Refuse missing files, folders and exports, unless other machines read them.
 
     Raises:
         UserError: names the key, the value and what was expected.
@@ -29,7 +29,7 @@ def check(config: Any) -> None:
         for text in value.values() if key.holds and isinstance(value, dict) else [value] if key.holds and value else ():
             if key.holds == "export":
                 said = None if on_hub(text) else absence(here(text))
-            else:  # a pipe is no file, and can be read
+            else:  # exists(), as a pipe is no file
                 said = None if Path(text).expanduser().exists() else f"{key.name}={text}: {EXPECTED[key.holds]}"
             if said is not None:
                 raise UserError(said)

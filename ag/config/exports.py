@@ -1,4 +1,4 @@
-"""Where exports of gates lie, as far as it can be said without torch and without the network."""
+"""Places of exported gates, found without torch and without the network."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ StrPath = str | os.PathLike[str]
 
 
 def shipped() -> list[str]:
-    """Return the names of the exports that come with the package."""
+    """Return the names of the shipped exports."""
     return sorted(entry.parent.name for entry in SHIPPED.glob(f"*/{CONFIG}"))
 
 
 def on_hub(path: StrPath) -> re.Match[str] | None:
-    """Return repository and revision where a text names an export of the hub, and no folder here."""
+    """Return repository and revision if a text names an export of the hub; None if it is a folder here."""
     found = HUB_ID.fullmatch(str(path))
     return None if found is None or Path(path).exists() or Path(found["repository"]).parent.exists() else found
 
 
 def here(path: StrPath) -> Path:
-    """Return the folder that a path, or the single name of a shipped export, stands for; it need not exist."""
+    """Return the folder of a path or of a shipped export's name; it need not exist."""
     folder = Path(path)
     is_shipped = not folder.exists() and len(folder.parts) == 1 and (SHIPPED / folder / CONFIG).is_file()
     return SHIPPED / folder if is_shipped else folder
 
 
 def absence(folder: Path) -> str | None:
-    """Say that there is no such folder of an export, and what else may be meant; None: it is there."""
+    """Return the error for a missing folder of an export, with a suggestion; None means that it exists."""
     if folder.is_dir():
         return None
     old = sibling(folder.resolve(), "old")
@@ -45,5 +45,5 @@ def absence(folder: Path) -> str | None:
 
 
 def sibling(target: Path, role: str) -> Path:
-    """Return the hidden folder beside an export that holds the new or the old one while it is replaced."""
+    """Return the hidden folder for the new or the old version while an export is replaced."""
     return target.with_name(f".{target.name}.ag-{role}")

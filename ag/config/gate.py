@@ -10,7 +10,7 @@ from ag.config.clashes import clash, rows
 from ag.config.keys import keys
 from ag.config.sections import key
 
-HEAD_STEP = 8  # sizes of heads that are chosen here are its multiples
+HEAD_STEP = 8  # chosen sizes of heads are multiples of this
 CLASHES = rows("""
 covers=all; scope=prompt -> a gate that sees the whole prompt at once cannot follow a growing text; use
     gate.scope=causal.
@@ -69,7 +69,7 @@ class GateConfig:
     first_layer: int = key(0, "index of the first layer with a gate", low=0)
 
     def sized(self, hidden_size: int) -> GateConfig:
-        """Return the same with a size of heads where none is given, for a base whose hidden states have this width.
+        """Return a copy with ``head_dim`` set, if it is 0, for a base of this hidden size.
 
         An attention block of d / 8 has about 3 % of the parameters of a layer of width d: 4 heads of 128 for a 7B
         model, 4 of 16 for SmolLM2-135M.
@@ -80,7 +80,7 @@ class GateConfig:
 
     @property
     def boundary(self) -> float:
-        """The logit above which a token is kept."""
+        """The logit, without bias, above which a token is kept."""
         return math.log(self.threshold / (1 - self.threshold)) - self.bias
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The keys of a schema and the values that fit them.
+"""The keys of a schema, and the check of their values.
 
-Every value passes the same check, whether it comes from a file or from the command line: it must fit the
-type and bounds of its key, and text stays text (no ``${...}``: a recipe cannot read the environment).
+A value from a file or a command line must fit the type and bounds of its key. ``${...}`` is refused: a recipe cannot
+read the environment.
 """
 
 from __future__ import annotations
@@ -28,54 +28,38 @@ YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class ConfigError(UserError):
-    """A wrong key, value, file or combination, told in one sentence."""
-
-
-class ConfigWarning(UserWarning):
-    """A combination of keys that is allowed, but rarely intended."""
+    """A wrong key, value, file or combination."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key that can be set.
+    """One key that can be set."""
 
-    Attributes:
-        name: with dots, as ``loss.alpha``.
-        type: bool, int, float, str, a Literal of texts, a list or dict of those, or a union of those.
-        default: its value where none is given; MISSING means that one has to be.
-        doc: one line for ``--help``.
-        low: the least value.
-        high: the largest value.
-        words: describe the values where the type is too wide to do so; the code that reads them checks them.
-        of: of a mapping the key that lists its entries.
-        holds: what :mod:`ag.config.early` looks for before anything is loaded: export, file or folder.
-    """
-
-    name: str
-    type: Any
-    default: Any = None
-    doc: str = ""
-    low: float | None = None
-    high: float | None = None
-    words: str = ""
-    of: str = ""
-    holds: str = ""
+    name: str  # with dots, as ``loss.alpha``
+    type: Any  # bool, int, float, str, a Literal of texts, a list or dict of those, or a union of those
+    default: Any = None  # its default; MISSING means that a value is required
+    doc: str = ""  # one line for ``--help``
+    low: float | None = None  # the least value
+    high: float | None = None  # the largest value
+    words: str = ""  # description of the values if the type is wider; the code that reads them then checks them
+    of: str = ""  # for a mapping, the key that lists its entries
+    holds: str = ""  # export, file or folder: what :mod:`ag.config.early` looks for
 
     def expected(self) -> str:
-        """Say in words which values fit."""
+        """Return a description of the values that fit."""
         low = "" if self.low is None else f", at least {self.low}"
         high = "" if self.high is None else f", at most {self.high}"
         return (self.words or describe(self.type)) + low + high
 
     def accepts(self, value: Any) -> bool:
-        """Whether the value has the key's type and lies within its bounds."""
+        """Return whether a value has the key's type and lies within its bounds."""
         if not fits(self.type, value):
             return False
         return value is None or ((self.low is None or value >= self.low) and (self.high is None or value <= self.high))
 
 
 def keys(schema: type[Any]) -> dict[str, Key]:
-    """List every key of a dataclass and of the dataclasses in it, by dotted name; inherited ones come last."""
+    """Return the keys of a dataclass and of nested dataclasses by dotted name, inherited ones last."""
     return {key.name: key for key in _walk(schema, "")}
 
 
@@ -91,7 +75,7 @@ def _walk(schema: type[Any], prefix: str) -> Iterator[Key]:
 
 
 def describe(hint: Any) -> str:
-    """Say in words what a type accepts, e.g. ``lm | kl | regress`` or ``whole number | null``."""
+    """Return a description of a type, such as ``lm | kl | regress`` or ``whole number | null``."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " | ".join(map(str, args))
@@ -104,7 +88,7 @@ def describe(hint: Any) -> str:
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Whether a value has a type; an int is also a float, a bool only a bool, and a float is finite."""
+    """Return whether a value has a type; an int is also a float, a bool is no int, and a float is finite."""
     origin, args = _form(hint)
     if origin is Literal:
         return any(type(value) is type(arg) and value == arg for arg in args)
@@ -125,12 +109,12 @@ def fits(hint: Any, value: Any) -> bool:
 
 @cache
 def _form(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return origin and arguments of a type; asked for each value of each row of a results file."""
+    """Return origin and arguments of a type; cached, as files of results have many values."""
     return get_origin(hint), get_args(hint)
 
 
 def unknown(name: str, known: Mapping[str, Key]) -> ConfigError:
-    """Make the error for an unknown key; it suggests the nearest one, or one with the same last part."""
+    """Return the error for an unknown key, with a similar key, or one with the same last part."""
     leaf = name.rpartition(".")[2]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
     sections = {key.rpartition(".")[0] for key in known if "." in key}
@@ -143,13 +127,13 @@ def unknown(name: str, known: Mapping[str, Key]) -> ConfigError:
 
 
 def short(value: Any) -> str:
-    """Show a value on one line of at most 80 characters."""
+    """Return a value as one line of at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:76] + " ..."
 
 
 def check(key: Key, value: Any) -> Any:
-    """Return the value when it fits the key."""
+    """Return the value if it fits the key."""
     if any(mark in repr(value) for mark in ("${", "???")):
         raise ConfigError(
             f"{key.name}={short(value)}: ${{...}} and ??? are not supported; write the value itself, or put a text "
@@ -169,15 +153,15 @@ def _choices(hint: Any) -> list[str]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Read YAML as plain values, numbers such as ``5e-5`` included.
+    """Read YAML as plain values; ``5e-5`` is a number.
 
     Raises:
-        ConfigError: when it is not valid, has a key twice, or is too long or too deeply nested.
+        ConfigError: when the text is invalid, has a key twice, or is too long or too deeply nested.
     """
-    from omegaconf import OmegaConf  # where a key is read: kernels, gates and the engine do without it
+    from omegaconf import OmegaConf  # imported here, as the engine and the gates need no omegaconf
 
     try:
-        # deep nesting would overflow the stack of the C parser that builds values; its events need no stack
+        # the C parser overflows its stack at deep nesting while it builds values, but not while it yields events
         depth = 0
         for count, event in enumerate(yaml.parse(text, Loader=YamlLoader)):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -186,7 +170,7 @@ def parse_yaml(text: str) -> Any:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload,index]
     except ConfigError:
         raise
-    except Exception as error:  # the parser raises many types, RecursionError and KeyError among them
+    except Exception as error:  # the parser raises RecursionError, KeyError and others
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""
         reason = first_line(error) if mark is None else str(getattr(error, "problem", error))
@@ -194,14 +178,14 @@ def parse_yaml(text: str) -> Any:
 
 
 def from_text(key: Key, text: str) -> Any:
-    """Read the right-hand side of ``key=text``: as YAML, or as plain text; one item may stand for a list."""
+    """Read the right-hand side of ``key=text`` as YAML or plain text; a single item may stand for a list."""
     if not text:
         raise ConfigError(f"{key.name}= has no value: expected {key.expected()}")
     value: Any = text
     with contextlib.suppress(ConfigError):
         value = parse_yaml(text)
     if isinstance(value, str) and not (text[0] == text[-1] and text[0] in "'\""):
-        value = text  # as given: YAML would drop what follows " #" and join lines
+        value = text  # unchanged: YAML cuts at " #" and joins lines
     unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", text)
     if get_origin(key.type) is list and value == text and "," in unquoted:
         raise ConfigError(f"{key.name}={short(text)}: expected {key.expected()}; write {key.name}=[{text}]")

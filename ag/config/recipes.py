@@ -1,4 +1,4 @@
-"""From a recipe, its bases and overrides to one checked dataclass instance."""
+"""Recipes with bases and overrides, resolved to one checked dataclass instance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ag.config.keys import ConfigError, Key, check, from_text, keys, nearest, pa
 T = TypeVar("T")
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-OWNERS = {"ag.plan": "ag.fit"}  # whose recipes a command takes that has none of its own
+OWNERS = {"ag.plan": "ag.fit"}  # commands that take the recipes of another one
 MAY_CHANGE_ON_RESUME = re.compile(
     r"resume|cluster|failures|tflops|output|logger|(wandb|checkpoint|export)\..+|data\.(root|cache|num_workers)"
     r"|trainer\.(accelerator|max_epochs|max_steps|val_every|val_batches|log_every|collapse_batches|progress)"
@@ -22,13 +22,13 @@ MAY_CHANGE_ON_RESUME = re.compile(
 
 
 def recipes(program: str | None = None) -> dict[str, Path]:
-    """Find the shipped recipes, by name: those of one program, such as ``ag.fit``, or all."""
+    """Return the shipped recipes by name, of one program, such as ``ag.fit``, or of all."""
     folder = "*" if program is None else OWNERS.get(program, program).removeprefix("ag.")
     return {path.stem: path for path in sorted(RECIPES.glob(f"{folder}/*.yaml"), key=lambda path: path.stem)}
 
 
 def find_recipe(name: str, folder: Path) -> Path:
-    """Find a shipped recipe by name, or a YAML file by its path, relative to ``folder``."""
+    """Return the file of a shipped recipe, or of a path relative to ``folder``."""
     if name.endswith((".yaml", ".yml")) or "/" in name:
         return folder / os.path.expanduser(name)
     shipped = recipes()
@@ -42,12 +42,12 @@ def read_values(path: Path, known: Mapping[str, Key], heirs: tuple[Path, ...] = 
     """Read a recipe file on top of its bases.
 
     Args:
-        path: YAML file; ``base:`` names the recipe it inherits from.
-        known: the keys that may be set.
-        heirs: the files that inherit from this one, outermost first.
+        path: YAML file; its ``base:`` is a recipe or a file.
+        known: the valid keys.
+        heirs: the files with this one as a base, outermost first.
 
     Returns:
-        Values by dotted key, ``recipe`` (the file's name) among them.
+        Values by dotted key; ``recipe`` is the file's name.
     """
     path = Path(os.path.abspath(path))
     if path in heirs:
@@ -97,10 +97,10 @@ def _leaves(tree: Mapping[Any, Any], known: Mapping[str, Key], prefix: str) -> I
 
 
 def build(schema: type[T], values: Mapping[str, Any]) -> T:
-    """Make the dataclass instance from checked values; its own ``__post_init__`` checks run.
+    """Return the dataclass instance of checked values; its ``__post_init__`` checks combinations.
 
     Raises:
-        ConfigError: when a key without default has no value, or a combination makes no sense.
+        ConfigError: when a required key has no value, or a combination makes no sense.
     """
     from omegaconf import OmegaConf
 
@@ -120,8 +120,8 @@ def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
     """Build the configuration from ``recipe=`` (or the run of ``resume=``) with the other overrides on top.
 
     Args:
-        schema: dataclass; ``recipe`` and ``resume`` mean something only when it has such a key.
-        overrides: text by dotted key.
+        schema: dataclass of the keys; ``recipe`` and ``resume`` may be missing.
+        overrides: texts by dotted key.
     """
     known = keys(schema)
     mappings = {name: key for name, key in known.items() if get_origin(key.type) is dict}
@@ -150,10 +150,7 @@ def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
 
 
 def _with_entry(mapping: Key, values: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Return the values of a mapping with ``name=text`` added; the name is MAPPING.ENTRY or MAPPING.ENTRY.KEY.
-
-    ENTRY may contain dots.
-    """
+    """Return a mapping after ``MAPPING.ENTRY=text`` or ``MAPPING.ENTRY.KEY=text``; ENTRY may have dots."""
     entry, hint = name.removeprefix(f"{mapping.name}."), get_args(mapping.type)[1]
     if get_origin(hint) is not dict:
         return {**values, entry: from_text(Key(name, hint), text)}
@@ -169,7 +166,7 @@ def load_config(path: str | Path, schema: type[T]) -> T:
 
 
 def dump(config: Any) -> str:
-    """Write a configuration as YAML that :func:`load_config` reads back to an equal one."""
+    """Return a configuration as YAML, which :func:`load_config` reads back."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -1,8 +1,7 @@
-"""The schema of every recipe: what can be set, with its type, default and meaning.
+"""The schema of training recipes: keys with type, default and meaning.
 
-A recipe is a YAML file with any of these keys; ``ag.config.recipes`` resolves it (inheritance, overrides) into
-one :class:`Config`, and ``ag.config.validate`` refuses combinations that make no sense. ``python -m ag.fit --help``
-prints this file as a table.
+:mod:`ag.config.recipes` resolves a YAML file and overrides into one :class:`Config`, and :mod:`ag.config.validate`
+refuses combinations that make no sense. ``python -m ag.fit --help`` prints the schema.
 """
 
 from __future__ import annotations

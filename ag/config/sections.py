@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-BUDGET = "tokens (an int of at least 1) or a share (a float in (0, 1])"  # what keys of budgets take
+BUDGET = "tokens (an int of at least 1) or a share (a float in (0, 1])"  # values of a budget
 
 
 def key(default: Any, doc: str, **more: Any) -> Any:
@@ -19,8 +19,8 @@ def key(default: Any, doc: str, **more: Any) -> Any:
 def mapping(doc: str, **more: Any) -> Any:
     """Declare a key whose entries are set one by one, as ``key.ENTRY=value``.
 
-    ``of`` names the key that lists the entries: one that a recipe lists and a command line does not takes along what
-    the recipe says of it.
+    ``of`` is the key that lists the entries. A command line that removes an entry from that list also removes the
+    recipe's values of the entry.
     """
     return field(default_factory=dict, metadata={"doc": doc, **more})
 
@@ -54,7 +54,7 @@ class LoraConfig:
 
 @dataclass
 class DataConfig:
-    """What the model is trained and validated on."""
+    """The training and validation data."""
 
     kind: str = key(
         "facts",
@@ -113,7 +113,7 @@ class DataConfig:
     solution_min: int = key(200, "shortest solution in tokens (worked; roughly)", low=20)
     solution_max: int = key(400, "longest solution in tokens (worked)", low=60)
     streaming: bool = key(False, "read the dataset while training instead of before (text)")
-    cache: str | None = key(None, "folder that keeps tokenised rows for the next run and for all processes (text)")
+    cache: str | None = key(None, "folder of tokenised rows, shared by later runs and all processes (text)")
     train_samples: int | None = key(None, "use the first N training rows only", low=1)
     val_samples: int | None = key(None, "use the first N validation rows only", low=1)
     batch_size: int = key(4, "rows per device and step", low=1)
@@ -123,7 +123,7 @@ class DataConfig:
 
 @dataclass
 class LossConfig:
-    """What is minimised: objective + alpha * |mean gate - beta|; the objective alone where shares are drawn."""
+    """The loss: objective + alpha * |mean gate - beta|; with share_high > 0 the objective alone."""
 
     objective: str = key(
         "lm",
@@ -153,13 +153,13 @@ class LossConfig:
 
     @property
     def draws_share(self) -> bool:
-        """Whether each batch draws the share that the gates keep."""
+        """True if each batch draws the share that the gates keep."""
         return self.share_high > 0
 
 
 @dataclass
 class WarmupConfig:
-    """A warm start of the gates: regression on attention statistics, no backward through the model."""
+    """A warm start of the gates by regression on attention statistics, without backward through the model."""
 
     regress_steps: int = key(0, "first steps that train the gates by regression; 0 means none", low=0)
     lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
@@ -174,7 +174,7 @@ class WarmupConfig:
         "head",
         "head: targets are standardised in each head; global: over all layers and heads, so that heads are comparable",
     )
-    keep: float = key(0.5, "share of the tokens that the flags keep after the warm start", low=0.01, high=0.99)
+    keep: float = key(0.5, "share of the tokens that flags keep after the warm start", low=0.01, high=0.99)
 
 
 @dataclass
@@ -192,7 +192,7 @@ class OptimConfig:
 
 @dataclass
 class TrainerConfig:
-    """Handed to lightning.Trainer."""
+    """Arguments of lightning.Trainer."""
 
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = key("auto", "device type to train on")
     devices: int = key(1, "devices per node", low=1)
@@ -222,7 +222,7 @@ class TrainerConfig:
 
 @dataclass
 class CheckpointConfig:
-    """What is saved while training: trainable weights only."""
+    """Checkpoints while training, of trainable weights only."""
 
     every_steps: int = key(0, "optimiser steps between checkpoints; 0 means at each validation only", low=0)
     keep_last: int = key(2, "number of newest checkpoints to keep", low=1)
@@ -242,7 +242,7 @@ class WandbConfig:
 
 @dataclass
 class ExportConfig:
-    """What is written at the end of a run."""
+    """The export at the end of a run."""
 
     weights: Literal["float32", "int8"] = key("float32", "data type of the gates' matrices in the export")
     merge: bool = key(False, "also write a full copy of the base model with the adapter merged into it (merged/)")

@@ -21,36 +21,26 @@ from ag import cluster
 from ag.cluster import Room
 from ag.config.keys import ConfigError
 
-METRICS = ("val/loss", "val/lm_loss", "val/accuracy", "val/evicted")  # of a run, where its metrics.csv has them
+METRICS = ("val/loss", "val/lm_loss", "val/accuracy", "val/evicted")  # columns of the table
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-MACHINE_SECONDS = 10.0  # within which the hosts of a machine end after it
+MACHINE_SECONDS = 10.0  # longest time between the end of a machine and of its hosts
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep.
+    """One run of a sweep."""
 
-    Attributes:
-        index: its place in the sweep.
-        command: what starts it.
-        config: its configuration; ``output``, ``recipe`` and ``resume`` are read where they exist.
-        name: of its run folder.
-        place: the working folder, which machines of a cluster share.
-        log: file for what it prints; an empty text means that it prints where the sweep prints.
-        said: its overrides, as a shell reads them.
-    """
-
-    index: int
-    command: tuple[str, ...]
-    config: Any
-    name: str
-    place: str
-    log: str = ""
-    said: str = ""
+    index: int  # its index in the sweep
+    command: tuple[str, ...]  # its command
+    config: Any  # its configuration; ``output``, ``recipe`` and ``resume`` are read if they exist
+    name: str  # of its run folder
+    place: str  # the working folder, which the machines of a cluster share
+    log: str = ""  # file for its output; empty means the output of the sweep
+    overrides: str = ""  # its overrides, as a shell reads them
 
     @property
     def folder(self) -> Path | None:
-        """Where it writes; None for a program that names no folder."""
+        """Its output folder; None for a program without one."""
         if hasattr(self.config, "resume"):
             config = self.config
             return Path(config.resume) if config.resume else Path(config.output) / config.recipe / self.name
@@ -58,13 +48,13 @@ class Run:
         return Path(output) if output else None
 
     def start(self, **arguments: Any) -> subprocess.Popen[bytes]:
-        """Start its process, from its last checkpoint where it was begun before; ``arguments`` are those of Popen."""
+        """Start its process, from its last checkpoint if it has one; ``arguments`` are those of Popen."""
         return subprocess.Popen((*self.command, *_begun(self)), env=os.environ | {"AG_RUN": self.name}, **arguments)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: its exit code, after how many seconds."""
+    """The exit code and the seconds of a run."""
 
     run: Run
     code: int
@@ -72,20 +62,20 @@ class Ended:
 
 
 def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, options: list[str]) -> int:
-    """Run each combination in a process of its own, then print a table.
+    """Run each combination in a separate process, then print a table.
 
     Without a cluster SIGINT, SIGTERM and SIGUSR1 are passed on to the current process, which may save a checkpoint, and
-    end the sweep after it. On a cluster the same command goes on with what is not done: a run that was cut off from its
-    last checkpoint.
+    end the sweep after it. On a cluster the same command continues an interrupted sweep, and each interrupted run from
+    its last checkpoint.
 
     Args:
         runs: the overrides of each run.
-        configs: the configuration of each run, with ``cluster`` where the program can be told one.
+        configs: the configuration of each run, with ``cluster`` if the program has that key.
         program: name for ``python -m``.
-        options: handed on to each run.
+        options: options for each run.
 
     Returns:
-        0, 1 when a run failed, or 128 + the number of the signal that ended the sweep.
+        0; 1 when a run failed; 128 + the number of a signal that ended the sweep.
     """
     address = getattr(configs[0], "cluster", None)
     runs = [{name: text for name, text in run.items() if name != "cluster"} for run in runs]
@@ -95,13 +85,13 @@ def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, opti
     todo = []
     for i, run in enumerate(runs):
         words = [f"{name}={text}" for name, text in run.items()]
-        command, said = (sys.executable, "-m", program, *options, *words), shlex.join(words)
+        command, shown = (sys.executable, "-m", program, *options, *words), shlex.join(words)
         if address is None:
-            todo.append(Run(i, command, configs[i], f"{begun}-{i + 1}", os.getcwd(), said=said))
+            todo.append(Run(i, command, configs[i], f"{begun}-{i + 1}", os.getcwd(), overrides=shown))
         else:
-            command = (*command, "cluster=null")  # a recipe may say otherwise
+            command = (*command, "cluster=null")  # a recipe may set it
             name, log = f"sweep-{digest}-{i:04d}", str(folder / f"{i:04d}.log")
-            todo.append(Run(i, command, configs[i], name, os.getcwd(), log, said))
+            todo.append(Run(i, command, configs[i], name, os.getcwd(), log, shown))
     signalled: list[int] = []
     ended = _here(todo, signalled) if address is None else _on_cluster(todo, address, folder)
     rows, failed = [], 0
@@ -110,26 +100,27 @@ def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, opti
         place, result = one.run.folder, f"exit {one.code}" if one.code else "ok"
         measured = _measured(place) if place else {}
         numbers = [measured.get(name, "") for name in METRICS]
-        rows.append([f"{one.run.index + 1}", result, f"{one.seconds:.0f}", *numbers, str(place or ""), one.run.said])
+        ends = [str(place or ""), one.run.overrides]
+        rows.append([f"{one.run.index + 1}", result, f"{one.seconds:.0f}", *numbers, *ends])
     rows.sort(key=lambda row: int(row[0]))
     print("", *_table(["run", "result", "seconds", *METRICS, "folder", "overrides"], rows), sep="\n")
     return 128 + signalled[-1] if signalled else int(failed > 0)
 
 
 def _here(runs: Sequence[Run], signalled: list[int]) -> Iterator[Ended]:
-    """Run one after the other, until a signal comes, which is noted."""
+    """Run one after the other, until a signal, which is appended to ``signalled``."""
     process: subprocess.Popen[bytes] | None = None
 
     def stop(number: int, _: FrameType | None) -> None:
         signalled.append(number)
-        if number != signal.SIGINT and process is not None:  # a terminal sends SIGINT to both
+        if number != signal.SIGINT and process is not None:  # a terminal sends SIGINT to both processes
             process.send_signal(number)
 
     before = {number: signal.signal(number, stop) for number in SIGNALS}
     for run in runs:
         if signalled:
             break
-        print(f"[{run.index + 1}/{len(runs)}] {run.said}", flush=True)
+        print(f"[{run.index + 1}/{len(runs)}] {run.overrides}", flush=True)
         start = time.monotonic()
         process = run.start()
         yield Ended(run, process.wait(), time.monotonic() - start)
@@ -138,7 +129,7 @@ def _here(runs: Sequence[Run], signalled: list[int]) -> Iterator[Ended]:
 
 
 def _on_cluster(runs: Sequence[Run], address: str, folder: Path) -> Iterator[Ended]:
-    """Run what is not done on the machines of a cluster, all of which see the run folders and ``folder``."""
+    """Run what is not done yet on the machines of a cluster, which share the run folders and ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / "done.txt"
     there = set(done.read_text().split()) if done.exists() else set()
@@ -149,7 +140,7 @@ def _on_cluster(runs: Sequence[Run], address: str, folder: Path) -> Iterator[End
     with cluster.connected(address):
         for run, ended in cluster.share(todo, lambda: _do, _room(todo[0].config)):
             if isinstance(ended, cluster.Lost):
-                print(f"run {run.index + 1}: {ended.times} machines ended while they worked on it: {ended.why}")
+                print(f"run {run.index + 1}: {ended.times} machines died at it: {ended.why}")
                 ended = Ended(run, 1, 0.0)
             if ended.code == 0:
                 with done.open("a") as file:
@@ -159,22 +150,22 @@ def _on_cluster(runs: Sequence[Run], address: str, folder: Path) -> Iterator[End
 
 
 def _do(run: Run) -> Ended:
-    """Do a run on a machine of a cluster, in a process of its own; one that was begun goes on from its checkpoint."""
+    """Do a run in a separate process on a machine of a cluster."""
     start = time.monotonic()
     os.chdir(run.place)
     with Path(run.log).open("ab") as log:
         code = run.start(stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).wait()
     ended = Ended(run, code, time.monotonic() - start)
-    if code == -signal.SIGKILL:  # perhaps with its machine: this host then ends too, and the run is done elsewhere
+    if code == -signal.SIGKILL:  # if its machine dies, this host dies too meanwhile, and the run is done elsewhere
         time.sleep(MACHINE_SECONDS)
     return ended
 
 
 def _room(config: Any) -> Room:
-    """Return what a run takes of a machine: its devices.
+    """Return the resources of a run.
 
     Raises:
-        ConfigError: for a run of several machines.
+        ConfigError: for a run on several machines.
     """
     trainer = getattr(config, "trainer", None)
     if trainer is None:
@@ -185,7 +176,7 @@ def _room(config: Any) -> Room:
 
 
 def _measured(folder: Path) -> dict[str, str]:
-    """Return the last value of each metric of a run, as texts."""
+    """Return the last value of each metric in a run's metrics.csv, as texts."""
     try:
         with (folder / "metrics.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
@@ -195,7 +186,7 @@ def _measured(folder: Path) -> dict[str, str]:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Align columns; those of which nothing is known are left out."""
+    """Return the lines of a table, without empty columns."""
     lines = [head, *rows]
     widths = [max(len(line[i]) for line in lines) if any(row[i] for row in rows) else 0 for i in range(len(head))]
     return [
@@ -205,9 +196,9 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _begun(run: Run) -> list[str]:
-    """Return the arguments that continue a run; its folder is renamed when it has no checkpoint."""
+    """Return the arguments that continue a run; a folder without a checkpoint is renamed."""
     folder = run.folder
-    if folder is None or not hasattr(run.config, "resume") or run.config.resume:  # which its command says already
+    if folder is None or not hasattr(run.config, "resume") or run.config.resume:  # part of its command
         return []
     if any((folder / "checkpoints").glob("step=*.ckpt")):
         return [f"resume={folder}"]

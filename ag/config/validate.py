@@ -1,17 +1,14 @@
-"""Combinations of keys of a whole run that make no sense, each with its reason and its fix.
+"""Combinations of a run's keys that make no sense, each with its reason and its fix.
 
-Types, choices and bounds of single keys are checked where values are read (:mod:`ag.config.keys`), combinations of the
-gate's keys in :class:`ag.config.gate.GateConfig`.
+:mod:`ag.config.keys` checks single values, :class:`ag.config.gate.GateConfig` combinations of ``gate.*``.
 """
 
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 from ag.config.clashes import clash, rows
-from ag.config.keys import ConfigWarning
 
 CLASHES = rows("""
 loss.objective=kl|regress; train=lora -> there are no gates to train; use loss.objective=lm
@@ -83,17 +80,13 @@ model.attn_implementation=flash_attention_2; trainer.accelerator=cpu -> it needs
 model.attn_implementation=flash_attention_2; model.dtype=float32 -> it computes in 16 bits only; use
     model.dtype=bfloat16
 """)
-RARELY_MEANT = rows("""
-loss.beta>gate.threshold if loss.alpha>0; loss.mean=soft; loss.share_high<=0; train!=lora; loss.objective!=regress ->
-    gates with a mean above the threshold keep nearly every token; lower loss.beta, or use loss.mean=hard
-""")
 
 
 def validate(config: Any) -> None:
-    """Refuse combinations of keys that make no sense, and warn of one that rarely does.
+    """Refuse combinations of keys that make no sense.
 
     Args:
-        config: a whole run, :class:`ag.config.schema.Config`.
+        config: :class:`ag.config.schema.Config`.
 
     Raises:
         ValueError: names the keys, the reason and the fix.
@@ -104,5 +97,3 @@ def validate(config: Any) -> None:
         )
     if (said := clash(config, CLASHES)) is not None:
         raise ValueError(said)
-    if (said := clash(config, RARELY_MEANT)) is not None:
-        warnings.warn(said, ConfigWarning, stacklevel=2)

@@ -1,6 +1,6 @@
-"""Answering many requests at once: a batch that requests join and leave between two tokens.
+"""Serving with continuous batching.
 
-As in :mod:`ag` names are imported when they are used: help and listings of the command need no torch.
+Names are imported on first use, as in :mod:`ag`: ``python -m ag.serve --help`` needs no torch.
 """
 
 from importlib import import_module

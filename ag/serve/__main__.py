@@ -1,9 +1,7 @@
 """``python -m ag.serve``: see :mod:`ag.commands.serve`."""
 
-import sys
-
 from ag.commands.serve import ServeConfig as ServeConfig
 from ag.commands.serve import main as main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

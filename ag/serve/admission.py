@@ -1,4 +1,4 @@
-"""How many blocks of a pool a request may take, worked out before its prompt is read."""
+"""Upper bounds of the blocks that a request takes, computed before its prompt is read."""
 
 from __future__ import annotations
 
@@ -16,30 +16,25 @@ from ag.engine.layer import EXPIRED
 from ag.model.geometry import attention_layers
 from ag.serve.request import Request
 
-MARGIN = 1.25  # over the share that flags have kept so far, for prompts to come
+MARGIN = 1.25  # factor on the share that flags have kept of earlier prompts
 
 
 @dataclass(frozen=True)
 class Need:
-    """Blocks that one answer takes at most.
+    """The most blocks of one answer."""
 
-    Attributes:
-        reading: while its prompt is read.
-        writing: behind the prompt.
-    """
-
-    reading: int
-    writing: int
+    reading: int  # while its prompt is read
+    writing: int  # afterwards
 
 
 class Admission:
-    """Says what requests may take.
+    """Bounds the blocks of requests.
 
-    Under a budget and under ``full`` no answer takes more. What flags keep is known when it happens: as large a share
-    as of the prompts so far, with a margin, and all of the answer.
+    The bound is exact or too large under a budget and under ``full``. Under flags it is an estimate: the share kept of
+    earlier prompts times :data:`MARGIN`, and the whole answer.
 
     Args:
-        cache: of the model and the policy.
+        cache: an eviction cache of the model and the policy.
         config: of the model.
         part: most tokens of a prompt that are read at once.
     """
@@ -52,39 +47,36 @@ class Admission:
         self._sharing = set(cache.sharing)
         self._flags = self.policy.by_gates and self.policy.budget is None
         self._even = isinstance(self.policy.allocator, Uniform) and not self._flags
-        self._kept = self._told = 0.0  # tokens per KV head that flags kept of prompts, and tokens of those prompts
+        self._kept = self._read = 0.0  # tokens per KV head that flags kept of prompts, and tokens of those prompts
 
     def learn(self, cache: EvictionCache, tokens: int) -> None:
-        """Take note of how much flags have kept of a prompt of this number of tokens."""
+        """Record what flags have kept of a prompt of this number of tokens."""
         if self._flags:
             self._kept += float(cache.store.held.double().mean())
-            self._told += tokens
+            self._read += tokens
 
     def need(self, request: Request) -> Need:
-        """Return what one answer to a request takes, its prompt included.
-
-        The last token of an answer is not read, and so takes no room.
-        """
+        """Return the bound of one answer, its prompt included; its last token is never read and takes no block."""
         policy, prompt, read = self.policy, len(request.tokens), request.max_tokens - 1
         again, marks = self._reread(request), request.marks()
-        # the most tokens per KV head, the mean over heads, while the prompt is read in parts and behind it
+        # the most tokens per KV head, as a mean over heads, while the prompt is read in chunks and afterwards
         reading, writing = prompt, prompt + read
-        if self._flags and self._told:
-            writing = min(prompt, int(MARGIN * prompt * self._kept / self._told) + int(marks.sum())) + read
+        if self._flags and self._read:
+            writing = min(prompt, int(MARGIN * prompt * self._kept / self._read) + int(marks.sum())) + read
         elif policy.budget is not None:
             if policy.block is not None:
-                reading = min(prompt, self._stays(marks, prompt) + policy.block)
+                reading = min(prompt, self._capacity(marks, prompt) + policy.block)
             if policy.steps is None:
-                writing = min(prompt, self._stays(marks, prompt)) + read
-            else:  # under ``every`` a token takes the place of another one a step later, and room is made unseen
-                writing = min(writing, self._stays(marks, writing) + min(read, max(policy.steps, 2)))
+                writing = min(prompt, self._capacity(marks, prompt)) + read
+            else:  # ``every`` evicts one step late
+                writing = min(writing, self._capacity(marks, writing) + min(read, max(policy.steps, 2)))
         return Need(
             reading=self._blocks(reading + again, prompt + again, EXPIRED + self.part),
             writing=self._blocks(writing, prompt + read, min(read, EXPIRED)),
         )
 
-    def _stays(self, marks: Tensor, seen: int) -> int:
-        """Return what a decision leaves of a text: the budget, or more where the request or the scorer protects more.
+    def _capacity(self, marks: Tensor, seen: int) -> int:
+        """Return the tokens per KV head after an eviction: the budget, or the protected tokens if those are more.
 
         Args:
             marks: ``[T]`` bool, the tokens of the prompt that the request protects.
@@ -98,7 +90,7 @@ class Admission:
         return max(int(budget), int(protected.sum()))
 
     def _reread(self, request: Request) -> int:
-        """Return the most tokens that are held beside a prompt while it is reread."""
+        """Return the most tokens that the cache holds beside a prompt while a scorer rereads it."""
         rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
         inputs = [] if rereader is None else rereader.inputs([*request.tokens])
         return max((len(asked) for _, asked in inputs), default=0)
@@ -107,9 +99,9 @@ class Admission:
         """Return the blocks of all layers.
 
         Args:
-            tokens: per KV head in layers that share the budget, the mean over heads.
-            whole: in the others, without a sliding window.
-            lag: tokens that a layer with a sliding window may hold beyond what the next query sees.
+            tokens: mean tokens per KV head in layers under the budget.
+            whole: tokens per KV head in the other layers without a sliding window.
+            lag: tokens that a layer with a sliding window may hold beyond its window.
         """
         blocks = shared = 0
         for layer, window in enumerate(self._windows):
@@ -120,7 +112,7 @@ class Admission:
                 blocks += self._heads * -(-min(tokens, seen) // BLOCK)
             else:
                 shared += self._heads
-        # of rows that are not equally long each may have a block with one token
+        # each of the unequal rows may have a last block with one token
         return blocks + (shared * (tokens + BLOCK - 1)) // BLOCK
 
 

@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI's API, and of those who watch: over a scheduler in this process, or whatever answers."""
+"""The endpoints of OpenAI's API, the live page and Prometheus, over a scheduler in this process or over replicas."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from ag.engine.block_pool import PoolFullError
 from ag.engine.policy import Policy
 from ag.errors import UserError
 from ag.serve.answers import Answers, WaitedError, where
-from ag.serve.metrics import Metrics, Told, as_text
+from ag.serve.metrics import Metrics, Status, as_text
 from ag.serve.prompts import Prompts
 from ag.serve.protocol import ApiError, Asked, ChatAsked, CompletionAsked, Form, parse
 from ag.serve.scheduler import Busy, Scheduler, StoppedError
 
 logger = logging.getLogger("ag.serve")
 
-BODY_SECONDS = 30  # in which a body has to come
-RETRY_SECONDS = 5  # after which a client may ask again
+BODY_SECONDS = 30  # longest time for a body to arrive
+RETRY_SECONDS = 5  # of Retry-After
 STOPPING = "the server is stopping: ask again later, or another one."
-READ_MULTIPLE = 16  # bodies up to this many times too long are read and dropped, so that their clients see the answer
-#: Begins server-sent events, which no proxy keeps.
+READ_MULTIPLE = 16  # a body up to this many times too long is read and dropped, so that its client sees the refusal
+#: The start of a stream of server-sent events, which proxies must not buffer.
 EVENTS: Message = {
     "type": "http.response.start",
     "status": 200,
@@ -53,6 +53,7 @@ EVENTS: Message = {
         (b"x-accel-buffering", b"no"),
     ],
 }
+#: The parameters of a request, by path.
 ASKED: dict[str, type[Asked]] = {"/v1/chat/completions": ChatAsked, "/v1/completions": CompletionAsked}
 
 
@@ -61,24 +62,24 @@ class Endpoints(ABC):
 
     Args:
         name: of the model, for clients.
-        policy: what evicts, for those who watch.
+        policy: text of the policy, for the live page.
         body: most bytes of a request's body.
-        most: requests that may be open at once: coming in, being answered, or being sent.
-        api_key: what clients have to know; None means that anybody may ask.
+        most: most open requests: bodies that arrive and answers that are generated or sent.
+        api_key: the key that clients have to send; None means that no key is needed.
     """
 
     def __init__(self, name: str, policy: str, body: int, most: int, api_key: str | None) -> None:
         self.name, self.policy, self.api_key = name, policy, api_key
         self.began = int(time.time())
-        #: Whether no request is taken any more.
+        #: True while the server stops: new requests are refused.
         self.draining = False
-        #: Requests for answers that are not answered yet.
+        #: Open requests for answers.
         self.open = 0
         self._longest_body, self._most, self._page = body, most, page()
 
     def app(self) -> FastAPI:
-        """Return the app, which begins and ends with :meth:`lifespan`."""
-        app = FastAPI(lifespan=self.lifespan, openapi_url=None)  # the pages about it come from elsewhere
+        """Return the app; :meth:`lifespan` runs around it."""
+        app = FastAPI(lifespan=self.lifespan, openapi_url=None)  # its pages load scripts from other sites
         guarded = APIRouter(dependencies=[Depends(self._check_key)])
         for path in ASKED:
             guarded.add_api_route(path, self.answer, methods=["POST"])
@@ -88,80 +89,80 @@ class Endpoints(ABC):
         guarded.add_api_route("/live", self.live, methods=["GET"])
         app.include_router(guarded)
         app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/", self.page, methods=["GET"])  # its script asks for the key
+        app.add_api_route("/", self.page, methods=["GET"])  # its script sends the key
         app.add_exception_handler(ApiError, _refuse)
         app.add_exception_handler(HTTPException, _refuse)
         return app
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Do what is needed before the first request and after the last."""
+        """Run code before the first request and after the last one."""
         yield
 
-    # ---- what answers
+    # ---- the part of a scheduler or of replicas
 
     @abstractmethod
     def ask(self, path: str, body: bytes) -> AsyncGenerator[Message]:
-        """Answer the body of a request: yield messages of ASGI, a start and then parts of a body. It raises nothing."""
+        """Answer the body of a request: yield ASGI messages, a start and then parts of a body. Errors are messages."""
 
     @abstractmethod
-    async def tell(self) -> Told:
-        """Return what is going on.
+    async def status(self) -> Status:
+        """Return the status of the scheduler or of all replicas.
 
         Raises:
-            ApiError: 503, where nobody answers.
+            ApiError: 503, when no replica answers.
         """
 
-    # ---- how it does
+    # ---- status
 
     async def health(self) -> Response:
-        """Tell whether requests are taken: 200, or 503."""
+        """Return 200 while requests are accepted, else 503."""
         try:
-            status = self._status(await self.tell())
+            word = self._word(await self.status())
         except ApiError:
-            status = "failed"
-        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+            word = "failed"
+        return JSONResponse({"status": word}, 200 if word == "ok" else 503)
 
     async def page(self) -> Response:
-        """Show what :meth:`live` tells."""
+        """Return the live page."""
         text, rules = self._page
         return Response(text, media_type="text/html", headers={"Content-Security-Policy": rules})
 
     async def live(self) -> Response:
-        """Tell the page what is going on."""
-        told = await self.tell()
-        now, names = told.snapshot, {"model": self.name, "policy": self.policy, "status": self._status(told)}
-        shown = asdict(now) | asdict(now.counts) | names | {"counts": None, "ended": now.counts.ended.total()}
-        return JSONResponse(shown | {"seconds": time.monotonic()})
+        """Return the figures of the live page."""
+        status = await self.status()
+        now, names = status.snapshot, {"model": self.name, "policy": self.policy, "status": self._word(status)}
+        figures = asdict(now) | asdict(now.counts) | names | {"counts": None, "ended": now.counts.ended.total()}
+        return JSONResponse(figures | {"seconds": time.monotonic()})
 
     async def metrics(self) -> Response:
-        """Tell Prometheus."""
-        return Response(as_text((await self.tell()).figures), media_type=CONTENT_TYPE_LATEST)
+        """Return the figures for Prometheus."""
+        return Response(as_text((await self.status()).figures), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, name: str | None = None) -> Response:
-        """List the model, or tell of it by its name."""
+        """Return the model of this name, or a list of the only model."""
         model = Model(id=self.name, created=self.began, object="model", owned_by="ag").model_dump()
         if name is None:
             return JSONResponse({"object": "list", "data": [model]})
         self.check_model(name)
         return JSONResponse(model)
 
-    def _status(self, told: Told) -> str:
-        return "failed" if not told.works else "draining" if self.draining else "ok"
+    def _word(self, status: Status) -> str:
+        return "failed" if not status.works else "draining" if self.draining else "ok"
 
-    # ---- what may come in
+    # ---- requests
 
     async def answer(self, http: Http) -> Response:
-        """Answer a conversation, or continue a text."""
+        """Answer a chat or a text."""
         if self.open >= self._most:
-            raise refusal(Busy(f"{self._most} requests are being answered, as many as may: try again later."))
+            raise api_error(Busy(f"{self._most} requests are open, the most that this server takes: try again later."))
         self.open += 1
         try:
-            return Passed(self.ask(http.url.path, await self._body(http)), self._close)
+            return MessagesResponse(self.ask(http.url.path, await self._body(http)), self._close)
         except BaseException as error:
             self._close()
             if isinstance(error, ClientDisconnect):
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # no client reads it
             raise
 
     def _close(self) -> None:
@@ -186,12 +187,12 @@ class Endpoints(ABC):
         """Read the body of a request for an answer.
 
         Raises:
-            ApiError: when none is given any more, or the body is not JSON, too long or too slow.
+            ApiError: when the server stops, or the body is not JSON, too long or too slow.
         """
         if self.draining:
             raise ApiError(503, "the server is stopping: ask another one.", code="draining", retry=RETRY_SECONDS)
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "expected the header Content-Type: application/json.")  # no page's form can send it
+            raise ApiError(415, "expected the header Content-Type: application/json.")  # forms of other sites lack it
         limit = self._longest_body
         body, length = bytearray(), 0
         try:
@@ -209,12 +210,12 @@ class Endpoints(ABC):
         return bytes(body)
 
 
-class Passed(Response):
-    """An answer as it comes; a client that leaves ends it.
+class MessagesResponse(Response):
+    """A response made of ASGI messages; a disconnect of the client ends their generator.
 
     Args:
-        messages: of ASGI.
-        close: called when all were sent, or the client has left.
+        messages: a start and parts of a body.
+        close: is called when all are sent, or the client has disconnected.
     """
 
     def __init__(self, messages: AsyncGenerator[Message], close: Callable[[], None]) -> None:
@@ -222,13 +223,13 @@ class Passed(Response):
         self._messages, self._end = messages, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the messages."""
 
-        async def leave() -> None:
+        async def disconnect() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(leave())
+        sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(disconnect())
         try:
             await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -250,23 +251,23 @@ class Service(Endpoints):
     """The endpoints of a scheduler in this process.
 
     Args:
-        scheduler: answers the requests.
+        scheduler: generates the answers.
         name: of the model, for clients.
-        limits: what clients may ask.
-        api_key: what they have to know; None means that anybody may ask.
+        limits: limits of requests.
+        api_key: the key that clients have to send; None means that no key is needed.
     """
 
     def __init__(self, scheduler: Scheduler, name: str, limits: ServeConfig, api_key: str | None = None) -> None:
         most = 2 * (scheduler.queue + scheduler.batch)
-        super().__init__(name, shown(scheduler.policy), limits.body_bytes, most, api_key)
+        super().__init__(name, policy_text(scheduler.policy), limits.body_bytes, most, api_key)
         self.prompts = Prompts(scheduler.tokenizer, scheduler.model.config, limits, scheduler.batch)
         self.scheduler, self._metrics = scheduler, Metrics(scheduler.snapshot)
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
-        self._encoder = ThreadPoolExecutor(1, "encoder")  # one: a tokenizer cannot read two texts at once
+        self._encoder = ThreadPoolExecutor(1, "encoder")  # one thread, as a tokenizer cannot encode two texts at once
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Begin and end the scheduler's thread."""
+        """Start and stop the scheduler's thread."""
         self.start()
         yield
         self.scheduler.stop(STOPPING)
@@ -274,7 +275,7 @@ class Service(Endpoints):
         self._encoder.shutdown(wait=False, cancel_futures=True)
 
     def start(self) -> None:
-        """Begin to answer, in a thread of its own."""
+        """Start the scheduler's thread."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -283,12 +284,12 @@ class Service(Endpoints):
         except Exception as error:
             logger.error("the scheduler failed: %s", where(error))
 
-    async def tell(self) -> Told:
-        """Return what is going on."""
-        return Told(self.scheduler.snapshot(), [*self._metrics.collect()], not self.scheduler.failed)
+    async def status(self) -> Status:
+        """Return the status of the scheduler."""
+        return Status(self.scheduler.snapshot(), [*self._metrics.collect()], not self.scheduler.failed)
 
     async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message]:
-        """Answer the body of a request: yield messages of ASGI, a start and then parts of a body. It raises nothing."""
+        """Answer the body of a request: yield ASGI messages, a start and then parts of a body. Errors are messages."""
         answers: Answers | None = None
         try:
             asked: Asked = parse(ASKED[path], body)
@@ -302,10 +303,10 @@ class Service(Endpoints):
                     yield {"type": "http.response.body", "body": event.encode(), "more_body": True}
             else:
                 whole = form.whole(await answers.whole(), len(request.tokens), answers.written)
-                for message in _messages(Response(whole, media_type="application/json")):
+                for message in as_messages(Response(whole, media_type="application/json")):
                     yield message
         except Exception as error:
-            for message in refused(error):
+            for message in as_messages(refusal(error)):
                 yield message
         finally:
             if answers is not None:
@@ -322,32 +323,32 @@ class Service(Endpoints):
                 yield f"data: {form.last(len(answers.request.tokens), answers.written)}\n\n"
             yield "data: [DONE]\n\n"
         except Exception as error:
-            yield f"data: {json.dumps(refusal(error).body)}\n\n"
+            yield error_event(error)
 
 
-# ---- refusals
+# ---- errors
 
 
 async def _refuse(http: Http, error: Exception) -> Response:
-    return _response(error)
+    return refusal(error)
 
 
-def _response(error: Exception) -> Response:
-    """Return an error in OpenAI's form."""
-    told = refusal(error)
-    headers = {} if told.retry is None else {"Retry-After": str(told.retry)}
-    if told.status == 401:
+def refusal(error: Exception) -> Response:
+    """Return the response for an error, in OpenAI's form."""
+    found = api_error(error)
+    headers = {} if found.retry is None else {"Retry-After": str(found.retry)}
+    if found.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(told.body, told.status, headers)
+    return JSONResponse(found.body, found.status, headers)
 
 
-def refused(error: Exception) -> list[Message]:
-    """Return the messages of ASGI that tell of an error in OpenAI's form."""
-    return _messages(_response(error))
+def error_event(error: Exception) -> str:
+    """Return the event for an error inside a stream."""
+    return f"data: {json.dumps(api_error(error).body)}\n\n"
 
 
-def refusal(error: Exception) -> ApiError:
-    """Return what a client is told of an error."""
+def api_error(error: Exception) -> ApiError:
+    """Return the error that a client sees."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
@@ -362,22 +363,22 @@ def refusal(error: Exception) -> ApiError:
     return ApiError(500, "the server failed at this request.")
 
 
-def _messages(response: Response) -> list[Message]:
-    """Return the messages of ASGI that a response is."""
+def as_messages(response: Response) -> list[Message]:
+    """Return a response as ASGI messages."""
     start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
     return [start, {"type": "http.response.body", "body": bytes(response.body), "more_body": True}]
 
 
-# ---- what is shown
+# ---- the live page
 
 
-def shown(chosen: Policy) -> str:
-    """Return a policy as those see it who watch."""
+def policy_text(chosen: Policy) -> str:
+    """Return the text of a policy with its budget."""
     return str(chosen.spec) + (f" {chosen.budget}" if chosen.budget else "")
 
 
 def page() -> tuple[str, str]:
-    """Return the page that shows a server at work, and the Content-Security-Policy that runs nothing else."""
+    """Return the live page, and a Content-Security-Policy that allows its own script and style only."""
     text = files("ag.serve").joinpath("page.html").read_text(encoding="utf-8")
     rules = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
     for tag in ("style", "script"):

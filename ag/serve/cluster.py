@@ -1,8 +1,8 @@
-"""The server on several machines: replicas of the model under Ray Serve, and a front that clients reach.
+"""The server on several machines: replicas of the model under Ray Serve, behind a front.
 
-The front reads a request, asks a replica, and passes on what the replica answers, piece by piece. The turns of a
-conversation go to one replica, which holds what they begin with, unless its queue is full. Consistent hashing chooses
-it, so that fronts need not know of each other, and few conversations move when replicas come and go.
+The front forwards a request to a replica and streams the answer back. All turns of a conversation go to one replica,
+which has cached their prefix. The replica is chosen by consistent hashing: fronts share no state, and few conversations
+move when the number of replicas changes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pydantic_core import from_json
 from starlette.types import Message
 
 from ag import plugins
-from ag.cluster import LIBRARIES, Room, check_versions, connected, resources
+from ag.cluster import LIBRARIES, Room, check_versions, connected, described, resources
 from ag.commands.serve import KEY_VARIABLE, ServeConfig
 from ag.config.recipes import resolve
 from ag.continuation import read_policy
 from ag.errors import UserError
 from ag.serve.answers import WaitedError
-from ag.serve.app import Endpoints, refusal, refused, shown
-from ag.serve.metrics import Told, labelled
+from ag.serve.app import Endpoints, api_error, as_messages, error_event, policy_text, refusal
+from ag.serve.metrics import Status, labelled
 from ag.serve.scheduler import StoppedError
 from ag.serve.snapshot import together
 from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving
@@ -45,18 +45,17 @@ try:
     from ray.serve.exceptions import DeploymentUnavailableError
     from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
     from ray.serve.handle import DeploymentHandle
-    from ray.serve.request_router import PendingRequest, RunningReplica
 except ModuleNotFoundError as error:
     raise UserError("ag.serve needs Ray Serve with cluster=...: pip install 'ag[serve,cluster]'.") from error
 
 APP = "ag"  # the application's name on the cluster
-TRIES = 3  # replicas that a request may lose, or find full, before it is refused
-LOST_SECONDS = 0.5  # after a loss, until all have heard of it; twice as long after the next
-HEALTH_SECONDS = 5.0  # between two looks at a replica
-LOOK_SECONDS = 10.0  # longest wait for what all replicas tell
-FRONT_REQUESTS = 10_000  # at once, those that wait for a replica among them
-LOGGING = {"enable_access_log": False}  # the app has its own, which names no path
-BEGINNING = 256  # characters of a text, or bytes of its tokens, that its later forms have in common
+TRIES = 3  # replicas that a request is sent to if each one dies
+LOST_SECONDS = 0.5  # wait after a lost replica, until the router has noticed; doubled after the next loss
+HEALTH_SECONDS = 5.0  # between two health checks of a replica
+LOOK_SECONDS = 10.0  # longest wait for the status of all replicas
+FRONT_REQUESTS = 10_000  # most open requests of the front
+LOGGING = {"enable_access_log": False}  # the scheduler's log has a line for each request
+BEGINNING = 256  # leading characters, or token ids, of a text by which a replica is chosen
 
 
 class Replica:
@@ -64,10 +63,10 @@ class Replica:
 
     Args:
         config: of the server.
-        libraries: their versions where it was asked for.
+        libraries: versions of the libraries where the server was started.
 
     Raises:
-        UserError: when the libraries here are others, or the model or its gates cannot be loaded.
+        UserError: when the libraries here have other versions, or the model or its gates cannot be loaded.
     """
 
     def __init__(self, config: ServeConfig, libraries: Mapping[str, str]) -> None:
@@ -75,52 +74,34 @@ class Replica:
         torch.set_num_threads(config.cores)
         plugins.load(config.plugins)
         log()
-        self._service = serving(config, None)  # the front asks for the key
+        self._service = serving(config, None)  # the front checks the key
         self._service.start()
 
     def check_health(self) -> None:
-        """Raise where no answer can be given any more; Ray then begins another replica."""
+        """Raise when the scheduler has failed; Ray then replaces this replica."""
         if self._service.scheduler.failed:
             raise StoppedError("the scheduler has failed.")
 
-    async def ask(self, path: str, body: bytes, full: int = 0) -> AsyncGenerator[Message | None]:
-        """Answer a request, as :meth:`Endpoints.ask`; None comes as soon as it is taken.
-
-        Args:
-            path: of the endpoint.
-            body: JSON, as it came.
-            full: replicas that had no room for it, which :class:`Ring` reads.
-        """
+    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | None]:
+        """Answer a request as :meth:`Endpoints.ask` does, after a None that says that a replica has received it."""
         yield None
         async with aclosing(self._service.ask(path, body)) as messages:
             async for message in messages:
                 yield message
 
-    async def tell(self) -> tuple[str, Told]:
-        """Return its name, and what is going on."""
-        return str(serve.get_replica_context().replica_id.unique_id), await self._service.tell()
-
-
-class Ring(ConsistentHashRouter):
-    """Consistent hashing by conversation, which passes over the replicas that had no room for a request."""
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """Return the replicas that a request may go to, the first one preferred."""
-        ranked = await super().choose_replicas(candidate_replicas, pending_request)
-        full = pending_request.kwargs.get("full", 0) if pending_request else 0
-        return ranked[full:] or ranked  # where all were full, one may have room again
+    async def status(self) -> tuple[str, Status]:
+        """Return the name and the status of this replica."""
+        return str(serve.get_replica_context().replica_id.unique_id), await self._service.status()
 
 
 class Front(Endpoints):
-    """The endpoints that clients reach.
+    """The endpoints in front of the replicas.
 
     Args:
-        replicas: answer.
+        replicas: handle of the replicas.
         config: of the server.
-        policy: what evicts, for those who watch.
-        api_key: what clients have to know; None means that anybody may ask.
+        policy: text of the policy, for the live page.
+        api_key: the key that clients have to send; None means that no key is needed.
     """
 
     def __init__(self, replicas: DeploymentHandle[Replica], config: ServeConfig, policy: str, api_key: str | None):
@@ -130,33 +111,33 @@ class Front(Endpoints):
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self.app()
 
-    async def tell(self) -> Told:
-        """Return what is going on in all replicas."""
+    async def status(self) -> Status:
+        """Return the status of all replicas together."""
         try:
-            asked = self._replicas.broadcast("tell")
+            asked = self._replicas.broadcast("status")
             found = await asked.results_async(timeout_s=LOOK_SECONDS, return_exceptions=True)
         except (TimeoutError, DeploymentUnavailableError):
             found = []
-        told = {one[0]: one[1] for one in found if not isinstance(one, BaseException)}
-        if not told:
-            raise refusal(StoppedError("no replica answers: ask again later."))
-        return Told(
-            together([one.snapshot for one in told.values()]),
-            labelled({name: one.figures for name, one in told.items()}),
-            any(one.works for one in told.values()),
+        answered = {one[0]: one[1] for one in found if not isinstance(one, BaseException)}
+        if not answered:
+            raise api_error(StoppedError("no replica answers: ask again later."))
+        return Status(
+            together([one.snapshot for one in answered.values()]),
+            labelled({name: one.figures for name, one in answered.items()}),
+            any(one.works for one in answered.values()),
         )
 
     async def drain(self) -> int:
-        """Take no more requests; returns how many are not answered yet."""
+        """Refuse new requests; returns the number of open ones."""
         self.draining = True
         return self.open
 
     async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message]:
-        """Answer the body of a request by what a replica says."""
+        """Forward the body of a request to a replica, and yield the messages of the replica."""
         try:
             begin, answer = await self._begun(path, body)
         except UserError as error:
-            for message in refused(error):
+            for message in as_messages(refusal(error)):
                 yield message
             return
         try:
@@ -164,30 +145,29 @@ class Front(Endpoints):
             async for message in answer:
                 yield message
         except RayActorError:  # in the middle of a stream
-            gone = refusal(StoppedError("the replica that wrote this answer has ended: ask again."))
-            event = f"data: {json.dumps(gone.body)}\n\n"
+            event = error_event(StoppedError("the replica that wrote this answer has ended: ask again."))
             yield {"type": "http.response.body", "body": event.encode(), "more_body": True}
         finally:
             answer.cancel()
 
     async def _begun(self, path: str, body: bytes) -> tuple[Message, Any]:
-        """Have a replica answer; where one has no room, or dies before it has said anything, another one.
+        """Send a request to a replica, and to another one if that replica dies before it answers.
 
         Returns:
-            The message with status and headers, and what gives the others.
+            The message with status and headers, and an iterator of the further messages.
 
         Raises:
-            StoppedError: when the replicas that were asked have ended.
-            WaitedError: when there was no replica for too long.
+            StoppedError: when every replica that received the request has ended.
+            WaitedError: when no replica received it within ``wait_seconds``.
         """
-        session, full, pause = conversation(body), 0, 0.0
-        for left in reversed(range(TRIES)):
+        session, pause = conversation(body), 0.0
+        for _ in range(TRIES):
             await asyncio.sleep(pause)
-            answer: Any = self._replicas.options(stream=True, session_id=session).ask.remote(path, body, full=full)
+            answer: Any = self._replicas.options(stream=True, session_id=session).ask.remote(path, body)
             try:
                 async with asyncio.timeout(self._wait_seconds):
-                    await anext(answer)  # until a replica has taken the request
-                begin = await anext(answer)
+                    await anext(answer)  # a replica has received the request
+                return await anext(answer), answer
             except (RayActorError, DeploymentUnavailableError):
                 pause = 2 * pause or LOST_SECONDS
                 continue
@@ -196,17 +176,14 @@ class Front(Endpoints):
                 if not isinstance(error, TimeoutError):
                     raise
                 raise WaitedError(f"no replica came within {self._wait_seconds} seconds: ask again later.") from None
-            if begin["status"] != 429 or not left:
-                return begin, answer
-            full += 1
         raise StoppedError("the replicas that were asked have ended: ask again later.")
 
 
 def conversation(body: bytes) -> str:
-    """Return what the turns of a conversation have in common, hashed: its texts are nobody's but the replica's.
+    """Return a hash that is the same for all turns of a conversation, or "" for a body that a replica will refuse.
 
-    That is what the client says (``prompt_cache_key``), or the messages up to the first one of the user, or the
-    beginning of a text. A body that a replica will refuse has none: "".
+    It is made of ``prompt_cache_key``, or of the messages up to the first one of the user, or of the beginning of a
+    text. A hash, as the router's log must not hold texts.
     """
     try:
         asked = from_json(body)
@@ -223,10 +200,10 @@ def conversation(body: bytes) -> str:
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:
-    """Build the application for ``serve deploy`` and ``serve run``, whose file names ``ag.serve.cluster:app``.
+    """Build the application for ``serve deploy`` and ``serve run``, as ``ag.serve.cluster:app``.
 
     Args:
-        args: the keys of ``python -m ag.serve``. Those of the address are the file's own (``http_options``).
+        args: the keys of ``python -m ag.serve`` but for host and port, which are ``http_options`` of the file.
 
     Raises:
         UserError: for an unknown key or a value that does not fit.
@@ -237,7 +214,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def application(config: ServeConfig, api_key: str | None) -> serve.Application:
-    """Return the deployments of a server, bound together."""
+    """Return the application: the front, bound to the replicas."""
     room, (least, *more) = Room.on(config.device, config.cores), config.replicas
     number: dict[str, Any] = {"num_replicas": least}
     if more:
@@ -252,10 +229,10 @@ def application(config: ServeConfig, api_key: str | None) -> serve.Application:
         Replica,
         name="model",
         ray_actor_options={"num_cpus": room.cpus, "num_gpus": room.gpus},
-        max_ongoing_requests=2 * (config.queue + config.batch),  # above what its own queue lets in, for those who look
+        max_ongoing_requests=2 * (config.queue + config.batch),  # more than its queue takes: status requests come too
         max_constructor_retry_count=TRIES,
         request_router_config=RequestRouterConfig(
-            request_router_class=Ring,  # type: ignore[arg-type]
+            request_router_class=ConsistentHashRouter,  # type: ignore[arg-type]
             request_router_kwargs={"num_fallback_replicas": TRIES - 1},
         ),
         **number,
@@ -269,35 +246,36 @@ def application(config: ServeConfig, api_key: str | None) -> serve.Application:
         **both,
     )
     replicas = model.bind(config, versions(*LIBRARIES))
-    return cast(serve.Application, front.bind(replicas, config, shown(read_policy(config)), api_key))
+    return cast(serve.Application, front.bind(replicas, config, policy_text(read_policy(config)), api_key))
 
 
 def run_on(address: str, config: ServeConfig, api_key: str | None) -> int:
     """Serve on a cluster until SIGTERM or Ctrl-C; returns the exit code.
 
     Args:
-        address: of the cluster, as of :data:`ag.cluster.CLUSTER`.
+        address: of the cluster, see :data:`ag.cluster.CLUSTER`.
         config: of the server.
-        api_key: what clients have to know; None means that anybody may ask.
+        api_key: the key that clients have to send; None means that no key is needed.
 
     Raises:
-        UserError: when there is no such cluster, it has no room or answers already, or no replica could begin.
+        UserError: when there is no such cluster, it has no room or serves already, or no replica could start.
     """
     made, room, least = application(config, api_key), Room.on(config.device, config.cores), config.replicas[0]
     with connected(address):
         if room.hosts(resources()) < least:
-            has = ", ".join(f"{name} {resources().get(name, 0):g}" for name in ("CPU", "GPU"))
-            raise UserError(f"replicas={least}: the cluster has {has}, and each takes {room}: ask for fewer or less.")
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # what is done here, step by step
+            raise UserError(
+                f"replicas={least}: the cluster has {described()}, and each takes {room}: ask for fewer or less."
+            )
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         port = config.port
         if address == "local":
             with listen(config.host, port) as free:
                 port = free.getsockname()[1]
         serve.start(http_options={"host": config.host, "port": port}, logging_config=LOGGING)
         if APP in serve.status().applications:
-            raise UserError(f"cluster={address}: it answers already: `serve shutdown` ends that.")
+            raise UserError(f"cluster={address}: it serves already: `serve shutdown` ends that.")
         try:
-            _answer_until_told(made, lambda: announce(str(config.name), config.host, port, api_key is None))
+            _serve_until_signal(made, lambda: announce(str(config.name), config.host, port, api_key is None))
         finally:
             serve.delete(APP)
             if address == "local":
@@ -305,13 +283,13 @@ def run_on(address: str, config: ServeConfig, api_key: str | None) -> int:
     return 0
 
 
-def _answer_until_told(made: serve.Application, ready: Callable[[], None]) -> None:
-    """Run an application until SIGTERM or Ctrl-C; then take no more requests, and wait for those that are answered."""
+def _serve_until_signal(made: serve.Application, ready: Callable[[], None]) -> None:
+    """Run an application until SIGTERM or Ctrl-C; then refuse new requests, and wait for the open ones."""
     try:
         front = serve.run(made, name=APP)
     except RuntimeError:
-        told = [one.message for one in serve.status().applications[APP].deployments.values() if one.message]
-        raise UserError(f"cluster: no replica could begin: {' '.join(' '.join(told).split())[-600:]}") from None
+        reasons = [one.message for one in serve.status().applications[APP].deployments.values() if one.message]
+        raise UserError(f"cluster: no replica could start: {' '.join(' '.join(reasons).split())[-600:]}") from None
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(1) if stop.is_set() else stop.set())

@@ -1,4 +1,4 @@
-"""The text of an answer, given out as soon as it is certain, and the texts of single tokens."""
+"""The text of an answer as a stream of final pieces, and the texts of single tokens."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ag.errors import UserError
 
-LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}  # that tokenizers of bytes write for them
+LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}  # the alphabet of byte-level tokenizers
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # the token of a byte, where a tokenizer falls back to bytes
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # token of a byte in a tokenizer with byte fallback
 
 
 class Vocabulary:
-    """What the tokens of a tokenizer say, each as it stands in the middle of a text: with the space before a word.
+    """The texts of a tokenizer's tokens in the middle of a text, thus with the space before a word.
 
     Args:
         tokenizer: a fast one of transformers.
 
     Raises:
-        UserError: when it is not a fast one.
+        UserError: when the tokenizer is not a fast one.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -38,15 +38,15 @@ class Vocabulary:
         self.special: dict[str, int] = {token.content: number for number, token in added.items() if token.special}
 
     def text(self, token: int) -> str:
-        """Return the text of a token, be it a special one; U+FFFD stands for half a character."""
+        """Return the text of a token, also of a special one; U+FFFD stands for a part of a character."""
         return self._decoded(token, skip_special_tokens=False)
 
-    def said(self, token: int, first: bool = False) -> bytes:
-        """Return the bytes of a token in UTF-8, maybe half of a character; special tokens have none.
+    def bytes_of(self, token: int, first: bool = False) -> bytes:
+        """Return the UTF-8 bytes of a token, possibly a part of a character; special tokens have no bytes.
 
         Args:
             token: its id.
-            first: whether it begins a text, where many tokenizers drop a space.
+            first: True at the beginning of a text, where many tokenizers drop a space.
         """
         piece = self._backend.id_to_token(token) or ""
         if self._falls_back and (byte := _BYTE.fullmatch(piece)):
@@ -56,56 +56,55 @@ class Vocabulary:
             return bytes(LETTERS[letter] for letter in piece)
         return text.encode()
 
-    def _decoded(self, token: int, **told: bool) -> str:
-        known, text = (str(self._backend.decode(ids, **told)) for ids in (self._before, [*self._before, token]))
-        return text[len(known) :] if text.startswith(known) else str(self._backend.decode([token], **told))
+    def _decoded(self, token: int, **options: bool) -> str:
+        known, text = (str(self._backend.decode(ids, **options)) for ids in (self._before, [*self._before, token]))
+        return text[len(known) :] if text.startswith(known) else str(self._backend.decode([token], **options))
 
 
 class Detokenizer:
-    """Turns the tokens of an answer into text, one at a time.
+    """Turns the tokens of an answer into text, one token at a time.
 
-    Each character is given out as soon as it is whole, and U+FFFD for what can no longer become one. Half a character
-    is not given out, and nothing that could be the beginning of a stop text before it is known not to be one.
+    A character is returned once it is complete, and U+FFFD for bytes that cannot become one. Text that may be the
+    beginning of a stop text is held back until it is certain that it is not.
 
     Args:
         vocabulary: of the tokenizer.
-        stop: texts that end the answer and are no part of it, none of them empty. One that is a special token ends it
-            by its id, since special tokens have no text here.
-        continues: whether the answer goes on with a text, so that its first word may begin with a space.
+        stop: texts, not empty, that end the answer and are not part of it. A special token is found by its id.
+        continues: True if the answer continues a text, so that its first word may begin with a space.
     """
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), continues: bool = False) -> None:
         self._vocabulary, self._stop, self._begins = vocabulary, tuple(stop), not continues
         self._ends = {vocabulary.special[text] for text in stop if text in vocabulary.special}
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""  # not given out yet
-        #: Characters so far, with those that are held back.
+        self._held = ""  # text that is held back
+        #: Characters so far, including those held back.
         self.length = 0
-        #: Characters that were given out.
+        #: Characters returned so far.
         self.given = 0
-        #: Whether a stop text came.
+        #: True once a stop text has occurred.
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Take the next token; returns the text that is certain now."""
+        """Add the next token; returns the text that became final."""
         if token in self._ends:
             self.stopped = True
             return self.rest()
-        said = self._vocabulary.said(token)
-        if said and self._begins:
-            said, self._begins = self._vocabulary.said(token, first=True), False
-        new = self._bytes.decode(said)
+        found = self._vocabulary.bytes_of(token)
+        if found and self._begins:
+            found, self._begins = self._vocabulary.bytes_of(token, first=True), False
+        new = self._bytes.decode(found)
         self.length += len(new)
         self._held += new
-        found = [place for text in self._stop if (place := self._held.find(text)) >= 0]
-        if found:
+        places = [place for text in self._stop if (place := self._held.find(text)) >= 0]
+        if places:
             self.stopped = True
-            self._held = self._held[: min(found)]
+            self._held = self._held[: min(places)]
             return self.rest()
         return self._give(len(self._held) - max((_begun(self._held, text) for text in self._stop), default=0))
 
     def rest(self) -> str:
-        """Return the text that was held back; the answer is over."""
+        """Return the text that was held back; call this after the last token."""
         return self._give(len(self._held))
 
     def _give(self, characters: int) -> str:
@@ -115,6 +114,6 @@ class Detokenizer:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Return how many characters at the end of a text are the beginning of a stop text, but not all of it."""
+    """Return the length of the longest end of a text that is a proper beginning of a stop text."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a server."""
+"""The figures of a server for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,42 +16,35 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # u
 REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
 
-class Told(NamedTuple):
-    """What a server tells of itself.
+class Status(NamedTuple):
+    """The status of a server, or of several replicas together."""
 
-    Attributes:
-        snapshot: what its scheduler is doing.
-        figures: what Prometheus reads.
-        works: whether there is a scheduler that answers.
-    """
-
-    snapshot: Snapshot
-    figures: list[Metric]
-    works: bool
+    snapshot: Snapshot  # of the scheduler
+    figures: list[Metric]  # for Prometheus
+    works: bool  # False when every scheduler has failed
 
 
 class Metrics:
     """Counters, gauges and histograms of a server.
 
     Args:
-        snapshot: tells what its scheduler is doing.
+        snapshot: returns the snapshot of the scheduler.
     """
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
-        self._snapshot = snapshot
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)  # memory, files and time of the process
+        self._snapshot, self._registry = snapshot, CollectorRegistry()
+        ProcessCollector(registry=self._registry)  # memory, open files and CPU time of the process
         first = "Seconds from a request to the first token of its answer"
         between = "Seconds from a token of an answer to the next one"
         self._first = Histogram("ag_time_to_first_token_seconds", first, buckets=SECONDS, registry=self._registry)
         self._between = Histogram("ag_time_per_token_seconds", between, buckets=SECONDS, registry=self._registry)
 
     def timed(self, seconds: float, first: bool) -> None:
-        """Take note of how long a token took, and whether it was the first of its answer."""
+        """Record the seconds that a token took; ``first`` marks the first token of an answer."""
         (self._first if first else self._between).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the figures of the moment."""
+        """Yield the current figures."""
         yield from self._registry.collect()
         now = self._snapshot()
         counts, gauge, counter = now.counts, GaugeMetricFamily, CounterMetricFamily
@@ -62,15 +55,15 @@ class Metrics:
             (gauge, "ag_answers", "Answers by state", "state", states),
             (gauge, "ag_blocks", "Blocks of keys and values by state", "state", blocks),
             (gauge, "ag_block_bytes", "Bytes of a block", "", now.block_nbytes),
-            (gauge, "ag_prefix_blocks", "Blocks of cached prefixes, which are free for others", "", now.prefix_blocks),
+            (gauge, "ag_prefix_blocks", "Blocks of cached prefixes, which any request may take", "", now.prefix_blocks),
             (counter, "ag_answers_ended", "Answers that ended, by reason", "reason", ended),
-            (counter, "ag_prompt_tokens", "Tokens of prompts that were read", "", counts.prompts),
-            (counter, "ag_prompt_tokens_reused", "Tokens of prompts whose prefix was cached", "", counts.reused),
-            (counter, "ag_answer_tokens", "Tokens of answers", "", counts.tokens),
-            (counter, "ag_steps", "Steps of the batch", "", counts.steps),
-            (counter, "ag_draft_tokens", "Draft tokens that were looked up", "", counts.drafted),
-            (counter, "ag_draft_tokens_accepted", "Draft tokens that answers have", "", counts.accepted),
-            (counter, "ag_preempted", "Answers that gave their blocks back and were read again", "", counts.preempted),
+            (counter, "ag_prompt_tokens", "Prompt tokens that were read", "", counts.prompts),
+            (counter, "ag_prompt_tokens_reused", "Prompt tokens taken from a cached prefix", "", counts.reused),
+            (counter, "ag_answer_tokens", "Generated tokens", "", counts.tokens),
+            (counter, "ag_steps", "Decoding steps of the batch", "", counts.steps),
+            (counter, "ag_draft_tokens", "Draft tokens that the model read", "", counts.drafted),
+            (counter, "ag_draft_tokens_accepted", "Draft tokens that became part of an answer", "", counts.accepted),
+            (counter, "ag_preempted", "Preemptions of answers", "", counts.preempted),
         ]
         for kind, name, text, label, value in table:
             family = kind(name, text, labels=[label]) if label else kind(name, text, value=value)
@@ -80,7 +73,7 @@ class Metrics:
 
 
 def labelled(figures: Mapping[str, Sequence[Metric]]) -> list[Metric]:
-    """Return figures of replicas, by their names, together: each has the label ``replica``."""
+    """Merge the figures of replicas, given by name; the label ``replica`` of each sample is that name."""
     families: dict[str, Metric] = {}
     for name, metrics in figures.items():
         for one in metrics:

@@ -1,11 +1,11 @@
-"""Prefixes that several prompts share, read once: a system prompt, earlier turns of a conversation.
+"""Prefix sharing: prompts with a common prefix (a system prompt, earlier turns of a chat) read it once.
 
-A cached prefix is an evicting cache that has read so far and no further, before anything was decided about the prompt
-as a whole: it holds all tokens of the prefix (or what flags leave of them as they are read), and what the scorer noted
-of its queries. A fork of it reads the rest of another prompt as if it had read the prefix too; forks share blocks.
+A cached prefix is an eviction cache that has read the prefix only, before any eviction decision about the whole prompt:
+it holds all tokens of the prefix (or those that flags keep while it is read) and the scorer's state. A copy of it reads
+the rest of another prompt; copies share blocks.
 
-Texts are compared together with what their requests protect: a *key* is ``[T]`` long, twice the id of each token, and
-one more where the token is protected (:func:`key_of`).
+A text is compared together with its protected tokens, as a *key* ``[T]``: twice the id of each token, plus one where
+the token is protected (:func:`key_of`).
 """
 
 from __future__ import annotations
@@ -19,36 +19,29 @@ from torch import Tensor
 from ag.engine.block_pool import BLOCK, BlockPool
 from ag.engine.cache import EvictionCache
 
-LEAST = 4 * BLOCK  # tokens of the shortest prefix that is cached
-TEXTS = 256  # texts that are remembered, to find what they share
+LEAST = 4 * BLOCK  # tokens of the shortest cached prefix
+TEXTS = 256  # most texts that a new one is compared with
 
 
 @dataclass(eq=False)
 class Prefix:
-    """A cached prefix.
+    """A cached prefix."""
 
-    Attributes:
-        key: ``[T]`` on the CPU, its tokens and which of them are protected.
-        cache: has read it.
-    """
-
-    key: Tensor
-    cache: EvictionCache
+    key: Tensor  # ``[T]`` on the CPU, see :func:`key_of`
+    cache: EvictionCache  # has read it
 
 
 class PrefixCache:
-    """The prefixes of the prompts under one policy and its gates, the least recently used one first.
-
-    They lie in blocks that nobody needs: where a pool runs out it drops them.
+    """Cached prefixes under one policy, the least recently used one first.
 
     Args:
-        pool: of their blocks.
+        pool: of their blocks; it calls :meth:`drop` when it runs out.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._prefixes: list[Prefix] = []
         self._texts: deque[Tensor] = deque(maxlen=TEXTS)
-        #: Different blocks of all prefixes.
+        #: Distinct blocks of all prefixes.
         self.num_blocks = 0
         pool.spares.add(self)
 
@@ -57,20 +50,20 @@ class PrefixCache:
         return len(self._prefixes)
 
     def remember(self, key: Tensor) -> None:
-        """Take note of a text that others may begin with: a prompt that waits, or one with its answer."""
+        """Remember a text for :meth:`common`: a queued prompt, or a prompt with its answer."""
         self._texts.append(key)
 
     def common(self, key: Tensor) -> int:
-        """Return how many tokens, in whole blocks and less than all, a text has in common with another one.
+        """Return the length of the longest prefix that a text shares with another remembered one.
 
-        The text itself is one of those remembered.
+        It is a multiple of a block, less than the text, and 0 below ``LEAST``. The text itself is remembered too.
         """
         _, most = sorted([0, 0, *(_common(key, other) for other in self._texts)], reverse=True)[:2]
         whole = min(most, len(key) - 1) // BLOCK * BLOCK
         return whole if whole >= LEAST else 0
 
     def find(self, key: Tensor) -> Prefix | None:
-        """Return the longest prefix of a text, shorter than the text; it counts as used."""
+        """Return the longest cached prefix of a text, shorter than the text, and mark it as used; None means none."""
         fitting = [x for x in self._prefixes if len(x.key) < len(key) and _common(x.key, key) == len(x.key)]
         if not fitting:
             return None
@@ -80,7 +73,7 @@ class PrefixCache:
         return found
 
     def add(self, key: Tensor, cache: EvictionCache) -> None:
-        """Keep a prefix, which ``cache`` has read and nobody else continues."""
+        """Add a prefix; ``cache`` has read it and reads nothing else."""
         self._prefixes.append(Prefix(key, cache))
         self._count()
 
@@ -98,14 +91,14 @@ class PrefixCache:
 
 
 def key_of(tokens: Tensor, protected: Tensor) -> Tensor:
-    """Return the key of ids ``[T]``, the first of which may be protected ``[t]`` bool."""
+    """Return the key of ids ``[T]``; ``protected`` ``[t]`` bool marks protected ones among the first t."""
     key = 2 * tokens
     key[: len(protected)] += protected
     return key
 
 
 def _common(a: Tensor, b: Tensor) -> int:
-    """Return how many tokens two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     least = min(len(a), len(b))
     differs = a[:least] != b[:least]
     return int(differs.byte().argmax()) if bool(differs.any()) else least

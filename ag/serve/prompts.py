@@ -1,4 +1,4 @@
-"""From what a client asks to the request that a scheduler answers: templates, tokens, lengths, what is protected."""
+"""From the parameters of a client to the request of a scheduler: chat template, tokens, limits, protected spans."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ag.model.chat import Chat, spans
 from ag.serve.protocol import ApiError, Asked, ChatAsked, CompletionAsked
 from ag.serve.request import Request
 
-TEXT_TOKENS = 16  # of an answer to a text whose client names no length, as OpenAI's API has it
+TEXT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 
 _PARAMETERS = {field.name for field in fields(Request)}
 
 
 class Prompts:
-    """Makes requests of what clients ask.
+    """Makes the requests of a scheduler from the parameters of clients.
 
     Args:
         tokenizer: of the model.
-        model: its configuration.
-        limits: what clients may ask.
+        model: configuration of the model.
+        limits: limits of requests.
         batch: most answers at once.
     """
 
@@ -36,7 +36,7 @@ class Prompts:
         """Return the request.
 
         Raises:
-            ApiError: for what this model, its tokenizer or its template cannot do.
+            ApiError: for parameters that this model, its tokenizer or its chat template cannot serve.
             UserError: for a value out of range.
         """
         if asked.n > self._batch:
@@ -62,7 +62,7 @@ class Prompts:
         return Request(**(same | other))
 
     def _longest(self, asked: Asked, prompt: int) -> int:
-        """Return the most tokens that an answer may have."""
+        """Return the limit of an answer in tokens, for a prompt of this number of tokens."""
         most, context = self.limits.answer_tokens, self._context
         room = most if context is None else context - prompt
         if room < 1:
@@ -75,14 +75,14 @@ class Prompts:
         least = min(room, most)
         if asked.longest is None:
             return least if isinstance(asked, ChatAsked) else min(least, TEXT_TOKENS)
-        name, told = asked.longest
-        if told > least:
-            message = f"{name}={told}: expected at most {least} here, behind a prompt of {prompt} tokens."
-            raise ApiError(400, message, name, None if told > most else "context_length_exceeded")
-        return told
+        name, number = asked.longest
+        if number > least:
+            message = f"{name}={number}: expected at most {least} here, behind a prompt of {prompt} tokens."
+            raise ApiError(400, message, name, None if number > most else "context_length_exceeded")
+        return number
 
     def _text(self, asked: Asked) -> tuple[list[int], Any]:
-        """Return the ids of a text, and the spans of it that are never evicted."""
+        """Return the token ids of a text, and its protected spans."""
         assert isinstance(asked, CompletionAsked)
         prompt = asked.prompt
         if isinstance(prompt, list) and not isinstance(prompt[0], int):
@@ -94,15 +94,15 @@ class Prompts:
     # ---- chats
 
     def _chat(self, asked: ChatAsked) -> tuple[list[int], Any]:
-        """Return the ids of a chat, and the spans of it that are never evicted."""
+        """Return the token ids of a chat, and its protected spans."""
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "the model has no chat template: use /v1/completions.", "messages")
         try:
             chat, text = self._rendered(Chat([message.for_template() for message in asked.messages], asked.variables))
-            self._check_told(chat)
-            silent = "tools" in asked.variables and replace(chat, variables=asked.chat_template_kwargs)
-            if silent and silent.text(self.tokenizer) == text:
-                raise ApiError(400, "the chat template of the model tells it of no tools: leave them out.", "tools")
+            self._check_rendered(chat)
+            without = "tools" in asked.variables and replace(chat, variables=asked.chat_template_kwargs)
+            if without and without.text(self.tokenizer) == text:
+                raise ApiError(400, "the chat template of the model leaves tools out: leave them out too.", "tools")
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
         parts = self.limits.protect if asked.protect is None else asked.protect
@@ -111,10 +111,7 @@ class Prompts:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], protect
 
     def _rendered(self, chat: Chat) -> tuple[Chat, str]:
-        """Return the chat as the template takes it, and what the template makes of it.
-
-        Messages of the assistant that only call tools have no content, which many templates know, or an empty one.
-        """
+        """Return the chat and its text, with empty contents for tool calls where the template needs a content."""
         try:
             return chat, chat.text(self.tokenizer)
         except UserError:
@@ -123,10 +120,10 @@ class Prompts:
                 raise
             return filled, filled.text(self.tokenizer)
 
-    def _check_told(self, chat: Chat) -> None:
-        """Refuse calls of tools, and what tools said, where the template leaves them out.
+    def _check_rendered(self, chat: Chat) -> None:
+        """Refuse tool calls and results of tools that the template leaves out.
 
-        To tell, a word that no text has stands in the place of each of them.
+        A random word takes the place of each of them, and has to appear in the text.
         """
         words: dict[str, str] = {}  # by parameter
         messages = [dict(message) for message in chat.messages]

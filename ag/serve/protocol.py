@@ -1,15 +1,13 @@
-"""What clients of OpenAI's API may ask here, and the form of the answers that they get."""
+"""Requests and answers in the form of OpenAI's API."""
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from openai import BaseModel as Answer
-from openai.types import Completion, CompletionChoice
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -21,9 +19,9 @@ from ag.serve.answers import Piece
 from ag.serve.detokenizer import Vocabulary
 from ag.serve.request import Token
 
-LOWEST = -9999.0  # OpenAI's log-probability of what is impossible: JSON has no infinity
+LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
 
-#: Parameters of OpenAI's API that are not supported, with the values that ask for nothing.
+#: Unsupported parameters of OpenAI's API, with the values under which they change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -39,19 +37,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "suffix": ("",),
 }
-#: Parameters that say something of the client and change no answer.
+#: Parameters that describe the client and change no answer.
 IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "user"}
 
 
 class ApiError(Exception):
-    """What a client is told when it gets no answer.
+    """An error that a client sees.
 
     Args:
         status: of HTTP.
         message: what is wrong, what was expected, and the fix.
-        param: the parameter that is meant, such as ``messages[0].role``.
+        param: the parameter at fault, such as ``messages[0].role``.
         code: a word for programs.
-        retry: seconds after which asking again may help.
+        retry: seconds after which the client may try again.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class ApiError(Exception):
 
 
 class _Part(BaseModel):
-    """A part of a request: it has no other parameters, and a text is no number."""
+    """A part of a request, without unknown parameters and without conversion of types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -85,7 +83,7 @@ class TextPart(_Part):
 
 
 class Function(_Part):
-    """What the assistant calls."""
+    """The function of a tool call."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
@@ -97,7 +95,7 @@ class ToolCall(_Part):
     id: str | None = None
     type: Literal["function"] = "function"
     function: Function
-    index: int | None = Field(None, exclude=True)  # of a stream
+    index: int | None = Field(None, exclude=True)  # clients that join a stream leave it in
 
 
 class Message(_Part):
@@ -105,7 +103,7 @@ class Message(_Part):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: str | None = None
-    reasoning_content: str | None = None  # the assistant's thoughts, as servers of reasoning models call them
+    reasoning_content: str | None = None  # thoughts of the assistant
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = Field(None, validate_default=True)
@@ -119,19 +117,19 @@ class Message(_Part):
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
-        told = self.model_dump(exclude_none=True)
+        message = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
-            told["content"] = "".join(part.text for part in self.content)
+            message["content"] = "".join(part.text for part in self.content)
         if self.role == "developer":
-            told["role"] = "system"
-        return for_template(told)
+            message["role"] = "system"
+        return for_template(message)
 
 
 class StreamOptions(_Part):
-    """What else a stream tells."""
+    """Options of a stream."""
 
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False  # padding of the answer, which this server never adds
+    include_obfuscation: Literal[False] = False  # padding, which this server never adds
 
 
 Ids = Annotated[list[int], Field(min_length=1)]
@@ -139,17 +137,17 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class Asked(_Part):
-    """The parameters of both kinds of request; null stands for the default.
+    """The parameters of chats and of texts; null stands for the default.
 
-    A parameter that :class:`ag.serve.Request` has too, and in the same form, goes there by its name: one more of
-    drawing is a field here, a field there, and a line in :func:`ag.serve.sampler.processors`.
+    A parameter that :class:`ag.serve.Request` has under the same name is copied there. A new parameter of sampling is
+    therefore a field here, a field there, and a line in :func:`ag.serve.sampler.processors`.
     """
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)  # -1: as 0, any number
+    top_k: int = Field(0, ge=-1)  # -1 and 0 mean no limit
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -159,33 +157,36 @@ class Asked(_Part):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
-    #: The parameter with the text to continue.
+    #: The parameter that holds the prompt.
     text: ClassVar[str]
     #: The parameters that OpenAI's API has.
     known: ClassVar[frozenset[str]]
 
     @property
     def longest(self) -> tuple[str, int] | None:
-        """Most tokens of the answer, behind the name of its parameter; None means that the client does not say."""
+        """Name and value of the limit of the answer in tokens; None means that the request has none."""
         return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
-
-    @field_validator("stream_options")
-    @classmethod
-    def _streams(cls, told: StreamOptions, others: ValidationInfo) -> StreamOptions:
-        if told.model_fields_set and not others.data.get("stream"):
-            raise PydanticCustomError("alone", "needs stream=true; leave it out")
-        return told
 
     @property
     def best(self) -> int | None:
-        """How many of the most probable tokens to name at each place; None means that none is asked for."""
+        """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
         raise NotImplementedError
 
+    @field_validator("stream_options")
+    @classmethod
+    def _streams(cls, options: StreamOptions, others: ValidationInfo) -> StreamOptions:
+        if options.model_fields_set and not others.data.get("stream"):
+            raise PydanticCustomError("alone", "needs stream=true; leave it out")
+        return options
+
     def biases(self, vocabulary: int) -> dict[int, float]:
-        """Return what is added to logits, by token of a vocabulary of this size.
+        """Return the number that is added to the logit of each token.
+
+        Args:
+            vocabulary: size of the vocabulary.
 
         Raises:
-            ApiError: for what is no token of it.
+            ApiError: for a token outside of the vocabulary.
         """
         for name in self.logit_bias:
             if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocabulary):
@@ -204,33 +205,33 @@ class ChatAsked(Asked):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    tools: list[dict[str, Any]] = Field(default_factory=list)  # which the chat template tells the model of
+    tools: list[dict[str, Any]] = Field(default_factory=list)  # for the chat template
     tool_choice: Literal["none", "auto"] = "auto"
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # variables of it, such as enable_thinking
-    protect: list[Part] | None = None  # parts of the chat that are never evicted; None means those of the server
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # variables of the chat template
+    protect: list[Part] | None = None  # parts that are never evicted; None means the server's protect=
 
     @field_validator("top_logprobs")
     @classmethod
-    def _is_asked_for(cls, told: int, others: ValidationInfo) -> int:
-        if told and not others.data.get("logprobs"):
+    def _has_logprobs(cls, number: int, others: ValidationInfo) -> int:
+        if number and not others.data.get("logprobs"):
             raise PydanticCustomError("alone", "needs logprobs=true; add that, or leave this out")
-        return told
+        return number
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the chat template is told beside the messages."""
-        shown = self.tools if self.tool_choice == "auto" else []
-        return self.chat_template_kwargs | ({"tools": shown} if shown else {})
+        """The variables of the chat template, tools among them."""
+        tools = self.tools if self.tool_choice == "auto" else []
+        return self.chat_template_kwargs | ({"tools": tools} if tools else {})
 
     @property
     def longest(self) -> tuple[str, int] | None:
-        """Most tokens of the answer, behind the name of its parameter; None means that the client does not say."""
+        """Name and value of the limit of the answer in tokens; None means that the request has none."""
         named = self.max_completion_tokens
         return super().longest if named is None else ("max_completion_tokens", named)
 
     @property
     def best(self) -> int | None:
-        """How many of the most probable tokens to name at each place; None means that none is asked for."""
+        """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
         return self.top_logprobs if self.logprobs else None
 
 
@@ -242,11 +243,11 @@ class CompletionAsked(Asked):
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
     logprobs: int | None = Field(None, ge=0, le=20)
-    protect: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=list)  # tokens
+    protect: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=list)  # spans
 
     @property
     def best(self) -> int | None:
-        """How many of the most probable tokens to name at each place; None means that none is asked for."""
+        """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
         return self.logprobs
 
 
@@ -257,38 +258,38 @@ def parse(kind: type[Asked], body: bytes) -> Any:
         ApiError: 400, naming the parameter, its value, and what was expected.
     """
     try:
-        told = from_json(body, allow_inf_nan=False)
+        values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON in UTF-8: {error}.", code="invalid_json") from None
-    if not isinstance(told, dict):
+    if not isinstance(values, dict):
         raise ApiError(400, "the body is JSON, but not an object: expected {...}.", code="invalid_json")
-    told = {name: value for name, value in told.items() if value is not None}
-    for name in sorted(told.keys() - kind.model_fields.keys()):
+    values = {name: value for name, value in values.items() if value is not None}
+    for name in sorted(values.keys() - kind.model_fields.keys()):
         if name not in kind.known:
             hint = nearest(name, kind.model_fields)
             raise ApiError(400, f"{name[:80]!r} is no parameter{hint or '.'}", name[:80], "unknown_parameter")
-        if name not in IGNORED and told[name] not in NEUTRAL.get(name, ()):
+        if name not in IGNORED and values[name] not in NEUTRAL.get(name, ()):
             raise ApiError(400, f"{name} is not supported by this server: leave it out.", name, "unsupported_parameter")
-        del told[name]
-    for message in told["messages"] if isinstance(told.get("messages"), list) else []:
-        if isinstance(message, dict):  # what the client of openai adds to the messages of an assistant
+        del values[name]
+    for message in values["messages"] if isinstance(values.get("messages"), list) else []:
+        if isinstance(message, dict):  # OpenAI's client adds empty fields to the assistant's messages
             for name in [name for name, value in message.items() if value is None or value == [] and name != "content"]:
                 del message[name]
     try:
-        return kind.model_validate(told)
+        return kind.model_validate(values)
     except ValidationError as error:
         raise _refusal(error) from None
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """Return what a client is told of the first value that does not fit."""
+    """Return the error for the first value that does not fit."""
     errors = error.errors(include_url=False)
-    first = max(errors, key=lambda found: len(found["loc"]))  # where a value may be of several kinds, the nearest one
+    first = max(errors, key=lambda found: len(found["loc"]))  # of several possible types the one that fits furthest
     param = _param(first["loc"])
     alike = [found for found in errors if _param(found["loc"]) == param]
-    # why a value of the right kind does not fit, or all the kinds that would
-    told = [found["msg"] for found in alike if not found["type"].endswith("_type")] or [x["msg"] for x in alike]
-    reason = " or ".join(dict.fromkeys(told)).replace(" or Input should be ", " or ")
+    # why a value of the right type does not fit, or else all types that would
+    reasons = [found["msg"] for found in alike if not found["type"].endswith("_type")] or [x["msg"] for x in alike]
+    reason = " or ".join(dict.fromkeys(reasons)).replace(" or Input should be ", " or ")
     if first["type"] == "missing":
         return ApiError(400, f"{param}: {reason}.", param or None, "missing")
     return ApiError(400, f"{param}={first['input']!r:.80}: {reason}.", param or None, "invalid_value")
@@ -303,22 +304,12 @@ def _param(place: Sequence[int | str]) -> str:
 # ---- answers
 
 
-class _Going(CompletionChoice):
-    """A choice of a text, which may go on."""
-
-    finish_reason: Literal["stop", "length"] | None  # type: ignore[assignment]  # OpenAI's type knows none that does
-
-
-class _Completion(Completion):
-    choices: list[_Going]  # type: ignore[assignment]
-
-
 class Form:
-    """The form of the answers to one request, whole or in pieces; as JSON, by OpenAI's types.
+    """The answers to one request as JSON, whole or in pieces.
 
     Args:
-        asked: the request.
-        vocabulary: knows the texts of tokens.
+        asked: the parameters of the request.
+        vocabulary: the texts of tokens.
     """
 
     def __init__(self, asked: Asked, vocabulary: Vocabulary) -> None:
@@ -327,43 +318,43 @@ class Form:
         self._head = {"id": name, "created": int(time.time()), "model": asked.model}
 
     def begin(self) -> list[str]:
-        """Return what a stream begins with: of a chat the role of each answer."""
+        """Return the first chunks of a stream: of a chat the role of each answer."""
         role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return [self._piece([{"index": number, **role}]) for number in range(self.asked.n)] if self._chat else []
+        return [self._json([{"index": number, **role}]) for number in range(self.asked.n)] if self._chat else []
 
     def chunk(self, piece: Piece) -> str:
-        """Return a piece of an answer for a stream."""
-        said = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
-        return self._piece([self._choice(piece, said)])
+        """Return a piece of an answer as a chunk of a stream."""
+        text = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
+        return self._json([self._choice(piece, text)])
 
     def last(self, prompt: int, written: int) -> str:
-        """Return the end of a stream that tells how many tokens there were."""
-        return self._piece([], usage=_usage(prompt, written))
+        """Return the last chunk of a stream, with the numbers of tokens."""
+        return self._json([], usage=_usage(prompt, written))
 
     def whole(self, answers: Sequence[Piece], prompt: int, written: int) -> str:
-        """Return the answers, each in one piece, and how many tokens the prompt and they have."""
+        """Return the answers, each in one piece, with the numbers of tokens."""
         choices = []
         for piece in answers:
             message = {"role": "assistant", "content": piece.text, "refusal": None}
             choices.append(self._choice(piece, {"message": message} if self._chat else {"text": piece.text}))
-        kind, name = (ChatCompletion, "chat.completion") if self._chat else (_Completion, "text_completion")
-        return _json(kind, object=name, choices=choices, usage=_usage(prompt, written), **self._head)
+        return self._json(choices, object="chat.completion", usage=_usage(prompt, written))
 
-    def _piece(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        kind, name = (ChatCompletionChunk, "chat.completion.chunk") if self._chat else (_Completion, "text_completion")
-        return _json(kind, object=name, choices=choices, **more, **self._head)
+    def _json(self, choices: list[dict[str, Any]], object: str = "chat.completion.chunk", **more: Any) -> str:
+        kind = object if self._chat else "text_completion"
+        fields = {"object": kind, "choices": choices, **more, **self._head}
+        return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
 
-    def _choice(self, piece: Piece, said: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, piece: Piece, text: dict[str, Any]) -> dict[str, Any]:
         logprobs = None
         if self.asked.best is not None:
             logprobs = self._of_chat(piece.tokens) if self._chat else self._of_text(piece.tokens)
-        return {"index": piece.number, "logprobs": logprobs, "finish_reason": piece.reason, **said}
+        return {"index": piece.number, "logprobs": logprobs, "finish_reason": piece.reason, **text}
 
     # ---- log-probabilities
 
     def _of_chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
         def value(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self.text_of(token)  # a part of a character is no text: then there are no bytes of it
+            text = self.text_of(token)  # U+FFFD stands for a part of a character, whose bytes are unknown here
             known = None if "\ufffd" in text else list(text.encode())
             return {"token": text, "bytes": known, "logprob": _finite(logprob)}
 
@@ -380,10 +371,10 @@ class Form:
         }
 
     def _best(self, token: Token) -> dict[str, float]:
-        """Return the log-probabilities of the most probable tokens and of the one that was chosen.
+        """Return the log-probabilities of the most probable tokens and of the chosen one, by text.
 
-        The chosen one is named by its text, as in ``tokens``; of others that are spelled alike the most probable one
-        is, and the rest by their ids.
+        The key of the chosen token is its text, as in ``tokens``. Of other tokens with the same text the most probable
+        one has the text as its key, and the others have ``token_id:N``.
         """
         values = dict(token.best) | {token.id: token.logprob}
         names: dict[str, int] = {}
@@ -399,7 +390,3 @@ def _finite(logprob: float | None) -> float:
 
 def _usage(prompt: int, written: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
-
-
-def _json(kind: type[Answer], **fields: Any) -> str:
-    return kind.model_validate(fields).to_json(indent=None)

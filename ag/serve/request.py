@@ -14,34 +14,33 @@ from ag.engine.masks import marked
 from ag.errors import UserError, require
 from ag.serve.detokenizer import Detokenizer
 
-#: Why an answer ended: its text did, it has ``max_tokens``, its reader left, or time ran out.
+#: Why an answer ended: an end or stop text, ``max_tokens``, a cancellation, or a time limit.
 Reason = Literal["stop", "length", "cancelled", "timeout"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A text to continue.
+    """A prompt and how to continue it.
 
     Attributes:
         tokens: ids of the prompt.
         max_tokens: most tokens of an answer.
-        temperature: divides logits before a token is drawn; 0 takes the most probable token each time.
-        top_p: tokens are drawn from the most probable ones that have this probability together.
-        top_k: tokens are drawn from this number of the most probable ones; 0 means that there is no such limit.
-        min_p: tokens are drawn from those at least this times as probable as the most probable one.
-        repetition_penalty: divides the logits of tokens that came before, 0.01 to 100.
-        logit_bias: added to logits, by token.
-        seed: of drawing; None means that each answer has another one.
-        stop: texts that end an answer and are no part of it.
-        continues: whether an answer goes on with the text of the prompt; False means that it begins a text of its own,
-            whose first word has no space in front.
-        logprobs: how many of the most probable tokens to name at each place, with log-probabilities; None means that no
-            log-probabilities are returned.
-        n: answers.
-        protect: tokens of the prompt that are never evicted, whatever the policy: pairs (first token, the one behind
-            the last), counted from 0.
-        wait_seconds: longest time before the prompt is read; None means that it may wait for ever.
-        answer_seconds: longest time before the answer ends; None means that there is no such limit.
+        temperature: divides logits before sampling; 0 means greedy decoding.
+        top_p: sample from the most probable tokens whose probabilities sum to this.
+        top_k: sample from this number of the most probable tokens; 0 means no limit.
+        min_p: sample from tokens at least ``min_p`` times as probable as the most probable one.
+        repetition_penalty: divides the logits of tokens that occurred before, 0.01 to 100.
+        logit_bias: numbers that are added to logits, by token.
+        seed: of sampling; None means a different one for each answer.
+        stop: texts that end an answer and are not part of it.
+        continues: True for an answer that continues the prompt's text; False for a new text, whose first word has no
+            space in front.
+        logprobs: number of the most probable tokens to return at each place, with log-probabilities; None means no
+            log-probabilities at all.
+        n: number of answers.
+        protect: half-open spans (start, end) of the prompt's tokens that no policy evicts.
+        wait_seconds: longest time until the prompt is read; None means no limit.
+        answer_seconds: longest time until the answer ends; None means no limit.
 
     Raises:
         UserError: for a value out of range.
@@ -91,11 +90,11 @@ class Token:
 
     Attributes:
         id: in the vocabulary.
-        text: of the answer that is certain since this token; "" where it is, or may be, a part of something longer.
+        text: text that became final with this token; "" while it may be part of a character or of a stop text.
         place: characters of the answer before the token.
-        logprob: its log-probability under the model, before anything changes the logits; None means that the request
-            did not ask for it.
-        best: the most probable tokens and their log-probabilities, where the request asked for them.
+        logprob: its log-probability under the model, before any change to the logits; None means that ``logprobs`` was
+            not requested.
+        best: the most probable tokens and their log-probabilities, if requested.
     """
 
     id: int
@@ -105,34 +104,34 @@ class Token:
     best: tuple[tuple[int, float], ...] = ()
 
 
-#: What a stream gives: tokens, then an error or None at the end.
+#: Events of a stream: tokens, then an error, or None at a normal end.
 Event = Token | Exception | None
 
 
 class Stream:
-    """One answer as it comes: iterating waits for its tokens. Any thread may read or cancel it.
+    """One answer as it is generated; iteration waits for tokens. Any thread may read or cancel it.
 
     Args:
-        text: of the answer; at the end its ``rest()`` is what was held back, if anything.
-        hear: takes each event in the thread of the scheduler, at once and without waiting; then nothing is left to
-            iterate over. None means that events wait to be read.
+        text: detokenizer of the answer; after the end its ``rest()`` is the text that was held back.
+        hear: is called with each event in the scheduler's thread, and must not block; iteration then yields nothing.
+            None means that events are queued for iteration.
     """
 
     def __init__(self, text: Detokenizer, hear: Callable[[Event], None] | None = None) -> None:
         self.text = text
-        #: Why the answer ended; None while it goes on.
+        #: Why the answer ended; None means that it goes on.
         self.reason: Reason | None = None
-        #: Whether the reader asked for no more.
+        #: Whether :meth:`cancel` was called.
         self.cancelled = False
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        #: Gives the reader an event.
+        #: Passes an event to the reader.
         self.put = hear or self._events.put
 
     def __iter__(self) -> Iterator[Token]:
         """Yield the tokens.
 
         Raises:
-            Exception: what ended the answer, where that was an error.
+            Exception: the error that ended the answer.
         """
         while (event := self._events.get()) is not None:
             if isinstance(event, Exception):
@@ -140,5 +139,5 @@ class Stream:
             yield event
 
     def cancel(self) -> None:
-        """Ask for no more: what the answer holds is free before the next token of the others."""
+        """End the answer; its blocks are freed before the next step."""
         self.cancelled = True

@@ -1,4 +1,4 @@
-"""How the next token of one answer is chosen: by the logits processors of transformers, and by chance or not."""
+"""Sampling of the next token, with the logits processors of transformers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ag.serve.request import Request, Token
 
 
 class Sampler:
-    """Chooses the tokens of one answer.
+    """Samples the tokens of one answer.
 
     Args:
-        request: says how.
-        number: of the answer among those to the request, which moves the seed.
+        request: the parameters of sampling.
+        number: index of the answer among the answers to the request; it is added to the seed.
     """
 
     def __init__(self, request: Request, number: int = 0) -> None:
@@ -37,10 +37,10 @@ class Sampler:
             self._draw.manual_seed(request.seed + number)
 
     def __call__(self, text: Tensor, logits: Tensor) -> Token:
-        """Choose the token that follows a text; its own text is not known here.
+        """Return the token after a text; its own text is empty.
 
         Args:
-            text: ids ``[T]``, prompt and answer so far, on the CPU.
+            text: ids ``[T]`` of the prompt and the answer so far, on the CPU.
             logits: ``[V]`` float32, on the CPU.
         """
         scores: Tensor = self._processors(cast("Any", text[None]), cast("Any", logits[None]))[0]
@@ -55,22 +55,22 @@ class Sampler:
 
 
 class _Temperature(LogitsProcessor):
-    """Divides logits by a temperature, however low: the highest one becomes 0, so that it stays finite."""
+    """Divides logits by a temperature, after the largest one became 0, so that it stays finite."""
 
     def __init__(self, temperature: float) -> None:
         self.temperature = temperature
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Return the scores, which are the same up to a constant."""
-        apart = scores.double() - scores.double().amax(-1, keepdim=True)  # float32 has 0 for what is below 1e-45
+        """Return the scaled scores, up to a constant."""
+        apart = scores.double() - scores.double().amax(-1, keepdim=True)  # in float32 1e-46 is 0
         return cast("torch.FloatTensor", (apart / self.temperature).to(scores.dtype))
 
 
 def processors(request: Request) -> LogitsProcessorList:
-    """Return what changes the logits, in the order of ``model.generate``."""
+    """Return the logits processors of a request, in the order of ``model.generate``."""
     bias = [[[token], value] for token, value in request.logit_bias.items()]
     drawn = request.temperature > 0
-    table: list[tuple[Any, Any, bool]] = [  # what changes logits, what it is told, and whether it changes anything
+    table: list[tuple[Any, Any, bool]] = [  # class, argument, whether it changes logits
         (SequenceBiasLogitsProcessor, bias, bool(bias)),
         (RepetitionPenaltyLogitsProcessor, request.repetition_penalty, request.repetition_penalty != 1),
         (_Temperature, request.temperature, drawn and request.temperature != 1),
@@ -78,4 +78,4 @@ def processors(request: Request) -> LogitsProcessorList:
         (TopPLogitsWarper, request.top_p, drawn and request.top_p < 1),
         (MinPLogitsWarper, request.min_p, drawn and request.min_p > 0),
     ]
-    return LogitsProcessorList(make(told) for make, told, changes in table if changes)
+    return LogitsProcessorList(kind(argument) for kind, argument, changes in table if changes)

@@ -1,4 +1,4 @@
-"""Iteration-level batching: requests join and leave one batch between two tokens, out of one pool of blocks."""
+"""Continuous batching: requests join and leave one batch between two steps, and share one pool of blocks."""
 
 from __future__ import annotations
 
@@ -37,32 +37,21 @@ class Busy(UserError):
 
 
 class StoppedError(UserError):
-    """The scheduler ends, or has failed: no answer goes on."""
+    """The scheduler has stopped or failed; every answer ends."""
 
 
 @dataclass(eq=False)
 class _Answer:
-    """An answer that waits, whose prompt is being read, or that is being written.
+    """An answer: queued, with its prompt being read, or in the batch."""
 
-    Attributes:
-        number: of the answer, counted from the first one that was asked for.
-        request: what is asked.
-        stream: where its tokens go.
-        sampler: chooses them.
-        text: ids ``[T]`` on the CPU, of the prompt and of the answer so far.
-        since: when it was asked for, in seconds of the scheduler's clock.
-        need: blocks that it may take.
-        read: tokens of the text that the model has read, while the answer is in the batch.
-    """
-
-    number: int
-    request: Request
-    stream: Stream
-    sampler: Sampler
-    text: Tensor
-    since: float
-    need: Need
-    read: int = 0
+    number: int  # of the answer, in the order of submission
+    request: Request  # its request
+    stream: Stream  # receives its tokens
+    sampler: Sampler  # samples its tokens
+    text: Tensor  # ids ``[T]`` on the CPU, of the prompt and of the answer so far
+    since: float  # time of submission, in seconds of the scheduler's clock
+    need: Need  # blocks that it may take
+    read: int = 0  # tokens of the text that the model has read, while the answer is in the batch
 
     @property
     def prompt(self) -> Tensor:
@@ -71,15 +60,15 @@ class _Answer:
 
     @property
     def written(self) -> int:
-        """Tokens of the answer so far."""
+        """Number of generated tokens."""
         return len(self.text) - len(self.request.tokens)
 
     def key(self) -> Tensor:
-        """Return the text so far with what is protected, as a :class:`PrefixCache` compares texts."""
+        """Return the key of the text so far, see :mod:`ag.serve.prefix_cache`."""
         return key_of(self.text, self.request.marks())
 
     def coming(self, drafts: int) -> Tensor:
-        """Return the ids that the model reads next: one of the text, and up to ``drafts`` more of it or looked up."""
+        """Return the ids that the model reads next: one of the text, then up to ``drafts`` of the text or looked up."""
         known = self.text[self.read :][: 1 + drafts]
         more = min(1 + drafts - len(known), self.request.max_tokens - self.written - 1)
         if more <= 0 or self.read + len(known) < len(self.text):
@@ -91,43 +80,35 @@ class _Answer:
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt that is being read, part by part.
+    """A prompt that is being read, part by part."""
 
-    Attributes:
-        answers: that begin with it.
-        cache: what is held of it.
-        read: tokens read so far.
-        shared: of these, tokens of a cached prefix.
-        mark: where the prefix ends that it has in common with other texts; 0 means that none does behind ``shared``.
-    """
-
-    answers: list[_Answer]
-    cache: EvictionCache
-    read: int
-    shared: int
-    mark: int
+    answers: list[_Answer]  # the answers to it
+    cache: EvictionCache  # has read ``read`` tokens of it
+    read: int  # tokens read so far, ``shared`` among them
+    shared: int  # tokens of a cached prefix, which were not read again
+    mark: int  # length at which the prefix is cached for other texts; 0 means that it is not
 
 
 class Scheduler:
-    """Answers requests with one model, under one policy, out of one pool.
+    """Answers requests with one model, under one policy, from one pool of blocks.
 
-    Requests are admitted in the order in which they come, each as soon as the blocks that it may take are free. Prompts
-    are read in parts beside the tokens of others; a prefix that several have in common is read once, and cached for as
-    long as nobody needs its blocks. Where the pool runs out nevertheless the newest request is preempted: it gives its
-    blocks back and is read again later, with its tokens so far.
+    Requests are admitted in order of arrival, each as soon as the blocks that it may take are free. Prompts are read in
+    chunks between the steps of the batch; a common prefix of several prompts is read once, and cached until its blocks
+    are needed. If the pool runs out nevertheless, the newest answer is preempted: its blocks are freed, and its text so
+    far is read again later.
 
     Args:
         model: causal language model in evaluation mode.
         tokenizer: its tokenizer, a fast one.
         spec: the policy, or its text; see :func:`ag.policy`.
         pool: holds the keys and values of all requests.
-        budget: for a text: tokens per KV head, or a share of each prompt.
-        prefill_tokens: most tokens of prompts that are read between two tokens of the batch.
-        batch: most answers at once.
-        queue: most requests that wait.
-        prompt_lookup: draft tokens in a step, all answers together: what followed the last tokens of an answer where
-            they stood before. There are none under a policy that cannot take tokens back.
-        clock: seconds, for the limits of requests.
+        budget: of a policy given as text: tokens per KV head, or a share of each prompt.
+        prefill_tokens: most prompt tokens that are read between two steps of the batch.
+        batch: most answers in the batch.
+        queue: most queued requests.
+        prompt_lookup: most draft tokens of a step, all answers together, found by prompt lookup decoding. A policy that
+            evicts generated tokens cannot reject drafts, and has none.
+        clock: returns seconds, for the time limits of requests.
 
     Raises:
         UserError: when the pool was made for another model, or the tokenizer is not a fast one.
@@ -156,17 +137,17 @@ class Scheduler:
         self._cache = EvictionCache(model, self.policy, pool=pool)  # of the batch
         self._next = StepRunner(model, self._cache)
         self._drafts = prompt_lookup if self._cache.is_croppable else 0
-        self._running: list[_Answer] = []  # the sequences of the batch
+        self._running: list[_Answer] = []  # the batch, in the order of the cache's sequences
         self._reading: _Prompt | None = None
-        self._waiting: deque[list[_Answer]] = deque()  # the answers to each request
-        self._crowded = False  # whether the pool ran out since an answer ended
+        self._waiting: deque[list[_Answer]] = deque()  # queued answers, by request
+        self._crowded = False  # True from a preemption until an answer leaves the batch; nothing is admitted then
         self._lock = threading.Condition()
         self._stopping = False
-        self._stopped: StoppedError | None = None  # by which every answer ends
-        #: Whether :meth:`run` has ended by an error.
+        self._stopped: StoppedError | None = None  # the error that ends every answer
+        #: True when :meth:`run` has raised.
         self.failed = False
         self._at_once = _reads_at_once(self._cache)
-        #: None means that what is read of a prompt depends on what follows, so that no prefix can be shared.
+        #: None means that the cache of a prefix depends on what follows it, so that none is shared.
         self._prefixes = None if self._at_once or self.policy.block is not None else PrefixCache(pool)
         self._admission = Admission(self._cache, model.config, sys.maxsize if self._at_once else prefill_tokens)
         ends = model.generation_config.eos_token_id if model.generation_config is not None else None
@@ -180,27 +161,27 @@ class Scheduler:
         """Queue a request; returns the streams of its ``n`` answers.
 
         Args:
-            request: what is asked.
-            hear: takes the number of an answer and each event of its stream; see :class:`Stream`.
+            request: the request.
+            hear: is called with the index of an answer and each event of its stream; see :class:`Stream`.
 
         Raises:
             Busy: when the queue is full.
-            StoppedError: when every answer was ended.
-            UserError: for a prompt and answer that no empty pool or no context could hold.
+            StoppedError: when the scheduler has stopped or failed.
+            UserError: for a request that no empty pool and no context could hold.
         """
         need = self._admission.need(request)
         self._check(request, need)
         text, now = torch.tensor(request.tokens, dtype=torch.long), self._clock()
         answers = []
         for number in range(request.n):
-            told = Detokenizer(self.vocabulary, request.stop, request.continues)
-            stream, sampler = Stream(told, hear and partial(hear, number)), Sampler(request, number)
+            detokenizer = Detokenizer(self.vocabulary, request.stop, request.continues)
+            stream, sampler = Stream(detokenizer, hear and partial(hear, number)), Sampler(request, number)
             answers.append(_Answer(next(self._numbers), request, stream, sampler, text, now, need))
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped
             if len(self._waiting) >= self.queue:
-                raise Busy(f"{len(self._waiting)} requests are waiting, as many as may: try again later.")
+                raise Busy(f"{len(self._waiting)} requests wait, the most that the queue takes: try again later.")
             self._waiting.append(answers)
             if self._prefixes is not None:
                 self._prefixes.remember(answers[0].key())
@@ -208,10 +189,10 @@ class Scheduler:
         return [answer.stream for answer in answers]
 
     def run(self) -> None:
-        """Answer requests until :meth:`stop` is called, and those that were queued before.
+        """Answer requests until :meth:`stop` is called and no request is left.
 
         Raises:
-            Exception: what concerns no single request; every answer has ended by then.
+            Exception: an error that is not of a single request; every answer has ended by then.
         """
         try:
             while True:
@@ -227,7 +208,7 @@ class Scheduler:
             raise
 
     def stop(self, why: str = "") -> None:
-        """Let :meth:`run` return when everything is answered; with a reason at once, every answer ends by it."""
+        """Let :meth:`run` return once no request is left; with a reason, every answer ends now with that error."""
         with self._lock:
             self._stopping = True
             self._stopped = StoppedError(why) if why else None
@@ -235,11 +216,11 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether some request has no answer yet."""
+        """True while an answer is not complete."""
         return bool(self._running or self._reading or self._waiting)
 
     def snapshot(self) -> Snapshot:
-        """Return what is going on, as it was after the last step; who waits is known to the moment."""
+        """Return the state after the last step, with the current length of the queue. Any thread may call this."""
         with self._lock:
             return replace(self._shown, waiting=sum(map(len, self._waiting)))
 
@@ -247,18 +228,18 @@ class Scheduler:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Read parts of prompts, and write one token of each answer of the batch."""
+        """Read up to ``prefill_tokens`` of prompts, then decode one token of each answer of the batch."""
         self._end_unwanted()
         tokens = self.prefill_tokens
         while tokens > 0 and (self._reading is not None or self._admit()):
             assert self._reading is not None
-            tokens -= self._read_part(self._reading, tokens)
+            tokens -= self._prefill(self._reading, tokens)
         if self._running:
-            self._write()
+            self._decode()
         self._show()
 
     def _show(self) -> None:
-        """Leave for other threads what :meth:`snapshot` returns; they read it as one object."""
+        """Store the state for :meth:`snapshot`, as one object that other threads may read."""
         held, now = self._cache.store.held.float().mean(2).T.tolist(), self._clock()
         self._shown = Snapshot(
             waiting=0,
@@ -275,10 +256,10 @@ class Scheduler:
             counts=replace(self.counts, ended=self.counts.ended.copy()),
         )
 
-    # ---- requests are admitted
+    # ---- admission
 
     def _check(self, request: Request, need: Need) -> None:
-        """Refuse a request that no context or no empty pool could hold."""
+        """Refuse a request that no context and no empty pool could hold."""
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         wanted = len(request.tokens) + request.max_tokens
         if context is not None and wanted > context:
@@ -295,12 +276,12 @@ class Scheduler:
             )
 
     def _admit(self) -> bool:
-        """Begin with the next request, if the blocks that it may take are free beside those that others may take."""
+        """Admit the next request, if the pool holds what it and the batch may take; returns whether it was admitted."""
         with self._lock:
             if not self._waiting:
                 return False
             answers = self._waiting[0]
-            need = self._admission.need(answers[0].request)  # of flags more is known than when it was asked
+            need = self._admission.need(answers[0].request)  # flags: the estimate is better than at submission
             wanted = max(need.reading, need.writing * len(answers))
             fits = sum(answer.need.writing for answer in self._running) + wanted <= self.pool.capacity
             if self._running and (self._crowded or not fits or len(self._running) + len(answers) > self.batch):
@@ -312,7 +293,7 @@ class Scheduler:
         return True
 
     def _prompt(self, answers: list[_Answer]) -> _Prompt:
-        """Return a prompt of which nothing is read yet but a cached prefix, if there is one."""
+        """Return the prompt of some answers, read up to the end of a cached prefix."""
         first, cache, shared, mark = answers[0], None, 0, 0
         if self._prefixes is not None:
             key = first.key()[: len(first.prompt)]
@@ -327,10 +308,10 @@ class Scheduler:
         cache.protect(first.request.protect)
         return _Prompt(answers, cache, read=shared, shared=shared, mark=mark if mark > shared else 0)
 
-    # ---- prompts are read
+    # ---- prefill
 
-    def _read_part(self, prompt: _Prompt, tokens: int) -> int:
-        """Read a part of a prompt; at its end its answers join the batch. Returns how many tokens were read."""
+    def _prefill(self, prompt: _Prompt, tokens: int) -> int:
+        """Read a chunk of a prompt; at its end its answers join the batch. Returns the number of tokens read."""
         text, until = prompt.answers[0].prompt, prompt.mark or None
         part = text[prompt.read : until][: None if self._at_once else tokens]
         try:
@@ -350,20 +331,20 @@ class Scheduler:
         except PoolFullError as error:
             self._put_off(prompt, error)
             return tokens
-        except Exception as error:  # concerns this prompt alone
+        except Exception as error:  # ends the answers to this prompt only
             self._fail(prompt.answers, prompt.cache, error)
         self._reading = None
         return len(part)
 
     def _cache_prefix(self, prompt: _Prompt) -> None:
-        """Cache what was read of a prompt so far, where there is room for its rest and its answers too."""
+        """Cache the prefix read so far, if the pool holds the rest of the prompt and its answers beside it."""
         read, prompt.mark, first = prompt.mark, 0, prompt.answers[0]
         rest = first.need.reading * (len(first.prompt) - read) // len(first.prompt)
         if self._prefixes is not None and self.pool.free >= rest + first.need.writing * len(prompt.answers):
             self._prefixes.add(first.key()[:read], deepcopy(prompt.cache))
 
     def _begin(self, prompt: _Prompt, answer: _Answer, cache: EvictionCache, logits: Tensor) -> None:
-        """Let an answer join the batch behind its prompt; a preempted one has its tokens, and chooses none."""
+        """Sample the first token of an answer, unless it was preempted, and add the answer to the batch."""
         answer.read = len(answer.request.tokens)
         if answer.written or self._add(answer, logits):
             self._cache.add(cache)
@@ -372,12 +353,12 @@ class Scheduler:
             cache.reset()
         prompt.answers.remove(answer)
 
-    # ---- answers are written
+    # ---- decoding
 
-    def _write(self) -> None:
-        """Write a token of each answer, and more where drafts are right.
+    def _decode(self) -> None:
+        """Decode a token of each answer, and more where drafts are right.
 
-        One that was preempted reads its own tokens again before it goes on.
+        A preempted answer first reads its own tokens again.
         """
         drafts = self._drafts // len(self._running)
         coming = [answer.coming(drafts) for answer in self._running]
@@ -403,7 +384,7 @@ class Scheduler:
         self._remove(over)
 
     def _step(self, coming: list[Tensor]) -> list[Tensor]:
-        """Read tokens ``[T_i]`` of each answer; returns the logits ``[T_i, V]`` behind each of them, on the CPU."""
+        """Read tokens ``[T_i]`` of each answer i; returns the logits ``[T_i, V]`` after each of them, on the CPU."""
         width = max(map(len, coming))
         ids = torch.stack([F.pad(tokens, (width - len(tokens), 0)) for tokens in coming]).to(self.model.device)
         if width == 1:
@@ -415,14 +396,15 @@ class Scheduler:
         return [x[width - len(tokens) :] for x, tokens in zip(out.logits.float().cpu(), coming, strict=True)]
 
     def _take(self, answer: _Answer, read: Tensor, logits: Tensor) -> bool:
-        """Go on with an answer, of which tokens ``[T]`` were read; returns whether more is to come.
+        """Sample after the tokens that were read of an answer; returns whether the answer goes on.
 
-        Those that it has already are skipped; drafts count as read for as long as they are what is chosen.
+        Nothing is sampled after a token that has a successor in the text. A draft is accepted if it is the token that
+        was sampled.
 
         Args:
-            answer: where ``read`` of it becomes what counts.
-            read: tokens of the text, then drafts.
-            logits: ``[T, V]`` behind each of them.
+            answer: its ``read`` advances by the accepted tokens.
+            read: ids ``[T]`` of the text, then drafts.
+            logits: ``[T, V]`` after each of them.
         """
         for token, after in zip(read, logits, strict=True):
             if answer.text[answer.read] != token:
@@ -433,20 +415,20 @@ class Scheduler:
         return True
 
     def _add(self, answer: _Answer, logits: Tensor) -> bool:
-        """Choose the next token of an answer; returns whether it goes on."""
-        told = answer.stream.text
+        """Sample the next token of an answer; returns whether the answer goes on."""
+        detokenizer = answer.stream.text
         try:
             token = answer.sampler(answer.text, logits)
-        except Exception as error:  # such as probabilities that are none, at a temperature near 0
+        except Exception as error:  # such as invalid probabilities
             self._finish(answer, None, error)
             return False
         answer.text = torch.cat([answer.text, torch.tensor([token.id])])
-        answer.stream.put(replace(token, place=told.length, text=told.add(token.id)))
+        answer.stream.put(replace(token, place=detokenizer.length, text=detokenizer.add(token.id)))
         self.counts.tokens += 1
         if answer.written == 1:
             self.counts.started += 1
             self.counts.first_seconds += self._clock() - answer.since
-        if token.id in self.ends or told.stopped:
+        if token.id in self.ends or detokenizer.stopped:
             self._finish(answer, "stop")
         elif answer.written >= answer.request.max_tokens:
             self._finish(answer, "length")
@@ -457,12 +439,12 @@ class Scheduler:
                 self._prefixes.remember(answer.key())
         return False
 
-    # ---- the pool is full
+    # ---- preemption
 
     def _preempt(self, error: PoolFullError) -> None:
-        """Free the blocks of the newest request and queue it first: it is read again, with its tokens so far.
+        """Free the blocks of the newest answer and queue it first; its text so far is read again later.
 
-        A step that was broken off leaves nothing of the batch: all its answers are read again, one after the other.
+        A step that broke off in the middle leaves the whole cache invalid: every answer of the batch is preempted.
         """
         oldest_first = sorted(range(len(self._running)), key=lambda place: self._running[place].since)
         newest, reading = self._running[oldest_first[-1]], self._reading
@@ -482,7 +464,7 @@ class Scheduler:
             self._queue_first([answer])
 
     def _put_off(self, prompt: _Prompt, error: PoolFullError) -> None:
-        """Give the blocks of a prompt back until others have answered; where there are none it cannot be answered."""
+        """Free the blocks of a prompt and queue it first; with an empty batch, where no block comes free, it fails."""
         self._reading = None
         if not self._running:
             self._fail(prompt.answers, prompt.cache, error)
@@ -491,15 +473,15 @@ class Scheduler:
         self._queue_first(prompt.answers)
 
     def _queue_first(self, answers: list[_Answer]) -> None:
-        """Let answers wait before all others, until some answer has ended."""
+        """Queue answers before all others, and admit nothing until an answer leaves the batch."""
         self._crowded = True
         with self._lock:
             self._waiting.appendleft(answers)
 
-    # ---- answers end
+    # ---- ends
 
     def _end_unwanted(self) -> None:
-        """End the answers that were cancelled, and those whose time is over; all, where the scheduler was stopped."""
+        """End the answers that were cancelled or are past a time limit; after :meth:`stop` with a reason, all."""
         with self._lock:
             for answers in self._waiting:
                 answers[:] = [answer for answer in answers if not self._unwanted(answer, waiting=answer.written == 0)]
@@ -512,7 +494,7 @@ class Scheduler:
         self._remove([place for place, answer in enumerate(self._running) if self._unwanted(answer)])
 
     def _unwanted(self, answer: _Answer, waiting: bool = False) -> bool:
-        """End an answer that was cancelled, or whose time is over; returns whether it was."""
+        """End an answer if it was cancelled or is past a time limit; returns whether it ended."""
         if self._stopped is not None:
             self._finish(answer, None, self._stopped)
             return True
@@ -529,14 +511,14 @@ class Scheduler:
         answer.stream.put(error)
 
     def _remove(self, places: list[int]) -> None:
-        """Take sequences out of the batch."""
+        """Remove sequences from the batch."""
         if places:
             self._cache.remove(places)
             self._running = [answer for place, answer in enumerate(self._running) if place not in places]
             self._crowded = False
 
     def _fail(self, answers: list[_Answer], cache: EvictionCache, error: Exception) -> None:
-        """End answers that the model or the policy failed at; what waits goes on."""
+        """End answers by an error of the model or the policy; queued requests go on."""
         cache.reset()
         for answer in answers:
             self._finish(answer, None, error)
@@ -544,7 +526,7 @@ class Scheduler:
 
 
 def _reads_at_once(cache: EvictionCache) -> bool:
-    """Tell whether a prompt that is read in parts would be evicted differently, or not be read at all."""
+    """Return whether prompts must be read at once, as chunks would be evicted differently or cannot be read."""
     if cache.gates is None:
         return False
     moves = cache.policy.positions == "slot" and cache.prompt_sees == "sparse"

@@ -1,4 +1,4 @@
-"""The server: a model, its scheduler and its app under uvicorn, from the first request to the last."""
+"""The server process: endpoints under uvicorn, from start to signal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     raise UserError(f"ag.serve needs {missing}: pip install 'ag[serve]'.") from error
 
-CLOSE_SECONDS = 2  # which the connections have after that
+CLOSE_SECONDS = 2  # for connections after the answers
 
 
 def run(asked: Invocation[ServeConfig]) -> int:
@@ -53,7 +53,7 @@ def run(asked: Invocation[ServeConfig]) -> int:
 
 
 class Server(uvicorn.Server):
-    """A server that answers what it has begun before it ends.
+    """A uvicorn server that finishes running answers before it ends.
 
     Args:
         service: whose app it serves.
@@ -63,10 +63,10 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._service = service
-        self._end: float | None = None  # when running answers are given up
+        self._end: float | None = None  # when running answers are cut
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take no more requests after SIGTERM or Ctrl-C; end at once when it comes again."""
+        """Refuse new requests after SIGTERM or Ctrl-C; end at once after a second one."""
         if self._end is not None:
             self.should_exit = self.force_exit = True
             return
@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
         self._end = time.monotonic() + DRAIN_SECONDS
 
     async def on_tick(self, counter: int) -> bool:
-        """Tell, ten times a second, whether to end."""
+        """Return whether to end; uvicorn calls this ten times a second."""
         if self._end is not None:
             over = time.monotonic() > self._end
             if over:

@@ -1,102 +1,66 @@
-"""What a scheduler is doing, for those who watch it."""
+"""What a scheduler is doing, for the live page and Prometheus."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from operator import add
+from typing import Any, Self
 
-T = TypeVar("T")
+
+class _Added:
+    """A dataclass whose instances are added field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        names = [each.name for each in fields(self)]  # type: ignore[arg-type]
+        values: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return type(self)(**values)
 
 
 @dataclass
-class Counts:
-    """What went by in a scheduler.
+class Counts(_Added):
+    """Totals since a scheduler was made."""
 
-    Attributes:
-        prompts: tokens of prompts that were read.
-        reused: tokens of prompts that were not read, as their prefix was cached.
-        steps: steps of the batch.
-        tokens: of answers.
-        started: answers with a first token.
-        first_seconds: seconds from their requests to those tokens, all together.
-        drafted: tokens that were looked up in prompts and answers.
-        accepted: of these, tokens that the model would have chosen.
-        preempted: answers that had to give their blocks back, and were read again.
-        ended: answers that ended, by reason; ``error`` is one of them.
-    """
-
-    prompts: int = 0
-    reused: int = 0
-    steps: int = 0
-    tokens: int = 0
-    started: int = 0
-    first_seconds: float = 0.0
-    drafted: int = 0
-    accepted: int = 0
-    preempted: int = 0
-    ended: Counter[str] = field(default_factory=Counter)
+    prompts: int = 0  # prompt tokens that the model read
+    reused: int = 0  # prompt tokens that were taken from a cached prefix instead
+    steps: int = 0  # decoding steps of the batch
+    tokens: int = 0  # generated tokens
+    started: int = 0  # answers with a first token
+    first_seconds: float = 0.0  # sum of the seconds from each request to the first token of its answer
+    drafted: int = 0  # draft tokens that the model read
+    accepted: int = 0  # draft tokens that became part of an answer
+    preempted: int = 0  # preemptions; each frees the blocks of an answer, whose tokens are read again later
+    ended: Counter[str] = field(default_factory=Counter)  # answers that ended, by reason, ``error`` included
 
 
 @dataclass(frozen=True)
 class Running:
-    """An answer that is being written.
+    """An answer that is being generated."""
 
-    Attributes:
-        number: of the answer, counted from the first one that was asked for.
-        prompt: tokens of its prompt.
-        written: tokens of the answer so far.
-        seconds: since it was asked for.
-        held: tokens per KV head that it holds, by layer.
-    """
-
-    number: int
-    prompt: int
-    written: int
-    seconds: float
-    held: tuple[float, ...]
+    number: int  # of the answer, in the order of submission
+    prompt: int  # tokens of its prompt
+    written: int  # generated tokens so far
+    seconds: float  # since it was submitted
+    held: tuple[float, ...]  # tokens per KV head in its cache, by layer
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """A scheduler at one moment, between two steps; who waits is known to the moment.
+class Snapshot(_Added):
+    """The state of a scheduler after a step; ``waiting`` is current."""
 
-    Attributes:
-        waiting: answers whose prompt nobody has begun to read.
-        reading: answers whose prompt is being read.
-        running: answers that are being written.
-        blocks: of the pool.
-        free: blocks that nobody holds.
-        block_nbytes: bytes of a block.
-        prefixes: beginnings that prompts share, cached until others need their blocks.
-        prefix_blocks: blocks that these have, some of them together with answers.
-        counts: what went by.
-    """
-
-    waiting: int
-    reading: int
-    running: tuple[Running, ...]
-    blocks: int
-    free: int
-    block_nbytes: int
-    prefixes: int
-    prefix_blocks: int
-    counts: Counts
+    waiting: int  # answers in the queue
+    reading: int  # answers whose prompt is being read
+    running: tuple[Running, ...]  # answers that are being generated
+    blocks: int  # capacity of the pool
+    free: int  # free blocks
+    block_nbytes: int  # bytes of a block
+    prefixes: int  # cached prefixes
+    prefix_blocks: int  # blocks of cached prefixes, some of them shared with answers
+    counts: Counts  # totals so far
 
 
-def together(all_of: Sequence[Snapshot]) -> Snapshot:
-    """Return what several schedulers of one model are doing, as if they were one."""
-    counts = [one.counts for one in all_of]
-    return _sum(
-        all_of,
-        running=tuple(answer for one in all_of for answer in one.running),
-        block_nbytes=all_of[0].block_nbytes,
-        counts=_sum(counts, ended=sum((one.ended for one in counts), Counter[str]())),
-    )
-
-
-def _sum(parts: Sequence[T], **known: Any) -> T:
-    """Add dataclasses field by field, but for those that are known."""
-    names = [field.name for field in fields(parts[0]) if field.name not in known]  # type: ignore[arg-type]
-    return type(parts[0])(**{name: sum(getattr(part, name) for part in parts) for name in names}, **known)
+def together(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Return the sum of the snapshots of several schedulers of one model."""
+    return replace(reduce(add, snapshots), block_nbytes=snapshots[0].block_nbytes)

@@ -1,4 +1,4 @@
-"""What a server begins with: the model and its endpoints, an address, and a log."""
+"""The parts of every server process: the model with its endpoints, an address, and a log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ag.serve.answers import where
 from ag.serve.app import Service
 from ag.serve.scheduler import Scheduler
 
-DRAIN_SECONDS = 24.0  # which running answers have after SIGTERM; orchestrators kill after 30
+DRAIN_SECONDS = 24.0  # for running answers after SIGTERM; orchestrators kill after 30
 
 
 def serving(config: ServeConfig, api_key: str | None) -> Service:
@@ -24,7 +24,7 @@ def serving(config: ServeConfig, api_key: str | None) -> Service:
     chosen = read_policy(config)
     model, tokenizer = load(config, chosen.spec.path or config.gates)
     scheduler = Scheduler(
-        model,  # type: ignore[arg-type]  # of PEFT, which passes all on
+        model,  # type: ignore[arg-type]  # a PeftModel forwards every attribute
         tokenizer,
         chosen,
         Pool(model, config.memory_bytes, chosen.kv_dtype),
@@ -37,17 +37,17 @@ def serving(config: ServeConfig, api_key: str | None) -> Service:
 
 
 def announce(name: str, host: str, port: int, open_to_all: bool) -> None:
-    """Say where the server is, and who may ask."""
+    """Print the address, and a warning where other machines reach a server without a key."""
     print(f"ag.serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     if open_to_all and host not in ("127.0.0.1", "::1"):
         print(f"ag.serve: warning: host={host} without api_key: everybody who reaches it may ask", file=sys.stderr)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that connections can come to.
+    """Return a socket that listens at an address.
 
     Raises:
-        UserError: when the address is not of this machine, or taken.
+        UserError: when this machine does not have the address, or the port is taken.
     """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -59,7 +59,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def log() -> None:
-    """Have a line on stderr for each request."""
+    """Write a line on stderr for each request."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Line("%(asctime)s %(message)s"))
     for name, level in (("ag.serve", logging.INFO), ("uvicorn", logging.WARNING)):
@@ -69,8 +69,8 @@ def log() -> None:
 
 
 class _Line(logging.Formatter):
-    """One line each, errors by their type and place alone: their texts may quote prompts."""
+    """A log line; an error appears as its type and place, since its text may quote a prompt."""
 
     def formatException(self, info: Any) -> str:
-        """Return where an error was raised, of its type, itself and its traceback."""
+        """Return the place of an error, given as its type, itself and its traceback."""
         return where(info[1])

@@ -14,7 +14,7 @@ from ag.bench.__main__ import main
 from ag.bench.arena import Arena, kv_bytes, token_bytes, weight_bytes
 from ag.bench.contestants import Contestant
 from ag.bench.run import bench, markdown
-from ag.commands.bench import MODES, BenchConfig
+from ag.commands.bench import BenchConfig
 from ag.config.command_line import parse
 from ag.engine.block_pool import BLOCK
 from ag.errors import UserError
@@ -256,7 +256,7 @@ def test_gates_stay_within_their_share():
 def test_the_first_word_names_the_mode():
     read = [parse(words, BenchConfig, "ag.bench", "mode").config for words in (["train", "batch=[2]"], ["batch=[2]"])]
     assert read == [BenchConfig(mode="train", batch=[2]), BenchConfig(mode="decode", batch=[2])]
-    assert set(MODES) == set(cases.CASES)
+    assert set(COLUMNS) == set(cases.CASES)
 
 
 @pytest.mark.parametrize(

@@ -14,20 +14,7 @@ from ag.callbacks import NonFiniteError, newest_valid
 from ag.callbacks.guards import FiniteGuard
 from tests.support import tiny_run
 from tests.support.refused import refuses
-from tests.support.tiny_run import Tiny, command, fit, weights
-
-
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> list[Tiny]:
-    """The modules that `fit` makes, although it raises."""
-    made: list[Tiny] = []
-
-    def make(**options: Any) -> Tiny:
-        made.append(Tiny(**options))
-        return made[-1]
-
-    monkeypatch.setattr(tiny_run, "Tiny", make)
-    return made
+from tests.support.tiny_run import Tiny, command, fit
 
 
 @pytest.mark.parametrize(
@@ -38,18 +25,26 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> list[Tiny]:
         ("gradient", ("step 5", "gradient norm", "LoRA", "inf")),
     ],
 )
-def test_raises_before_the_step(tmp_path: Path, modules: list[Tiny], part: str, parts: tuple[str, ...]) -> None:
-    fit(tmp_path / "good", trainer={"max_steps": 4})
+def test_raises_before_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, parts: tuple[str, ...]
+) -> None:
+    made: list[Tiny] = []
+
+    def make(**options: Any) -> Tiny:
+        made.append(Tiny(**options))
+        return made[-1]
+
+    monkeypatch.setattr(tiny_run, "Tiny", make)
     with refuses(NonFiniteError, *parts) as raised:
-        fit(tmp_path / "bad", module={"nan_batch": 4, "nan_part": part}, checkpoint={"every_steps": 3})
-    good, bad = modules
-    torch.testing.assert_close(weights(bad), weights(good), rtol=0, atol=0)
-    last = tmp_path / "bad/checkpoints/step=000003.ckpt"
-    assert str(last) in str(raised.value)
-    assert newest_valid(tmp_path / "bad") == last
+        fit(tmp_path, module={"nan_batch": 4, "nan_part": part}, checkpoint={"every_steps": 4})
+    last = tmp_path / "checkpoints/step=000004.ckpt"
+    assert str(last) in str(raised.value) and newest_valid(tmp_path) == last
+    saved, [module] = torch.load(last, weights_only=True)["state_dict"], made
+    trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
+    assert trained and all(torch.equal(value, saved[name]) for name, value in trained.items())
 
 
-def test_every_accumulated_batch_counts(tmp_path: Path, modules: list[Tiny]) -> None:
+def test_every_accumulated_batch_counts(tmp_path: Path) -> None:
     module = {"nan_batch": 3, "nan_part": "detached"}
     with refuses(NonFiniteError, "step 2"):
         fit(tmp_path, module=module, trainer={"accumulate": 3})

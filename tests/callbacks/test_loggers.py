@@ -1,4 +1,4 @@
-"""metrics.csv, TensorBoard and W&B."""
+"""metrics.csv and TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ag.callbacks import newest_valid
 from ag.training.loggers import MetricsFile, read_metrics
 from tests.support.tiny_run import fit
 
@@ -57,18 +56,3 @@ def test_it_is_written_whatever_loggers_are_chosen(tmp_path: Path) -> None:
     logged = [event.value for event in events.Scalars("train/lm_loss")]
     np.testing.assert_allclose(logged, [float(row["train/lm_loss"]) for row in rows], rtol=np.finfo(np.float32).eps)
     assert {"figures/evicted", "figures/keep-0", "figures/curves"} == set(events.Tags()["images"])
-
-
-@pytest.mark.slow
-def test_wandb_offline_continues_its_run(tmp_path: Path) -> None:
-    wandb = pytest.importorskip("wandb")
-    fit(tmp_path, logger=["wandb"], trainer={"max_steps": 3})
-    wandb.finish()
-    identity = (tmp_path / "wandb_id.txt").read_text()
-    fit(tmp_path, logger=["wandb"], ckpt_path=newest_valid(tmp_path))
-    wandb.finish()
-    runs = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
-    assert len(runs) >= 1 and all(name.endswith(identity) for name in runs)
-    pictures = [path.name for path in (tmp_path / "wandb").rglob("*.png")]
-    assert any(name.startswith("evicted") for name in pictures)
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.csv")] == list(range(1, 7))

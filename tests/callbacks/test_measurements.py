@@ -1,4 +1,4 @@
-"""What is measured around a training step: gradient norms, throughput, numbers of parameters."""
+"""Gradient norms, throughput, and numbers of parameters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_gradient_norms_are_those_before_clipping(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_throughput_counts_real_tokens_and_no_validation_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # a clock that stands still but for 2 s a training batch and 100 s a validation batch
+    # the clock advances by 2 s in a training batch and by 100 s in a validation batch
     now = 0.0
 
     def train(module: Tiny, batch: Any, index: int, step: Any = Tiny.training_step) -> Any:
@@ -64,15 +64,9 @@ def test_throughput_counts_real_tokens_and_no_validation_time(tmp_path: Path, mo
 
 def test_summary_prints_counts_and_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, trainer={"max_steps": 1})
-    printed = capsys.readouterr().out
-    rows = [line.strip("│ ").split("│") for line in printed.splitlines() if line.startswith("│")]
     # 3 gates of 4 x 2 + 2, one trained and one frozen layer of 4 x 4 + 4
-    assert [[cell.strip() for cell in row] for row in rows] == [
-        ["gates", "30", "150.00%"],
-        ["LoRA", "20", "100.00%"],
-        ["trained", "50", "250.00%"],
-        ["base", "20", "100.00%"],
-    ]
+    line = "parameters: gates 30 (150.00%), lora 20 (100.00%), of the base model 20"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])

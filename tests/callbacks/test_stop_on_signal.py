@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C, sent to a real process."""
+"""Signals to a real process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--dry-run`` of commands that load a model: they say what they would do, load nothing, and write nothing."""
+"""``--dry-run`` of commands that load a model: they print what they would do, load nothing and write nothing."""
 
 from importlib import import_module
 
@@ -28,7 +28,7 @@ WRONG = {
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """Run a command without writing and without a model; its exit code."""
+    """Run a command that must not write or load a model; returns its exit code."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ag.model.base.load_base", lambda *_: pytest.fail("a model was loaded"))
     monkeypatch.setattr("ag.model.base.resolve", lambda *_: pytest.fail("a model was fetched"))

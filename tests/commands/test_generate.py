@@ -1,4 +1,4 @@
-"""The command ``ag.generate``: its texts and numbers against forward passes under masks and against transformers."""
+"""``ag.generate``: texts and numbers against forward passes under masks and against transformers."""
 
 import io
 import json
@@ -25,6 +25,7 @@ from tests.support.refused import names, refuses
 
 PROMPT = "Rosa the potter has a ticket to Rome. It rained on the pier. Where does Rosa go?"
 NEW = 12
+KVZIP = "ag.policy('kvzip@heads', budget=0.4, chunk=30)"
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +98,6 @@ def test_compare_adds_the_text_of_transformers_own_cache(folder, tiny_llama, tin
     assert (name, alone.text) == ("full cache", both["full cache"].text)
 
 
-def test_what_a_policy_is_called(folder):
-    export = f"gates:{folder / 'export'}"
-    expected = {"mine": f"mine={export}", f"gates:…/{folder.name}/export": export, "h": "h=h2o@heads"}
-    for name, text in expected.items():
-        assert list(generate(config(folder, gates=None, model=str(folder / "base"), policy=text, budget=9))) == [name]
-
-
 @pytest.mark.slow
 def test_adapter_of_the_export_takes_part(folder, tiny_llama, tiny_tokenizer, tmp_path):
     adapted = models.add_lora(tiny_llama(), LoraConfig())
@@ -147,7 +141,7 @@ def test_chat_template(folder, tiny_llama, tiny_tokenizer, tmp_path):
 
 
 def test_a_chat_with_tools_and_thoughts(folder, tiny_llama, tiny_tokenizer, tmp_path):
-    """From a file as rows of training data are: the text that the template makes of it is what is continued."""
+    """From a file in the form of training data."""
     tiny_llama().save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
@@ -157,15 +151,15 @@ def test_a_chat_with_tools_and_thoughts(folder, tiny_llama, tiny_tokenizer, tmp_
         "tool: rain\nsystem: Be brief.\nuser: Does it rain?\n"
         'bot:\n<think>I have to look.</think><call>rain {"town": "Oslo"}</call></s>\ntool: 3 mm\nbot:\n'
     )
-    told = {"prompt": None, "messages": str(file), "model": str(tmp_path)}
+    fields = {"prompt": None, "messages": str(file), "model": str(tmp_path)}
     for variables, more in (({}, ""), ({"enable_thinking": False}, "<think></think>")):
-        found = generate(config(folder, **told, template=variables))["gates"]
+        found = generate(config(folder, **fields, template=variables))["gates"]
         by_hand = generate(config(folder, prompt=text + more))["gates"]
         assert (found.text, found.prompt_tokens) == (by_hand.text, by_hand.prompt_tokens)
-    protected = generate(config(folder, **told, protect=["system"]))["gates"]
+    protected = generate(config(folder, **fields, protect=["system"]))["gates"]
     first = text.index("Be brief.")
     by_hand = generate(config(folder, prompt=text, protect=[f"{first}-{first + 9}"]))["gates"]
-    assert protected.evicted == by_hand.evicted < generate(config(folder, **told))["gates"].evicted
+    assert protected.evicted == by_hand.evicted < generate(config(folder, **fields))["gates"].evicted
 
 
 @pytest.mark.parametrize(
@@ -190,19 +184,15 @@ def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch
     ("words", "parts"),
     [
         ([], ("prompt=TEXT", "file=PATH")),
-        (["prompt=a", "file=FOLDER/base/config.json"], ("prompt=TEXT", "file=PATH")),
         (["file=FOLDER/export/gates.safetensors"], ("file=FOLDER/export/gates.safetensors", "UTF-8")),
         (["prompt=abc", "max_new_tokens=510"], ("3 tokens", "1 to 2", "max_new_tokens=510")),
         (["prompt=abc", "chat=true"], ("chat template", "instruct")),
         (["messages=FOLDER/base/config.json"], ("FOLDER/base/config.json", "role and content")),
         (["prompt=abc", "template.enable_thinking=false"], ("template.enable_thinking", "chat=true")),
         (["prompt=abc", "gates=FOLDER/nameless"], ("model=NAME", "gates=EXPORT")),
-        (["prompt=abc", "gates=FOLDER/base"], ("FOLDER/base/gate_config.json",)),
-        (["prompt=abc", "model=FOLDER/none"], ("FOLDER/none",)),
         (["prompt=abc", "device=nonsense"], ("device=nonsense",)),
         (["prompt=abc", "policy=h20", "budget=8"], ("'h20'", "h2o")),
-        (["prompt=abc", "policy=h2o"], ("'h2o'", "budget")),
-        *((["prompt=abc", f"protect=['{x}']"], (f"protect={x}", "0-40")) for x in ("template", "3-x")),
+        (["prompt=abc", "protect=['template']"], ("protect=template", "0-40")),
     ],
 )
 def test_bad_input_is_one_line(folder, capsys, words, parts):
@@ -215,94 +205,53 @@ def test_bad_input_is_one_line(folder, capsys, words, parts):
     names(error, *(part.replace("FOLDER", str(folder)) for part in parts))
 
 
-def test_other_base_model(folder, tiny_llama, tiny_tokenizer, tmp_path, capsys):
-    tiny_llama(num_hidden_layers=2).save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    assert main([f"gates={folder / 'export'}", "prompt=abc", f"model={tmp_path}"]) == 2
-    assert "num_layers 3 (the model has 2)" in capsys.readouterr().err
-
-
-def test_command_prints_the_texts_and_a_table(folder, capsys, monkeypatch):
+def test_command_prints_texts_a_table_and_a_report(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    words = [f"gates={folder / 'export'}", f"prompt={PROMPT}", f"max_new_tokens={NEW}", "compare=true"]
-    assert main(words) == 0
+    words = [f"gates={folder / 'export'}", f"prompt={PROMPT}", f"max_new_tokens={NEW}", "policy=tova", "budget=8"]
+    assert main([*words, "compare=true"]) == 0
     out = capsys.readouterr().out
-    both = generate(config(folder, compare=True))
-    assert out.startswith(f"--- gates ---\n{both['gates'].text}\n\n--- full cache ---\n{both['full cache'].text}\n")
-    assert f"{len(PROMPT)} prompt tokens" in out
+    both = generate(config(folder, policy="tova", budget=8, compare=True))
+    assert out.startswith(f"--- tova ---\n{both['tova'].text}\n\n--- full cache ---\n{both['full cache'].text}\n")
+    assert f"{len(PROMPT)} prompt tokens" in out and "ag.policy('tova', budget=8): " in out and "scoring s" in out
     for generation in both.values():
         assert f"{generation.evicted:.1%}" in out and f"{generation.kv_bytes:,}" in out
-    assert main(words[:-1]) == 0
-    assert capsys.readouterr().out.startswith(f"{both['gates'].text}\n")
 
 
 @pytest.mark.parametrize(
     ("given", "spec"),
     [
-        ({"policy": "h2o", "budget": 6}, "ag.policy('h2o', budget=6)"),
         (
             {"policy": "snapkv+caote@heads", "budget": 0.5, "schedule": "blocks:8+every", "options": {"window": 3}},
             "ag.policy('snapkv+caote@heads', budget=0.5, schedule='blocks:8+every', window=3)",
         ),
         ({"policy": "gates@heads", "budget": 0.25}, "ag.policy('gates:EXPORT@heads', budget=0.25)"),
-        ({"policy": "flags"}, "ag.policy('flags:EXPORT')"),
+        ({"policy": "kvzip@heads", "budget": 0.4, "options": {"chunk": 30}}, KVZIP),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_any_policy(folder, tiny_llama, tiny_tokenizer, given, spec):
-    """The text is that of the same policy handed to transformers, and the report that of its cache."""
+    """Text and report equal those of the same policy in transformers' generate."""
     spec = spec.replace("EXPORT", str(folder / "export"))
     (row,) = generate(config(folder, **given)).values()
     model = tiny_llama()
-    cache = ag.EvictionCache(model, eval(spec))
+    cache = ag.EvictionCache(model, eval(spec).with_tokenizer(tiny_tokenizer))
     ids = tiny_tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     text = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
     assert row.text == tiny_tokenizer.decode(text, skip_special_tokens=True)
     assert (row.report.policy, row.report.kept) == (spec, cache.report().kept)
 
 
-def test_generated_tokens_that_go_are_not_evicted_of_the_prompt(folder):
-    """h2o with 6 of 81 tokens, at every step: 12 new tokens come, of which the last is not read, and as many go."""
-    settings = {"policy": "h2o", "budget": 6, "schedule": "every", "options": {"recent": 3}}
-    (found,) = generate(config(folder, **settings)).values()
-    seen = found.prompt_tokens + NEW - 1
-    assert found.held == pytest.approx(6 / seen)
-    assert 1 - 3 / found.prompt_tokens <= found.evicted <= 1  # 3 of the 6 are recent, thus new
-
-
-def test_a_window_beyond_the_budget_is_told_in_one_line(folder, capsys):
+def test_a_window_beyond_the_budget_is_one_warning(folder, capsys):
     words = [f"gates={folder / 'export'}", "policy=snapkv", "budget=0.1", f"prompt={PROMPT}", f"max_new_tokens={NEW}"]
     assert main(words) == 0
     printed = capsys.readouterr()
-    [told] = printed.err.splitlines()
-    assert told.startswith("ag.generate: warning: ag.policy('snapkv', budget=0.1) protects 32 tokens per KV head")
+    [line] = printed.err.splitlines()
+    assert line.startswith("ag.generate: warning: ag.policy('snapkv', budget=0.1) protects 32 tokens per KV head")
     assert "\nover budget in 1 sequence: " in printed.out
 
 
-def test_a_named_policy_prints_what_each_layer_holds(folder, capsys):
-    words = [f"gates={folder / 'export'}", "policy=tova", "budget=8", f"prompt={PROMPT}", f"max_new_tokens={NEW}"]
-    assert main(words) == 0
-    out = capsys.readouterr().out
-    assert "ag.policy('tova', budget=8): " in out
-    assert "scoring s" in out
-
-
-def test_kvzip_repeats_the_prompt_in_the_models_own_tokens(folder, tiny_llama, tiny_tokenizer):
-    ids = torch.tensor([tiny_tokenizer(PROMPT)["input_ids"]])
-    policy = ag.policy("kvzip@heads", 0.4, chunk=30).with_tokenizer(tiny_tokenizer)
-    model = tiny_llama()
-    cache = ag.EvictionCache(model, policy)
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
-    expected = tiny_tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    settings = {"policy": "kvzip@heads", "budget": 0.4, "options": {"chunk": 30}, "model": str(folder / "base")}
-    [(name, found)] = generate(config(folder, gates=None, **settings)).items()
-    assert (name, found.text) == ("kvzip@heads", expected)
-    assert found.report.kept == cache.report().kept
-    assert sum(found.report.seconds) > 0
-
-
-def test_an_export_whose_base_was_a_relative_path_says_so_elsewhere(folder, tmp_path, monkeypatch, tiny_llama):
-    """Where the run was started the folder is found; a model= helps elsewhere."""
+def test_an_export_with_a_relative_path_of_its_base(folder, tmp_path, monkeypatch, tiny_llama):
+    """It is found in the folder of the run; elsewhere the error asks for model=."""
     export.save(tmp_path / "moved", gates_for(tiny_llama()), base_model="./base")
     here = config(folder, gates=str(tmp_path / "moved"))
     monkeypatch.chdir(folder)

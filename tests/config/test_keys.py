@@ -1,11 +1,10 @@
-"""Keys and values on a command line: which are wrong, and what the error says."""
+"""Keys and values on a command line, and the errors of wrong ones."""
 
 from typing import Any
 
 import pytest
 
 from ag.commands.compare import CompareConfig
-from ag.commands.generate import GenerateConfig
 from ag.config.keys import from_text
 from ag.config.recipes import resolve
 from tests.support.refused import names
@@ -21,31 +20,19 @@ def test_every_key_is_documented_and_has_a_default_that_fits() -> None:
     ("argument", "expected"),
     [
         ("alpha=1", "'alpha' loss.alpha?"),
-        ("loss=1", "'loss' loss.objective loss.alpha"),
         ("qqqqqq=1", "'qqqqqq' --help"),
         ("loss.alpha", "'loss.alpha' key=value loss.alpha=..."),
-        ("--loss.alpha=1", "'--loss.alpha=1' loss.alpha=..."),
         ("--dryrun", "'--dryrun' --dry-run?"),
         ("", "recipe=NAME key=value --help"),
-        # values
         ("loss.alpha=-1", "loss.alpha=-1 0"),
-        ("loss.alpha=.nan", "loss.alpha=nan"),
-        ("loss.alpha=true", "loss.alpha=True"),
         ("loss.alpha=0.5,1", "loss.alpha='0.5,1' -m"),
         ("loss.alpha=", "loss.alpha= number"),
         ("loss.mean=sof", "loss.mean='sof' hard soft?"),
-        ("trainer.devices=2.0", "trainer.devices=2.0"),
-        ("trainer.progress=1", "trainer.progress=1 true false"),
         ("seed='1'", "seed='1' whole"),
-        ("seed=4294967296", "seed=4294967296 4294967295"),
         ("logger=csv,wandb", "logger='csv,wandb' tensorboard [csv,wandb]"),
         ("output=${oc.env:HOME}", "output='${oc.env:HOME}'"),
-        ("lora.targets=['${oc.env:HOME}']", "lora.targets=['${oc.env:HOME}'] file=PATH"),
-        ("gate.threshold=1.5", "gate.threshold=1.5"),
         ("recipe=piqa_sf", "'piqa_sf' piqa_sft?"),
-        ("recipe=./none.yaml", "none.yaml"),
         ("data.val_samples=" + "9" * 5000, "data.val_samples= null"),
-        ("data.name=two\x85lines", "data.name=two lines data.kind=facts"),
     ],
 )
 def test_wrong_keys_options_and_values(error: Any, argument: str, expected: str) -> None:
@@ -58,14 +45,11 @@ def test_wrong_keys_options_and_values(error: Any, argument: str, expected: str)
     ("name", "text", "value"),
     [
         ("optim.gate_lr", "5e-5", 5e-5),
-        ("trainer.progress", "no", False),
         ("data.root", "null", None),
         ("data.root", "yes", "yes"),
         ("data.root", "a: b #c", "a: b #c"),
         ("data.root", "runs #1", "runs #1"),
         ("data.root", "'null'", "null"),
-        ("data.root", "it's", "it's"),
-        ("data.revision", "0123", "0123"),
         ("data.val_samples", "7", 7),
         ("lora.targets", "q_proj", ["q_proj"]),
         ("lora.targets", "[q_proj, k_proj]", ["q_proj", "k_proj"]),
@@ -89,10 +73,7 @@ def test_another_schema() -> None:
     ("schema", "word", "parts"),
     [
         (CompareConfig, "policies=full,h2o", ("policies=[full,h2o]",)),
-        (GenerateConfig, "prompt=go to ${HOME}", ("prompt=", "file=PATH")),
         (Other, "inner.budget=1", ("prompt=...",)),
-        (Other, "prompt=forbidden", ("prompt=forbidden",)),
-        (Other, "recipe=quickstart", ("'recipe'",)),
         (Other, "inner.budget=half", ("inner.budget='half'", "null")),
     ],
 )

@@ -1,4 +1,4 @@
-"""``--help``, ``--print``, ``--dry-run`` and ``-m``: what a command does instead of running, and several runs."""
+"""``--help``, ``--print``, ``--dry-run`` and ``-m``."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def swept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_sweep_runs_the_product(swept: list[Any]) -> None:
-    """And each run is told what makes its configuration."""
+    """And the overrides of each run make its configuration."""
     with pytest.raises(SystemExit, match="3"):
         fit("-m", "seed=1,2", """output="p,q",it's""", "logger=[csv,wandb]", "--dry-run")
     [(runs, configs, program, options)] = swept

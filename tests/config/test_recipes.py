@@ -1,4 +1,4 @@
-"""Every shipped recipe: it loads, validates, says what it is, and has the published numbers of the paper."""
+"""Every shipped recipe: it loads, has a title, and has the published values of its paper."""
 
 from functools import cache
 
@@ -13,17 +13,6 @@ from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.tasks.longbench import SUBSETS
 from tests.support.refused import names
 
-ABLATIONS = {  # the single difference from piqa_sft (Tables 3 and 6 of the paper)
-    "ablation_heads_2": {"num_heads": 2},
-    "ablation_heads_1": {"num_heads": 1},
-    "ablation_dim_64": {"head_dim": 64},
-    "ablation_dim_32": {"head_dim": 32},
-    "ablation_previous_layer_4_1": {"layer_offset": 1, "first_layer": 1},
-    "ablation_previous_layer_4_2": {"layer_offset": 1, "first_layer": 2},
-    "ablation_linear": {"kind": "linear"},
-    "ablation_recent_5": {"recent_tokens": 5},
-    "ablation_recent_10": {"recent_tokens": 10},
-}
 TASKS = {
     "piqa_sft": "piqa",
     "arc_c_sft": "arc_challenge",
@@ -33,10 +22,6 @@ TASKS = {
     "obqa_sft": "openbookqa",
 }
 CPT = ["redpajama_cpt", "mistral_cpt", "redpajama_cpt_gates_only"]
-OTHERS = [
-    "quickstart",
-    *(f"smollm2_{name}" for name in ("boolq", "corpus", "own", "quarter", "remember", "stream", "worked")),
-]
 COMPARISONS = {  # cells, and the published score of the full cache that the comment must name
     "compare_instructions": ((1 + 5 * 3) * 2, "exempt"),
     "compare_turns": ((1 + 5 * 3) * 2, "evicted once"),
@@ -66,21 +51,21 @@ def flat(name):
     }
 
 
-def test_the_list_of_recipes_is_complete_and_says_whose_they_are(error, capsys):
-    fit, compare = sorted([*ABLATIONS, *TASKS, *CPT, *OTHERS]), sorted(COMPARISONS)
-    assert list(recipes("ag.fit")) == list(recipes("ag.plan")) == fit
-    assert list(recipes("ag.compare")) == compare and recipes("ag.generate") == {}
-    assert sorted(path.stem for path in RECIPES.rglob("*.y*ml")) == sorted(recipes())  # a name is in one folder only
-    for program, schema, listed in (("ag.fit", Config, fit), ("ag.compare", CompareConfig, compare)):
+def test_lists_of_recipes(error, capsys):
+    """With a title each; a recipe is in the folder of one command only."""
+    assert sorted(path.stem for path in RECIPES.rglob("*.y*ml")) == sorted(recipes())
+    assert recipes("ag.fit") == recipes("ag.plan") and recipes("ag.generate") == {}
+    assert recipes("ag.compare").keys() == COMPARISONS.keys() == recipes().keys() - recipes("ag.fit").keys()
+    for program, schema in (("ag.fit", Config), ("ag.compare", CompareConfig)):
         with pytest.raises(SystemExit, match="0"):
             parse(["--recipes"], schema, program)
         lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-        assert [line[0] for line in lines] == listed and all(len(line[1]) > 20 for line in lines)
+        assert [line[0] for line in lines] == [*recipes(program)] and all(len(line[1]) > 20 for line in lines)
     names(error("recipe=compare_small"), "recipe=compare_small is one of ag.compare, not of ag.fit")
 
 
 def test_what_a_recipe_says_of_something_goes_with_it():
-    """Options of policies and tasks that the command line leaves out; those that it gives stay, to be refused."""
+    """Options of policies and tasks that the command line removes; options on the command line stay."""
     given = {"recipe": "compare_small", "policies": "[full,snapkv,tova]", "policy_options.h2o.recent": "3"}
     assert resolve(CompareConfig, given).policy_options == {"snapkv": {"window": 8}, "h2o": {"recent": 3}}
     config = resolve(CompareConfig, {"recipe": "compare_small", "tasks": "[boolq]"})
@@ -130,22 +115,7 @@ def test_recipes_have_the_papers_values(name):
     assert load(name, **words) == load(name)
 
 
-@pytest.mark.parametrize(("name", "difference"), ABLATIONS.items())
-def test_an_ablation_differs_in_its_own_keys_only(name, difference):
-    expected = {**flat("piqa_sft"), "recipe": name, **{f"gate.{key}": value for key, value in difference.items()}}
-    assert flat(name) == expected
-
-
-def test_small_recipes_are_for_a_cpu_and_gates_that_follow_a_text_remember_a_bounded_part_of_it():
-    for config in map(load, OTHERS):
-        assert (config.model.name, config.model.dtype, config.model.quantization) == ("smollm2", "float32", "none")
-        assert config.trainer.max_steps > 0
-    for gate in (load(name).gate for name in ("smollm2_stream", "smollm2_worked")):
-        assert (gate.covers, gate.scope, gate.prefill) == ("all", "causal", "sparse")
-        assert (gate.kind != "attention" or 0 < gate.window <= 128) and 0 < gate.recent_tokens <= 128
-
-
-@pytest.mark.parametrize(("name", "cells", "published"), [(name, *told) for name, told in COMPARISONS.items()])
+@pytest.mark.parametrize(("name", "cells", "published"), [(name, *row) for name, row in COMPARISONS.items()])
 def test_a_comparison_can_be_planned_and_names_what_it_is_held_against(name, cells, published):
     assert len(list_cells(load(name))) == cells
     comment = [line for line in recipes()[name].read_text().splitlines() if line.startswith("#")]

@@ -1,4 +1,4 @@
-"""Many runs of a program, one after the other or shared by the machines of a cluster."""
+"""Sweeps, in this process and on a cluster."""
 
 import os
 import signal
@@ -20,14 +20,14 @@ from tests.support.machines import MACHINE
 from tests.support.refused import refuses
 
 RUNS = [{"seed": str(seed)} for seed in range(6)]
-# stands for a program: writes its seed, and waits or fails where it is told to
+# a program that writes its seed, then waits or fails as the file "orders" says
 PROGRAM = """
 import os, sys, time
 seed = int(next(word for word in sys.argv if word.startswith("seed=")).partition("=")[2])
 with open(f"{os.path.dirname(__file__)}/log", "a") as log:
     log.write(f"{seed} {os.getpid()} {sys.argv[1]}\\n")
-told = f"{os.path.dirname(__file__)}/told"
-words = open(told).read().split() if os.path.exists(told) else ["0", "-1"]
+orders = f"{os.path.dirname(__file__)}/orders"
+words = open(orders).read().split() if os.path.exists(orders) else ["0", "-1"]
 print("seed", seed)
 time.sleep(float(words[0]))
 sys.exit(3 if seed == int(words[1]) else 0)
@@ -54,8 +54,8 @@ def seeds(place):
     return [int(line.split()[0]) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def tell(place, wait=0.0, fails=-1):
-    (place / "told").write_text(f"{wait} {fails}")
+def order(place, wait=0.0, fails=-1):
+    (place / "orders").write_text(f"{wait} {fails}")
 
 
 def wait_for(condition):
@@ -77,8 +77,8 @@ def on(machines):
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_machines_share_a_sweep_and_one_of_them_dies(place, machines, capsys):
-    """Each run is done, that of the machine that died elsewhere; one that failed is tried again by the same command."""
-    tell(place, wait=2.0, fails=4)
+    """Every run is done, and the same command runs a failed one again."""
+    order(place, wait=2.0, fails=4)
     third = machines.add_node(**MACHINE)
     killed = threading.Thread(
         target=lambda: (wait_for(lambda: len(seeds(place)) == 3), machines.remove_node(third, allow_graceful=False))
@@ -89,7 +89,7 @@ def test_machines_share_a_sweep_and_one_of_them_dies(place, machines, capsys):
     out = capsys.readouterr().out
     assert "6 of 6 runs" in out and "exit 3" in out and out.count(" ok ") == 5
     assert set(seeds(place)) == set(range(6)) and len(seeds(place)) == 7
-    tell(place)
+    order(place)
     assert sweep(on(machines), configs(place, machines.address), "program", []) == 0
     assert "1 of 6 runs" in capsys.readouterr().out
     assert seeds(place)[7:] == [4]
@@ -99,7 +99,7 @@ def test_machines_share_a_sweep_and_one_of_them_dies(place, machines, capsys):
 
 def test_signal_reaches_the_run_and_ends_the_sweep(place):
     signum = signal.SIGUSR1
-    tell(place, wait=60)
+    order(place, wait=60)
     process = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True)
     wait_for(lambda: seeds(place) == [0])
     process.send_signal(signum)

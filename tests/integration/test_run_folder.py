@@ -18,10 +18,9 @@ from safetensors.torch import load_file
 import ag
 from ag import data
 from ag.callbacks import Figures
-from ag.config import Config, LossConfig
+from ag.config import Config
 from ag.config.recipes import load_config, resolve
 from ag.model.base import load_base
-from ag.run import nothing_evicted
 from tests.support.bounds import hold, of_nats
 from tests.support.command import EPS, column, logged, train, weights
 
@@ -256,19 +255,3 @@ def test_metrics_of_the_export_are_those_of_the_last_step(recipe: Path, tmp_path
     metrics = json.loads((run / "export" / "gate_config.json").read_text())["metrics"]
     assert (first["step"], last["step"], last["val/loss"]) == (2, 3, metrics["loss"])
     assert first["val/loss"] != last["val/loss"]
-
-
-@pytest.mark.parametrize(
-    ("evicted", "config", "said"),
-    [
-        (0.0, Config(), True),
-        (0.009, Config(), True),
-        (0.5, Config(), False),
-        (0.0, Config(train="lora"), False),
-        (0.0, Config(loss=LossConfig(share_high=0.7)), False),
-    ],
-)
-def test_gates_that_keep_all_say_what_helps(evicted: float, config: Config, said: bool) -> None:
-    hint = nothing_evicted(config, {"val/evicted": evicted})
-    assert (hint is not None) == said
-    assert hint is None or all(key in hint for key in ("warmup.regress_steps", "gate.bias", "loss.alpha", "budget"))

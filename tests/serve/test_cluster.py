@@ -8,7 +8,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -36,67 +35,18 @@ from tests.support.refused import refuses  # noqa: E402
 from tests.support.served import alone  # noqa: E402
 from tests.support.warm import started  # noqa: E402
 
-TOKENIZER = byte_tokenizer()
 KEY = "a key of a test"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 LONG = 3000  # tokens of an answer that takes seconds
 KEYS = ("policy=h2o", "share=0.5", "memory=32MiB", f"answer_tokens={LONG}", "served_name=tiny", "batch=16", "queue=16")
-
-
-@pytest.fixture(scope="module")
-def served(tiny, tmp_path_factory):
-    folder = saved(tiny, tmp_path_factory.mktemp("replicas"))
-    told = {ray_worker.PYTHON: started(), "AG_API_KEY": KEY}
-    with server(folder, "cluster=local", "replicas=2", *KEYS, script=Path(replicas.__file__), **told) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def address(served):
-    return served[0]
-
-
-HEADERS = {"Authorization": f"Bearer {KEY}"}
 NEVER = {"logit_bias": {"2": -100}}  # no end before the last token
-
-
-def post(address, body, kind="completions"):
-    body = {"model": "tiny", "temperature": 0} | body
-    return httpx.post(f"{address}/v1/{kind}", json=body, headers=HEADERS, timeout=90)
-
-
-def streamed(answer):
-    """The events of a stream but its last one, which says that it is done."""
-    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line.startswith("data: ")]
-    return [json.loads(event) for event in events if event != "[DONE]"]
-
-
-def figures(address, name):
-    """A figure by replica, all its other labels together."""
-    text, found = httpx.get(f"{address}/metrics", headers=HEADERS, timeout=30).text, Counter()
-    for line in text.splitlines():
-        if line.startswith(f"{name}{{"):
-            found[line.partition('replica="')[2].partition('"')[0]] += float(line.rpartition(" ")[2])
-    return found
-
-
-def running_replicas():
-    """The processes of the replicas, below this one's warm Python."""
-    below = psutil.Process().children(recursive=True)
-    return [one for one in below if one.name() == "ray::ServeReplica:ag:model"]
-
-
-def until(holds, seconds=60):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 # ---- without a cluster
 
 
-def test_what_the_turns_of_a_conversation_have_in_common():
-    """And nobody else; what a client says goes before."""
+def test_the_hash_of_a_conversation():
+    """It is the same for all its turns; ``prompt_cache_key`` replaces the texts."""
 
     def of(**asked):
         return cluster.conversation(json.dumps(asked).encode())
@@ -109,17 +59,15 @@ def test_what_the_turns_of_a_conversation_have_in_common():
     assert of(prompt=[1, 2]) == of(prompt=[1, 2]) != of(prompt=[1, 3])
     assert of(messages=first, prompt_cache_key="a") == of(prompt="x", prompt_cache_key="a") != of(messages=first)
     assert "Hello" not in of(messages=first)
-    for body in (b"{", b"[]", b"{}", b'{"messages": [1]}', b'{"messages": 1}', b'{"prompt": 1}', b"\xff"):
+    for body in (b"{", b"[]", b"{}", b'{"messages": [1]}', b'{"prompt": 1}', b"\xff"):
         assert cluster.conversation(body) == ""
 
 
-def test_replicas_together():
-    """Figures are told apart by a label, and what is going on is added."""
-
-    def told(number):
+def test_figures_of_replicas_together():
+    def figures(number):
         return [Metric("ag_x", "", "counter"), GaugeMetricFamily("ag_y", "", value=number)]
 
-    lines = as_text(labelled({"r": told(1), "s": told(2)})).decode().splitlines()
+    lines = as_text(labelled({"r": figures(1), "s": figures(2)})).decode().splitlines()
     assert [x for x in lines if x.startswith("ag_y")] == ['ag_y{replica="r"} 1.0', 'ag_y{replica="s"} 2.0']
     assert [x for x in lines if x.startswith("# TYPE")] == ["# TYPE ag_x_total counter", "# TYPE ag_y gauge"]
     one = Snapshot(1, 0, (Running(0, 5, 2, 0.5, (1.0,)),), 10, 4, 64, 1, 2, Counts(prompts=5, ended=Counter(stop=2)))
@@ -131,33 +79,33 @@ def test_replicas_together():
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"model": "smollm2", "replicas": "2"}, ["replicas=[2]", "cluster=local"]),
         ({"model": "smollm2", "cores": "2"}, ["cores=2", "cluster=local"]),
         ({"model": "smollm2", "cluster": "local", "replicas": "[3,2]"}, ["replicas=[3, 2]", "[least,most]"]),
         ({"cluster": "local", "gates": "somewhere"}, ["served_name="]),
     ],
 )
-def test_what_is_refused(keys, words):
+def test_refused_keys(keys, words):
     with refuses(ConfigError, *words):
         resolve(ServeConfig, keys)
 
 
 def test_a_cluster_without_room(monkeypatch):
     monkeypatch.setattr(cluster, "connected", lambda address: nullcontext())
-    monkeypatch.setattr(cluster, "resources", lambda: {"CPU": 4.0})
+    for name in ("ag.cluster.resources", "ag.serve.cluster.resources"):
+        monkeypatch.setattr(name, lambda: {"CPU": 4.0})
     config = resolve(ServeConfig, {"model": "smollm2", "cluster": "local", "replicas": "2", "cores": "4096"})
     with refuses(UserError, "replicas=2", "CPU 4", "cpus=4096"):
         cluster.run_on("local", config, None)
 
 
 def test_the_file_for_serve_deploy():
-    """It is what Ray reads, and its keys are those of the command."""
+    """Ray can read it, and its keys are those of the command."""
     import yaml
     from ray.serve.schema import ServeDeploySchema
 
-    told = ServeDeploySchema.model_validate(yaml.safe_load((ROOT / "scripts/serve.yaml").read_text()))
-    (application,) = told.applications
-    assert (told.http_options.host, application.import_path) == ("127.0.0.1", "ag.serve.cluster:app")
+    file = ServeDeploySchema.model_validate(yaml.safe_load((ROOT / "scripts/serve.yaml").read_text()))
+    (application,) = file.applications
+    assert (file.http_options.host, application.import_path) == ("127.0.0.1", "ag.serve.cluster:app")
     model = cluster.app(application.args)._bound_deployment.init_args[0]._bound_deployment
     assert (model.name, model.func_or_class) == ("model", cluster.Replica)
     scaling = model._deployment_config.autoscaling_config
@@ -166,16 +114,16 @@ def test_the_file_for_serve_deploy():
         cluster.app({**application.args, "shear": 0.3})
 
 
-def test_a_replica_whose_scheduler_has_failed_is_not_healthy(tiny, tmp_path):
+def test_a_replica_with_a_failed_scheduler_is_not_healthy(tiny, tmp_path):
     config = resolve(ServeConfig, {"model": str(saved(tiny, tmp_path)), "cluster": "local"})
 
     async def work():
         replica = cluster.Replica(config, {})
         replica.check_health()
-        replica._service.scheduler.step = None  # so that the thread ends by an error
+        replica._service.scheduler.step = None  # so that the thread raises
         body = json.dumps({"model": config.name, "prompt": "x"}).encode()
-        taken, begun, *_ = [message async for message in replica.ask("/v1/completions", body)]
-        assert (taken, begun["status"]) == (None, 503)
+        received, begin, *_ = [message async for message in replica.ask("/v1/completions", body)]
+        assert (received, begin["status"]) == (None, 503)
         with refuses(StoppedError, "failed"):
             replica.check_health()
 
@@ -187,21 +135,20 @@ def test_a_replica_whose_scheduler_has_failed_is_not_healthy(tiny, tmp_path):
 
 
 class Replicas:
-    """Stands for the replicas of a front: each question is answered by the next of ``begins``.
+    """Stands for the replicas of a front; each request gets the next of ``begins``.
 
-    Those are the status of an answer, None for a replica that is lost before it begins, or "late" for one that is
-    lost in the middle of a stream.
+    Those are the status of an answer, None for a replica that dies before it answers, or "late" for one that dies in
+    the middle of a stream.
     """
 
     def __init__(self, *begins):
-        self._begins, self.asked, self.full, self.ask = iter(begins), [], [], self
+        self._begins, self.times, self.ask = iter(begins), [], self
 
-    def options(self, **told):
+    def options(self, **options):
         return self
 
-    def remote(self, path, body, full):
-        self.asked.append(time.monotonic())
-        self.full.append(full)
+    def remote(self, path, body):
+        self.times.append(time.monotonic())
         return Answer(next(self._begins))
 
 
@@ -210,70 +157,98 @@ class Answer:
         status = 200 if begin == "late" else begin
         lost, start = ActorUnavailableError("gone", None), {"type": "http.response.start", "status": status}
         end = lost if begin == "late" else {"type": "http.response.body", "body": b"answer", "more_body": True}
-        self._said = iter([None, *([lost] if begin is None else [start | {"headers": []}, end])])
+        self._messages = iter([None, *([lost] if begin is None else [start | {"headers": []}, end])])
 
     def __aiter__(self):
         return self
 
     async def __anext__(self):
-        said = next(self._said, StopAsyncIteration())
-        if isinstance(said, Exception):
-            raise said
-        return said
+        message = next(self._messages, StopAsyncIteration())
+        if isinstance(message, Exception):
+            raise message
+        return message
 
     def cancel(self):
         pass
 
 
 @pytest.mark.parametrize(
-    ("begins", "status", "text", "full"),
+    ("begins", "status", "text"),
     [
-        ([None, None, 200], 200, "answer", [0, 0, 0]),
-        ([None, None, None], 503, "have ended", [0, 0, 0]),
-        ([429, 200], 200, "answer", [0, 1]),
-        ([429, 429, 429], 429, "answer", [0, 1, 2]),
-        (["late"], 200, 'data: {"error"', [0]),
+        ([None, None, 200], 200, "answer"),
+        ([None, None, None], 503, "have ended"),
+        ([429], 429, "answer"),
+        (["late"], 200, 'data: {"error"'),
     ],
 )
-def test_what_a_replica_does_not_answer_is_asked_of_another_one(begins, status, text, full, monkeypatch):
-    """After a loss later each time: a router may not have heard of it yet. A stream ends by an error."""
-    monkeypatch.setattr(cluster, "LOST_SECONDS", 0.05)
-    config = resolve(ServeConfig, {"model": "smollm2", "cluster": "local"})
-    replicas = Replicas(*begins)
+def test_what_a_replica_does_not_answer_is_asked_of_another_one(begins, status, text, monkeypatch):
+    """After each loss with a longer pause, in which the router notices it. A stream ends with an error."""
+    monkeypatch.setattr(cluster, "LOST_SECONDS", 0.02)
+    config, replicas = resolve(ServeConfig, {"model": "smollm2", "cluster": "local"}), Replicas(*begins)
     front = cluster.Front(replicas, config, "h2o", None)
     answer = TestClient(front.app()).post("/v1/completions", json={"prompt": "x"})
-    assert (answer.status_code, text in answer.text, replicas.full) == (status, True, full)
-    waits = [after - before for before, after in zip(replicas.asked, replicas.asked[1:], strict=False)]
-    assert begins[0] is not None or all(wait >= 0.05 * 2**number for number, wait in enumerate(waits))
-    assert asyncio.run(front.drain()) == 0  # nothing is open
-
-
-@pytest.mark.parametrize(("full", "places"), [(0, ["a", "b", "c"]), (1, ["b", "c"]), (2, ["c"]), (3, ["a", "b", "c"])])
-def test_replicas_without_room_are_passed_over(full, places, monkeypatch):
-    """In the order of the ring, which counts each once."""
-
-    async def ranked(*_):
-        return [["a"], ["b"], ["c"]]
-
-    monkeypatch.setattr(cluster.ConsistentHashRouter, "choose_replicas", ranked)
-    ring, asked = object.__new__(cluster.Ring), SimpleNamespace(kwargs={"full": full})
-    assert asyncio.run(ring.choose_replicas([], asked)) == [[place] for place in places]
+    assert (answer.status_code, text in answer.text, len(replicas.times)) == (status, True, len(begins))
+    waits = [after - before for before, after in zip(replicas.times, replicas.times[1:], strict=False)]
+    assert all(wait >= 0.02 * 2**number for number, wait in enumerate(waits))
+    assert asyncio.run(front.drain()) == 0  # no open request is left
 
 
 # ---- on a cluster
 
 
+@pytest.fixture(scope="module")
+def served(tiny, tmp_path_factory):
+    folder = saved(tiny, tmp_path_factory.mktemp("replicas"))
+    environment = {ray_worker.PYTHON: started(), "AG_API_KEY": KEY}
+    with server(folder, "cluster=local", "replicas=2", *KEYS, script=Path(replicas.__file__), **environment) as found:
+        yield found
+
+
+def post(address, body, kind="completions"):
+    body = {"model": "tiny", "temperature": 0} | body
+    return httpx.post(f"{address}/v1/{kind}", json=body, headers=HEADERS, timeout=90)
+
+
+def streamed(answer):
+    """The events of a stream but [DONE]."""
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line.startswith("data: ")]
+    return [json.loads(event) for event in events if event != "[DONE]"]
+
+
+def figures(address, name):
+    """A figure by replica, summed over its other labels."""
+    text, found = httpx.get(f"{address}/metrics", headers=HEADERS, timeout=30).text, Counter()
+    for line in text.splitlines():
+        if line.startswith(f"{name}{{"):
+            found[line.partition('replica="')[2].partition('"')[0]] += float(line.rpartition(" ")[2])
+    return found
+
+
+def running_replicas():
+    """The processes of the replicas."""
+    below = psutil.Process().children(recursive=True)
+    return [one for one in below if one.name() == "ray::ServeReplica:ag:model"]
+
+
+def until(holds, seconds=60):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
-def test_two_replicas_answer_as_the_model_alone(tiny, address):
-    """Whole answers and streams; both take part. The front refuses what it can, and replicas the rest."""
-    prompts = [f"{number} is the number of this prompt" for number in range(24)]
+@pytest.mark.nightly
+def test_two_replicas_answer_as_the_model_alone(tiny, served):
+    """Whole answers and streams; both replicas take part, and each conversation stays at one of them."""
+    address, prompts = served[0], [f"{number} is the number of this prompt" for number in range(24)]
     before = figures(address, "ag_answers_ended_total")
     with ThreadPoolExecutor(8) as pool:
-        asked = [{"prompt": prompt, "max_tokens": 9, "stream": number < 6} for number, prompt in enumerate(prompts)]
-        answers = [*pool.map(lambda body: post(address, body), asked)]
+        bodies = [{"prompt": prompt, "max_tokens": 9, "stream": number < 6} for number, prompt in enumerate(prompts)]
+        answers = [*pool.map(lambda body: post(address, body), bodies)]
     texts = ["".join(event["choices"][0]["text"] for event in streamed(answer)) for answer in answers[:6]]
     texts += [answer.json()["choices"][0]["text"] for answer in answers[6:]]
-    requests = [Request(tokens=TOKENIZER(prompt)["input_ids"], max_tokens=9) for prompt in prompts]
+    requests = [Request(tokens=byte_tokenizer()(prompt)["input_ids"], max_tokens=9) for prompt in prompts]
     assert texts == [said(alone(tiny, ag.policy("h2o", 0.5), request)) for request in requests]
     ended = figures(address, "ag_answers_ended_total") - before
     assert len(ended) == 2 and ended.total() == 24
@@ -283,17 +258,12 @@ def test_two_replicas_answer_as_the_model_alone(tiny, address):
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_tokens")
     live = httpx.get(f"{address}/live", headers=HEADERS).json()
     assert (live["model"], live["policy"], live["status"]) == ("tiny", "h2o 0.5", "ok")
-
-
-@pytest.mark.slow
-def test_the_turns_of_a_conversation_go_to_one_replica(address):
-    """Which goes on from what it has read: the third turn, as the second has left the prefix."""
-    for number in range(4):
+    for number in range(3):
         ended, reused = (figures(address, name) for name in ("ag_answers_ended_total", "ag_prompt_tokens_reused_total"))
         messages = [{"role": "user", "content": f"{number}: {'a long question, ' * 9}"}]
         for _ in range(3):
-            told = post(address, {"messages": messages, "max_tokens": 8}, "chat/completions").json()
-            messages += [told["choices"][0]["message"] | {"refusal": None}, {"role": "user", "content": "Go on."}]
+            answer = post(address, {"messages": messages, "max_tokens": 8}, "chat/completions").json()
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": "Go on."}]
         ended = figures(address, "ag_answers_ended_total") - ended
         reused = figures(address, "ag_prompt_tokens_reused_total") - reused
         assert [*ended.values()] == [3.0] and reused.keys() == ended.keys() and reused.total() > 64
@@ -301,40 +271,38 @@ def test_the_turns_of_a_conversation_go_to_one_replica(address):
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_replica_that_is_killed(tiny, served):
-    """Whole answers are another's, streams end by an error; another replica takes its place."""
-    address, process = served
-    asked = {"max_tokens": 400} | NEVER
-    prompts = [f"{number} will be asked for" for number in range(10)]  # which one replica has room for twice
+def test_a_replica_that_is_killed(served):
+    """Another replica gives whole answers, streams end with an error; the replica is replaced."""
+    address, body = served[0], {"max_tokens": 400} | NEVER
+    prompts = [f"{number} will be asked for" for number in range(10)]  # one replica has room for twice as many
     with ThreadPoolExecutor(20) as pool:
-        whole = [pool.submit(post, address, asked | {"prompt": prompt}) for prompt in prompts]
-        streams = [pool.submit(post, address, asked | {"prompt": prompt, "stream": True}) for prompt in prompts]
+        whole = [pool.submit(post, address, body | {"prompt": prompt}) for prompt in prompts]
+        streams = [pool.submit(post, address, body | {"prompt": prompt, "stream": True}) for prompt in prompts]
         until(lambda: min(figures(address, "ag_steps_total").values()) > 0 and len(figures(address, "ag_answers")) == 2)
         until(lambda: all(number > 2 for number in figures(address, "ag_answers").values()))
         running = running_replicas()
         assert len(running) == 2
         running[0].kill()
         whole, streams = ([answer.result() for answer in answers] for answers in (whole, streams))
-    texts = [answer.json()["choices"][0]["text"] for answer in whole]
     ends = [streamed(answer)[-1] for answer in streams]
     broken = [end for end in ends if "error" in end]
     assert broken and all(end["error"]["type"] == "server_error" for end in broken)
     assert all("error" in end or end["choices"][0]["finish_reason"] == "length" for end in ends)
-    again = [post(address, asked | {"prompt": prompt}).json()["choices"][0]["text"] for prompt in prompts]
-    assert texts == again
+    again = [post(address, body | {"prompt": prompt}).json()["choices"][0]["text"] for prompt in prompts]
+    assert [answer.json()["choices"][0]["text"] for answer in whole] == again
     until(lambda: len(figures(address, "ag_answers")) == 2)
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_sigterm_lets_answers_end_and_takes_no_more(served):
+def test_sigterm_lets_answers_end_and_refuses_new_requests(served):
     """The last test: it ends the server."""
     address, process = served
-    until(lambda: len(running_replicas()) == 2)  # whatever the tests before have done
+    until(lambda: len(running_replicas()) == 2)
     running = running_replicas()
-    asked = {"model": "tiny", "prompt": "x", "max_tokens": 1500, "stream": True} | NEVER
-    asking = httpx.stream("POST", f"{address}/v1/completions", json=asked, headers=HEADERS, timeout=60)
-    with httpx.Client() as watcher, asking as answer:  # the first made before, which takes a while
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1500, "stream": True} | NEVER
+    asking = httpx.stream("POST", f"{address}/v1/completions", json=body, headers=HEADERS, timeout=60)
+    with httpx.Client() as watcher, asking as answer:
         lines = answer.iter_lines()
         next(lines)
         process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Text out of tokens: whole characters, and nothing of a stop text."""
+"""From tokens to text: whole characters, and no part of a stop text."""
 
 import codecs
 import random
@@ -14,13 +14,13 @@ from tests.support.byte_fallback import PIECES, SPECIAL, bytes_as_tokens, bytes_
 from tests.support.http_server import byte_tokenizer
 from tests.support.refused import refuses
 
-#: What the tokens of a tokenizer of bytes say, some of which hold halves of characters.
+#: Bytes of the tokens of a byte-level tokenizer, some with parts of characters.
 LEVEL = [*(bytes([byte]) for byte in range(256)), b" the", b"\xc3\xa9\xe4", b"\xb8\xad!", b"\xe4\xb8"]
-PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that such tokenizers write as themselves
+PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes with their own letter in byte-level tokenizers
 
 
 def level_tokenizer():
-    """A tokenizer of bytes, as GPT-2's."""
+    """A byte-level tokenizer, as of GPT-2."""
     others = [byte for byte in range(256) if byte not in PLAIN]
     letters = {byte: chr(byte) for byte in PLAIN} | {byte: chr(256 + number) for number, byte in enumerate(others)}
     vocabulary = [*SPECIAL, *("".join(letters[byte] for byte in token) for token in LEVEL)]
@@ -30,7 +30,7 @@ def level_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-#: Tokenizers, and the bytes that their tokens say.
+#: Tokenizers, and the bytes of their tokens.
 KINDS = {
     "byte fallback": (fallback_tokenizer(), bytes_of),
     "byte fallback, keeps spaces": (fallback_tokenizer(strips=False), bytes_of),
@@ -55,8 +55,7 @@ def given(text, *stops):
         ("aä€😀b", (), ["a", "", "ä", "", "", "€", "", "", "", "😀", "b", ""], False),
         ("one END two", ("END",), ["o", "n", "e", " ", "", "", ""], True),
         ("an ENTry", ("END",), ["a", "n", " ", "", "", "ENT", "r", "y", ""], False),
-        ("aab", ("ab",), ["", "a", ""], True),
-        ("abcd", ("cd", "bx"), ["a", "", "b", ""], True),  # a longer beginning ends, another one goes on
+        ("abcd", ("cd", "bx"), ["a", "", "b", ""], True),  # the beginning of one text ends, that of another goes on
         ("xEN", ("END",), ["x", "", "", "EN"], False),  # at the end it was none
         ("5€6", ("€",), ["5", "", "", ""], True),
     ],
@@ -78,7 +77,7 @@ def drawn(draw):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_tokens_become_the_text_of_their_bytes(kind):
-    """After each token all that is certain was given; half a character never is, and what is none is U+FFFD."""
+    """After each token: every complete character, and U+FFFD for bytes that cannot become one."""
     tokenizer, says = KINDS[kind]
     vocabulary, draw = Vocabulary(tokenizer), random.Random(0)
     for _ in range(40):
@@ -90,19 +89,8 @@ def test_any_tokens_become_the_text_of_their_bytes(kind):
         assert made.rest() == "" and made.given == made.length == len(text)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_whole_characters_are_as_the_tokenizer_reads_them(kind):
-    """An answer that begins a text of its own, in which nothing is cut: the text is that of its tokens at once."""
-    tokenizer, draw = KINDS[kind][0], random.Random(1)
-    words = [[len(SPECIAL) + 256], *(bytes_as_tokens(letter.encode()) for letter in "中é😀")]
-    for _ in range(40):
-        tokens = [token for word in draw.choices(words, k=5) for token in word]
-        made = Detokenizer(Vocabulary(tokenizer))
-        assert "".join(map(made.add, tokens)) == tokenizer.backend_tokenizer.decode(tokens)
-
-
 def test_a_continuation_begins_with_its_space():
-    """SentencePiece's tokenizers drop the space of a text's first word, but this word is not the first."""
+    """SentencePiece drops the space before the first word of a text, but not before the first of a continuation."""
     backend = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "<unk>": 2}, unk_token="<unk>"))
     backend.decoder = decoders.Metaspace()
     vocabulary = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=backend))
@@ -110,17 +98,9 @@ def test_a_continuation_begins_with_its_space():
     assert [begins.add(1), begins.add(0), goes_on.add(1)] == ["b", " a", " b"]
 
 
-def test_marks_that_stand_at_the_word_before():
-    """WordPiece's decoder moves them there."""
-    backend = Tokenizer(models.WordLevel({"do": 0, "n't": 1, "it": 2, "<unk>": 3}, unk_token="<unk>"))
-    backend.decoder = decoders.WordPiece(cleanup=True)
-    made = Detokenizer(Vocabulary(PreTrainedTokenizerFast(tokenizer_object=backend)))
-    assert [made.add(token) for token in (0, 1, 2, 0)] == ["do", "n't", " it", " do"]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_text_that_is_a_special_token_ends_an_answer(kind):
-    """What was held back in front of it is given; as a text that is spelled like it, it never comes."""
+    """Text that was held back before it is returned; the same characters as text end an answer too."""
     vocabulary = Vocabulary(KINDS[kind][0])
     made = Detokenizer(vocabulary, ["<end>", "xyz"])
     assert [made.add(token) for token in bytes_as_tokens(b"ax")] == ["a", ""]

@@ -1,4 +1,4 @@
-"""Chats with tools and thoughts: what the template is told, what is refused, and prefixes that it writes anew."""
+"""Chats with tools and thoughts: what reaches the template, what is refused, and prefix sharing across turns."""
 
 import json
 
@@ -11,29 +11,26 @@ import ag  # noqa: E402
 from ag.serve import Scheduler  # noqa: E402
 from ag.serve.detokenizer import Detokenizer  # noqa: E402
 from tests.support.asked import asked  # noqa: E402
-from tests.support.gates_for import gates_for  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer  # noqa: E402
 from tests.support.reasoning import CHAT, TEMPLATE, TOOLS, call  # noqa: E402
 from tests.support.served import alone  # noqa: E402
 
-POLICIES = {"snapkv": ag.policy("snapkv", 40, window=8), "flags": ag.policy("flags")}
+POLICY = ag.policy("snapkv", 40, window=8)
 
 
 @pytest.fixture
 def ask(tiny_llama):
-    """`ask(bodies, policy, template)`: the answers one after the other, the requests, and the scheduler."""
+    """`ask(*bodies, template)`: the answers in order, the requests, and the scheduler."""
 
-    def ask(*bodies, policy="snapkv", template=TEMPLATE):
+    def ask(*bodies, template=TEMPLATE):
         model = tiny_llama(vocab_size=VOCABULARY, eos_token_id=2, pad_token_id=0)
-        if policy == "flags":
-            ag.attach(model, gates_for(model, covers="all", scope="causal", recent_tokens=4))
-        scheduler, requests = Scheduler(model, byte_tokenizer(), POLICIES[policy], ag.Pool(model, 2**22)), []
+        scheduler, requests = Scheduler(model, byte_tokenizer(), POLICY, ag.Pool(model, 2**22)), []
         scheduler.tokenizer.chat_template = template
         submit = scheduler.submit
         scheduler.submit = lambda request, hear: requests.append(request) or submit(request, hear)
         with asked(scheduler) as (_, http, _):
-            told = {"model": "tiny", "temperature": 0, "max_tokens": 8}
-            answers = [http.post("/v1/chat/completions", json=told | body) for body in bodies]
+            fields = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+            answers = [http.post("/v1/chat/completions", json=fields | body) for body in bodies]
         return answers, requests, scheduler
 
     return ask
@@ -44,12 +41,12 @@ def said(request):
 
 
 def as_openai(messages):
-    """Messages as OpenAI's clients send them: arguments are JSON, and what is not said is null."""
-    told = [{"content": None, "refusal": None, "annotations": []} | message for message in messages]
-    for message in told:
+    """Messages as OpenAI's clients send them: arguments are JSON, and missing fields are null."""
+    fields = [{"content": None, "refusal": None, "annotations": []} | message for message in messages]
+    for message in fields:
         if "tool_calls" in message:
             message["tool_calls"] = call(json.dumps(message["tool_calls"][0]["function"]["arguments"]))
-    return told
+    return fields
 
 
 def test_the_template_is_told_of_tools_calls_and_thoughts(ask):
@@ -61,8 +58,8 @@ def test_the_template_is_told_of_tools_calls_and_thoughts(ask):
     assert [answer.status_code for answer in answers] == [200] * 3
     variables = [{"tools": TOOLS}, {}, {"tools": TOOLS, "enable_thinking": False}]
     expected = [
-        tokenizer.apply_chat_template(CHAT[:4], tokenize=False, add_generation_prompt=True, **told)
-        for told in variables
+        tokenizer.apply_chat_template(CHAT[:4], tokenize=False, add_generation_prompt=True, **each)
+        for each in variables
     ]
     assert [said(request) for request in requests] == expected
     assert [text.count("tool: rain") for text in expected] == [1, 0, 1] and expected[2].endswith("<think></think>")
@@ -73,7 +70,6 @@ def test_the_template_is_told_of_tools_calls_and_thoughts(ask):
     ("change", "param", "message"),
     [
         ({"messages": [{"role": "system", "content": "x"}] * 2}, "messages", "one system"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "messages", "chat_template"),
         ({"messages": [CHAT[1]] * 2 + [{"role": "tool", "content": "x"}]}, "messages", "no such call"),
         ({"tools": [{"type": "function"}]}, "messages", "template"),
     ],
@@ -84,8 +80,8 @@ def test_what_the_template_refuses(ask, change, param, message):
         "{% if messages[1].role == 'system' %}{{ raise_exception('one system') }}{% endif %}"
     )
     [answer], requests, _ = ask({"messages": CHAT[:2]} | change, template=template)
-    told = answer.json()["error"]
-    assert (answer.status_code, told["param"]) == (400, param) and message in told["message"] and requests == []
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and message in error["message"] and requests == []
 
 
 def test_tools_that_the_template_does_not_know_are_refused(ask):
@@ -94,7 +90,7 @@ def test_tools_that_the_template_does_not_know_are_refused(ask):
     assert [wrong.status_code, right.status_code, wrong.json()["error"]["param"]] == [400, 200, "tools"]
 
 
-#: Templates that leave out something of tools, and what of the chat they leave out.
+#: Changes of the template that leave something out, and the parameter that they leave out.
 SILENT = {
     "calls": (("m.tool_calls or []", "[]"), "messages[2].tool_calls[0]"),
     "arguments": (("c.function.arguments | tojson", "'...'"), "messages[2].tool_calls[0]"),
@@ -106,38 +102,29 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize("content", [None, "I look."])
-@pytest.mark.parametrize("name", SILENT)
+@pytest.mark.parametrize(("name", "content"), zip(SILENT, [None, "I look."] * 2, strict=True))
 def test_what_tools_were_asked_and_said_is_told_or_refused(ask, name, content):
-    """Whether the template writes a content that is null, or cannot."""
+    """Under a template that accepts a null content, and under one that does not."""
     chat = as_openai(CHAT[:4])
     chat[2] |= {"content": content, "tool_calls": chat[2]["tool_calls"] * 2}
     (old, new), param = SILENT[name]
     assert old in TEMPLATE
     for template in (TEMPLATE, TEMPLATE.replace("{{ m.content or '' }}", "{{ m.content + '' }}")):
-        [told], [request], _ = ask({"messages": chat}, template=template)
-        assert told.status_code == 200 and said(request).count('<call>rain {"town": "Oslo"}</call>') == 2
+        [answer], [request], _ = ask({"messages": chat}, template=template)
+        assert answer.status_code == 200 and said(request).count('<call>rain {"town": "Oslo"}</call>') == 2
         [silent], requests, _ = ask({"messages": chat}, template=template.replace(old, new))
         error = silent.json()["error"]
         assert (silent.status_code, error["param"], requests) == (400, param, [])
         assert "chat template" in error["message"] and "content" in error["message"]
 
 
-def test_calls_and_results_without_words_are_told(ask):
-    """Nothing is left out where there is nothing to tell."""
-    chat = [*CHAT[1:2], {"role": "assistant", "tool_calls": call("{}")}, {"role": "tool", "content": ""}]
-    [answer], [request], _ = ask({"messages": chat})
-    assert answer.status_code == 200 and "<call>rain {}</call>" in said(request)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_turns_whose_thoughts_are_dropped_share_what_is_the_same(ask, name):
-    """Each answer is that of its request alone; what is reused ends where the template writes the text anew."""
+def test_turns_whose_thoughts_are_dropped_share_what_is_the_same(ask):
+    """Each answer equals that of its request alone; reuse ends where the template changes the text."""
     system = {"role": "system", "content": "Be brief, and kind to all who ask about the weather by the river. " * 2}
     chat = [system, *CHAT[1:], {"role": "user", "content": "Is it windy?"}]
     # a call, its result, the next question, which drops the thoughts, and the one after it
     bodies = [{"messages": chat[:end], "tools": TOOLS} for end in (2, 4, 6, 8)]
-    answers, requests, scheduler = ask(*bodies * 2, policy=name)
+    answers, requests, scheduler = ask(*bodies * 2)
     texts = [said(request) for request in requests]
     assert "<think>I have to look." in texts[1] and "<think>I have to look." not in texts[2]
     for answer, request in zip(answers, requests, strict=True):

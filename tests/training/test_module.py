@@ -1,7 +1,6 @@
 """GatedLM against sums written out from ``by_hand`` forward passes."""
 
 import math
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ import torch
 
 import ag
 from ag.config import Config, DataConfig, LoraConfig, LossConfig, OptimConfig, TrainerConfig, WarmupConfig
-from ag.config.validate import ConfigWarning
 from ag.data.collate import Collator, Row
 from ag.data.module import Counts, DataModule
 from ag.errors import UserError
@@ -50,10 +48,7 @@ def build(make, train="gates", gate=None, lora_noise=0.0, **parts):
     for name, parameter in model.named_parameters():
         if lora_noise and "lora_B" in name:
             torch.nn.init.normal_(parameter, std=lora_noise)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConfigWarning)
-        config = Config(train=train, **parts)
-    module = GatedLM(config, model, gates)
+    module = GatedLM(Config(train=train, **parts), model, gates)
     module.logged = {}
     module.log = lambda name, value, **_: module.logged.update({name: float(value)})
     return module
