@@ -1,14 +1,17 @@
 """Sums of OBCache's errors over rows, against the formulas in float64, pair by pair where that is needed."""
 
+import math
+
 import pytest
 import torch
 
 from ag.engine.rows import AttentionRows, attention
 from ag.engine.values import Values
 from ag.engine.wrappers.obcache import joint_error, key_error, value_error
-from tests.support.bounds import bounded, hold
+from tests.support.bounds import conditioned, hold
 from tests.support.pairs import covering
 
+UNDERFLOW = math.exp(-87)  # below which an exponential in float32 may be 0
 KINDS = {"attention": attention, "value": value_error, "key": key_error, "joint": joint_error}
 CASES = {
     "one": {"rows": 1, "keys": 5, "hidden": 0.0},
@@ -49,13 +52,13 @@ def arguments(made, dtype=torch.float32):
     return logits.to(dtype), counted, Values.of(v.to(dtype))
 
 
-def by_definition(kind, made, dtype=torch.float32, places=slice(None)):
+def by_definition(kind, made, places=slice(None)):
     """``||A (by_value v - by_key (v - o))||^2`` of every pair of some keys, from the vectors, in float64.
 
     ``v_p - o = sum_q a_q (v_p - v_q)``: float64 would lose it too where the largest weight is 1 up to 1e-16.
     """
     logits, counted, v = made
-    hidden, logits, v = logits == -torch.inf, bounded(logits, dtype), bounded(v, dtype)
+    hidden = logits == -torch.inf
     e = torch.where(hidden, 0.0, (logits - logits.amax(-1, keepdim=True).clamp_min(-1e9)).exp())
     a = e / e.sum(-1, keepdim=True).clamp_min(1e-300)
     a, s = (
@@ -75,18 +78,27 @@ def by_definition(kind, made, dtype=torch.float32, places=slice(None)):
     return (values * counted[:, None, :, None]).sum(2)
 
 
+def bound_of(kind, made, places):
+    """Bound a sum in float32: what its operands' roundings do, and weights that underflow."""
+    logits, counted, v = made
+    moved = conditioned(lambda logits, v: by_definition(kind, (logits, counted, v), places), logits, v)
+    logit = float(logits.masked_fill(logits == -torch.inf, 0).abs().max())
+    change = 2 * float(v.norm(dim=-1).max()) * (1 + logit)
+    return moved + 3 * UNDERFLOW * logits.shape[2] * max(1.0, change**2)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sum_equals_the_definition(kind, case):
     made = tile(**CASES[case])
     places = slice(None, None, 1 if made[0].shape[-1] < 600 else 13)  # of many keys some
-    wanted = by_definition(kind, made, places=places)
+    wanted, bound = by_definition(kind, made, places), bound_of(kind, made, places)
     assert bool((wanted > 0).any())
     found = summed(kind, *arguments(made))
     assert found.dtype == torch.float32
-    hold(found[..., places], wanted)
+    hold(found[..., places], wanted, bound)
     exact = summed(kind, *arguments(made, torch.float64))
-    hold(exact[..., places], wanted.at(torch.float64))
+    hold(exact[..., places], wanted, bound * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps)
 
 
 def hard(name, offset, dim, dtype):
@@ -123,4 +135,4 @@ HARD = ["flat", "mixed", "sharp", "one key has it all", "two keys have it all", 
 )
 def test_nothing_cancels(kind, rows, size):
     made = hard(*rows, *size)
-    hold(summed(kind, *arguments(made))[..., SOME], by_definition(kind, made, places=SOME))
+    hold(summed(kind, *arguments(made))[..., SOME], by_definition(kind, made, SOME), bound_of(kind, made, SOME))

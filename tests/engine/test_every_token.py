@@ -10,7 +10,7 @@ import ag
 from ag.engine.layer import EXPIRED
 from ag.errors import UserError
 from tests.support import ROOT, batches, by_hand
-from tests.support.bounds import hold, of_logits, premise
+from tests.support.bounds import hold, of_logits
 from tests.support.dense import masked
 from tests.support.gates_for import gates_for
 from tests.support.held import feed
@@ -74,7 +74,7 @@ def test_logits_are_those_of_the_training_forward(family, kind, passes, side, re
         want, flags = trained(model, gates, row)
         hold(result.logits[b], want, of_logits(model))
         share = torch.stack([*flags.values()]).float().mean()
-        premise(0.1 < share < 0.9, "flags are mixed")
+        assert 0.1 < share < 0.9, "flags are mixed"
 
 
 def test_what_gates_cannot_do_is_refused_and_loses_nothing(tiny_llama):

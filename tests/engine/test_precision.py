@@ -1,5 +1,6 @@
 """Scores in float32 against float64, where attention is sharp, flat or mixed and values are far from the origin."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ import ag
 from ag.engine.attention_stats import AttentionStats
 from ag.engine.shown import Keys, Queries
 from ag.kernels.attention_stats import cpu
-from tests.support.bounds import bounded, hold
+from tests.support.bounds import conditioned, hold
 from tests.support.pairs import covering
 
 KEYS, HEADS, KV_HEADS = 130, 4, 2
@@ -45,21 +46,15 @@ def observed(q, k, v):
 
 
 def in_float64(q, k, v):
-    """Return weights and logits ``[H, T, N]`` and values ``[H, N, D]``, with bounds for float32.
-
-    The logits are products in float64 and then rounded once; what comes of them is bounded from there on.
-    """
+    """Return logits ``[H, T, N]`` in float64 and values ``[H, N, D]``."""
     q, k, v = (x[0].double() for x in (q, k, v))
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
-    s = (q @ k.mT) / q.shape[-1] ** 0.5
-    s = bounded(s.float())
-    a = s.masked_fill(torch.ones(KEYS, KEYS).triu(1).bool(), -torch.inf).softmax(-1)
-    return a, s.tril(), bounded(v)
+    return (q @ k.mT) / q.shape[-1] ** 0.5, v
 
 
-def wanted(wrapper, base, q, k, v):
+def wanted(wrapper, base, s, v):
     """Return the score of some keys ``[Hkv, n]`` by its definition, each difference summed over the other keys."""
-    a, _, v = in_float64(q, k, v)
+    a = s.masked_fill(torch.ones(KEYS, KEYS).triu(1).bool(), -torch.inf).softmax(-1)
     h, result = a[:, {"h2o": 0, "snapkv": KEYS - 32}[base] :].sum(1), []
     for p in SOME:
         others = h.clone()
@@ -91,12 +86,11 @@ def test_scores_agree_with_float64(version, base, wrapper, made, monkeypatch):
     options = {"kernel": 1} if base == "snapkv" else {}
     made = scene(name, offset, dim, dtype)
     scorer = ag.policy(f"{base}+{wrapper}", budget=50, **options).scorer
-    a, _, v = in_float64(*made)
-    got = scorer.score(observed(*made))[0]
-    want = wanted(wrapper, base, *made)
+    got, score = scorer.score(observed(*made))[0], partial(wanted, wrapper, base)
+    want, bound = score(*in_float64(*made)), conditioned(score, *in_float64(*made))
     scored = [(i, p) for i, p in enumerate(SOME) if base == "h2o" or p < KEYS - 32]
     places, keys = zip(*scored, strict=True)
-    hold(got[:, keys], want[:, places])
+    hold(got[:, keys], want[:, places], bound[:, places])
 
 
 @pytest.mark.parametrize("name", [*SCENES, "equal keys"])
@@ -110,7 +104,12 @@ def test_cakes_variance_agrees_with_float64(name):
         k = k[:, :, :1].expand_as(k)
     rows = observed(q, k, v).rows(32)
     weights = rows.a[0].double()
-    want = (bounded(weights) - weights.mean(1, keepdim=True)).square().sum(1) / 31
+    mean = weights.mean(1, keepdim=True)
+
+    def variance(weights):
+        return (weights - mean).square().sum(1) / 31
+
+    want = variance(weights)
     # equal terms round alike in a sum, and a square below the normal numbers is off by a step of those
-    sums = 32 * EPS * (want.exact + torch.finfo(torch.float32).smallest_normal)
-    hold(rows.moments[1][0], want.exact, want.error + sums)
+    sums = 32 * EPS * (want + torch.finfo(torch.float32).smallest_normal)
+    hold(rows.moments[1][0], want, conditioned(variance, weights) + sums)

@@ -1,4 +1,4 @@
-"""Brought made by hand, decisions that show them, and what selections keep, in lists."""
+"""Candidates made by hand, decisions on them, and the tokens that selections keep, as lists."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def candidates_of(
     preference: Sequence[float] | None = None,
     levels: int | None = None,
 ) -> list[Candidates]:
-    """One candidates per layer of a batch of one, ``lengths`` tokens each; ``levels`` distinct scores make ties."""
+    """The candidates of each layer of a batch of one, of ``lengths`` tokens; ``levels`` distinct scores make ties."""
     make = torch.Generator().manual_seed(seed)
     result = []
     for layer, n in enumerate(lengths):
@@ -37,7 +37,7 @@ def candidates_of(
 
 
 class Scripted(Decision):
-    """A decision whose layers show ready-made brought."""
+    """A decision whose layers have ready-made candidates."""
 
     def __init__(self, allocator: str, brought: list[Candidates], **options: Any) -> None:
         super().__init__(ag.policy(f"knorm@{allocator}", budget=1, **options), list(range(len(brought))))
