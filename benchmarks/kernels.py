@@ -38,7 +38,7 @@ Case = tuple[str, Call, float, float, Call | None]
 
 
 def measure(device: str, train: int, prompt: int, decode: int, copy: int, square: int) -> dict[str, Any]:
-    """Return what a copy and a matrix product reach, and a row for each kernel.
+    """Return the speeds of a copy and of a matrix product, and a row for each kernel.
 
     Args:
         device: ``cuda``; ``cpu`` has float32 in place of bfloat16.
@@ -147,7 +147,7 @@ def decoding(draw: Callable[..., Tensor], length: int) -> Iterator[Case]:
         total, blocks = int(lengths.sum()), (lengths + BLOCK - 1) // BLOCK
         pages, places = int(blocks.sum()), torch.arange(int(blocks.max()), device=q.device)
         at = ((blocks.cumsum(0) - blocks)[:, None] + places).int()  # behind a row's last page anything
-        ranks = torch.zeros(pages, BLOCK, dtype=torch.int32, device=q.device)  # nothing asks for them
+        ranks = torch.zeros(pages, BLOCK, dtype=torch.int32, device=q.device)  # not read
         laid = Pages(draw(pages, BLOCK), draw(pages, BLOCK), ranks, None, at, lengths.int())
         k, v = (draw(batch, KV_HEADS, total // count) for _ in "kv")
         name = f"paged_attention, {batch} x {length:,} tokens, {KEPT:.0%} kept"
@@ -156,7 +156,7 @@ def decoding(draw: Callable[..., Tensor], length: int) -> Iterator[Case]:
 
 
 def main(folder: Path, found: dict[str, Any]) -> None:
-    """Write down what was measured."""
+    """Write the measurements."""
     (folder / "kernels.json").write_text(json.dumps(found) + "\n")
     reached = ", ".join(f"{name} {value:.3g}" for name, value in found.items() if name != "rows")
     rows = found["rows"]

@@ -1,9 +1,8 @@
 """Answer the same requests under several policies, at the same memory: ``python -m benchmarks.serving requests=24``.
 
 Requests arrive at random times (Poisson), with prompts and answers of random lengths; prompts are random words of one
-token each, and no answer ends before its length. ``through`` says who answers, each in a process of its own that is
-asked by HTTP: ``server`` is ``python -m ag.serve``, and ``transformers`` its own server with continuous batching, whose
-cache is always whole.
+token each, and no answer ends before its length. ``through`` lists the servers, each in its own process: ``server`` is
+``python -m ag.serve``, ``transformers`` the server of transformers with continuous batching, which never evicts.
 
 Writes ``serving.json`` into ``output``, and prints a table.
 """
@@ -41,14 +40,14 @@ WARMUP = 32  # tokens of the prompt and of the answer with which a contestant be
 
 @dataclass
 class Config:
-    """What the measurement can be told."""
+    """The keys of the measurement."""
 
     model: str = key("smollm2", "folder, hub id or alias of the model")
     policies: list[str] = key(
         ["full", "h2o 0.25 every", "gates:recipes/gates/smollm2 0.3 every"],
         "policies, each with its budget and its schedule behind it",
     )
-    through: list[str] = key(["server", "transformers"], "who answers: server, transformers")
+    through: list[str] = key(["server", "transformers"], "servers: server, transformers")
     memory: int = key(400 * 2**20, "bytes for keys and values", low=1)
     requests: int = key(24, "requests", low=1)
     rate: float = key(60.0, "requests a minute, on average", low=0.1)
@@ -73,10 +72,10 @@ class Ask:
 
 @dataclass
 class Found:
-    """What came of the requests to one contestant.
+    """The measurements of one contestant.
 
     Attributes:
-        contestant: who answered, and under which policy.
+        contestant: name of the server and its policy.
         first: seconds from each request to its first token.
         between: seconds from each token to the next one of the same answer.
         seconds: from the first request to the last token.
@@ -94,7 +93,7 @@ class Found:
     peak: int = 0
 
     def take(self, asked: float, times: list[float]) -> None:
-        """Take the times of an answer's tokens in."""
+        """Add the times of an answer's tokens."""
         self.first.append(times[0] - asked)
         self.between += [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
 
@@ -120,16 +119,16 @@ def parts(policy: str) -> tuple[str, str | None, str, str]:
 
 
 def called(by: str, policy: str) -> str:
-    """Name a contestant: who answers, and the policy without the folder of its gates."""
+    """Name a contestant: the server, and the policy without the folder of its gates."""
     text, *more = policy.split()
     return f"{by}, {' '.join([text.partition(':')[0], *more])}"
 
 
-# ---- who answers
+# ---- the servers
 
 
 def by_server(config: Config, policy: str, todo: list[Ask]) -> Found:
-    """Ask ``python -m ag.serve``."""
+    """Measure ``python -m ag.serve``."""
     text, budget, schedule, held = parts(policy)
     port = _free_port()
     command = [sys.executable, "-m", "ag.serve", f"model={config.model}", f"policy={text}", f"memory={config.memory}"]
@@ -144,7 +143,7 @@ def by_server(config: Config, policy: str, todo: list[Ask]) -> Found:
 
 
 def by_transformers(config: Config, policy: str, todo: list[Ask]) -> Found:
-    """Ask the server of transformers, which takes texts alone."""
+    """Measure the server of transformers, which takes texts alone."""
     model, tokenizer = load_base(config.model)
     port, base = _free_port(), resolve(config.model)
     width = model.config.head_dim * model.config.num_key_value_heads * 2 * model.config.num_hidden_layers
@@ -159,7 +158,7 @@ def by_transformers(config: Config, policy: str, todo: list[Ask]) -> Found:
 
 
 def _asked(config: Config, command: list[str], port: int, client: _Client, found: Found, todo: list[Ask]) -> Found:
-    """Start a server in a process of its own, and have a client ask it when it answers; it ends with this."""
+    """Start a server in its own process, let a client send the requests, and end the server."""
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(config.threads)})
     try:
         while process.poll() is None:
@@ -174,11 +173,11 @@ def _asked(config: Config, command: list[str], port: int, client: _Client, found
 
 
 class _Client:
-    """Asks a server for completions.
+    """A client that asks a server for completions.
 
     Args:
         port: of the server, on this machine.
-        body: what each request says beside its prompt and its length.
+        body: keys of each request beside its prompt and its length.
         prompts: of the requests, token ids or texts.
     """
 
@@ -188,7 +187,7 @@ class _Client:
         self._body, self._prompts = body, prompts
 
     async def all(self, found: Found, todo: list[Ask], process: int) -> Found:
-        """Ask as it is time for each request; returns what came of it, with the most memory of a process."""
+        """Send each request at its time; returns the measurements, with the peak memory of the process."""
         async with self._client:
             await self._times(self._prompts[0][:WARMUP], WARMUP)
             begun = time.perf_counter()
@@ -207,7 +206,7 @@ class _Client:
         return found
 
     async def _times(self, prompt: Any, length: int) -> list[float]:
-        """Return when each part of an answer came."""
+        """Return the time of each part of an answer."""
         heard = []
         body = {**self._body, "prompt": prompt, "max_tokens": length, "stream": True}
         async with self._client.stream("POST", "/v1/completions", json=body) as stream:
@@ -219,7 +218,7 @@ class _Client:
         return heard
 
     async def _watch(self, found: Found) -> None:
-        """Note how many answers a server of ours writes at once."""
+        """Record the number of answers that ``ag.serve`` writes at once."""
         while found.at_once is not None:
             lines = (await self._client.get("/metrics")).text.splitlines()
             running = next(line for line in lines if line.startswith('ag_answers{state="running"}'))
@@ -235,7 +234,7 @@ def _free_port() -> int:
 
 
 def _words(tokenizer: Any) -> list[int]:
-    """Return tokens that are whole words, so that a text of them has them again."""
+    """Return tokens that are whole words: a text of them is tokenized into the same tokens."""
     return sorted(token for piece, token in tokenizer.get_vocab().items() if piece[:1] in "Ġ▁" and piece[1:].isalpha())
 
 
@@ -253,7 +252,7 @@ def measured(config: Config) -> Iterator[Found]:
 
 
 def table(results: list[Found]) -> str:
-    """Return what was found as a table."""
+    """Return the measurements as a table."""
     head = "| | requests/min | tokens/s | first token, s: median, 95th | next token, ms: median, 95th | at once | GiB |"
     lines = [head, "|---" * 7 + "|"]
     for x in results:
@@ -272,7 +271,7 @@ def _spread(values: list[float], factor: float, digits: int) -> str:
 
 @command(PROGRAM)
 def main(argv: list[str]) -> int:
-    """Measure, and write down what was found."""
+    """Measure, and write ``serving.json``."""
     config, results = parse(argv, Config, PROGRAM).config, []
     for found in measured(config):
         results.append(found)

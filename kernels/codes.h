@@ -1,7 +1,7 @@
-// Products with codes as they lie in pages: what they stand for is made in registers, and written nowhere.
+// Products with codes that are decoded in registers.
 //
-// Where a token has one scale and one offset, sum_d q_d (offset + scale c_d) is scale sum_d q_d c_d + offset sum_d q_d,
-// so that both are applied to a sum and not to each channel. Tokens with more of them have their numbers made first.
+// If a token has one scale and one offset, sum_d q_d (offset + scale c_d) is scale sum_d q_d c_d + offset sum_d q_d, so
+// that both are applied to a sum and not to each channel. Otherwise each number is decoded first.
 
 #pragma once
 
@@ -16,7 +16,7 @@ struct Codes {
   int64_t bytes;  // of a token
   float* pairs;   // [count, GROUPS, 2], scales and offsets, with room for three tokens more
 
-  // Make numbers of the scales and offsets.
+  // Widen the scales and offsets.
   void split(int64_t count) const {
     for (int64_t t = 0; t < count; ++t) {
       const char* halves = tokens + t * bytes + WIDTH;
@@ -26,15 +26,15 @@ struct Codes {
     }
   }
 
-  // LANES codes of a token from channel d on, made numbers.
+  // LANES codes of a token from channel d on, as floats.
   __attribute__((always_inline)) Lanes at(int64_t t, int64_t d) const {
     const uint8_t* codes = reinterpret_cast<const uint8_t*>(tokens + t * bytes);
     return __builtin_convertvector(lane_bytes(codes + d), Lanes);
   }
 };
 
-// scores[n * ROW + t] = <q_n, k_t>, of N queries; meanwhile `step` bytes a token are fetched from `next` on, where there
-// is something. Not inlined: compilers unroll the loops in a function of its own alone.
+// scores[n * ROW + t] = <q_n, k_t>, of N queries; meanwhile `step` bytes a token are prefetched from `next` on, unless
+// it is null. Not inlined, because compilers unroll these loops only in a separate function.
 template <int N, int64_t ROW, int WIDTH>
 __attribute__((noinline)) void dot(const float* q, const Codes<WIDTH>& keys, int64_t count, float* scores,
                                    const char* next, int64_t step) {
@@ -78,7 +78,7 @@ __attribute__((noinline)) void dot(const float* q, const Codes<WIDTH>& keys, int
   }
 }
 
-// out[n][...] += sum_t weights[n * ROW + t] v_t[...], of N queries; fetches like `dot`.
+// out[n][...] += sum_t weights[n * ROW + t] v_t[...], of N queries; prefetches like `dot`.
 template <int N, int64_t ROW, int WIDTH>
 __attribute__((noinline)) void mix(const float* weights, const Codes<WIDTH>& values, int64_t count,
                                    float* out, const char* next, int64_t step) {
@@ -115,10 +115,9 @@ __attribute__((noinline)) void mix(const float* weights, const Codes<WIDTH>& val
     }
 }
 
-constexpr int MOST_GROUPS = 2;  // of a token in what follows
+constexpr int MOST_GROUPS = 2;  // of a token below
 
-// Call work(codes) with the tokens from one on, of which `count` are read, and return true; false where a column has
-// another width than most heads have.
+// Call work(codes) with `count` tokens and return true; false if the column's width is neither 64 nor 128.
 template <typename Work>
 bool with_codes(const Column& c, const char* tokens, int64_t count, float* pairs, const Work& work) {
   const auto take = [&](auto codes) {

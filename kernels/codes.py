@@ -1,8 +1,8 @@
-"""Keys and values in fewer bits: how the numbers of a token become codes, and codes numbers again.
+"""Quantisation of keys and values to 8 bits.
 
-Each group of channels of a token has a scale and an offset of its own, so that a token is written when it comes and
-never again. KIVI (Liu et al. 2024) gives a key's channels scales that many tokens share, which calls for tokens to be
-gathered first, in an order that eviction does not keep; small groups of channels do the same work here.
+Each group of channels of a token has its own scale and offset, so that a token is written once, when it arrives. KIVI
+(Liu et al. 2024) shares the scale of a key's channel among many tokens; that needs consecutive tokens, whose order
+eviction does not keep.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ LARGEST = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Codes:
-    """How ``width`` numbers are written: a code of 8 bits for each, in groups with a scale and an offset each.
+    """The codes of ``width`` numbers: 8 bits each, in groups with a scale and an offset.
 
-    A number is ``offset + scale code``. The offset is the group's least number and the scale its range over the number
-    of steps, both float16; what lies beyond that type becomes its largest number. A group with a number that is not
-    finite becomes NaN, so that a model that overflows is noticed.
+    A number is ``offset + scale code``. The offset is the group's least number and the scale its range over STEPS, both
+    float16; larger numbers are clamped to that type. A group with a number that is not finite becomes NaN, so that
+    an overflow of the model shows.
 
     Attributes:
         width: numbers of a token.
-        dtype: of the numbers that codes are made of, and become again.
+        dtype: type of the numbers.
     """
 
     width: int
@@ -38,7 +38,7 @@ class Codes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a token, scales and offsets among them."""
+        """Bytes of a token, with its scales and offsets."""
         return self.width + 4 * self._groups
 
     @property
@@ -53,14 +53,14 @@ class Codes:
         whole = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], spare)], -1)
         groups = whole.unflatten(-1, (self._groups, GROUP))
         least, most = groups.amin(-1), groups.amax(-1)
-        offset = (least + 0.0).half()  # -0.0 becomes 0.0, here and there
+        offset = (least + 0.0).half()  # -0.0 becomes 0.0, as in C++
         scale = ((most - offset.float()) / STEPS + 0.0).half()
         step = scale.float()
         per_step = torch.where(step > 0, 1 / step, 0.0)
         codes = (groups - offset.float()[..., None]) * per_step[..., None]
         codes = codes.round().clamp(0, STEPS).to(torch.uint8).flatten(-2)[..., : self.width]
         pairs = torch.stack([scale, offset], -1).flatten(-2)
-        pairs = pairs.masked_fill(pairs.isnan(), torch.nan)  # of NaNs the one whose bytes C++ writes
+        pairs = pairs.masked_fill(pairs.isnan(), torch.nan)  # the NaN whose bytes C++ writes
         return torch.cat([codes, pairs.contiguous().view(torch.uint8)], -1)
 
     def decode(self, data: Tensor) -> Tensor:
@@ -79,14 +79,14 @@ class Codes:
 
 
 class Format(NamedTuple):
-    """How the keys and values of a pool are written."""
+    """The codes of the keys and values of a pool."""
 
     keys: Codes
     values: Codes
 
     @classmethod
     def of(cls, kind: KVDtype, keys: Tensor, values: Tensor) -> Format | None:
-        """Return the format of keys and values like these ``[..., D]``; None: they lie there as they came."""
+        """Return the format of keys and values like these ``[..., D]``; None means that they are stored as numbers."""
         if kind == "float":
             return None
         return cls(Codes(keys.shape[-1], keys.dtype), Codes(values.shape[-1], values.dtype))

@@ -1,4 +1,4 @@
-"""Which version of an operation runs: the fastest that can, or the one that the environment asks for."""
+"""Choice of an operation's version: the fastest that can run here, or the one that ``AG_KERNELS`` names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
@@ -21,15 +21,6 @@ VERSIONS = {"triton": "triton", "cpp": "cpu", "chunked": "chunked", "reference":
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on any device; set before Triton is imported
 log = logging.getLogger(__name__)
-Chosen = TypeVar("Chosen")
-_remembered: list[Any] = []
-
-
-def remembered(choose: Callable[..., Chosen]) -> Callable[..., Chosen]:
-    """Let a function choose a version once for each set of facts; a step has little time for each layer."""
-    cached = functools.cache(choose)
-    _remembered.append(cached)
-    return cast("Callable[..., Chosen]", cached)
 
 
 def pick(operation: str, versions: dict[str, str | None], forced: str | None) -> str:
@@ -38,7 +29,7 @@ def pick(operation: str, versions: dict[str, str | None], forced: str | None) ->
     Args:
         operation: name of the operation.
         versions: the versions it has, best first, each with the reason why it cannot run here, or None when it can.
-        forced: what the environment variable ``AG_KERNELS`` says; empty or None means that the fastest version runs.
+        forced: value of the environment variable ``AG_KERNELS``; empty or None means that the fastest version runs.
 
     Returns:
         The version that ``forced`` names where the operation has it, else the first that can run.
@@ -61,7 +52,10 @@ def pick(operation: str, versions: dict[str, str | None], forced: str | None) ->
 
 
 def function(operation: str, versions: dict[str, str | None], forced: str | None) -> Callable[..., Any]:
-    """Return the function of the version that :func:`pick` names; its module is imported when it is first needed."""
+    """Return the function of the version that :func:`pick` names, and import its module.
+
+    Operations cache what they choose, because a decoding step has little time for each layer.
+    """
     module = importlib.import_module(f"ag.kernels.{operation}.{VERSIONS[pick(operation, versions, forced)]}")
     found: Callable[..., Any] = getattr(module, operation)
     return found

@@ -1,9 +1,8 @@
-// Logits of a block of queries, which lie side by side in registers, so that no register is summed up.
+// Logits of a block of queries: a register holds several queries, so that it needs no sum of its own numbers.
 
 #pragma once
 
-#include <algorithm>
-#include <vector>
+#include <cmath>
 
 #include "native.h"
 
@@ -37,11 +36,31 @@ void dots(const float* q, const float* keys, int64_t count, int64_t dim, float* 
   for (; t < count; ++t) dot<R, 1>(q, keys + t * dim, dim, s + t * QUERIES);
 }
 
-// The same of as many registers as `lanes` queries need.
+// The same for the registers of `lanes` queries.
 inline void dots(int64_t lanes, const float* q, const float* keys, int64_t count, int64_t dim, float* s) {
   int64_t lane = 0;
   if constexpr (WIDE)
     for (; lane + 4 * LANES <= lanes; lane += 4 * LANES) dots<4>(q + lane, keys, count, dim, s + lane);
   for (; lane + 2 * LANES <= lanes; lane += 2 * LANES) dots<2>(q + lane, keys, count, dim, s + lane);
   for (; lane < lanes; lane += LANES) dots<1>(q + lane, keys, count, dim, s + lane);
+}
+
+// cap * tanh(x / cap). Near 0, where 1 - e^(-2|x|) would cancel, a polynomial; the relative error is below 1e-6.
+inline float bent(float x, float cap) {
+  const float y = x / cap, size = std::fabs(y), square = y * y;
+  float p = 21844.0f / 6081075;
+  p = p * square - 1382.0f / 155925;
+  p = p * square + 62.0f / 2835;
+  p = p * square - 17.0f / 315;
+  p = p * square + 2.0f / 15;
+  p = p * square - 1.0f / 3;
+  p = p * square + 1.0f;
+  const float e = exp_negative(-2 * size), far = std::copysign((1 - e) / (1 + e), y);
+  return cap * (size < 0.5f ? y * p : far);
+}
+
+// Caps `count` logits.
+inline void bend(float* s, int64_t count, float cap) {
+#pragma omp simd
+  for (int64_t t = 0; t < count; ++t) s[t] = bent(s[t], cap);
 }

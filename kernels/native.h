@@ -1,4 +1,4 @@
-// What the C++ kernels share.
+// Numbers, registers and functions that the C++ kernels share.
 
 #pragma once
 
@@ -37,7 +37,7 @@ inline float widen(Half x) {
 #endif
 }
 
-// Numbers of float16 that lie at any place.
+// Numbers of float16 at any address.
 template <int COUNT>
 inline void widen_some(const char* x, float* out) {
 #if defined(__F16C__)
@@ -119,7 +119,7 @@ inline Lanes load(const float* x) {
   return lanes;
 }
 
-// What `widen` does, of each.
+// `widen` of LANES numbers.
 inline Lanes load(const BFloat16* x) { return reinterpret_cast<Lanes>(lane_bits(x) << 16); }
 
 inline Lanes load(const Half* x) {
@@ -129,7 +129,7 @@ inline Lanes load(const Half* x) {
   return reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(size) | beyond | (bits & 0x8000) << 16);
 }
 
-// The same lanes, in a register: compilers would read them from memory again for each product.
+// The same lanes, kept in a register: compilers would load them again for each product.
 inline Lanes held(Lanes x) {
 #if defined(__AVX512F__)
   asm("" : "+v"(x));
@@ -139,7 +139,7 @@ inline Lanes held(Lanes x) {
 
 inline void store(float* x, Lanes lanes) { std::memcpy(x, &lanes, sizeof lanes); }
 
-// LANES bytes as integers; compilers take vectors of bytes apart, so that they are told how.
+// LANES bytes as integers, by intrinsics, because compilers split such a conversion.
 inline LaneInts lane_bytes(const uint8_t* x) {
 #if defined(__AVX512F__)
   return reinterpret_cast<LaneInts>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
@@ -173,7 +173,7 @@ inline float total(Lanes lanes) {
   return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
-// What `total` gives of each of four.
+// `total` of each of four.
 inline Four totals(const Lanes (&x)[4]) {
   const Four a = four<LANES>(&x[0]), b = four<LANES>(&x[1]), c = four<LANES>(&x[2]), d = four<LANES>(&x[3]);
   const Four ab = SHUFFLED(a, b, 0, 4, 1, 5) + SHUFFLED(a, b, 2, 6, 3, 7);
@@ -181,7 +181,7 @@ inline Four totals(const Lanes (&x)[4]) {
   return SHUFFLED(ab, cd, 0, 1, 4, 5) + SHUFFLED(ab, cd, 2, 3, 6, 7);
 }
 
-// Ask for memory that is read soon.
+// Prefetch memory.
 inline void fetch(const void* p, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b);
 }

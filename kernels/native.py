@@ -24,8 +24,8 @@ from ag.files import home
 HEADER = Path(__file__).with_name("native.h")
 # Without -fno-trapping-math a loop that compares floats, as every exponential does, is not vectorised.
 FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
-SECONDS = 300  # after which a compiler is given up
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers by which the kernels know them
+SECONDS = 300  # limit of a compilation
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # their numbers in C++
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Kernel:
         function = _function(self)
         if isinstance(function, str):
             raise RuntimeError(function)
-        if function.argtypes is None:  # each call has numbers at the same places
+        if function.argtypes is None:  # the types of the arguments are the same in each call
             function.argtypes = [ctypes.c_int64 if isinstance(x, int) else ctypes.c_void_p for x in arguments]
         function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
 
@@ -78,10 +78,9 @@ def _function(kernel: Kernel) -> ctypes._NamedFuncPointer | str:
 
 
 def load(source: Path, compiler: str, folder: Path) -> ctypes._NamedFuncPointer:
-    """Compile a source into a folder, unless that was done, and load its function.
+    """Load the function of a source, which is compiled into a folder unless the folder has it.
 
-    The file's name follows the source, the headers, the flags, the compiler and the processor, as the code is for this
-    one.
+    The library's name contains a hash of the source, the headers, the flags, the compiler and the processor.
 
     Raises:
         OSError: the folder cannot be written, or the library not loaded.
@@ -100,7 +99,7 @@ def load(source: Path, compiler: str, folder: Path) -> ctypes._NamedFuncPointer:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_suffix(".lock")):
             if not target.is_file():
-                # a warning, so that a user who waits sees it without setting up logging
+                # a warning is shown without set-up of logging, so that the user sees why the command waits
                 log.warning("Compiling the CPU kernel %s, once for this machine (some seconds): %s", name, target)
                 with tempfile.TemporaryDirectory(dir=folder) as scratch:
                     built = Path(scratch) / target.name
@@ -112,7 +111,7 @@ def load(source: Path, compiler: str, folder: Path) -> ctypes._NamedFuncPointer:
 
 
 def _processor() -> str:
-    """Return what tells processors apart: the kernel's list of features where there is one."""
+    """Return an identity of the processor: its list of features where Linux gives one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

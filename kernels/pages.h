@@ -1,4 +1,4 @@
-// How the C++ kernels read rows of tokens that lie in the pages of a pool.
+// Rows of tokens in the pages of a pool.
 
 #pragma once
 
@@ -6,15 +6,15 @@
 
 #include "native.h"
 
-// Tokens of one page: [start, start + count) of the pool are slots from `offset` on of what is worked on at once.
+// Tokens of one page: [start, start + count) of the pool are slots from `offset` on of the current piece of a row.
 struct Part {
   int64_t start, count, offset;
 };
 
 constexpr int64_t GROUP = 64;  // channels that share a scale and an offset (ag.kernels.codes)
 
-// What a pool holds of each token in one column: `width` numbers of a type (0 float32, 1 bfloat16, 2 float16), or a code
-// of 8 bits for each, and behind them the scale and the offset (float16) of each group of channels.
+// A column of a pool: of each token `width` numbers of a type (0 float32, 1 bfloat16, 2 float16), or a code of 8 bits
+// for each, followed by the scale and the offset (float16) of each group of channels.
 struct Column {
   char* data;
   int64_t width, type, coded, bytes;  // bytes: of a token
@@ -65,7 +65,7 @@ inline void decode(const Column& c, const char* tokens, int64_t count, float* ou
   }
 }
 
-// The numbers [count, width] of a part of a row: where they lie, or in `room`.
+// The numbers [count, width] of a part of a row: in place, or decoded into `room`.
 inline const float* numbers(const Column& c, const Part& p, float* room) {
   const char* tokens = c.data + p.start * c.bytes;
   if (!c.coded && c.type == 0) return reinterpret_cast<const float*>(tokens);
@@ -76,8 +76,8 @@ inline const float* numbers(const Column& c, const Part& p, float* room) {
 
 constexpr int BLOCKS = LANES == 8 ? 2 : 4;  // registers of one query's output that fit beside those of three others
 
-// out[n][...] += sum_t weights[n * QUERY + t * TOKEN] v_t[...], of N queries and B registers of numbers; meanwhile `step`
-// bytes a token are fetched from `next` on, where there is something.
+// out[n][...] += sum_t weights[n * QUERY + t * TOKEN] v_t[...], of N queries and B registers of numbers; meanwhile
+// `step` bytes a token are prefetched from `next` on, unless it is null.
 template <int N, int64_t QUERY, int64_t TOKEN, int B>
 static void mix_block(const float* weights, const float* values, int64_t count, int64_t width, float* out,
                       const char* next, int64_t step) {

@@ -1,4 +1,4 @@
-"""Rows of tokens in the pages of a pool, as kernels take them."""
+"""Rows of tokens in the pages of a pool: the argument of the kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDEST = 1024  # numbers or bytes of a token's key or value that a Triton progra
 
 
 class Facts(NamedTuple):
-    """What the choice of an operation's version follows from, of the rows that it reads or writes."""
+    """Facts about rows by which the version of an operation is chosen."""
 
     device: str  # type of the device
     dtypes: tuple[torch.dtype, torch.dtype]  # of the numbers of keys and of values
@@ -35,19 +35,19 @@ class _Pages(NamedTuple):
 
     keys: Tensor  # [P, page, D], or the bytes [P, page, n] of codes, like the next
     values: Tensor  # [P, page, Dv]
-    ranks: Tensor  # [P, page] int32, the place of each token among its sequence's own ones
-    gate: Tensor | None  # [P, page], what a gate said of each token; None: there is no gate
-    table: Tensor  # [R, most] int32; behind a row's last page anything
+    ranks: Tensor  # [P, page] int32, the place of each token in its sequence, padding not counted
+    gate: Tensor | None  # [P, page], the gate output of each token; None means that the model has no gate
+    table: Tensor  # [R, most] int32; entries behind a row's last page are undefined
     lengths: Tensor  # [R] int32
-    format: Format | None = None  # of keys and values; None: they lie there as they came
+    format: Format | None = None  # of the codes; None means that keys and values are stored as numbers
 
 
 class Pages(_Pages):
-    """Rows in pages, with what kernels ask for at each step and is worked out once."""
+    """Rows in pages, with derived values that are computed once and read at each step."""
 
     @cached_property
     def columns(self) -> list[Tensor]:
-        """What is stored of each token."""
+        """The columns of the pool."""
         return [self.keys, self.values, self.ranks, *([] if self.gate is None else [self.gate])]
 
     @cached_property
@@ -59,14 +59,14 @@ class Pages(_Pages):
 
     @cached_property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of the numbers of keys and of values."""
+        """Types of the numbers of keys and of values."""
         if self.format is None:
             return self.keys.dtype, self.values.dtype
         return self.format.keys.dtype, self.format.values.dtype
 
     @cached_property
     def native(self) -> ctypes.Array[ctypes.c_int64]:
-        """What ``struct Pages`` of ``pages.h`` consists of: numbers of 8 bytes, some of them addresses."""
+        """The fields of ``struct Pages`` in ``pages.h``: numbers of 8 bytes, some of them addresses."""
         numbers: list[int] = []
         for column, width, dtype in zip((self.keys, self.values), self.channels, self.dtypes, strict=True):
             numbers += column.data_ptr(), width, TYPES.get(dtype, -1), self.format is not None
@@ -77,7 +77,7 @@ class Pages(_Pages):
 
     @cached_property
     def facts(self) -> Facts:
-        """What versions of an operation are chosen by."""
+        """The facts by which versions of an operation are chosen."""
         whole = all(x.is_contiguous() for x in (*self.columns, self.table, self.lengths))
         return Facts(
             device=self.keys.device.type,
@@ -90,7 +90,7 @@ class Pages(_Pages):
 
 
 def gathered(table: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """Return where in a column the slots of rows lie, ``[R, most page]``, and which of them hold a token."""
+    """Return the places of the rows' slots in a flat column, ``[R, most page]``, and which slots hold a token."""
     slots = torch.arange(table.shape[1] * page, device=table.device)
     there = slots < lengths[:, None]
     return (table.long()[:, slots // page] * page + slots % page).masked_fill(~there, 0), there
@@ -102,14 +102,14 @@ def read(pages: Pages, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded(pages: Pages, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of tokens ``[R, N, ...]`` that were read from columns."""
+    """Return the numbers of keys and values ``[R, N, ...]`` that were read from columns."""
     if pages.format is None:
         return keys, values
     return pages.format.keys.decode(keys), pages.format.values.decode(values)
 
 
 def coded(pages: Pages, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what is written of keys ``[..., D]`` and values ``[..., Dv]``."""
+    """Return keys ``[..., D]`` and values ``[..., Dv]`` as the columns store them."""
     if pages.format is None:
         return keys, values
     return pages.format.keys.encode(keys), pages.format.values.encode(values)

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: shapes of tiles, loading and storing rows, which blocks meet, and masks."""
+"""Functions that the Triton kernels share: shapes of tiles, loading and storing of rows, ranges of blocks, masks."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def tuned(key: list[str], shapes: list[triton.Config], room: int, **smallest: in
 
     Args:
         key: arguments whose change calls for another timing, beside the types of tensors.
-        shapes: what may be timed, the largest first.
-        room: bytes that the larger side of a tile may take, in 16 bits; of these the first TIMED are timed.
+        shapes: candidates, the largest first; the first TIMED that fit are timed.
+        room: most bytes of the larger side of a tile, in 16 bits.
         smallest: sizes for Triton's interpreter, which times nothing.
     """
 
@@ -64,12 +64,12 @@ def tuned(key: list[str], shapes: list[triton.Config], room: int, **smallest: in
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` ``[..., T, D]`` as kernels read it: dimensions adjacent, a tile of rows within 32-bit offsets."""
+    """Return ``x`` ``[..., T, D]``, copied unless its last dimension is adjacent and a tile has 32-bit offsets."""
     return x if x.stride(-1) == 1 and x.stride(-2) <= FARTHEST else x.contiguous()
 
 
 def padding_bias(key_valid: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what padding ``[B, T]`` bool adds to the logits of its keys: float32, 0 or -inf; None without padding."""
+    """Return the bias of padding keys, 0 or -inf, float32 ``[B, T]``; None means that there is no padding."""
     if key_valid is None:
         return None
     bias = torch.zeros(key_valid.shape, dtype=torch.float32, device=key_valid.device)
@@ -77,7 +77,7 @@ def padding_bias(key_valid: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def logits2(sinks: torch.Tensor | None) -> torch.Tensor | None:
-    """Return sink logits ``[H]`` in base 2, as kernels take them: float32; None means that there are none."""
+    """Return sink logits ``[H]`` in base 2, float32; None means that there are none."""
     return None if sinks is None else (sinks.float() * LOG2E).contiguous()
 
 
@@ -87,14 +87,14 @@ def cap2(cap: float | None) -> float | None:
 
 
 def key_block(q: torch.Tensor) -> int:
-    """Return how many keys a tile holds for the type and head size of ``q``."""
+    """Return the number of keys of a tile for the type and head size of ``q``."""
     if INTERPRETED or q.element_size() == 4:
         return 16
     return 64 if q.shape[-1] <= 128 else 32
 
 
 def padded(dim: int) -> int:
-    """Return the head size of a tile: a power of two that the tensor cores take."""
+    """Return the head size of a tile: a power of two that tensor cores support."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -119,14 +119,14 @@ def load_rows(base, stride, start, length, N: tl.constexpr, D: tl.constexpr, DP:
 
 @triton.jit
 def places(table, slots, there, PAGE: tl.constexpr):
-    """Return where in a pool the slots of a row lie, whose pages ``table`` names."""
+    """Return the places in a pool of the slots of a row with the block table ``table``."""
     pages = tl.load(table + slots // PAGE, mask=there, other=0)
     return tl.cast(pages, tl.int64) * PAGE + slots % PAGE
 
 
 @triton.jit
 def load_tokens(column, at, there, dtype: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CODED: tl.constexpr):
-    """Load the tokens at these places of a column of numbers, or of codes (ag.kernels.codes.Codes); 0 for none."""
+    """Load tokens at places of a column of numbers, or of codes (ag.kernels.codes.Codes); 0 unless ``there``."""
     dims = tl.arange(0, DP)
     mask = there[:, None]
     if D < DP:
@@ -152,7 +152,7 @@ def copy_tokens(column, source, stride, tokens, at, there, D: tl.constexpr, DP: 
 
 @triton.jit
 def store_rows(base, stride, start, length, x, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Store what :func:`load_rows` loads."""
+    """Store rows, as :func:`load_rows` loads them."""
     rows, dims = tl.arange(0, N), tl.arange(0, DP)
     pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
     mask = (rows < length - start)[:, None]
@@ -163,9 +163,9 @@ def store_rows(base, stride, start, length, x, N: tl.constexpr, D: tl.constexpr,
 
 @triton.jit
 def turn(T, SIZE: tl.constexpr):
-    """Return which block of ``SIZE`` tokens, and which (sequence, head) pair, a program works on.
+    """Return the block of ``SIZE`` tokens and the (sequence, head) pair of a program.
 
-    Grids have one axis, because a card ends the other two at 65,535: fewer than the pairs of a large batch.
+    Grids have one axis, because CUDA limits the other two to 65,535, less than the pairs of a large batch.
     """
     blocks = tl.cdiv(T, SIZE)
     return tl.program_id(0) % blocks, tl.program_id(0) // blocks
@@ -179,10 +179,10 @@ def at(base, strides, first, second):
 
 @triton.jit
 def ranges(start, before, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr, floors=None):
-    """Return the key blocks of a block of queries: which are far, and which hold keys that it may not or must see.
+    """Return the ranges of key blocks of a block of queries: far blocks, and near blocks, which need masks.
 
-    Far blocks ``[far, near)`` lie below every protected key; when ``listed`` they are indices into the list of blocks
-    with a kept key, else block numbers. ``[near, stop)`` are block numbers.
+    Far blocks ``[far, far_stop)`` lie below every protected key; if ``listed``, they are indices into the list of
+    blocks with a kept key, else block numbers. ``[near, stop)`` are block numbers.
     """
     near = tl.maximum(start - recent + 1, 0) // KEYS
     far = near * 0
@@ -207,7 +207,7 @@ def ranges(start, before, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl
 @triton.jit
 def weights(start, n, gate, padding, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr,
             NEAR: tl.constexpr, floor=None):  # fmt: skip
-    """Return what the flags and masks add to the logits of a tile: ``[ROWS or 1, KEYS]``."""
+    """Return the bias of the logits of a tile by flags and masks: ``[ROWS or 1, KEYS]``."""
     rows = start + tl.arange(0, ROWS)[:, None]
     columns = n * KEYS + tl.arange(0, KEYS)[None, :]
     protected = tl.zeros([1, KEYS], tl.float32)
@@ -245,7 +245,7 @@ def bend(s, cap):
 
 @triton.jit
 def begun(sinks, head, ROWS: tl.constexpr):
-    """Return the sum and the largest logit that the softmax of a head's rows begins with: of a sink, or of nothing."""
+    """Return the initial sum and largest logit of the softmax of a head's rows: of the sink logit, if there is one."""
     total, largest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
     if sinks is not None:
         total += 1.0
@@ -255,7 +255,7 @@ def begun(sinks, head, ROWS: tl.constexpr):
 
 @triton.jit
 def mix(s, values, total, largest, mixed):
-    """Take the logits and values of one tile into the running softmax of its rows."""
+    """Add the logits and values of one tile to the running softmax of its rows."""
     larger = tl.maximum(largest, tl.max(s, 1))
     finite = tl.where(larger == float("-inf"), 0.0, larger)
     p = tl.exp2(s - finite[:, None])

@@ -1,1 +1,1 @@
-"""What is run from a checkout, and not part of the package."""
+"""Programs of a checkout that are not part of the package."""

@@ -1,8 +1,8 @@
-"""Show on a GPU what no CPU can show: ``python scripts/gpu.py [FOLDER] [--only NAME ...] [--minutes N]``.
+"""Test and measure on a GPU: ``python scripts/gpu.py [FOLDER] [--only NAME ...] [--minutes N]``.
 
-It runs rows one after another, each a command in a process of its own: the tests of tests/gpu, the times of the kernels
-(benchmarks/kernels.py), and ``ag.bench`` with random weights. The result of a row is a line of ``FOLDER/rows.jsonl`` as
-soon as it is there. Rows that ended well in the folder are not run again; those that failed are, after the new ones.
+It runs rows one after another, each a command in its own process: the tests of tests/gpu, the times of the kernels
+(benchmarks/kernels.py), and ``ag.bench`` with random weights. Each row appends its result to ``FOLDER/rows.jsonl`` when
+it ends. Rows that ended well in the folder are not run again; those that failed are, after the new ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LINES, SUMMARY, LOG = "rows.jsonl", "summary.md", "log.txt"
 TAIL = 30  # lines of a failed row's output that the summary shows
-#: Describes the machine in a process of its own, so that this one holds no memory of the card.
+#: Describes the machine in another process, so that this one holds no memory of the GPU.
 PROBE = """
 import json, platform, torch, transformers
 from importlib.metadata import version
@@ -138,7 +138,7 @@ def benches(gib: float) -> Iterator[Row]:
 
 
 def run(todo: Sequence[Row], folder: Path, here: Line, minutes: float | None = None) -> int:
-    """Run rows, and write down what becomes of each.
+    """Run rows, and record how each ends.
 
     Args:
         todo: the rows, in their order.
@@ -172,7 +172,7 @@ def run(todo: Sequence[Row], folder: Path, here: Line, minutes: float | None = N
 
 
 def attempt(row: Row, out: Path, gib: float, left: float, number: str) -> Line:
-    """Run a row in at most ``left`` seconds; returns its status, its seconds, its result and what there is to say."""
+    """Run a row in at most ``left`` seconds; returns its status, its seconds, its result and a remark."""
     if reason := row.lacks(gib):
         return {"status": "skipped", "seconds": 0.0, "said": reason}
     if left < row.seconds:
@@ -220,7 +220,7 @@ def process(words: list[str], limit: float, environment: Mapping[str, str], log:
 
 
 def append(file: Path, line: Line) -> None:
-    """Write a line at the end of a file, on a line of its own even behind one that was cut short."""
+    """Append a line to a file; it begins on a new line even if the last line was cut short."""
     begun = file.is_file() and not file.read_text().endswith("\n")
     with open(file, "a") as out:
         out.write("\n" * begun + json.dumps(line) + "\n")
@@ -245,7 +245,7 @@ def commit() -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
-# ---- what is shown
+# ---- the summary
 
 
 def table(heads: Sequence[str], cells: Sequence[Sequence[object]]) -> str:

@@ -40,7 +40,7 @@ def build(out: Path) -> list[Path]:
 
 
 def check(package: Path, version: str) -> None:
-    """Install a package into a folder of its own; import from there, and run commands.
+    """Install a package into a new folder, import it from there, and run commands.
 
     Raises:
         CalledProcessError: when something of that fails; it has said why.

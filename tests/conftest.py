@@ -1,6 +1,6 @@
-"""How the tests are run: the environment, their order, what is said at the end. No library is imported here.
+"""The environment of the tests, their order, and the summary at the end. No library is imported here.
 
-The process that hands tests to others needs none, and so starts them sooner; those that run tests read
+So the process that distributes tests starts the others sooner; those that run tests import
 :mod:`tests.support.common`.
 """
 

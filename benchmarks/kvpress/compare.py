@@ -39,7 +39,7 @@ Text = tuple[list[int], list[int]]  # token ids of a prompt and of what follows 
 
 @dataclass
 class Config:
-    """What the comparison can be told."""
+    """The keys of the comparison."""
 
     model: str = key("smollm2", "folder, hub id or alias of a model that both sides load")
     root: str | None = key(None, "folder of the documents, as the task ppl reads them; null: random tokens")
@@ -106,7 +106,7 @@ def texts(config: Config, model: str) -> list[Text]:
 
 
 class Process:
-    """One side, in a process of its own.
+    """One side, in its own process.
 
     Args:
         name: ``ag`` or ``kvpress``.
@@ -154,7 +154,7 @@ class Process:
 
 
 def measure(config: Config, documents: list[Text], sides: dict[str, Process]) -> Iterator[Record]:
-    """Let the sides take turns, contestant by contestant, and yield what each measured; who begins alternates."""
+    """Let the sides take turns, contestant by contestant, and yield each measurement; the first side alternates."""
     plan = contestants(config)
 
     def job(method: str, tokens: int | None, prompt: list[int], following: list[int]) -> Record:

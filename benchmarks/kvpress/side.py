@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-#: What this engine's policies are told: the defaults of kvpress' presses. ``eps`` is what kvpress advises for expected
-#: attention under Ada-KV, and given to its press too.
+#: Options of this engine's policies: the defaults of kvpress' presses. kvpress advises this ``eps`` for expected
+#: attention under Ada-KV; its press gets it too.
 OPTIONS: dict[str, dict[str, Any]] = {
     "snapkv": {"window": 64, "kernel": 5, "pooling": "avg"},
     "snapkv@heads": {"window": 64, "kernel": 5, "pooling": "avg", "floor": 0.2},
@@ -50,30 +50,8 @@ class Job:
     following: list[int]
 
 
-class Side(Protocol):
-    """A model in float32 on the CPU with sdpa, and the cache of one job at a time."""
-
-    packages: tuple[str, ...]
-
-    def begin(self, job: Job) -> None:
-        """Make the empty cache of a job."""
-
-    def run(self, ids: Tensor, place: int) -> Tensor:
-        """Read tokens ``[1, T]`` from a place of the text on, and return the logits ``[1, 1, V]`` after the last one.
-
-        At place 0 they are the prompt, behind which the cache is evicted.
-        """
-
-    def held(self) -> dict[str, float]:
-        """Return what the cache holds.
-
-        ``kept`` is the share of the (token, layer, KV head) entries that attention still sees, ``kv_bytes`` are those
-        allocated for keys and values, ``all_bytes`` those of all that stays in memory for the text.
-        """
-
-
 class Ours:
-    """This engine's :class:`ag.engine.EvictionCache`."""
+    """A model in float32 on the CPU with sdpa, and an :class:`ag.engine.EvictionCache` for one job at a time."""
 
     packages: tuple[str, ...] = ("torch", "transformers")
 
@@ -83,25 +61,33 @@ class Ours:
         self.model, _ = load_base(model, "cpu")
 
     def begin(self, job: Job) -> None:
-        """Make an eviction cache."""
+        """Make the empty cache of a job."""
         from ag.engine import EvictionCache, policy
 
         self.cache = EvictionCache(self.model, policy(job.method, job.tokens, **OPTIONS.get(job.method, {})))
 
     def run(self, ids: Tensor, place: int) -> Tensor:
-        """Run the model; the cache counts what it evicted too."""
+        """Read tokens ``[1, T]`` from a place of the text on; returns the logits ``[1, 1, V]`` after the last one.
+
+        At place 0 they are the prompt, behind which the cache is evicted.
+        """
         logits: Tensor = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
         return logits
 
     def held(self) -> dict[str, float]:
-        """Ask the cache; what lies beside the blocks counts too, but not columns, address space for many more."""
+        """Return what the cache holds.
+
+        ``kept`` is the share of the (token, layer, KV head) entries that attention still sees, ``kv_bytes`` are those
+        allocated for keys and values, ``all_bytes`` those of all that stays in memory for the text. The pool's columns
+        do not count, as they are address space for many more blocks.
+        """
         size = self.cache.nbytes
         beside = storage_bytes(self.cache, self.cache.pool.columns())
         return {"kept": self.cache.kept_share(), "kv_bytes": size, "all_bytes": size + beside}
 
 
 class Theirs:
-    """A press of kvpress around transformers' own cache."""
+    """A press of kvpress around transformers' own cache; the methods are those of :class:`Ours`."""
 
     packages: tuple[str, ...] = ("torch", "transformers", "kvpress")
 
@@ -123,7 +109,7 @@ class Theirs:
             layer.masked_key_indices = None
 
     def run(self, ids: Tensor, place: int) -> Tensor:
-        """Run the model, at the prompt under the press; later places are said, as the cache counts what it kept."""
+        """Read tokens, the prompt under the press; later places are given, as the cache counts kept tokens alone."""
         given = {"position_ids": torch.tensor([[place]])} if place else {}
         with nullcontext() if place else self.press:
             logits: Tensor = self.model(
@@ -158,12 +144,12 @@ def press(method: str, tokens: int, length: int) -> Any:
     return presses[method]()
 
 
-SIDES: dict[str, Callable[[str], Side]] = {"ag": Ours, "kvpress": Theirs}
+SIDES: dict[str, Callable[[str], Ours | Theirs]] = {"ag": Ours, "kvpress": Theirs}
 
 
 @torch.no_grad()
-def measure(side: Side, job: Job) -> dict[str, Any]:
-    """Read a job's prompt, evict, feed what follows, and return what that took.
+def measure(side: Ours | Theirs, job: Job) -> dict[str, Any]:
+    """Read a job's prompt, evict, and feed the tokens that follow.
 
     Returns:
         ``prefill``: seconds; ``decode``: seconds of each token fed; after the prompt ``kept``, ``kv_bytes`` and

@@ -1,7 +1,8 @@
-"""What queries pay each key: a sum, a maximum or a sum of squares of attention weights."""
+"""The sum, the maximum or the sum of squares of the attention weights of each key."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ag.kernels.attention_stats import cpu
 from ag.kernels.attention_stats.reference import Kind as Kind
-from ag.kernels.dispatch import VARIABLE, function, no_triton, remembered
+from ag.kernels.dispatch import VARIABLE, function, no_triton
 from ag.kernels.softmax import PLAIN, Softmax
 
 
@@ -26,31 +27,33 @@ def attention_stats(
     factors: Tensor | None = None,
     softmax: Softmax = PLAIN,
 ) -> Tensor:
-    """Return what queries j pay each key t, of ``a_jt = f_j A_jt`` with ``A = softmax(scaling q k^T)``, causal by rank.
+    """Reduce ``a_jt = f_j A_jt`` over the queries j to a number for each key t; ``A = softmax(scaling q k^T)``.
+
+    Attention is causal by rank.
 
     Args:
-        kind: ``sum``: the sum over j of a_jt; ``max``: the largest of them; ``squares``: the sum of their squares.
+        kind: ``sum`` of a_jt over j, ``max`` of them, or ``squares``, the sum of their squares.
         q: queries ``[B, H, M, D]``; query head h reads KV head h // (H / Hkv).
-        k: keys ``[B, Hkv, N, D]``, in any order; anything where there is no token.
-        query_ranks: ``[B, M]`` long, the place of each query in its sequence; one below 0 does not count.
-        key_ranks: ``[B, Hkv or 1, N]`` long, likewise; below 0 there is no token.
+        k: keys ``[B, Hkv, N, D]``, in any order; undefined where there is no token.
+        query_ranks: ``[B, M]`` long, the place of each query in its sequence; a query of a rank below 0 does not count.
+        key_ranks: ``[B, Hkv or 1, N]`` long, likewise; a rank below 0 means that there is no token.
         scaling: factor of the logits.
         window: distance from which on no query sees a key; None means that there is no sliding window.
-        skip: pairs less than this apart do not count; weights are normalised over them all the same.
-        factors: f ``[B, M]``, 0 or more; None means 1.
-        softmax: caps and sink logits of the model.
+        skip: pairs less than this apart do not count, though they take part in the softmax.
+        factors: f ``[B, M]``, 0 or more; None means that all are 1.
+        softmax: cap and sink logits of the model.
 
     Returns:
         ``[B, H, N]`` float32 (float64 for float64 arguments), 0 for keys that no query counts for.
 
     Raises:
-        UserError: ``AG_KERNELS`` asks for a version that cannot run (see ag.kernels.dispatch).
+        UserError: ``AG_KERNELS`` names a version that cannot run (see ag.kernels.dispatch).
     """
     compute = _version(q.device.type, q.dtype, k.dtype, q.shape[-1], os.environ.get(VARIABLE))
     return compute(kind, q, k, query_ranks, key_ranks, scaling, window, skip, factors, softmax)
 
 
-@remembered
+@functools.cache
 def _version(
     device: str, queries: torch.dtype, keys: torch.dtype, size: int, forced: str | None
 ) -> Callable[..., Tensor]:

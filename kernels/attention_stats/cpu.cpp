@@ -1,9 +1,9 @@
-// What the queries of a head pay each key: a sum, a maximum or a sum of squares of attention weights.
+// The sum, the maximum or the sum of squares of the attention weights of each key.
 //
-// A block of queries goes through the keys once, tile by tile: the exponentials of a tile stay in memory near the core,
-// relative to the largest logit so far, while their sums run along. When a row's sum is known each key gets what the
-// exponentials of its tile have become. A head's blocks are cut into parts of their own results, which are added in
-// order: the number of threads changes nothing.
+// A block of queries reads the keys once, tile by tile. It keeps the exponentials of a tile, relative to the largest
+// logit so far, in the core's cache, and adds them up. When the row sums are known, the exponentials become weights.
+// The blocks of a head form parts with separate results, which are added in order, so that the number of threads
+// changes nothing.
 // Plain C at the border, so that it compiles in a second or two, without the headers of PyTorch.
 
 #include <algorithm>
@@ -12,11 +12,10 @@
 #include <vector>
 
 #include "logits.h"
-#include "softmax.h"
 
 namespace {
 
-constexpr int64_t TILE = 64;   // keys between two looks at the maxima
+constexpr int64_t TILE = 64;   // keys between two updates of the maxima
 constexpr int64_t PARTS = 8;   // of a head, which threads share
 constexpr float NONE = -std::numeric_limits<float>::infinity(), LEAST = -std::numeric_limits<float>::max();
 constexpr int32_t NEWEST = std::numeric_limits<int32_t>::max();
@@ -24,38 +23,38 @@ constexpr int32_t NEWEST = std::numeric_limits<int32_t>::max();
 enum Kind { SUM, MAX, SQUARES };
 
 struct Call {
-  int64_t heads, kv_heads, count, length, dim, window, skip;  // count: queries of a head; window 0: none
+  int64_t heads, kv_heads, count, length, dim, window, skip;  // count: queries of a head; window 0 means none
   const float *cap, *sinks;                                         // [1]; [heads]; null: none
 };
 
-// Ranks of the tokens of a tile: the smallest, the largest, and whether some slot has none.
+// Ranks of the tokens of a tile: the smallest, the largest, and whether some slot has no token.
 struct Span {
   int32_t low = NEWEST, high = -1;
   bool holes = false;
 };
 
-// What a thread needs for a block.
+// Memory of a thread for a block.
 struct Room {
   std::vector<float> q, e, most;
   Room(const Call& call)
       : q(call.dim * QUERIES), e(call.length * QUERIES), most((call.length + TILE - 1) / TILE * QUERIES) {}
 };
 
-// A block of queries: each sees ranks above `low`, up to `at`, and counts for ranks up to `last`. The arrays have a
-// number for each, `lanes` in use.
+// A block of queries: each sees ranks above `low` and up to `at`, and counts for ranks up to `last`. The arrays have a
+// number for each query, `lanes` in use.
 struct Block {
   int64_t lanes;
   int32_t at[QUERIES], low[QUERIES], last[QUERIES];
   float most[QUERIES], sum[QUERIES];
-  int32_t newest = -1, oldest = NEWEST;     // that some query sees
-  int32_t all_to = NEWEST, all_from = -1;   // what lies between all see
-  int32_t all_count_to = NEWEST;            // up to here all count
+  int32_t newest = -1, oldest = NEWEST;     // some query sees ranks above `oldest` and up to `newest`
+  int32_t all_to = NEWEST, all_from = -1;   // all queries see ranks above `all_from` and up to `all_to`
+  int32_t all_count_to = NEWEST;            // all queries count for ranks up to this one
 
   bool meets(const Span& span) const { return span.low <= newest && span.high > oldest; }
   bool all_see(const Span& span) const { return !span.holes && span.high <= all_to && span.low > all_from; }
 };
 
-// Exponentials of a tile [count][QUERIES] in place of its logits, relative to what is the largest then; sums grow.
+// Replace the logits of a tile [count][QUERIES] by exponentials relative to the largest logit so far, and add them up.
 void gather(Block& block, float* s, int64_t count) {
   for (int64_t lane = 0; lane < block.lanes; lane += LANES) {
     const Lanes before = load(block.most + lane);
@@ -76,7 +75,7 @@ void gather(Block& block, float* s, int64_t count) {
   }
 }
 
-// What the queries of a block pay a key, whose exponentials are e and whose weights are `shares` of them.
+// The statistic of one key over a block, whose weights are the exponentials e times `shares`.
 template <int KIND>
 float paid(const Block& block, const float* e, const float* shares, int32_t rank, bool all_count) {
   Lanes found = {};
@@ -97,7 +96,7 @@ float paid(const Block& block, const float* e, const float* shares, int32_t rank
   return most;
 }
 
-// Take what the queries at the places `taken` of a head pay into `out` [length].
+// Add the statistics of the queries at the places `taken` of a head to `out` [length].
 template <int KIND>
 void take(const Call& call, const float* q, const float* k, const int32_t* at, const int32_t* ranks,
           const std::vector<Span>& spans, const float* factors, const float* sink, const int64_t* taken,
@@ -106,7 +105,7 @@ void take(const Call& call, const float* q, const float* k, const int32_t* at, c
   block.lanes = (queries + LANES - 1) / LANES * LANES;
   std::fill(room.q.begin(), room.q.end(), 0.0f);
   for (int64_t i = 0; i < block.lanes; ++i) {
-    const int64_t j = taken[std::min(i, queries - 1)];  // lanes without a query repeat the last one, and pay nothing
+    const int64_t j = taken[std::min(i, queries - 1)];  // lanes without a query repeat the last one, with weights of 0
     block.at[i] = at[j];
     block.low[i] = static_cast<int32_t>(call.window ? std::max<int64_t>(at[j] - call.window, -1) : -1);
     block.last[i] = static_cast<int32_t>(at[j] - call.skip);
@@ -136,7 +135,7 @@ void take(const Call& call, const float* q, const float* k, const int32_t* at, c
     gather(block, s, count);
     std::copy_n(block.most, block.lanes, room.most.data() + n * QUERIES);
   }
-  float scale[QUERIES] = {};  // of exponentials relative to the largest of all
+  float scale[QUERIES] = {};  // from exponentials, relative to the largest logit of all, to weights
   for (int64_t i = 0; i < queries; ++i)
     scale[i] = block.sum[i] == 0 ? 0 : (factors ? factors[taken[i]] : 1.0f) / block.sum[i];
   for (int64_t n = 0; n < tiles; ++n) {
@@ -208,9 +207,9 @@ void stats(const Call& call, const float* q, const float* k, const int32_t* at, 
 
 }  // namespace
 
-// q [batch, heads, count, dim] float32, scaled already; k [batch, kv_heads, length, dim] float32; at [batch, count] and
+// q [batch, heads, count, dim] float32, already scaled; k [batch, kv_heads, length, dim] float32; at [batch, count] and
 // ranks [batch, rank_heads, length], below 0 for none; factors [batch, count] float32, or null; window 0 for none;
-// cap [1] and sinks [heads], or null; out [batch, heads, length] float32. All contiguous.
+// cap [1] and sinks [heads], or null; out [batch, heads, length] float32. All are contiguous.
 extern "C" void attention_stats(int64_t kind, const float* q, const float* k, const int32_t* at, const int32_t* ranks,
                                 int64_t rank_heads, const float* factors, int64_t batch, int64_t heads,
                                 int64_t kv_heads, int64_t count, int64_t length, int64_t dim, int64_t window,

@@ -1,4 +1,4 @@
-"""Statistics of attention in C++: each query meets each key once."""
+"""Statistics of attention in C++: one product for each pair."""
 
 from __future__ import annotations
 

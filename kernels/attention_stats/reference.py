@@ -1,4 +1,4 @@
-"""Statistics of attention from its matrix, some queries after another, on any device."""
+"""Statistics of attention from its matrix, in blocks of queries, on any device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ag.kernels.softmax import PLAIN, Softmax, weigh
 
 Kind = Literal["sum", "max", "squares"]
 KINDS: tuple[Kind, ...] = ("sum", "max", "squares")
-BLOCK = 128  # queries handled at once
+BLOCK = 128  # queries of a block
 
 
 def attention_stats(

@@ -1,4 +1,4 @@
-"""Statistics of attention in Triton: one pass for the row sums, one over the keys, gathering in registers."""
+"""Statistics of attention in Triton: one pass computes row sums, a second one reduces over queries in registers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SUM, MAX = tl.constexpr(KINDS.index("sum")), tl.constexpr(KINDS.index("max"))
 
 @triton.jit
 def _meeting(lows, highs, spans, low, high, COUNT: tl.constexpr):
-    """Return the first of these spans of tokens that has ranks in ``[low, high]``, and one past the last."""
+    """Return the first span of tokens that has ranks in ``[low, high]``, and one past the last."""
     first, stop = spans + 0, spans * 0
     for n in range(0, spans, COUNT):
         number = n + tl.arange(0, COUNT)
@@ -48,7 +48,7 @@ def _meeting(lows, highs, spans, low, high, COUNT: tl.constexpr):
 
 @triton.jit
 def _limits(rank):
-    """Return the smallest and the largest of some ranks, of those that are not below 0."""
+    """Return the smallest and the largest rank that is not below 0."""
     return tl.min(tl.where(rank < 0, 2147483647, rank), 0), tl.max(rank, 0)
 
 
@@ -56,7 +56,7 @@ def _limits(rank):
 def _row_sums(q, k, lse, own, ranks, lows, highs, sinks, q_strides, k_strides, scale, cap, window, M, N, size, spans, H,
               G, HR, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, COUNT: tl.constexpr,
               ROWS: tl.constexpr):  # fmt: skip
-    """Write the log2 of the row sums of a block of queries; infinity where one does not count, so weights of 0."""
+    """Write the log2 of the row sums of a block of queries; infinity if a query does not count, so that it weighs 0."""
     block, pair = turn(M, ROWS)
     b, h = pair // H, pair % H
     of_ranks = tl.cast(b * HR + h // G % HR, tl.int64)
@@ -92,7 +92,7 @@ def _row_sums(q, k, lse, own, ranks, lows, highs, sinks, q_strides, k_strides, s
 def _columns(q, k, lse, out, own, ranks, lows, highs, q_strides, k_strides, scale, cap, window, skip, M, N, size, spans,
              H, G, HR, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, COUNT: tl.constexpr,
              KIND: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Write what one head pays each of a block of keys."""
+    """Write the statistics of a block of keys for one query head."""
     block, pair = turn(N, KEYS)
     b, h = pair // H, pair % H
     columns = block * KEYS + tl.arange(0, KEYS)
@@ -133,7 +133,7 @@ COLUMNS = tuned(["D", "size", "KIND"], ROWS, 2**15, ROWS=16)(_columns)
 
 
 def _spans(ranks: Tensor, span: int) -> tuple[Tensor, Tensor]:
-    """Return the smallest rank of each so many tokens of ``[R, N]``, and the largest, int32 ``[R, spans]``."""
+    """Return the smallest and the largest rank of each ``span`` tokens of ``[R, N]``, int32 ``[R, spans]``."""
     tokens = nn.functional.pad(ranks, (0, -ranks.shape[1] % span), value=-1).unflatten(1, (-1, span))
     return tokens.masked_fill(tokens < 0, NEWEST).amin(2), tokens.amax(2)
 
@@ -168,7 +168,7 @@ def attention_stats(
             *(size, of_keys[0].shape[1], *sizes),
         )
         if factors is not None:
-            lse -= factors.float().log2()[:, None]  # infinite sums stay so, and a factor of 0 makes more of them
+            lse -= factors.float().log2()[:, None]  # a factor of 0 makes a sum infinite too
         COLUMNS[lambda meta: (triton.cdiv(length, block) * batch * heads,)](
             *(q, k, lse, out, own, ranks, *of_queries, *strides, scale, cap, window, skip, count, length),
             *(size, of_queries[0].shape[1], *sizes, KINDS.index(kind)),

@@ -1,4 +1,4 @@
-"""Attention whose keys carry keep flags: the operation that training and prefill under gates share."""
+"""Attention whose keys carry keep flags, for training and prefill under gates."""
 
 from __future__ import annotations
 
@@ -43,21 +43,23 @@ def gated_attention(
         v: values ``[B, Hkv, T, D]``.
         keep: keep flags in [0, 1], ``[B, Hkv, T]``, hard or soft; None keeps everything.
         key_valid: ``[B, T]`` bool, False on padding; None when there is none.
-        scaling: factor of the logits; None is ``D ** -0.5``.
+        scaling: factor of the logits; None means ``D ** -0.5``.
         recent: newest tokens that a query always sees, its own included (at least 1).
         sinks: first tokens of a row, or with ``first`` of each document, that every query sees.
-        window: sliding window of the model: pairs with ``j - t >= window`` are invisible, sinks too.
-        dense_until: ``[B]`` long; queries with a smaller index ignore ``keep``. None: flags act on every query.
-        first: ``[B, T]`` long; the first column that each query may see: where its document begins in a packed row. It
-            never falls along a row. None: a row is one document.
-        softmax: caps, which Triton's version does not know, and sink logits of the model.
+        window: sliding window of the model: pairs with ``j - t >= window`` are invisible, sinks too. None means that
+            there is no window.
+        dense_until: ``[B]`` long; queries with a smaller index ignore ``keep``. None means that flags act on every
+            query.
+        first: ``[B, T]`` long; the first column that each query may see, where its document begins in a packed row.
+            It never decreases along a row. None means that a row is one document.
+        softmax: cap of the logits, which Triton's version does not support, and sink logits.
 
     Returns:
         ``[B, H, T, D]`` in the type of ``q``; zeros for queries that see nothing (padding).
 
     Raises:
         ValueError: for shapes that do not fit, or ``recent`` below 1.
-        UserError: ``AG_KERNELS`` asks for a version that cannot run.
+        UserError: ``AG_KERNELS`` names a version that cannot run.
     """
     q, k, v = checked("gated_attention", q, k, v, recent)
     if keep is not None and keep.shape != k.shape[:3]:
@@ -76,7 +78,7 @@ def gated_attention(
 
 
 def checked(operation: str, q: Tensor, k: Tensor, v: Tensor, recent: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v in the type of the autocast that is on, as torch's own attention takes them.
+    """Return q, k and v, cast as torch's autocast casts the arguments of attention.
 
     Raises:
         ValueError: unless q is ``[B, H, T, D]``, k and v ``[B, Hkv, T, D]``, and a query sees its own token.

@@ -18,8 +18,8 @@ TILE = {"cpu": 2**20, "cuda": 2**26}  # pairs of a tile that fits the caches, or
 class _Tile(NamedTuple):
     """Some queries against the keys that they can see, for some of the (sequence, KV head) pairs.
 
-    Columns before ``near`` are visible to every row, and no pair among them is protected by ``recent``: what a key
-    weighs there is the same for all rows. Behind it the masks say pair by pair.
+    Columns before ``near`` are visible to every row, and ``recent`` protects no pair of them: a key has the same weight
+    for all rows. From ``near`` on each pair has its own mask.
     """
 
     part: slice  # of the (sequence, KV head) pairs
@@ -30,11 +30,11 @@ class _Tile(NamedTuple):
 
 
 class _Problem:
-    """One call, laid out by (sequence, KV head) pair: P pairs, G query heads each; and what both passes compute on it.
+    """The arguments of one call by (sequence, KV head) pair, P pairs of G query heads, and the steps of both passes.
 
     Attributes:
-        weight: ``[P, T]`` what each key weighs when nothing but a sink is protected, or None when all weigh 1.
-        free: ``[P, T]`` bool, keys whose flag decides; None without flags.
+        weight: ``[P, T]``, the weight of each key where only sinks are protected; None means that all weights are 1.
+        free: ``[P, T]`` bool, keys whose flag decides; None means that there are no flags.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class _Problem:
         return x.reshape(self.pairs, self.group, *x.shape[2:])
 
     def _each(self, x: Tensor) -> Tensor:
-        """Give what a sequence has, ``[B, ...]``, to each of its KV heads, ``[P, ...]``."""
+        """Repeat a tensor ``[B, ...]`` for the KV heads of each sequence, ``[P, ...]``."""
         return x.repeat_interleave(self.kv_heads, 0)
 
     def tiles(self) -> Iterator[_Tile]:
-        """Visit every tile."""
+        """Yield every tile."""
         size = TILE.get(self.q.device.type, TILE["cuda"]) // max(1, self.group * self.length)
         width = min(max(size, 16), BLOCK if self.q.device.type == "cpu" else 4 * BLOCK)
         pairs, (_, recent, _, window, dense_until, first) = max(1, size // width), self.masks
@@ -100,7 +100,7 @@ class _Problem:
         return x[tile.part, :, tile.rows].flatten(1, 2)
 
     def sinks(self, sinks: Tensor, tile: _Tile) -> Tensor:
-        """Return sink logits ``[H]`` as the rows of a tile meet them, ``[p, G * rows, 1]``."""
+        """Return the sink logit of each row of a tile, ``[p, G * rows, 1]``, of sink logits ``[H]``."""
         of_pairs = sinks.to(self.acc).view(self.kv_heads, self.group).repeat(self.batch, 1)[tile.part]
         return of_pairs.repeat_interleave(tile.rows.stop - tile.rows.start, 1)[:, :, None]
 
@@ -110,13 +110,13 @@ class _Problem:
         return view
 
     def column_weight(self, tile: _Tile) -> Tensor | None:
-        """Return what the keys before ``near`` weigh, ``[p, 1, near]``; None: 1 all."""
+        """Return the weights of the keys before ``near``, ``[p, 1, near]``; None means that all are 1."""
         weight = self.weight if not tile.open else None if self.valid is None else self.valid.to(self.acc)
         first = tile.columns.start
         return None if weight is None else weight[tile.part, None, first : first + tile.near]
 
     def near_masks(self, tile: _Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return, for the pairs from ``near`` on, which are hidden, which a flag decides, and what those weigh.
+        """Return, for the columns from ``near`` on, the hidden pairs, the pairs that a flag decides, and the flags.
 
         Each is ``[p or 1, 1, rows, columns - near]``; without flags the last two are None.
         """
@@ -127,18 +127,6 @@ class _Problem:
             return ~visible[:, None], None, None
         free = (visible & ~protected)[:, None]
         return ~visible[:, None], free, self.keep[tile.part, None, None, columns]
-
-
-def _centred(v: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Take the mean value from values ``[B, Hkv, T, D]`` and outputs ``[B, H, T, D]``, for a backward pass.
-
-    It needs ``dO . v_t - dO . o_j``, which does not change, but cancels where all values lie far from the origin. In
-    half precision the values would be rounded anew, so that they are returned as they are.
-    """
-    if v.dtype.itemsize < 4:
-        return v, out
-    centre = v.mean(2, keepdim=True)
-    return v - centre, out - centre.repeat_interleave(out.shape[1] // v.shape[1], 1)
 
 
 class _ChunkedGatedAttention(torch.autograd.Function):
@@ -170,7 +158,7 @@ class _ChunkedGatedAttention(torch.autograd.Function):
                 total += (sinks - top).exp()
             mixed = (s.to(v.dtype) @ problem.v[tile.part, tile.columns]).to(problem.acc)
             out[tile.part, :, tile.rows] = problem.unfolded(mixed / total.masked_fill(total == 0, 1.0)).to(out.dtype)
-            # a query that sees nothing gets zeros, and with an infinite sum gives none in the backward
+            # a query that sees nothing gets zeros; its infinite sum makes its gradients 0 in the backward pass
             top += total.log().masked_fill_(total == 0, float("inf"))
             lse[tile.part, :, tile.rows] = problem.unfolded(top)[..., 0]
         out, lse = out.view(*q.shape[:3], -1), lse.view(q.shape[:3])
@@ -184,7 +172,6 @@ class _ChunkedGatedAttention(torch.autograd.Function):
         d_sinks = None
         if beside is not None and ctx.needs_input_grad[4]:
             d_sinks = sink_gradient(beside, lse, out, grads[0])
-        v, out = _centred(v, out)
         problem = _Problem(q, k, v, keep, *ctx.options)
         d_out = problem.by_pair(grads[0])
         delta = (d_out.to(problem.acc) * problem.by_pair(out).to(problem.acc)).sum(-1, keepdim=True)
@@ -203,7 +190,7 @@ class _ChunkedGatedAttention(torch.autograd.Function):
             ratio.sub_(problem.rows(total, tile))
             weight = problem.column_weight(tile)
             if weight is not None:
-                # where m is 0 its gradient is held at the one for e^(s - lse) = 1
+                # where m is 0, the factor e^(s - lse) of its gradient is held at 1
                 far = ratio[..., : tile.near]
                 torch.minimum(far, torch.where(weight == 0, 0.0, float("inf")).to(far.dtype), out=far)
             hidden, free, flags = problem.near_masks(tile)
@@ -218,7 +205,7 @@ class _ChunkedGatedAttention(torch.autograd.Function):
                 if not tile.open:
                     columns[:, : tile.near] += slope[..., : tile.near].sum(1)
                 columns[:, tile.near :] += (problem.unfolded(slope)[..., tile.near :] * free).sum((1, 2))
-            for x in (slope, ratio):  # from here on the slope of the logits, and the weights
+            for x in (slope, ratio):  # from here on the gradient of the logits, and the attention weights
                 if weight is not None:
                     x[..., : tile.near] *= weight
                 if free is not None and flags is not None:

@@ -1,4 +1,4 @@
-"""Which pairs of query and key are visible, and which of them no flag can hide."""
+"""Visible pairs of query and key, and protected pairs, which no flag can hide."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Gated attention fused in Triton, flash style: it stores the output and one number a query.
+"""Gated attention fused in Triton in the style of flash attention: it stores the output and one number a query.
 
-A query-major kernel makes the output, another dQ; a key-major one makes dK, dV and the gradient of the flags, so that
-no sum needs an atomic addition and every run gives the same bits. All logits and sums are in base 2.
+One query-major kernel computes the output, another one dQ; a key-major kernel computes dK, dV and the gradient of the
+flags. So no sum needs an atomic addition, and every run gives the same bits. All logits and sums are in base 2.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ag.kernels.tiles import (
 def attend(q, k, v, k_stride, v_stride, total, largest, mixed, scale, start, n, gate, padding, dense, recent, window,
            T, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
            EP: tl.constexpr, NEAR: tl.constexpr, floor=None):  # fmt: skip
-    """Take one block of keys into the running softmax."""
+    """Add one block of keys to the running softmax."""
     keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
     s = tl.dot(q, tl.trans(keys), input_precision=FLOAT32) * scale
     s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR, floor)
@@ -54,7 +54,7 @@ def attend(q, k, v, k_stride, v_stride, total, largest, mixed, scale, start, n, 
 def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, gate, padding, dense_until, floors,
              listing, before, scale, recent, window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
              EP: tl.constexpr, KEYS: tl.constexpr, sinks, ROWS: tl.constexpr):  # fmt: skip
-    """One block of queries of one head; the blocks with most keys go first."""
+    """Attend from one block of queries of one head; the blocks with most keys run first."""
     block, pair = turn(T, ROWS)
     start = (tl.cdiv(T, ROWS) - 1 - block) * ROWS
     rows = start + tl.arange(0, ROWS)
@@ -93,7 +93,7 @@ def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, ga
     blind = total == 0.0
     mixed = mixed / tl.where(blind, 1.0, total)[:, None]
     store_rows(at(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
-    # A query that sees nothing weighs no key: with an infinite sum every exponential of the backward is 0.
+    # The infinite sum of a query that sees nothing makes every exponential of the backward pass 0.
     sums = tl.where(blind, float("inf"), largest + tl.log2(tl.where(blind, 1.0, total)))
     tl.store(lse + tl.cast(pair, tl.int64) * T + rows, sums, mask=rows < T)
 
@@ -102,7 +102,7 @@ def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, ga
 def _slope(q, d_out, k, v, k_stride, v_stride, lse, delta, dq, scale, start, n, gate, padding, dense, recent, window, T,
            ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
            EP: tl.constexpr, NEAR: tl.constexpr, floor=None):  # fmt: skip
-    """Add what one block of keys gives to dQ."""
+    """Add the part of one block of keys to dQ."""
     values = load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP)
     slope = tl.dot(d_out, tl.trans(values), input_precision=FLOAT32) - delta[:, None]
     keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
@@ -164,7 +164,7 @@ def _backward_queries(q, k, v, out, d_out, lse, delta, dq, q_strides, k_strides,
 def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm, scale, start, n, weight, valid, dense,
          floors, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
          E: tl.constexpr, EP: tl.constexpr, FLAGS: tl.constexpr, ONLY: tl.constexpr):  # fmt: skip
-    """Add what one block of queries gives to dK, dV and, with ``FLAGS``, the flags; tiles are ``[KEYS, ROWS]``."""
+    """Add the part of one block of queries to dK, dV and, with ``FLAGS``, dM; tiles are ``[KEYS, ROWS]``."""
     rows, columns = start + tl.arange(0, ROWS)[None, :], n * KEYS + tl.arange(0, KEYS)[:, None]
     queries = load_rows(q, q_stride, start, T, ROWS, D, DP)
     d_outputs = load_rows(d_out, d_out_stride, start, T, ROWS, E, EP)
@@ -252,7 +252,7 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
     store_rows(at(dk, dk_strides, b, head), dk_strides[2], start, T, key_grad, KEYS, D, DP)
     store_rows(at(dv, dv_strides, b, head), dv_strides[2], start, T, value_grad, KEYS, E, EP)
     if d_keep is not None:
-        # A loop of its own, after the other gradients have left their registers.
+        # A second loop, so that the other gradients have left their registers.
         for g in range(G):
             h = head * G + g
             queries, d_outputs = at(q, q_strides, b, h), at(d_out, d_out_strides, b, h)
@@ -276,7 +276,7 @@ KEYS = tuned(KEY, OF_KEYS, 2**14, ROWS=16, KEYS=32)(_backward_keys)
 def _tables(
     keep: Tensor | None, masks: Masks, block: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return what the kernels read about the keys; all of it is ``O(B Hkv T)``.
+    """Return the kernels' tables of the keys, of size ``O(B Hkv T)``.
 
     Returns:
         ``gate``: log2 of the flags, 0 on sinks, ``[B, Hkv, T]``; ``padding``: 0 or -inf on padding, ``[B, T]``;
@@ -343,7 +343,7 @@ class _TritonGatedAttention(torch.autograd.Function):
             d_sinks = sink_gradient(beside, lse / LOG2E, out, d_out)
         delta, dq, dk, dv = torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         ends = None
-        if floors is not None:  # by block of keys, one past the last query that sees it
+        if floors is not None:  # for each block of keys, one past the last query that sees it
             last = torch.arange(sizes[-1] - 1, length + sizes[-1] - 1, sizes[-1], device=q.device, dtype=torch.int32)
             ends = torch.searchsorted(floors, last.expand(batch, -1).contiguous(), right=True, out_int32=True)
         d_keep = None

@@ -1,4 +1,4 @@
-"""Attention within a prompt of which tokens are evicted: for inference, with less work the more is gone."""
+"""Attention within a prompt under eviction, for inference; the work shrinks with the number of kept tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ag.kernels.dispatch import VARIABLE, no_triton, pick
 from ag.kernels.gated_attention import checked, gated_attention
 from ag.kernels.gated_attention.masks import Masks
-from ag.kernels.gated_prefill import chunked, reference
+from ag.kernels.gated_prefill import chunked
 from ag.kernels.softmax import PLAIN, Softmax
 
 
@@ -28,17 +28,17 @@ def gated_prefill(
 ) -> Tensor:
     """Causal attention over the kept keys, the first ``sinks`` and each query's ``recent`` newest ones.
 
-    The result is that of :func:`ag.kernels.gated_attention.gated_attention` with flags of 0 and 1, without gradients.
-    Evicted keys are met on the diagonal alone: by Triton on CUDA, in blocks of PyTorch on a CPU. Where there is CUDA
-    but no Triton, that operation runs. The arguments are its; ``keep`` ``[B, Hkv, T]`` is bool, True on the keys that
-    stay.
+    The result is that of :func:`ag.kernels.gated_attention.gated_attention` with flags of 0 and 1, without gradients,
+    and the arguments are the same, but that ``keep`` ``[B, Hkv, T]`` is bool, True on the keys that stay. Evicted keys
+    are read on the diagonal alone, by Triton on CUDA and in blocks of PyTorch on a CPU. On CUDA without Triton, and as
+    the reference, gated attention runs.
 
     Returns:
         ``[B, H, T, D]`` in the type of ``q``; zeros for queries that see nothing (padding).
 
     Raises:
         ValueError: for shapes that do not fit, ``keep`` that is not bool, or ``recent`` below 1.
-        UserError: ``AG_KERNELS`` asks for a version that cannot run (see ag.kernels.dispatch).
+        UserError: ``AG_KERNELS`` names a version that cannot run (see ag.kernels.dispatch).
     """
     q, k, v = checked("gated_prefill", q, k, v, recent)
     if keep.shape != k.shape[:3] or keep.dtype != torch.bool:
@@ -47,10 +47,10 @@ def gated_prefill(
     no_card = softmax.bent or no_triton(device, q.dtype, max(q.shape[-1], v.shape[-1]))
     versions = {"triton": no_card, "chunked": None, "reference": None}
     version = pick("gated_prefill", versions, os.environ.get(VARIABLE))
-    attend = chunked.gated_prefill if version == "chunked" else reference.gated_prefill
+    attend = chunked.gated_prefill
     if version == "triton":
         from ag.kernels.gated_prefill.triton import gated_prefill as attend
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        if version == "chunked" and device != "cpu":
+        if version == "reference" or (version == "chunked" and device != "cpu"):
             return gated_attention(q, k, v, keep.float(), key_valid, scaling, recent, sinks, window, softmax=softmax)
         return attend(q, k, v, keep, Masks(key_valid, recent, sinks, window), scaling, softmax)

@@ -1,4 +1,4 @@
-"""Gated prefill in blocks of queries, each of which meets only the keys that some of its queries see."""
+"""Gated prefill in blocks of queries, each against the keys that some of its queries see."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag.kernels.gated_attention.masks import Masks
-from ag.kernels.gated_prefill.reference import visible_pairs
 from ag.kernels.softmax import PLAIN, Softmax, weigh
 
-SHORT = 256  # tokens of a prompt that PyTorch's attention takes under one mask in less time than blocks
-BLOCK = 128  # queries handled at once
-LONG = 4096  # of a head that keeps more tokens, half as many queries are handled at once
+SHORT = 256  # longest prompt for which PyTorch's attention under one mask is faster than blocks
+BLOCK = 128  # queries of a block
+LONG = 4096  # number of kept tokens from which on a block has half as many queries
 
 
 def gated_prefill(
@@ -20,8 +19,8 @@ def gated_prefill(
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_prefill.gated_prefill`; the work is that of the kept pairs and the diagonal.
 
-    The kept keys of a (sequence, KV head) pair are gathered once, in order, so that those up to a query's position are
-    a range, whose end a binary search finds. The softmax runs in float32 (float64 for float64 arguments). A short
+    The kept keys of a (sequence, KV head) pair are gathered once, in order. So the keys up to a query's position are a
+    range, whose end is found by binary search. The softmax runs in float32 (float64 for float64 arguments). A short
     prompt is one block under a mask.
     """
     batch, heads, length, _ = q.shape
@@ -45,7 +44,8 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, masks: Masks, scaling
     """Attend with PyTorch's own attention, the query heads of a KV head as the heads of a sequence."""
     batch, heads, length, _ = q.shape
     rows, group = keep.shape[0] * keep.shape[1], heads // k.shape[1]
-    hidden = ~visible_pairs(keep, masks).reshape(rows, 1, length, length)
+    visible, protected = masks.pairs(slice(0, length), slice(0, length), masks.sink(keep))
+    hidden = ~(visible & (protected | keep[:, :, None, :])).reshape(rows, 1, length, length)
     bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
     q, k, v = (x.reshape(rows, -1, length, x.shape[-1]).expand(-1, group, -1, -1) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, bias, scale=scaling)
@@ -65,7 +65,7 @@ def _one(
     scaling: float,
     softmax: Softmax,
 ) -> Tensor:
-    """Attend from the query heads ``[G, T, D]`` of one KV head; ``goes`` are the evicted keys, seen while recent."""
+    """Attend from the query heads ``[G, T, D]`` of one KV head; ``goes`` marks evicted keys, visible while recent."""
     group, length, dim = q.shape
     acc = torch.promote_types(q.dtype, torch.float32)
     kept, gone = stays.nonzero().flatten(), goes.nonzero().flatten()

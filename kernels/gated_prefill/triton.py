@@ -1,4 +1,4 @@
-"""Gated prefill in Triton: kept keys are met by a list of their positions, evicted ones on the diagonal alone."""
+"""Gated prefill in Triton: kept keys are read by a list of their positions, evicted ones on the diagonal alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ag.kernels.tiles import (
 
 @triton.jit
 def _load_listed(base, stride, columns, inside, D: tl.constexpr, DP: tl.constexpr):
-    """Load the rows of a ``[T, D]`` tensor that a list names, zeros where it has ended."""
+    """Load the rows ``columns`` of a ``[T, D]`` tensor, zeros where ``inside`` is False."""
     dims = tl.arange(0, DP)
     mask = inside[:, None]
     if D < DP:
@@ -44,7 +44,7 @@ def _load_listed(base, stride, columns, inside, D: tl.constexpr, DP: tl.constexp
 def _prefill(q, k, v, out, q_strides, k_strides, v_strides, out_strides, gate, padding, kept, before, scale, recent,
              window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
              KEYS: tl.constexpr, sinks, ROWS: tl.constexpr):  # fmt: skip
-    """One block of queries of one head: first the kept keys below the protected ones, then all that are left."""
+    """Attend from one block of queries of one head: to kept keys below the protected ones, then to all later keys."""
     block, pair = turn(T, ROWS)
     start = (tl.cdiv(T, ROWS) - 1 - block) * ROWS
     b, h = pair // H, pair % H
@@ -90,8 +90,8 @@ def gated_prefill(
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_prefill.gated_prefill`; the work is that of the kept pairs and the diagonal.
 
-    The kept keys are read where they lie, by a list of their positions ``[B, Hkv, T]``; how many come before each
-    position stands in a table of that size, so that nothing waits for the card.
+    A list of positions ``[B, Hkv, T]`` leads to the kept keys, and a table of the same size has the number of kept keys
+    before each position, so that the host does not synchronise.
     """
     q, k, v = (readable(x) for x in (q, k, v))
     batch, heads, length, dim = q.shape

@@ -1,14 +1,15 @@
-"""The product of a weight and one token's states, as fast as the weight can be read."""
+"""The product of a weight matrix and one token's states."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ag.kernels.dispatch import VARIABLE, function, remembered
+from ag.kernels.dispatch import VARIABLE, function
 from ag.kernels.gemv import cpu
 
 
@@ -27,7 +28,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return version(*facts, os.environ.get(VARIABLE))(x, weight, bias)
 
 
-@remembered
+@functools.cache
 def version(
     device: str, states: torch.dtype, dtype: torch.dtype, contiguous: bool, forced: str | None
 ) -> Callable[..., Tensor]:
@@ -38,7 +39,7 @@ def version(
         states: type of the states.
         dtype: type of the weight.
         contiguous: whether the weight is contiguous.
-        forced: what ``AG_KERNELS`` says.
+        forced: value of ``AG_KERNELS``.
     """
     reason = None if contiguous else "the weight is not contiguous"
     if dtype not in (torch.float32, torch.bfloat16) or states != dtype:

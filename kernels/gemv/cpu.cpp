@@ -1,8 +1,7 @@
 // out = W x + b for one x: a memory-bound pass over the rows of W, which the threads share.
 //
-// A thread reads its rows one behind the other, as they lie in memory, and asks for what follows before it is needed.
-// A row's sum is made by one thread, always in the same order, so that the result does not depend on the number of
-// threads.
+// A thread reads its rows in the order of memory and prefetches. One thread sums a row, always in the same order, so
+// that the result does not depend on the number of threads.
 
 #include <cstdint>
 #include <vector>
@@ -11,9 +10,9 @@
 
 namespace {
 
-constexpr int64_t PARALLEL = 1 << 15;  // weights from which on threads are worth waking
+constexpr int64_t PARALLEL = 1 << 15;  // least number of weights for which several threads start
 constexpr int64_t AHEAD = 4096;        // bytes
-constexpr int SUMS = 4;                // registers that do not wait for each other
+constexpr int SUMS = 4;                // independent registers
 
 template <typename T>
 float product(const float* x, const T* row, int64_t size) {

@@ -1,24 +1,25 @@
-"""New tokens behind those of their rows in blocks."""
+"""Appending of new tokens to rows in blocks."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 
 from torch import Tensor
 
-from ag.kernels.dispatch import VARIABLE, function, no_triton, remembered
+from ag.kernels.dispatch import VARIABLE, function, no_triton
 from ag.kernels.kv_append import cpu
 from ag.kernels.native import TYPES
 from ag.kernels.pages import WIDEST, Facts, Pages
 
 
 def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
-    """Write new tokens behind those of their rows, and count them in ``pages.lengths``, in place.
+    """Append new tokens to their rows and add them to ``pages.lengths``, in place.
 
     Args:
-        pages: the rows; each has blocks for its new tokens, and shares none of what is written with another row.
-        k: keys ``[B, Hkv, T, D]`` of the type that the pool holds, or that its codes are made of; any strides.
+        pages: the rows; each has blocks for its new tokens, and shares none of these blocks with another row.
+        k: keys ``[B, Hkv, T, D]`` of the pool's type, or of the type that its codes are made of; any strides.
         v: values ``[B, Hkv, T, Dv]``, likewise.
         ranks: ``[B, T]`` long, the place of each token in its sequence; tokens of a rank below 0 are not written.
         gate: ``[B, Hkv, T]``, the gate output of each token; None writes 1 where the pool has a gate column.
@@ -34,7 +35,7 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
     _version(pages.facts, os.environ.get(VARIABLE))(pages, k, v, ranks, gate)
 
 
-@remembered
+@functools.cache
 def _version(facts: Facts, forced: str | None) -> Callable[..., None]:
     wide = facts.coded and facts.dtypes[0] not in TYPES
     reason = f"codes are not made of {facts.dtypes[0]}" if wide else facts.gaps

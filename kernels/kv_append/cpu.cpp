@@ -1,17 +1,44 @@
-// New tokens into rows that lie in blocks: one copy of each token, or its codes.
+// Appending of new tokens, or their codes, to rows in blocks.
 //
 // Plain C at the border, so that it compiles in a second or two, without the headers of PyTorch.
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#include "encode.h"
 #include "pages.h"
 
 namespace {
 
-// One token `fresh` into place `at` of a column; `room` holds its numbers in float32 while codes are made of them.
+// Write the codes of a token; see ag.kernels.codes.Codes.
+void encode(const Column& c, const float* x, char* token) {
+  constexpr float LARGEST = 65504, STEPS = 255;
+  char* pairs = token + c.width;
+  for (int64_t first = 0; first < c.width; first += GROUP, pairs += 4) {
+    const int64_t end = std::min(first + GROUP, c.width);
+    float least = LARGEST, most = -LARGEST, none = 0;  // NaN where a number is not finite, which then all are
+    for (int64_t d = first; d < end; ++d) {
+      none += 0 * x[d];
+      least = std::min(least, x[d]);
+      most = std::max(most, x[d]);
+    }
+    Half pair[2];  // scale and offset
+    narrow(std::max(least, -LARGEST) + none, &pair[1]);
+    const float offset = widen(pair[1]);
+    narrow((std::min(most, LARGEST) - offset) / STEPS + 0.0f, &pair[0]);
+    const float scale = widen(pair[0]), per_step = scale > 0 ? 1 / scale : 0;
+    std::memcpy(pairs, pair, sizeof pair);
+    for (int64_t d = first; d < end; ++d) {
+      const float number = std::max(-LARGEST, std::min(x[d], LARGEST));
+      const float nearest = std::nearbyint((number - offset) * per_step);
+      token[d] = static_cast<char>(static_cast<uint8_t>(std::max(0.0f, std::min(nearest, STEPS))));
+    }
+  }
+}
+
+// Write the token `fresh` to place `at` of a column; `room` is memory for its numbers in float32.
 void put(const Column& c, const char* fresh, int64_t at, std::vector<float>& room) {
   char* token = c.data + at * c.bytes;
   if (!c.coded) {  // of any type
@@ -26,11 +53,10 @@ void put(const Column& c, const char* fresh, int64_t at, std::vector<float>& roo
 }  // namespace
 
 // k, v [B, heads, T, ...] with strides in bytes (three of k, three of v), contiguous in the last dimension; said [B,
-// heads, T] of `gate_bytes` each, or null where the gate column, if there is one, gets 1; ranks [B, T], below 0 where a
-// token is not written. gate_float: whether a gate column holds float32, else bytes.
+// heads, T] of `gate_bytes` each, null without a gate column; ranks [B, T], below 0 if a token is not written.
 extern "C" void kv_append(const Pages* into, char* gate, int64_t gate_bytes, const char* k, const char* v,
                           const int64_t* strides, const char* said, const int64_t* ranks, int64_t heads, int64_t tokens,
-                          int64_t threads, int64_t gate_float) {
+                          int64_t threads) {
   const Pages& pages = *into;
   const int64_t some = pages.rows * tokens < 1024 ? 1 : threads;  // starting threads costs more than few copies
 #pragma omp parallel for num_threads(some) schedule(static)
@@ -45,14 +71,7 @@ extern "C" void kv_append(const Pages* into, char* gate, int64_t gate_bytes, con
       put(pages.keys, k + b * strides[0] + h * strides[1] + t * strides[2], at, room);
       put(pages.values, v + b * strides[3] + h * strides[4] + t * strides[5], at, room);
       pages.ranks[at] = static_cast<int32_t>(rank);
-      if (gate && said) {
-        std::memcpy(gate + at * gate_bytes, said + (row * tokens + t) * gate_bytes, gate_bytes);
-      } else if (gate && gate_float) {
-        const float one = 1;
-        std::memcpy(gate + at * gate_bytes, &one, sizeof one);
-      } else if (gate) {
-        gate[at] = 1;
-      }
+      if (gate) std::memcpy(gate + at * gate_bytes, said + (row * tokens + t) * gate_bytes, gate_bytes);
       ++length;
     }
     pages.lengths[row] = static_cast<int32_t>(length);

@@ -1,4 +1,4 @@
-"""New tokens into blocks by PyTorch's index operations, on any device."""
+"""Appending by PyTorch's index operations, on any device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ag.kernels.pages import Pages, coded
 
 
 def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
-    """Do what :func:`ag.kernels.kv_append.kv_append` does; on a card the host waits to learn which tokens there are."""
+    """Do what :func:`ag.kernels.kv_append.kv_append` does; on a GPU the host waits for the number of tokens."""
     page, heads = pages.keys.shape[1], k.shape[1]
     rank = ranks.repeat_interleave(heads, 0)  # [R, T]
     there = rank >= 0

@@ -1,4 +1,4 @@
-"""New tokens into blocks in Triton: a program for some tokens of a row."""
+"""Appending in Triton: one program for up to 64 tokens of a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ag.kernels.tiles import copy_tokens, places
 def _append(keys, values, held, gate, table, lengths, after, k, v, ranks, said, k_strides, v_strides, stride, T, blocks,
             H, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr,
             TOKENS: tl.constexpr):  # fmt: skip
-    """Store a block of the T tokens of a row, behind what it holds and what comes before them."""
+    """Store TOKENS of the T new tokens of a row, behind the row's tokens and the new ones before them."""
     row, block = tl.cast(tl.program_id(0) // blocks, tl.int64), tl.program_id(0) % blocks
     b, h = row // H, row % H
     ranks += b * T
@@ -45,7 +45,7 @@ def _append(keys, values, held, gate, table, lengths, after, k, v, ranks, said, 
 
 @torch.compiler.disable
 def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
-    """Do what :func:`ag.kernels.kv_append.kv_append` does on the card, which is never waited for."""
+    """Do what :func:`ag.kernels.kv_append.kv_append` does on a GPU, without synchronising."""
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in coded(pages, k, v))
     (_, heads, count, dim), width, rows = k.shape, v.shape[3], len(pages.table)
     column, lengths = pages.gate, pages.lengths

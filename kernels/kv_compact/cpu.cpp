@@ -1,5 +1,4 @@
-// Rows in blocks closed up: which tokens go is said by a mask, or found by their scores, and the last tokens of a row
-// fill the holes.
+// Compaction of rows in blocks: tokens go by a mask or by their scores, and the last tokens of a row fill the holes.
 //
 // Plain C at the border, so that it compiles in a second or two, without the headers of PyTorch.
 
@@ -16,7 +15,7 @@ namespace {
 
 constexpr float LARGEST = std::numeric_limits<float>::max();
 
-// What follows a token from slot to slot beside its columns: `count` buffers [R, widths[2 i], widths[2 i + 1]].
+// Numbers that move with a token beside its columns: `count` buffers [R, widths[2 i], widths[2 i + 1]].
 struct Records {
   int64_t count;
   float** data;
@@ -29,7 +28,7 @@ struct Records {
   }
 };
 
-// Fill the slots below `kept` whose tokens go with the tokens from there on that stay, in their order.
+// Fill the holes below `kept` with the tokens that stay from there on, in their order.
 void close(const Pages& pages, char* gate, int64_t gate_bytes, const Records& records, int64_t row,
            const std::vector<uint8_t>& goes, int64_t kept) {
   const int64_t length = pages.lengths[row];
@@ -56,8 +55,8 @@ struct Rival {
 
 }  // namespace
 
-// See ag.kernels.kv_compact. Either `mask` [R, score_sequence], which slots stay, or `count` [R] and the scores: of
-// sequence b and head h from score + b * score_sequence + h * score_head on, by slot.
+// See ag.kernels.kv_compact. Either `mask` [R, score_sequence], the slots that stay, or `count` [R] and the scores:
+// those of sequence b and head h lie by slot from score + b * score_sequence + h * score_head on.
 extern "C" void kv_compact(const Pages* rows, char* gate, int64_t gate_bytes, int64_t heads, int64_t threads,
                            int64_t notes, float** data, const int64_t* widths, const int32_t* count,
                            const uint8_t* mask, const float* score, int64_t score_sequence, int64_t score_head,

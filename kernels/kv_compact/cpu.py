@@ -1,4 +1,4 @@
-"""Rows in blocks closed up in C++: what goes is chosen and what fills its place is moved in one pass over a row."""
+"""Compaction in C++: one pass over a row chooses the tokens that go and moves those that fill their places."""
 
 from __future__ import annotations
 

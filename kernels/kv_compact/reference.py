@@ -1,4 +1,4 @@
-"""Rows in blocks closed up by PyTorch's sorts and index operations, on any device."""
+"""Compaction by PyTorch's sorts and index operations, on any device."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ag.kernels.pages import Pages, gathered
 
 
 class Worst(NamedTuple):
-    """Which tokens of rows go, by their scores: all but some number of each row.
+    """Scores by which the tokens of a row go until ``stays`` tokens are left.
 
-    First go ranks up to ``expired_to``, whatever they scored and even where they are protected; then the lowest scores
-    of what is not protected, of equal ones the newest first. Protected are ranks below ``sinks``, from ``recent_from``
-    on, and where ``protected`` says so. Where more tokens are protected than are to stay, they all stay.
+    Ranks up to ``expired_to`` go first, even protected ones. Then the lowest scores of unprotected tokens go, of equal
+    scores the newest first. Protected are ranks below ``sinks``, ranks from ``recent_from`` on, and those that
+    ``protected`` marks. If more than ``stays`` tokens are protected, they all stay.
     """
 
-    stays: Tensor  # [R] int32, tokens that stay; rows that hold no more lose nothing
+    stays: Tensor  # [R] int32, tokens that stay; shorter rows lose nothing
     score: Tensor  # [B, Hkv or 1, S] float32 by slot, S at least the longest row
     sinks: Tensor  # [B] long
     recent_from: Tensor  # [B] long
     expired_to: Tensor  # [B] long, -1 where nothing has expired
-    found: Tensor  # [1] int32, becomes 1 where the score of a token that may go by its score is not finite
-    protected: Tensor | None = None  # [B, M] bool, by rank; ranks from M on are not protected so
+    found: Tensor  # [1] int32, set to 1 if the score of an unprotected token is not finite
+    protected: Tensor | None = None  # [B, M] bool, by rank; ranks from M on are not marked
 
 
 def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = ()) -> None:
-    """Do what :func:`ag.kernels.kv_compact.kv_compact` does; on a card the host waits to learn what moves."""
+    """Do what :func:`ag.kernels.kv_compact.kv_compact` does; on a GPU the host waits for the tokens that move."""
     index, there = gathered(pages.table, pages.lengths, pages.keys.shape[1])
     if isinstance(keep, Worst):
         keep = _best(pages, keep, index, there)
@@ -49,7 +49,7 @@ def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = (
 
 
 def _best(pages: Pages, worst: Worst, index: Tensor, there: Tensor) -> Tensor:
-    """Return ``[R, N]`` bool, the slots that stay, of rows whose slots lie at ``index``, where there is a token."""
+    """Return the slots that stay, ``[R, N]`` bool; ``index`` and ``there`` are those of :func:`gathered`."""
     heads = len(pages.table) // len(worst.sinks)
     ranks = pages.ranks.flatten()[index].masked_fill(~there, -1).long()
     sinks, recent_from, expired_to = (

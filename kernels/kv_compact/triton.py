@@ -1,4 +1,4 @@
-"""Rows in blocks closed up in Triton: a program a row says what fills which hole, others move it."""
+"""Compaction in Triton: one program a row assigns tokens to holes, others move the tokens."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ag.kernels.kv_compact.reference import Worst
 from ag.kernels.pages import Pages
 from ag.kernels.tiles import copy_tokens, places
 
-FEW = 8  # tokens up to which a row looks for the worst one by one
-BEST = 1 << 62  # what ranks behind every token that may go
-FIRST = 62  # bit of the numbers that tokens go by, from which on a bound is searched
+FEW = 8  # up to this number of tokens, the worst are found one by one
+BEST = 1 << 62  # number of a token that may not go, above all others
+FIRST = 62  # highest bit of the numbers, where the bit by bit search begins
 
 
 @triton.jit
 def _order(slots, count, ranks, table, score, sinks, recent_from, expired_to, stays, most, PAGE: tl.constexpr,
            LAST: tl.constexpr):  # fmt: skip
-    """Return numbers by which tokens go, the smallest first, LAST where they may not; and how many scores are wrong.
+    """Return a number for each token, the smallest go first, LAST if it may not go; and the count of bad scores.
 
-    A number is made of a score, whose bits are turned so that they are in its order, and of how old the token is.
+    A number is made of the score, whose bits are mapped to integers in the same order, and of the token's rank.
     """
     there = slots < count
     rank = tl.load(ranks + places(table, slots, there, PAGE), mask=there, other=0).to(tl.int64)
@@ -45,7 +45,7 @@ def _order(slots, count, ranks, table, score, sinks, recent_from, expired_to, st
 def _choose(ranks, table, lengths, before, moves, source, target, mask, score, stays_of_row, sinks, recent_from,
             expired_to, found, stays, score_sequence, score_head, stride, most, N, width, H, PAGE: tl.constexpr,
             TILE: tl.constexpr, FEW: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
-    """Say which tokens of a row go, and which of the last ones fill their places, in ``source`` and ``target``."""
+    """Write the slots of a row's holes to ``target``, and of the tokens that fill them to ``source``."""
     row = tl.cast(tl.program_id(0), tl.int64)
     table += row * stride
     source += row * N
@@ -110,7 +110,7 @@ def _choose(ranks, table, lengths, before, moves, source, target, mask, score, s
 @triton.jit(do_not_specialize=["blocks", "N"])
 def _move(keys, values, ranks, gate, table, moves, source, target, stride, blocks, N, D: tl.constexpr, DP: tl.constexpr,
           E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """Move some of the tokens of a row that fill holes; no place is read that another program writes."""
+    """Move TOKENS of the tokens of a row that fill holes; no program reads a place that another one writes."""
     row, first = tl.cast(tl.program_id(0) // blocks, tl.int64), tl.program_id(0) % blocks * TOKENS
     count = tl.load(moves + row)
     if first >= count:
@@ -129,7 +129,7 @@ def _move(keys, values, ranks, gate, table, moves, source, target, stride, block
 
 @triton.jit(do_not_specialize=["N", "S"])
 def _carry(record, lengths, before, moves, source, target, N, S, C, TILE: tl.constexpr):
-    """Let a number of each token of a row go where the token went; those of free slots are 0."""
+    """Move one number of each token of a row with the token, and clear the free slots."""
     row = tl.cast(tl.program_id(0) // C, tl.int64)
     record += tl.cast(tl.program_id(0), tl.int64) * S
     count = tl.load(moves + row)
@@ -138,7 +138,7 @@ def _carry(record, lengths, before, moves, source, target, N, S, C, TILE: tl.con
         mask = number < count
         x = tl.load(record + tl.load(source + row * N + number, mask=mask, other=0), mask=mask, other=0.0)
         tl.store(record + tl.load(target + row * N + number, mask=mask, other=0), x, mask=mask)
-    tl.debug_barrier()  # what is cleared has been read
+    tl.debug_barrier()  # the slots that are cleared have been read
     end = tl.load(before + row)
     for n in range(tl.load(lengths + row), end, TILE):
         slots = n + tl.arange(0, TILE)
@@ -147,7 +147,7 @@ def _carry(record, lengths, before, moves, source, target, N, S, C, TILE: tl.con
 
 @torch.compiler.disable
 def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = ()) -> None:
-    """Do what :func:`ag.kernels.kv_compact.kv_compact` does on the card, which is never waited for."""
+    """Do what :func:`ag.kernels.kv_compact.kv_compact` does on a GPU, without synchronising."""
     keys, values, ranks, gate, table, lengths, *_ = pages
     (rows, most), (_, page, dim), width = table.shape, keys.shape, values.shape[2]
     slots = most * page

@@ -1,14 +1,15 @@
-"""Attention from new tokens to rows of keys and values that lie in pages."""
+"""Attention from new tokens to rows of keys and values in pages."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ag.kernels.dispatch import VARIABLE, function, no_triton, remembered
+from ag.kernels.dispatch import VARIABLE, function, no_triton
 from ag.kernels.native import TYPES
 from ag.kernels.paged_attention import cpu
 from ag.kernels.pages import Facts, Pages
@@ -25,39 +26,39 @@ def paged_attention(
     softmax: Softmax = PLAIN,
     weigh: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend from each query to the tokens of its row that are not newer, where they lie.
+    """Attend from each query to the tokens of its row that are not newer; nothing is gathered.
 
-    The host knows no length: how work is cut follows from the width of the table.
+    The host reads no length: the work is divided by the width of the table.
 
     Args:
         q: ``[B, H, T, D]``; query head h reads KV head h // (H / Hkv).
-        pages: the rows, among them the tokens of the queries; with ``recent`` their gate column is bool: open or
-            closed.
-        ranks: ``[B, T]`` long, of the queries; one below 0 sees nothing. None means that each query sees all that its
-            row holds, as the newest token does; then ``window`` and ``recent`` are None too.
+        pages: the rows, which contain the tokens of the queries; with ``recent`` their gate column is bool, True for
+            open.
+        ranks: ``[B, T]`` long, of the queries; a query of a rank below 0 sees nothing. None means that each query sees
+            all tokens of its row, as the newest token does; then ``window`` and ``recent`` are None too.
         scaling: factor of the logits.
         window: distance from which on no query sees a token; None means that there is no sliding window.
-        recent: newest tokens that a query sees whatever their gates, its own included; None means that gates do not
-            matter.
-        softmax: caps and sink logits of the model.
-        weigh: hand out the weights of a single query (T is 1) too; no key is read again for them.
+        recent: newest tokens that a query sees even if their gates are closed, its own included; None means that gates
+            do not matter.
+        softmax: cap and sink logits of the model.
+        weigh: return the attention weights of a single query (T is 1) too; no key is read again for them.
 
     Returns:
         ``[B, H, T, Dv]``, softmax and sums in float32 (float64 for float64 arguments), 0 where a query sees nothing;
-        and the weights ``[B, H, S]`` float32 by slot of the row, S what the table has room for, 0 where the query sees
-        nothing, or None where nobody asked for them.
+        and the weights ``[B, H, S]`` float32 by slot of the row, S the slots of the table's width, 0 for tokens that
+        the query does not see; None without ``weigh``.
 
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
-        ValueError: when weights of several queries are asked for.
+        ValueError: ``weigh`` with several queries.
     """
     if weigh and q.shape[2] != 1:
-        raise ValueError(f"weights of {q.shape[2]} queries: expected one query where they are asked for")
+        raise ValueError(f"weigh=True with {q.shape[2]} queries: expected one")
     attend = _version(pages.facts, q.dtype, os.environ.get(VARIABLE))
     return attend(q, pages, ranks, scaling, window, recent, softmax, weigh)
 
 
-@remembered
+@functools.cache
 def _version(facts: Facts, dtype: torch.dtype, forced: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
     keys, values = facts.dtypes
     mixed = "queries, keys and values differ in type" if (keys, values) != (dtype, dtype) else None

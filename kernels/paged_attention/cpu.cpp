@@ -1,15 +1,15 @@
-// Attention from new tokens to rows of keys and values in pages, their own among them.
+// Attention from new tokens to rows of keys and values in pages, which contain the new tokens.
 //
 // One query of a sequence (`decode`) is bound by memory. Rows are cut into chunks of CHUNK slots, which threads share.
-// Each chunk gives its own maximum, sum and mix, and the chunks of a row are merged in order. The G query heads of a
-// row read each key and value once. While a page is read another is fetched, as processors foresee only what follows
-// in memory.
+// Each chunk gives a maximum, a sum and a mix of values, and the chunks of a row are merged in order. The G query heads
+// of a row read each key and value once. While one page is read another is prefetched, because processors only predict
+// consecutive addresses.
 //
-// Several queries (`attend`) are bound by products. A block of queries of a row goes through the row's pages with a
-// running softmax. Queries lie side by side in registers where logits are made, so that no register is summed up, and
-// numbers of a value where values are mixed.
+// Several queries (`attend`) are bound by products. A block of queries reads the pages of its row with a running
+// softmax. A register holds several queries where logits are computed, so that it needs no sum of its own numbers, and
+// several numbers of a value where values are mixed.
 //
-// The order of sums depends on slots alone: neither on the number of threads nor on where pages lie.
+// The order of sums depends on slots alone, neither on the number of threads nor on the places of pages.
 // Plain C at the border, so that it compiles in a second or two, without the headers of PyTorch.
 
 #include <algorithm>
@@ -20,21 +20,20 @@
 
 #include "codes.h"
 #include "logits.h"
-#include "softmax.h"
 
 namespace {
 
 constexpr int64_t CHUNK = 256;  // slots of a row that a thread takes at a time, for one query
-constexpr int64_t AHEAD = 2;    // pages that are fetched while one is read
-constexpr int64_t TILE = 64;    // slots between two looks at the maxima, for a block of queries
+constexpr int64_t AHEAD = 2;    // distance in pages from the page that is read to the one that is prefetched
+constexpr int64_t TILE = 64;    // slots between two updates of the maxima, for a block of queries
 constexpr float NONE = -std::numeric_limits<float>::infinity(), LEAST = -std::numeric_limits<float>::max();
 
 struct Call {
   const Pages& pages;
-  const bool* gate;   // null: gates do not matter
-  const int64_t* at;  // [rows / heads, count], ranks of the queries; null: they see all that is held
-  int64_t heads, group, count, window, recent;  // heads: rows of a sequence; window, recent 0: none
-  const float *cap, *sinks;                     // of logits; [rows, group]; null: none
+  const bool* gate;   // null means that gates do not matter
+  const int64_t* at;  // [rows / heads, count], ranks of the queries; null means that they see all tokens
+  int64_t heads, group, count, window, recent;  // heads: rows of a sequence; window, recent: 0 means none
+  const float *cap, *sinks;                     // of logits; [rows, group]; null means none
 };
 
 // Ranks that a query sees: up to `at`, above `open`, and above `closed` where the token's gate is closed.
@@ -89,7 +88,7 @@ void dot(const float* q, const float* keys, int64_t count, int64_t dim, float* s
   }
 }
 
-// Call work(std::integral_constant<int, N>, g) for queries [g, g + N) until all of the group have had their turn.
+// Call work(std::integral_constant<int, N>, g) for queries [g, g + N), until all queries of the group are done.
 template <typename Work>
 void by_four(int64_t group, const Work& work) {
   int64_t g = 0;
@@ -134,7 +133,7 @@ bool look(const Call& call, const Chunk& c, std::vector<Part>& parts, int32_t* s
   return !call.at || number == c.count;
 }
 
-// Room that a thread has for a chunk.
+// Memory of a thread for a chunk.
 struct Room {
   std::vector<float> scores, read, pairs;
   std::vector<int32_t> seen;
@@ -146,8 +145,8 @@ struct Room {
         seen(CHUNK) {}
 };
 
-// What a chunk gives each query: mixes [G, Dv], maxima [G], sums [G], and where they are wanted weights, all of them
-// relative to the maxima.
+// Write the results of a chunk for each query: mixes [G, Dv], maxima [G], sums [G], and weights unless they are null.
+// All but the maxima are relative to these.
 void split(const Call& call, const float* q, const Chunk& c, Room& room, float* mixes, float* weights, int64_t slots) {
   const Pages& pages = call.pages;
   const int64_t group = call.group, dim = pages.keys.width, width = pages.values.width;
@@ -256,13 +255,13 @@ void decode(const Call& call, const float* q, int64_t slots, int64_t threads, fl
 
 // ---- several queries of a sequence
 
-// What a block of queries sees and has seen; each array has a number for each query, `lanes` of them in use.
+// Visible ranks and running softmax of a block of queries; each array has a number for each query, `lanes` in use.
 struct Block {
   int64_t lanes;
-  int32_t at[QUERIES], open[QUERIES], closed[QUERIES];  // a token is seen of a rank above one of the latter, up to `at`
+  int32_t at[QUERIES], open[QUERIES], closed[QUERIES];  // see Reach
   float most[QUERIES], sum[QUERIES];
-  int32_t last = -1, first = std::numeric_limits<int32_t>::max();  // of all: the largest `at`, the smallest `open`
-  int32_t all_to = first, all_from = -1;  // and the smallest `at`, the largest `open`: what lies between all see
+  int32_t last = -1, first = std::numeric_limits<int32_t>::max();  // the largest `at`, the smallest `open`
+  int32_t all_to = first, all_from = -1;  // the smallest `at`, the largest `open`: all queries see ranks between them
 };
 
 // The parts of slots [slot, end) of a row that some query may see.
@@ -295,7 +294,7 @@ void hide(const Call& call, const Block& block, const Part& p, float* s) {
   }
 }
 
-// Logits of a tile become weights, whose sums grow; out shrinks as the maxima grow.
+// Replace the logits of a tile by exponentials, and update the maxima, the sums and the scale of `out`.
 void weigh(const std::vector<Part>& parts, int64_t width, Block& block, float* s, float* out) {
   float most[QUERIES];
   std::copy_n(block.most, block.lanes, most);
@@ -323,7 +322,7 @@ void weigh(const std::vector<Part>& parts, int64_t width, Block& block, float* s
   });
 }
 
-// Room that a thread has for a block.
+// Memory of a thread for a block.
 struct BlockRoom {
   std::vector<float> q, s, read, out;
   std::vector<Part> parts;
@@ -372,7 +371,7 @@ void attend(const Call& call, const float* q, int64_t row, int64_t first, BlockR
     for (const Part& p : room.parts) {
       const float* of_part = s + p.offset * QUERIES;
       const float* values = numbers(pages.values, p, room.read.data());
-      for (int64_t i = 0; i < queries; i += 4)  // the last ones may be no queries, of which nothing is taken
+      for (int64_t i = 0; i < queries; i += 4)  // results of lanes without a query are not read
         mix<4, 1, QUERIES>(of_part + i, values, p.count, width, room.out.data() + i * width);
     }
   }
@@ -393,10 +392,9 @@ void attend_all(const Call& call, const float* q, int64_t threads, float* out) {
 
 }  // namespace
 
-// q [pages.rows, G, count, D] float32, scaled already; gate [P, page] or null; at [rows / heads, count]: ranks of the
-// queries, or null where they see all that is held; window and recent 0 for none; cap [1] and sinks [rows, G], or null;
-// out [rows, G, count, Dv] float32; weights [rows, G, slots] float32, or null where nobody wants them; count is 1 where
-// somebody does. All contiguous.
+// q [pages.rows, G, count, D] float32, already scaled; gate [P, page] or null; at [rows / heads, count]: ranks of the
+// queries, or null if they see all tokens; window and recent 0 for none; cap [1] and sinks [rows, G], or null; out
+// [rows, G, count, Dv] float32; weights [rows, G, slots] float32, or null, as count > 1 requires. All are contiguous.
 extern "C" void paged_attention(const Pages* pages, const float* q, const bool* gate, const int64_t* at, int64_t heads,
                                 int64_t group, int64_t count, int64_t window, int64_t recent, int64_t slots,
                                 int64_t threads, const float* cap, const float* sinks, float* out, float* weights) {

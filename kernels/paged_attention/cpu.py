@@ -1,4 +1,4 @@
-"""Attention to rows in pages in C++, which are read where they lie."""
+"""Attention to rows in pages in C++."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention to rows in pages in Triton: rows are split into chunks, so that few queries fill a card too."""
+"""Attention to rows in pages in Triton: rows are split into chunks, so that few queries use the whole GPU too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ag.kernels.tiles import (
     tuned,
 )
 
-CHUNKS = 1024  # about how many chunks all rows are cut into that fill the table: a few for each processor of a card
+CHUNKS = 1024  # chunks of all rows together where the table is full: a few for each processor of a GPU
 PIECE = 1024  # weights that a program normalises
 
 
@@ -35,9 +35,9 @@ def _attend(q, keys, values, gate, table, lengths, at, partial, lse, weights, sc
             size, window, recent, T, GT, N, heads, QUERIES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
             E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr, CODED: tl.constexpr, held, cap,
             ROWS: tl.constexpr):  # fmt: skip
-    """Attend from a block of the GT queries of a row to one chunk of it; nothing is left of chunks behind its end.
+    """Attend from a block of the GT queries of a row to one chunk of it; chunks behind the row's end write nothing.
 
-    Where somebody wants the ``weights`` ``[R, GT, N]``, their places get the logits, which the other kernel normalises.
+    Logits are stored in ``weights`` ``[R, GT, N]``, unless it is None; the other kernel normalises them.
     """
     item = tl.program_id(0)
     piece, block = item % chunks, item // chunks % blocks
@@ -88,9 +88,9 @@ def _attend(q, keys, values, gate, table, lengths, at, partial, lse, weights, sc
 @triton.jit(do_not_specialize=["chunk", "chunks", "N", "pieces", "T", "H"])
 def _combine(partial, lse, lengths, out, weights, sinks, chunk, chunks, N, pieces, G, T, H, E: tl.constexpr,
              EP: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Mix the chunks of one query, of T of a head and of H heads; a row without tokens gives 0.
+    """Combine the chunks of one query, of T of a head and of H heads; a row without tokens gives 0.
 
-    Of the ``weights`` of a query each of its programs normalises a piece of SLOTS; the first one makes the output.
+    Each program of a query normalises SLOTS of its ``weights``; the first one writes the output.
     """
     query, piece = tl.cast(tl.program_id(0) // pieces, tl.int64), tl.program_id(0) % pieces
     row, head = query // G, query % G
@@ -138,10 +138,10 @@ def paged_attention(
     softmax: Softmax = PLAIN,
     weigh: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Do what :func:`ag.kernels.paged_attention.paged_attention` does on the card, which is never waited for.
+    """Do what :func:`ag.kernels.paged_attention.paged_attention` does on a GPU, without synchronising.
 
-    How many tokens the rows hold is known to the card alone: there is a program for each chunk that the table has room
-    for, and those behind a row's end return at once.
+    The lengths exist only on the GPU: the grid has a program for each chunk of the table's width, and programs behind a
+    row's end return at once.
     """
     (batch, heads, count, dim), (rows, most) = q.shape, pages.table.shape
     page, width = pages.keys.shape[1], pages.channels[1]

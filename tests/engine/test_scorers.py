@@ -21,7 +21,7 @@ from ag.engine.scorers.streaming_llm import StreamingLLM
 from ag.engine.scorers.tova import Tova
 from tests.support.attention_by_hand import SINKS_AND_CAP, Scene, agree, by_group, pool, pooled_before, within
 from tests.support.batches import columns
-from tests.support.bounds import bounded, hold
+from tests.support.bounds import conditioned, hold
 
 EPS = torch.finfo(torch.float32).eps
 SCENES = {
@@ -116,17 +116,18 @@ def test_cake_is_mean_and_unbiased_variance(scene, gamma, window):
 
 @pytest.mark.parametrize("size", [0.0, 0.1, 8.0])
 def test_cakes_variance_agrees_with_float64(size):
-    """A mean of squares less a squared mean would lose what the indicator is about; the weights are given.
-
-    An error of their mean counts squared, as the differences to it sum to 0.
-    """
+    """A mean of squares less a squared mean would lose what the indicator is about; the weights are given."""
     logits = size * torch.randn(1, 1, 32, 130, generator=torch.Generator().manual_seed(0))
     rows = AttentionRows(logits, lambda: None, torch.ones(1, 32, dtype=torch.bool))
     weights = rows.a[0].double()
-    want = (bounded(weights) - weights.mean(1, keepdim=True)).square().sum(1) / 31
+
+    def variance(weights):
+        return (weights - weights.mean(1, keepdim=True)).square().sum(1) / 31
+
+    want = variance(weights)
     # equal terms round alike in a sum, and a square below the normal numbers is off by a step of those
-    sums = 32 * EPS * (want.exact + torch.finfo(torch.float32).smallest_normal)
-    hold(rows.moments[1][0], want.exact, want.error + sums)
+    sums = 32 * EPS * (want + torch.finfo(torch.float32).smallest_normal)
+    hold(rows.moments[1][0], want, conditioned(variance, weights) + sums)
 
 
 def unit(vector):

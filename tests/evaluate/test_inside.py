@@ -5,7 +5,6 @@ import torch
 
 import ag
 from ag.evaluate.inside import Reading, attention_map, gate_map, kept_flags, output_errors
-from tests.support.bounded import Bounded
 from tests.support.bounds import conditioned, hold, of_pass, of_weights
 from tests.support.gates_for import gates_for
 from tests.support.shapes import shaped
@@ -29,10 +28,11 @@ def test_maps_are_the_models_weights(name, tiny_llama, tiny_mistral):
         found = made()
         return found[found > 0].log()
 
-    weights = Bounded(made(), of_pass(model, logarithms) * made(), torch.finfo(torch.float32).eps)
+    weights = made()
+    bound = (of_pass(model, logarithms) + torch.finfo(torch.float32).eps) * weights
     assert len(reading.calls) == len(reading.hidden) == 3
     for layer in range(3):
-        hold(attention_map(reading.calls[layer]), weights[layer])
+        hold(attention_map(reading.calls[layer]), weights[layer], bound[layer])
 
 
 @pytest.mark.parametrize(("scope", "window"), [("causal", 0), ("prompt", 0), ("causal", 4)])

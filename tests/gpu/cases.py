@@ -1,4 +1,4 @@
-"""What the CUDA tests share: the device, sizes, arguments, and references that fit a card.
+"""The device, sizes, arguments and references of the CUDA tests.
 
 With ``AG_GPU_REHEARSAL=1`` the same bodies run on a CPU in Triton's interpreter, with short rows, and float16 in place
 of bfloat16, which the interpreter cannot multiply.
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ag.kernels.gated_attention import chunked, reference
 from ag.kernels.gated_attention.masks import Masks
-from ag.kernels.gated_prefill import reference as prefill_reference
 from tests.support.bounds import Right, right
 
 REHEARSAL = os.environ.get("AG_GPU_REHEARSAL") == "1"
@@ -116,7 +115,6 @@ def of_masks(version: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 formula, plain_torch = of_masks(reference.gated_attention), of_masks(chunked.gated_attention)
-prefill_formula = of_masks(prefill_reference.gated_prefill)
 
 
 def run(
@@ -129,54 +127,29 @@ def run(
     return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
-def part(options: dict[str, Any], b: int) -> dict[str, Any]:
-    """Return the options of one sequence."""
-    return {name: x[b : b + 1] if isinstance(x, Tensor) else x for name, x in options.items()}
-
-
 def exact(
-    function: Callable[..., Tensor], tensors: list[Tensor], weight: Tensor, options: dict[str, Any]
+    function: Callable[..., Tensor],
+    tensors: list[Tensor],
+    weight: Tensor,
+    options: dict[str, Any],
+    gradients: bool = True,
 ) -> list[Right]:
-    """Say what :func:`run` has to give: in float64, one query head at a time, which leaves n^2 matrices room."""
+    """Return what :func:`run` has to give: in float64, one query head at a time, so that n^2 matrices fit."""
     group = tensors[0].shape[1] // tensors[1].shape[1]
 
     def computed(weight: Tensor, *tensors: Tensor) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in tensors]
+        leaves = [x.detach().requires_grad_(gradients) for x in tensors]
         out = torch.zeros_like(weight)
         for b, h in product(range(len(weight)), range(weight.shape[1])):
             q, *rest = ((x[b : b + 1, i : i + 1]) for x, i in zip(leaves, [h, *[h // group] * 3], strict=False))
-            one = function(q, *rest, **part(options, b))
-            (one * weight[b : b + 1, h : h + 1]).sum().backward()
+            mine = {name: x[b : b + 1] if isinstance(x, Tensor) else x for name, x in options.items()}
+            one = function(q, *rest, **mine)
+            if gradients:
+                (one * weight[b : b + 1, h : h + 1]).sum().backward()
             out[b, h] = one.detach()[0, 0]
         return [out, *(x.grad for x in leaves if x.grad is not None)]
 
     return right(computed, weight, *tensors)
-
-
-def by_head(
-    reference: Callable[..., Tensor], q: Tensor, *others: Tensor, options: dict[str, Any], keep: Tensor | None = None
-) -> Right:
-    """Say what a kernel has to give, by its reference in float64 and one query head at a time.
-
-    Args:
-        reference: of ``q``, the ``others`` (keys, values), and flags if there are some.
-        q: ``[B, H, T, D]``.
-        others: ``[B, Hkv, N, D]``.
-        options: of the reference.
-        keep: flags ``[B, Hkv, N]`` bool; None: there are none.
-    """
-    group = q.shape[1] // others[0].shape[1]
-
-    def computed(q: Tensor, *others: Tensor) -> list[Tensor]:
-        given = others if keep is None else (*others, keep)
-
-        def one(b: int, h: int) -> Tensor:
-            mine = (x[b : b + 1, h // group : h // group + 1] for x in given)
-            return reference(q[b : b + 1, h : h + 1], *mine, **part(options, b))
-
-        return [torch.cat([torch.cat([one(b, h) for h in range(q.shape[1])], 1) for b in range(len(q))])]
-
-    return right(computed, q, *others)[0]
 
 
 def scattered(lengths: list[int], dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`python -m ag.fit` on the tiny recipe, and what it leaves behind."""
+"""`python -m ag.fit` on the tiny recipe, and the files of its run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 4
 
 
 def train(recipe: Path, output: Path, *overrides: str, alone: bool = False) -> Path:
-    """Run the command, in a process of its own where ``alone``; expect success, return the run folder."""
+    """Run the command, in another process if ``alone``; expect success, return the run folder."""
     _fit([f"recipe={recipe}", f"output={output}", *overrides], alone)
     [run] = output.glob("tiny/*")
     return run

@@ -1,18 +1,30 @@
 """The engine on a card: the same text, memory that is free again, and decoding that never waits."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 import ag
 from ag.engine.block_pool import BLOCK
 from tests.gpu.cases import DEVICE, FEW, REHEARSAL, here, name
-from tests.gpu.waiting import no_waiting
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
 
 pytestmark = pytest.mark.gpu
 STEPS = 3 + 2 * BLOCK  # each row takes another block on the way
 NEW = 8  # steps without one
+
+
+@contextmanager
+def no_waiting():
+    """Raise ``RuntimeError`` where the host waits for the card."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def step(model, cache, ids, **options):

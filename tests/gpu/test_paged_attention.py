@@ -11,23 +11,20 @@ from tests.support.bounds import near, right
 
 pytestmark = pytest.mark.gpu
 
-ROWS = {  # of two sequences, of one new token each
-    "even": [1000] * 4,
-    "odd": [1, 2, 15, 16, 17, 127, 1000, 4097],
-    "empty": [0, 45, 8193, 1, 300, 0],
-    "one-long": [200_000, 3],
-}
-
-
-#: Lengths of the rows of two sequences, queries, heads of a row, window, recent.
+#: Lengths of the rows of two sequences, queries, query heads of a row, and window and recent; None in their place means
+#: one query without ranks, which is weighed.
 CASES = {
-    "draft": ([1000, 1, 17, 4097], 5, 4, None, None),
-    "turn": ([300, 1000], 127, 1, None, None),
-    "window": ([1000, 300], 65, 8, 200, None),
-    "gates": ([1000, 0, 127, 300], 63, 4, 200, 16),
-    "long": ([200_000, 3], 2, 8, None, None),
-    "one, window": ([1000, 0, 127, 8193], 1, 4, 200, None),
-    "one, gates": ([1000, 300], 1, 8, None, 16),
+    "even": ([1000] * 4, 1, 1, None),
+    "odd": ([1, 2, 15, 16, 17, 127, 1000, 4097], 1, 8, None),
+    "empty": ([0, 45, 8193, 1, 300, 0], 1, 4, None),
+    "one-long": ([200_000, 3], 1, 4, None),
+    "draft": ([1000, 1, 17, 4097], 5, 4, (None, None)),
+    "turn": ([300, 1000], 127, 1, (None, None)),
+    "window": ([1000, 300], 65, 8, (200, None)),
+    "gates": ([1000, 0, 127, 300], 63, 4, (200, 16)),
+    "long": ([200_000, 3], 2, 8, (None, None)),
+    "one, window": ([1000, 0, 127, 8193], 1, 4, (200, None)),
+    "one, gates": ([1000, 300], 1, 8, (None, 16)),
 }
 
 
@@ -42,11 +39,6 @@ def rows(lengths, group, dim, dtype, count=1):
     return q, Pages(keys, values, ranks, gate, table, held), at
 
 
-def weighed(q, pages, scaling, softmax=PLAIN):
-    """What one query gets that sees all that is held, and its weights."""
-    return paged_attention(q, pages, None, scaling, softmax=softmax, weigh=True)
-
-
 def exactly(q, pages, *options, softmax=PLAIN, weigh=False):
     """The reference in float64: the output, and the weights of one query."""
 
@@ -58,50 +50,43 @@ def exactly(q, pages, *options, softmax=PLAIN, weigh=False):
     return right(computed, q, pages.keys, pages.values)
 
 
+def check(what, q, pages, ranks, masks, softmax=PLAIN):
+    """Hold the output, and the weights of a query without ranks, to the reference; twice the same bits."""
+    weigh = masks is None
+    options = (None, 0.1) if masks is None else (ranks, 0.1, *masks)
+    wanted = exactly(q, pages, *options, softmax=softmax, weigh=weigh)
+    got = paged_attention(q, pages, *options, softmax=softmax, weigh=weigh)
+    for mine, want in zip(got, wanted, strict=False):
+        near(mine, want, what)
+    plain, again = (paged_attention(q, pages, *options, softmax=softmax)[0] for _ in range(2))
+    near(plain, wanted[0], what)
+    assert torch.equal(plain, again)
+
+
 @pytest.mark.parametrize(("dim", "dtype"), PAIRS, ids=name)
 def test_output_and_weights(triton_only, dim, dtype):
     torch.manual_seed(dim)
-    for (what, lengths), group in zip(ROWS.items(), (1, 8, 4, 4), strict=True):
-        given = rows(lengths, group, dim, dtype)[:2]
-        wanted, shares = exactly(*given, None, 0.1, weigh=True)
-        got, _ = paged_attention(*given, None, 0.1)
-        near(got, wanted, what, got.dtype)
-        assert torch.equal(got, paged_attention(*given, None, 0.1)[0])
-        out, weights = weighed(*given, 0.1)
-        near(out, wanted, f"{what}, beside the weights", got.dtype)
-        near(weights, shares, f"{what}, weights")
+    for what, (lengths, count, group, masks) in CASES.items():
+        check(what, *rows(lengths, group, dim, dtype, count), masks)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), PAIRS[:2], ids=name)
 def test_capped_logits_and_sink_logits(triton_only, dim, dtype):
     torch.manual_seed(dim)
-    given = rows(ROWS["empty"], 4, dim, dtype)[:2]
-    softmax = Softmax(3.0, torch.linspace(-2, 4, given[0].shape[1], device=DEVICE))
-    wanted, shares = exactly(*given, None, 0.1, softmax=softmax, weigh=True)
-    out, weights = weighed(*given, 0.1, softmax)
-    near(out, wanted, "output", out.dtype)
-    near(weights, shares, "weights")
-
-
-@pytest.mark.parametrize(("dim", "dtype"), PAIRS, ids=name)
-def test_output_behind_masks(triton_only, dim, dtype):
-    torch.manual_seed(dim)
-    for what, (lengths, count, group, window, recent) in CASES.items():
-        q, pages, ranks = rows(lengths, group, dim, dtype, count)
-        (want,) = exactly(q, pages, ranks, 0.1, window, recent)
-        near(paged_attention(q, pages, ranks, 0.1, window, recent)[0], want, what, q.dtype)
+    given = rows(CASES["empty"][0], 4, dim, dtype)
+    check("empty", *given, None, Softmax(3.0, torch.linspace(-2, 4, given[0].shape[1], device=DEVICE)))
 
 
 def test_a_cuda_graph_follows_rows_that_grow(triton_only, card):
     """The grid depends on the table's size alone, so that a captured call sees new lengths, pages and keys."""
-    q, pages, _ = rows(ROWS["odd"], 4, 64, torch.float32)
+    q, pages, _ = rows(CASES["odd"][0], 4, 64, torch.float32)
     lengths = pages.lengths.clone()
     shorter = (lengths - 1).clamp_min(0)
     pages.lengths.copy_(shorter)
-    weighed(q, pages, 0.1)  # compiled before it is captured
+    paged_attention(q, pages, None, 0.1, weigh=True)  # compiled before it is captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, weights = weighed(q, pages, 0.1)
+        out, weights = paged_attention(q, pages, None, 0.1, weigh=True)
     for now in (shorter, lengths):
         pages.lengths.copy_(now)
         q.normal_()

@@ -19,7 +19,7 @@ from ag.kernels.paged_attention import paged_attention
 from ag.kernels.paged_attention import reference as paged_reference
 from ag.kernels.pages import Pages
 from ag.kernels.softmax import PLAIN, Softmax
-from tests.gpu.cases import DEVICE, arguments, draw, exact, formula, prefill_formula, run
+from tests.gpu.cases import DEVICE, arguments, draw, exact, formula, run
 from tests.support.bounds import near, right
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("triton_only")]
@@ -39,7 +39,7 @@ def test_gated_attention():
 
 def test_gated_prefill():
     (q, k, v), keep, options = arguments(**SMALL, padding="left", window=11, recent=2, sinks=1)
-    (want,) = right(lambda *x: [prefill_formula(*x, keep.bool(), **options)], q, k, v)
+    want = exact(formula, [q, k, v, keep], torch.ones_like(q), options, gradients=False)[0]
     near(gated_prefill(q, k, v, keep.bool(), **options), want, "out")
 
 

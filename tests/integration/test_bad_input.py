@@ -1,4 +1,4 @@
-"""What is wrong is told in one line, with the right exit code, and nothing is lost."""
+"""An error is one line with the right exit code, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from ag.run import run_folder
 from ag.training.module import GatedLM
 from tests.support.command import logged, runs, train
 from tests.support.refused import names
+from tests.support.warm import started
 
 
 def tree(folder: Path) -> dict[str, int]:
@@ -77,7 +77,7 @@ def test_processes_with_a_common_id_share_a_folder(tmp_path: Path, monkeypatch: 
 def test_a_sweep_of_a_real_run_which_says_nothing_of_other_projects(recipe: Path, tmp_path: Path) -> None:
     """Without Lightning's advertisements, deprecations that only libraries can mend, and bars in a log file."""
     arguments = [f"recipe={recipe}", "trainer.max_steps=2", "loss.beta=0.3", f"output={tmp_path}"]
-    command = [sys.executable, "-m", "ag.fit", "-m", *arguments]
+    command = [started(), "-m", "ag.fit", "-m", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     [swept] = runs(tmp_path)

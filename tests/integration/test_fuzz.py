@@ -14,8 +14,8 @@ from ag.data import DataError, build
 from ag.engine.policy import Policy
 from ag.errors import UserError
 
-anything = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
-any_file = settings(anything, max_examples=40)  # a case reads and writes files
+anything = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+any_file = settings(anything, max_examples=20)  # a case reads and writes files
 
 
 WORDS = """

@@ -22,7 +22,13 @@ from tests.support.command import logged, runs, start, weights
 from tests.support.refused import refuses
 
 RUN = ["train=gates+lora", "gate.estimator=soft", "lora.dropout=0.1", "trainer.val_every=4", "checkpoint.every_steps=3"]
-RUN += ["trainer.devices=2", "trainer.strategy=ddp", "data.batch_size=1", "plugins=[with_faults]"]
+RUN += [
+    "trainer.devices=2",
+    "trainer.strategy=ddp",
+    "data.batch_size=1",
+    "plugins=[with_faults]",
+    "trainer.max_steps=8",
+]
 PLUGIN = f"import sys\n\nsys.path.append({str(ROOT)!r})\nimport tests.support.faulty\n"  # found as a user's
 
 
@@ -72,7 +78,7 @@ def test_a_rank_that_is_killed_ends_the_command_which_goes_on(recipe: Path, whol
     process.communicate(timeout=400)
     assert process.returncode != 0 and (tmp_path / "fault-done").exists()
     [run] = runs(tmp_path / "runs")
-    assert len(logged(run)) < 12
+    assert len(logged(run)) < 8
     finished(begun(tmp_path, f"resume={run}"))
     equal(run, whole)
 
@@ -89,19 +95,7 @@ def test_a_rank_on_a_cluster_that_is_killed(recipe: Path, whole: Path, tmp_path:
         [line for line in text.splitlines() if line.startswith(("step", "validation", "run"))]
         for text in (out, (run / run_on_cluster.LOG).read_text())
     ]
-    assert shown[0] == shown[1] and out.count("validation at step 12/12") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_shard_that_is_killed(recipe: Path, tmp_path: Path, machines) -> None:
-    """With FSDP2 too, whose checkpoint is gathered from the ranks."""
-    there, here = tmp_path / "there", tmp_path / "here"
-    for place, more, fault in ((there, [f"cluster={machines.address}"], "kill"), (here, [], "")):
-        place.mkdir()
-        finished(begun(place, f"recipe={recipe}", *RUN, "trainer.strategy=fsdp2", *more, fault=fault))
-    assert (there / "fault-done").exists()
-    equal(*runs(there / "runs"), *runs(here / "runs"))
+    assert shown[0] == shown[1] and out.count("validation at step 8/8") == 1
 
 
 @pytest.mark.slow
@@ -147,6 +141,7 @@ def test_what_is_refused(tmp_path: Path, machines, monkeypatch: pytest.MonkeyPat
         run_on_cluster.run_on_cluster(config, lambda: pytest.fail("a run folder"), print)
 
 
+@pytest.mark.slow
 def test_who_runs_where(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPUs of a run of one machine are of one machine."""
     pytest.importorskip("ray", reason="needs ag[cluster]: bash scripts/test.sh")

@@ -54,7 +54,6 @@ CASES = {
         ["train=gates+lora", "warmup.regress_steps=2", "gate.estimator=soft", "loss.mean=hard"],
         lora=LORA,
         extra={"train/regress_loss"},
-        drawn=True,
     ),
     "dense prefill, query heads": Case(
         ["gate.prefill=dense", "gate.sink_tokens=2", "gate.recent_tokens=4", "gate.granularity=query_head"],

@@ -1,4 +1,4 @@
-"""Weights & Biases without a network: what a run and its report leave there, and the sweep of scripts/sweep.yaml."""
+"""Weights & Biases without a network: the files of a run and its report, and the sweep of scripts/sweep.yaml."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 
 from ag.config import Config
 from ag.config.command_line import parse
 from tests.support import ROOT
 from tests.support.warm import started
-
-wandb_agent = pytest.importorskip("wandb.wandb_agent", reason="needs W&B: pip install wandb")
-SWEEP = ROOT / "scripts" / "sweep.yaml"
 
 
 def logged(run: Path) -> list[bytes]:
@@ -57,48 +54,15 @@ def test_export_report_and_pictures(recipe: Path, tmp_path: Path) -> None:
     holds(logged(run)[1], "tiny-report", "comparison", run / "evaluation", ["report.html", "table.md", "results.jsonl"])
 
 
-def composed(monkeypatch: pytest.MonkeyPatch, **values: Any) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment of a trial, as W&B's own agent makes them of the sweep."""
-    utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils", reason="needs W&B: pip install wandb")
-    sweep, made = utils.load_sweep_config(str(SWEEP)), {}
-    monkeypatch.setattr(wandb_agent, "AgentProcess", lambda **told: made.update(told) or type("", (), {})())
-    for name in ("WANDB_SWEEP_ID", "WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):  # which the agent sets
-        monkeypatch.setenv(name, "abc")
-    agent: Any = object.__new__(wandb_agent.Agent)
-    vars(agent).update(_sweep_command=sweep["command"], _in_jupyter=False, _function=None, _run_processes={})
-    agent._forward_signals = False
-    arguments = {name: {"value": value} for name, value in values.items()}
-    agent._command_run({"run_id": "trial1", "program": sweep["program"], "args": arguments})
-    return made["command"], made["env"]
-
-
-@pytest.mark.slow
-def test_sweep_names_keys_of_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each value, or end of a range, that it may draw is one that the recipe takes; the program is there."""
-    utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils", reason="needs W&B: pip install wandb")
-    sweep = utils.load_sweep_config(str(SWEEP))
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+def test_sweep_draws_values_that_keys_of_fit_take() -> None:
+    """Each value, or end of a range, that it may draw; its words are those of the sweep's command."""
+    sweep = yaml.safe_load((ROOT / "scripts" / "sweep.yaml").read_text())
     assert (ROOT / sweep["program"]).is_file()
     assert sweep["metric"] == {"name": Config().checkpoint.monitor, "goal": "minimize"}
+    words = [word for word in sweep["command"] if not word.startswith("$")]
+    assert words[:2] == ["-m", "ag.fit"] and sweep["command"][-1] == "${args_no_hyphens}"
     for name, drawn in sweep["parameters"].items():
         for value in drawn.get("values") or [drawn["min"], drawn["max"]]:
-            words, _ = composed(monkeypatch, **{name: value})
-            assert words[:3] == ["python", "-m", "ag.fit"]
-            config = parse(words[3:], Config, "ag.fit").config
+            config = parse([*words[2:], f"{name}={value}"], Config, "ag.fit").config
             section, _, key = name.partition(".")
             assert getattr(getattr(config, section), key) == value and config.logger == ["wandb"]
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_trial_of_the_sweep(monkeypatch: pytest.MonkeyPatch, recipe: Path, tmp_path: Path) -> None:
-    """The very command of the agent, offline under the id that the agent chose."""
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    words, told = composed(monkeypatch, **{"optim.gate_lr": 1e-3, "gate.head_dim": 16, "warmup.regress_steps": 1})
-    small = [f"recipe={recipe}", "trainer.max_steps=2", "data.val_samples=2", "wandb.offline=true"]
-    environment = {name: told[name] for name in ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")}
-    command(tmp_path, *words[1:], *small, **environment)
-    [run] = (tmp_path / "runs" / "tiny").iterdir()
-    assert (run / "wandb_id.txt").read_text() == "trial1"
-    [record] = logged(run)
-    assert b"optim.gate_lr" in record

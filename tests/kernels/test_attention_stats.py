@@ -1,4 +1,4 @@
-"""What queries pay each key: the reference against the definition, pair by pair, and the other versions against it."""
+"""Statistics of attention: the reference against the definition, pair by pair, and the other versions against it."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ def given(length, heads, kv_heads, dim=12, *, padding=None, queries="all", newes
           softmax=False, dtype=torch.float32, **options):  # fmt: skip
     """Return q, k and the other arguments; ``factors``: the number of last queries whose factor is 0.
 
-    ``scattered``: each head holds its keys in an order of its own, and no key of a third of the ranks.
+    ``scattered``: each head holds its keys in another order, and no key of a third of the ranks.
     """
     generator = torch.Generator().manual_seed(length * 7 + heads)
     q, k = (2 * torch.randn(2, h, length, dim, generator=generator).to(dtype) for h in (heads, kv_heads))
@@ -149,7 +149,7 @@ def test_cpp_does_not_depend_on_the_number_of_threads(monkeypatch, kind):
 
 
 @versions("attention_stats", "cpp", "reference", "triton")
-def test_what_is_not_a_number_shows_and_queries_that_do_not_count_pay_nothing(version):
+def test_nan_shows_and_queries_that_do_not_count_add_nothing(version):
     """In the sums of all keys that the query sees, and in no other head."""
     (q, k, own, *rest), _ = given(40, 2, 2)
     assert not version("sum", q, k, own * 0 - 1, *rest).any()

@@ -1,4 +1,4 @@
-"""Keys and values in codes: what becomes of a number, and every version that writes them."""
+"""Keys and values in codes: the error of a number, and every version that writes codes."""
 
 import pytest
 import torch

@@ -23,15 +23,11 @@ def test_the_first_that_can_run_is_chosen_and_told_once(caplog):
     assert [record.getMessage() for record in caplog.records] == ["sums: chunked (triton: no card)", "sums: triton"]
 
 
-@pytest.mark.parametrize("name", ["chunked", "reference"])
-def test_a_version_can_be_forced(caplog, name):
+def test_a_version_can_be_forced_where_the_operation_has_it(caplog):
     caplog.set_level(logging.INFO)
-    assert dispatch.pick("sums", {"triton": None, "chunked": None, "reference": None}, name) == name
-    assert caplog.messages == [f"sums: {name} (AG_KERNELS asks for it)"]
-
-
-def test_an_operation_without_the_forced_version_keeps_its_own():
+    assert dispatch.pick("sums", {"triton": None, "chunked": None, "reference": None}, "reference") == "reference"
     assert dispatch.pick("decode", {"triton": None, "reference": None}, "chunked") == "triton"
+    assert caplog.messages == ["sums: reference (AG_KERNELS asks for it)", "decode: triton"]
 
 
 def test_an_unknown_version_is_named(monkeypatch):

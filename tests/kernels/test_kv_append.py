@@ -1,4 +1,4 @@
-"""New tokens behind those of their rows: every version against lists."""
+"""Appending of new tokens to rows: every version against lists."""
 
 import pytest
 import torch

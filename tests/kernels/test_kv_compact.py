@@ -1,4 +1,4 @@
-"""What goes leaves rows in blocks: every version against lists."""
+"""Removal of tokens from rows in blocks: every version against lists."""
 
 import pytest
 import torch
@@ -74,15 +74,18 @@ def test_a_mask_keeps_what_it_marks(version, case, share):
     assert all(bool((x[row, :, int(pages.lengths[row]) :] == 0).all()) for x in records for row in range(len(keep)))
 
 
-by_day = ("spans", "expired") if INTERPRETED else CASES
-some = [case for case in CASES if not (INTERPRETED and case == "wide")]  # whose rows the interpreter takes minutes for
+def chosen():
+    """Each case; in the interpreter, which takes minutes for `wide`, with both searches, two of them by day."""
+    for case in CASES if not INTERPRETED else [x for x in CASES if x != "wide"]:
+        for few in (0, 8) if INTERPRETED else (0,):
+            by_day = not INTERPRETED or (case, few) in (("spans", 0), ("expired", 8))
+            yield pytest.param(case, few, marks=[] if by_day else pytest.mark.nightly)
 
 
 @every
-@pytest.mark.parametrize("few", [0, 8] if INTERPRETED else [0])
-@pytest.mark.parametrize("case", [pytest.param(x, marks=[] if x in by_day else pytest.mark.nightly) for x in some])
+@pytest.mark.parametrize(("case", "few"), list(chosen()))
 def test_the_worst_go(monkeypatch, version, case, few):
-    """In Triton found one by one, and bit by bit."""
+    """In Triton one by one, if at most ``few`` go, else by a search bit by bit."""
     if INTERPRETED:
         monkeypatch.setattr("ag.kernels.kv_compact.triton.FEW", few)
     c, generator, pages, records = drawn(CASES[case], len(case))

@@ -1,4 +1,4 @@
-"""Compiling kernels in C++: once per machine, and what is said where that fails."""
+"""Compilation of kernels in C++: once for each machine, and the message if it fails."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor

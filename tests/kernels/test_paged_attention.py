@@ -65,7 +65,7 @@ BY_DAY = ("window_and_recent", "one-recent", "one-held") if INTERPRETED else CAS
 
 def given(lengths, heads, count=1, *, batch=1, window=None, recent=None, ordered=False, held=False, softmax=PLAIN,
           dtype=torch.float32, **options):  # fmt: skip
-    """Return the arguments: rows whose tokens lie in any order unless told, and queries of the newest ranks.
+    """Return the arguments: rows whose tokens lie in any order unless ``ordered``, and queries of the newest ranks.
 
     Some ranks are missing in each row, those of queries too, as they are where every step evicts.
     """
@@ -228,7 +228,7 @@ def test_cpp_depends_neither_on_threads_nor_on_where_pages_lie(count, kind):
 
 
 def test_weights_of_several_queries_are_refused():
-    with pytest.raises(ValueError, match="weights of 3 queries"):
+    with pytest.raises(ValueError, match="weigh=True with 3 queries"):
         paged_attention(*given([40, 9], 2, 3, dim=16), weigh=True)
 
 

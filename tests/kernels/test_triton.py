@@ -1,7 +1,7 @@
 """Runs the tests of the Triton kernels under Triton's interpreter: no GPU is needed.
 
-The variable must be set before Triton is imported, hence a process of its own. There tests that are parametrized by
-versions (tests/support/compiled.py) have that in Triton; files named so are skipped in any other process.
+The variable must be set before Triton is imported, hence another process. There, tests with the parameter ``version``
+(tests/support/compiled.py) run the version in Triton; files named ``test_*_triton.py`` are skipped elsewhere.
 """
 
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Commands and Python that the pages show are run here, reduced, or checked to be what they say."""
 
+import functools
 import json
 import re
 import shlex
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import ag
 from ag import fit, generate, models
@@ -43,7 +45,7 @@ SMALL = [
     "data.prompt_max=80",
     "data.batch_size=1",
     "data.val_batch_size=2",
-    "trainer.max_steps=2",
+    "trainer.max_steps=1",
     "trainer.val_every=0",
     "warmup.regress_steps=1",
     "optim.warmup_steps=0",
@@ -70,11 +72,30 @@ def commands(page):
                 yield words
 
 
-ALL = [(page.name, words) for page in PAGES for words in commands(page)]
+LOADED = functools.cache(ag.AttentionGates.from_pretrained)  # the shipped gates, or those of `small_export`
 
 
-@pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:90]}" for page, words in ALL])
-def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, tmp_path):
+@pytest.fixture(scope="module")
+def small_export(tmp_path_factory):
+    """Gates of one layer, which are read much faster than the shipped ones."""
+    gates = ag.AttentionGates(LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2), ag.GateConfig())
+    gates.calibration = Calibration((0.05, 0.95), (3.0, -3.0))
+    folder = tmp_path_factory.mktemp("gates") / "export"
+    gates.save_pretrained(folder)
+    return folder
+
+
+ALL = [
+    pytest.param(
+        words, id=f"{page.name}: {' '.join(words)[:90]}", marks=[pytest.mark.slow] * (page.parent.name == "results")
+    )
+    for page in PAGES
+    for words in commands(page)
+]
+
+
+@pytest.mark.parametrize("words", ALL)
+def test_command_is_one_that_the_tests_cover(words, capsys, monkeypatch, tmp_path, small_export):
     program = words[2] if words[:2] == ["python", "-m"] else words[0]
     if program in RUNS:
         stop = [] if {"--help", "--recipes"} & set(words) else ["--print"]
@@ -85,8 +106,9 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
         assert expected in capsys.readouterr().out
     elif program == "ag.compare" and not {"--help", "--recipes"} & set(words):
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(ag.AttentionGates, "from_pretrained", LOADED)
         for export in re.findall(r"(?:gates:|flags:|adapter=)([A-Z][\w/]*)", " ".join(words)):
-            shutil.copytree(ROOT / "recipes" / "gates" / "smollm2", export, dirs_exist_ok=True)
+            shutil.copytree(small_export, export, dirs_exist_ok=True)
         assert list_cells(parse(words[3:], CompareConfig, program).config)
     elif program == "ag.compare":
         with pytest.raises(SystemExit, match="0"):
@@ -193,11 +215,8 @@ def test_the_quickstart_and_the_python_example(smollm2, tmp_path, monkeypatch, c
     assert scores["flags"]["kept"] < 1 and scores["flags"]["kv_bytes"] < scores["full cache"]["kv_bytes"]
     assert "2 held-out responses" in capsys.readouterr().out
     prompt = (ROOT / "scripts" / "quickstart.txt").read_text().rstrip()  # as a shell reads it
-    for asked in (
-        [f"gates={folder}/export", f"prompt={prompt}", "max_new_tokens=12", "compare=true"],
-        [word.replace("runs/quickstart/TIME", str(folder)) for word in words["ag.generate"]] + ["max_new_tokens=8"],
-    ):
-        assert generate.main(asked) == 0
+    asked = [word.replace("runs/quickstart/TIME", str(folder)) for word in words["ag.generate"]]
+    assert generate.main([*asked[:-1], f"prompt={prompt}", "max_new_tokens=12", "compare=true"]) == 0
     out = capsys.readouterr().out
     assert out.partition("--- full cache ---\n")[2].startswith(" the weaver has a ticket to Helsinki.")
     (example,) = (block for language, block in BLOCK.findall((ROOT / "README.md").read_text()) if language == "python")

@@ -1,4 +1,4 @@
-"""The oracle of the engine's parts: tiny layers with ragged keys, and their attention written out pair by pair."""
+"""The oracle of the engine's parts: tiny layers with ragged keys, and their attention computed pair by pair."""
 
 import functools
 import itertools
@@ -46,7 +46,7 @@ class Scene:
     """One layer, as an observation and as plain lists in float64.
 
     ``lengths`` are the sequences' tokens. ``ragged``: each KV head holds a random part of them (the newest always);
-    ``queries``: only so many of the last tokens are there as queries; ``sharp`` stretches the logits.
+    ``queries``: number of the last tokens that are queries; ``sharp``: factor of the logits.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Scene:
         return self.v[b, g, : len(self.held[b][g])]
 
     def column_sums(self, b: int, h: int, last: int | None = None) -> list[float]:
-        """What each held token is paid by the queries (the last so many), as a list."""
+        """The sum of each held token's attention weights over the queries, or over the ``last`` of them, as a list."""
         a = self.dense(b, h)[0]
         first = 0 if last is None else max(0, len(a) - last)
         return [sum(float(a[i, j]) for i in range(first, len(a))) for j in range(a.shape[1])]
@@ -212,7 +212,7 @@ def agree(
     expected: dict[tuple[int, int], Sequence[float]],
     skip: Callable[[int, int, int], bool] = lambda b, g, p: False,
 ) -> int:
-    """Assert that a score ``[B, Hkv, N]`` holds the lists ``expected[b, g]`` on every held slot that is not skipped."""
+    """Assert that a score ``[B, Hkv, N]`` is ``expected[b, g]`` on every held slot that is not skipped."""
     got, bound, compared = score(scene.seen), scene.bound(score), 0
     for b, g in scene.places():
         slots = [slot for slot, p in enumerate(scene.held[b][g]) if not skip(b, g, p)]
@@ -247,5 +247,5 @@ def pooled_before(
 
 
 def within(scene: Scene, window: int) -> Callable[[int, int, int], bool]:
-    """Tell the tokens of a window, which are protected and whose score does not count."""
+    """Return a predicate of the tokens of a window, which are protected: their score does not count."""
     return lambda b, g, p: p >= scene.lengths[b] - window

@@ -1,12 +1,12 @@
-"""Memory that a row of tokens takes: whole blocks, counted without the engine."""
+"""Memory of a row of tokens in whole blocks, counted without the engine."""
 
 BLOCK = 16  # tokens
 
 
 def slots(read: int, held: int | None = None) -> int:
-    """Slots of a row that read so many tokens, and of which so many are left; None means that nothing went.
+    """Slots of a row that has read ``read`` tokens and holds ``held`` of them; None means that it holds all.
 
-    Behind the tokens that are left a block more stays for those to come, where the row had one.
+    Behind the held tokens one more block stays for new ones, if the row had one.
     """
     had = -(-read // BLOCK)
     return BLOCK * (had if held is None or held == read else min(had, -(-(held + BLOCK) // BLOCK)))

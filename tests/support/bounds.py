@@ -12,23 +12,6 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tests.support.bounded import STORED, Bounded, bounded
-
-__all__ = [
-    "bounded",
-    "conditioned",
-    "hold",
-    "in_float64",
-    "near",
-    "of_float32",
-    "of_logits",
-    "of_nats",
-    "of_pass",
-    "of_weights",
-    "premise",
-    "right",
-]
-
 CHANGES = 8  # random changes of the operands, of which the mean square is taken
 STEP = 2.0**-10  # of a change: far above roundings of float32, far below what bends a result
 ROUNDINGS = 16  # of every operand and of the result
@@ -37,22 +20,17 @@ PASSES = 8  # differences of a pass in float32 to one in float64
 carried: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # bounds by random tokens, once a model
 
 
-def hold(got: Tensor | float, want: Tensor | float, bound: Tensor | float | None = None, name: object = "") -> None:
-    """Assert that a result is as near to the right one as its operands allow.
+def hold(got: Tensor | float, want: Tensor | float, bound: Tensor | float, name: object = "") -> None:
+    """Assert that a result is within a bound of the right one.
 
     Args:
         got: the result, a number, or of any shape and type.
-        want: what is right; a :class:`bounded.Bounded` brings its bound.
-        bound: of the absolute difference, where ``want`` brings none: a number, or one an element.
-        name: what an error message says of the result.
+        want: the right result.
+        bound: largest absolute difference: a number, or one for each element.
+        name: what an error message calls the result.
     """
     got, want = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in (got, want))
-    if isinstance(want, Bounded):
-        stored = torch.finfo(got.dtype)
-        rounded = STORED * stored.eps if stored.eps > want.eps else 0.0  # else the last operation has counted it
-        bound = want.error + rounded * want.exact.abs() + stored.smallest_normal * stored.eps
-        want = want.exact
-    assert bound is not None and got.shape == want.shape, (name, got.shape, want.shape)
+    assert got.shape == want.shape, (name, got.shape, want.shape)
     mine, right = got.detach().double(), want.detach().double()
     error = (mine - right).abs().masked_fill(mine == right, 0.0)  # infinities too
     share = torch.where(error == 0, 0.0, error / bound) if error.numel() else torch.zeros(1)
@@ -108,11 +86,6 @@ def near(got: Tensor, want: Right, what: object = "", dtype: torch.dtype | None 
     assert got.shape == want.value.shape, (what, got.shape, want.value.shape)
     error, allowed = float((got.detach().double() - want.value).norm()), want.allowed(dtype or got.dtype)
     assert error <= allowed, f"{what}: off by {error:.3g}, allowed {allowed:.3g}"
-
-
-def premise(holds: bool, what: str) -> None:
-    """Assert that what was drawn shows something."""
-    assert holds, what
 
 
 def conditioned(function: Callable[..., Tensor], *operands: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,4 +1,4 @@
-"""A Llama or Mistral forward pass under gates, one unpadded row, written out with dense masks: the tests' oracle."""
+"""The oracle of gates: a Llama or Mistral forward pass of one unpadded row under dense masks."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def forward(
     flags: dict[int, Tensor] = {}
 
     def visible(index: int, hidden: Tensor) -> Tensor:
-        """What stays open of a layer, whose gate reads its own input or that of an earlier one."""
+        """The visible pairs of a layer, whose gate reads its input or that of an earlier layer."""
         inputs.append(hidden[:gated])
         seen = causal.clone()
         if str(index) not in gates.layers:
@@ -59,7 +59,7 @@ def kept(
 ) -> list[list[int]]:
     """Columns that a layer, which may have a window, holds after ``total`` tokens, a list for each KV head.
 
-    ``first`` is the column of the first query of the last forward pass after the prompt: what it saw is still there.
+    ``first`` is the column of the first query of the last forward pass after the prompt; tokens that it saw are held.
     """
     config, first = gates.config, max(first, prompt)
     judged = total if config.covers == "all" else prompt

@@ -1,4 +1,4 @@
-"""Brought made by hand, decisions that show them, and what selections keep, in lists."""
+"""Candidates made by hand, decisions on them, and the tokens that selections keep, as lists."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def candidates_of(
     preference: Sequence[float] | None = None,
     levels: int | None = None,
 ) -> list[Candidates]:
-    """One candidates per layer of a batch of one, ``lengths`` tokens each; ``levels`` distinct scores make ties."""
+    """The candidates of each layer of a batch of one, of ``lengths`` tokens; ``levels`` distinct scores make ties."""
     make = torch.Generator().manual_seed(seed)
     result = []
     for layer, n in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""`python -m ag.fit` in this process or in its own, and what it leaves behind."""
+"""`python -m ag.fit` in this process or another one, and the files of its run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def resume(run: Path, *overrides: str) -> Path:
 
 
 def start(*arguments: str | Path, script: Path | None = UNDRAWN, **options: Any) -> subprocess.Popen[str]:
-    """Run a script, or the command where there is none, in a process of its own."""
+    """Start a script in another process; None means the command itself."""
     program = ["-m", "ag.fit"] if script is None else [str(script)]
     return subprocess.Popen(
         [started(), *program, *map(str, arguments)],
@@ -51,7 +51,7 @@ def runs(output: Path) -> set[Path]:
 
 
 def logged(run: Path) -> list[dict[str, float]]:
-    """metrics.csv without what depends on the clock."""
+    """metrics.csv without the column that depends on the clock."""
     return [
         {name: value for name, value in row.items() if name != "train/tokens_per_second"}
         for row in read_metrics(run / "metrics.csv")
@@ -65,7 +65,7 @@ def column(run: Path, name: str) -> list[float]:
 def same_rows(rows: list[dict[str, float]], expected: list[dict[str, float]], moved: list[dict[str, float]]) -> None:
     """Assert that two runs log the same but for rounding.
 
-    How far they carry it, a column each, is measured by a run from weights that are off by a rounding (``moved_base``).
+    The bound of a column comes from a third run, whose weights are off by a rounding (``moved_base``).
     """
     assert [list(row) for row in rows] == [list(row) for row in expected]
     for name in dict.fromkeys(name for row in expected for name in row):
@@ -76,7 +76,7 @@ def same_rows(rows: list[dict[str, float]], expected: list[dict[str, float]], mo
 
 
 def same_weights(run: Path, expected: Path, moved: Path) -> None:
-    """Assert that two runs train the same weights but for rounding: of all, what moves one the most."""
+    """Assert that two runs train the same weights but for rounding: the largest move of any weight in a third run."""
     found, wanted, off = map(weights, (run, expected, moved))
     assert found.keys() == wanted.keys() == off.keys()
     apart = max(float((off[name] - x).abs().max()) for name, x in wanted.items())

@@ -1,33 +1,27 @@
-"""What all tests share: tiny models, a tiny tokenizer, the converted SmolLM2, the shared data."""
+"""Fixtures of all tests: tiny models, a tiny tokenizer, the converted SmolLM2, the shared data.
+
+Torch and transformers are imported by the fixtures that need them: a run of tests without models takes a second.
+"""
+
+from __future__ import annotations
 
 import os
 import string
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from ag.wheels import SMOLLM2, WheelNotFoundError
 from tests.support import ROOT, interpreter
 from tests.support.machines import machines as machines
 from tests.support.machines import warm_workers as warm_workers
 from tests.support.undrawn import undraw
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.make_quick()
@@ -45,20 +39,17 @@ GEOMETRY = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-TinyModel = Callable[..., PreTrainedModel]
-
-# the same examples in every run, so that a failure is somebody's change
+# the same examples in every run, so that a failure comes from a change of the code
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
-
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    rehearsal = os.environ.get("AG_GPU_REHEARSAL") == "1"
-    if item.get_closest_marker("gpu") and not (torch.cuda.is_available() or rehearsal):
-        pytest.skip("needs a CUDA device: python scripts/gpu.py, on a machine that has one")
+    if item.get_closest_marker("gpu") and os.environ.get("AG_GPU_REHEARSAL") != "1":
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device: python scripts/gpu.py, on a machine that has one")
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +78,12 @@ def no_figures() -> Iterator[None]:
         yield
 
 
-def _factory(config_class: type, model_class: type, **defaults: Any) -> TinyModel:
+def _factory(family: str, kind: str = "", **defaults: Any) -> Callable[..., PreTrainedModel]:
+    import torch
+    import transformers
+
+    config_class, model_class = (getattr(transformers, family + x) for x in (f"{kind}Config", "ForCausalLM"))
+
     def make(seed: int = 0, **overrides: Any) -> PreTrainedModel:
         torch.manual_seed(seed)
         model: PreTrainedModel = model_class(config_class(**GEOMETRY | defaults | overrides)).eval()
@@ -97,40 +93,41 @@ def _factory(config_class: type, model_class: type, **defaults: Any) -> TinyMode
 
 
 @pytest.fixture(scope="session")
-def tiny_llama() -> TinyModel:
+def tiny_llama() -> Callable[..., PreTrainedModel]:
     """`tiny_llama(seed=0, **config)`: a random float32 model of 3 layers, 4 query and 2 KV heads of 16."""
-    return _factory(LlamaConfig, LlamaForCausalLM, head_dim=16)
+    return _factory("Llama", head_dim=16)
 
 
 @pytest.fixture(scope="session")
-def tiny_mistral() -> TinyModel:
+def tiny_mistral() -> Callable[..., PreTrainedModel]:
     """`tiny_mistral(seed=0, sliding_window=16, **config)`."""
-    return _factory(MistralConfig, MistralForCausalLM, head_dim=16, sliding_window=16)
+    return _factory("Mistral", head_dim=16, sliding_window=16)
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen2() -> TinyModel:
-    return _factory(Qwen2Config, Qwen2ForCausalLM)
+def tiny_qwen2() -> Callable[..., PreTrainedModel]:
+    return _factory("Qwen2")
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen3() -> TinyModel:
-    return _factory(Qwen3Config, Qwen3ForCausalLM, head_dim=16)
+def tiny_qwen3() -> Callable[..., PreTrainedModel]:
+    return _factory("Qwen3", head_dim=16)
 
 
 @pytest.fixture(scope="session")
-def tiny_gemma3() -> TinyModel:
+def tiny_gemma3() -> Callable[..., PreTrainedModel]:
     """`tiny_gemma3(seed=0, sliding_window=12, **config)`: every other layer of four has a window, the first too."""
-    from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig  # few tests need this import
-
     kinds = ["sliding_attention", "full_attention"] * 2
     sizes = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 12, "layer_types": kinds}
-    return _factory(Gemma3TextConfig, Gemma3ForCausalLM, **sizes, query_pre_attn_scalar=16)
+    return _factory("Gemma3", "Text", **sizes, query_pre_attn_scalar=16)
 
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token a printable ASCII character, ids below the tiny models' 128."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     characters = [*string.printable[:95], "\n"]
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *characters])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

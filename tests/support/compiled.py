@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 
-from ag.kernels import dispatch, native
+from ag.kernels import attention_stats, dispatch, gemv, kv_append, kv_compact, native, paged_attention
 
 INTERPRETED = dispatch.INTERPRETED
 
@@ -29,5 +29,6 @@ def versions(operation: str, *names: str) -> pytest.MarkDecorator:
 
 def forget() -> None:
     """Forget what was compiled, chosen and logged in this process."""
-    for cached in (native._function, dispatch._tell, *dispatch._remembered):
+    choices = [x._version for x in (attention_stats, kv_append, kv_compact, paged_attention)]
+    for cached in (native._function, dispatch._tell, gemv.version, *choices):
         cached.cache_clear()

@@ -1,4 +1,4 @@
-"""The forward pass of a Llama, Mistral or Qwen, one row, written out: the oracle that caches and gates are held to."""
+"""The oracle of caches and gates: the forward pass of one row of a Llama, Mistral or Qwen."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def masked(
         model: whose layers these are.
         ids: ``[T]``.
         visible: from a layer's index and input ``[T, d]`` to the keys that each query sees, ``[Hkv or 1, T, T]`` bool.
-        watch: is shown q, k, v, rotated, and the input of each layer.
+        watch: called with the rotated q, k, v and the input of each layer.
     """
     places = torch.arange(len(ids))
     turn = model.get_decoder().rotary_emb(model.get_input_embeddings()(ids)[None], places[None])

@@ -30,7 +30,7 @@ class Drawn(Scorer):
 
     Attributes:
         seed: of what is drawn.
-        lowered: a layer all of whose scores are 16 lower; None: there is none.
+        lowered: a layer all of whose scores are 16 lower; None means no layer.
     """
 
     seed: int = 0

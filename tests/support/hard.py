@@ -1,4 +1,4 @@
-"""Inputs on which a sum loses what it is about."""
+"""Inputs whose sums lose digits."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What a cache held when each token attended, and the forward pass that this stands for, written out with dense masks.
+"""The tokens that a cache held when each query attended, and the equivalent forward pass under dense masks.
 
 Nothing here is shared with the library's attention: the logits of a run are recomputed from the record alone.
 """
@@ -26,15 +26,15 @@ from tests.support.dense import masked
 
 @dataclass
 class Arrival:
-    """Tokens that came to a layer: their ranks by sequence, and what each head held with them and lets queries see."""
+    """New tokens of a layer: their ranks by sequence, and the tokens that each head holds and shows with them."""
 
     new: list[list[int]]
     held: list[list[list[int]]]  # ranks by sequence and head
-    open: list[list[set[int]]]  # of these, those that queries see whatever their distance, by sequence and head
-    near: int | None  # newest tokens, its own included, that a query sees of the others; None: all
+    open: list[list[set[int]]]  # held tokens that queries see at any distance, by sequence and head
+    near: int | None  # newest tokens, its own included, that a query sees of the others; None means all
 
     def seen(self, row: int, head: int, query: int) -> list[int]:
-        """Ranks that a query sees of what its head held."""
+        """Ranks that a query sees of its head's tokens."""
         open_, near = self.open[row][head], self.near
         return [
             t for t in {*self.held[row][head], query} if t <= query and (near is None or query - t < near or t in open_)
@@ -43,7 +43,7 @@ class Arrival:
 
 @dataclass
 class Run:
-    """A run of a cache: by layer every arrival; after every pass what each layer, sequence and head holds."""
+    """A run of a cache: every arrival by layer, and the tokens of each layer, sequence and head after every pass."""
 
     cache: ag.EvictionCache
     arrivals: list[list[Arrival]]
@@ -51,7 +51,7 @@ class Run:
     logits: list[torch.Tensor] = field(default_factory=list)  # [own tokens, V] by sequence
 
     def visible(self, layer: int, row: int, length: int) -> Tensor:
-        """``[Hkv, length, length]`` bool: what each query saw of the tokens that its head held when it attended."""
+        """The held tokens that each query saw, ``[Hkv, length, length]`` bool."""
         heads = len(self.arrivals[layer][0].held[row])
         seen = torch.zeros(heads, length, length, dtype=torch.bool)
         for arrival in self.arrivals[layer]:
@@ -63,7 +63,7 @@ class Run:
 
 @contextmanager
 def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
-    """Record every arrival of the text's tokens at the layers of a cache; a repetition of a prompt is none."""
+    """Record every arrival of tokens at the layers of a cache; KVzip's repetitions of a prompt do not count."""
     arrivals: list[list[Arrival]] = [[] for _ in cache.layers]
     read = Layer.read
 
@@ -83,7 +83,7 @@ def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
 
 
 def arrived(layer: Layer, new: list[list[int]], batch: Any, store: KVStore) -> Arrival:
-    """What a layer holds as its queries attend."""
+    """Return the tokens that a layer holds when its queries attend."""
     index, ranks = store.ledger(layer.index)
     held = [[sorted(t for t in head.tolist() if t >= 0) for head in heads] for heads in ranks]
     dense = batch.is_prefill and layer.gates is not None and layer.gates.config.prefill == "dense"
@@ -119,7 +119,7 @@ def feed(
     side: str = "left",
     parts: int = 0,
 ) -> Run:
-    """Feed rows in passes, each of which takes so many tokens of each row, padded as :func:`batches.padded` says.
+    """Feed rows in passes, which are lists of each row's tokens, padded by :func:`batches.padded`.
 
     The first ``parts`` passes are the prompt, which is announced; 0 means that the first pass is the prompt.
     """
@@ -141,7 +141,7 @@ def feed(
 
 
 def check(model: Any, rows: Sequence[Tensor], result: Run) -> None:
-    """Assert that the logits of a run are those of its record under masks."""
+    """Assert that the logits of a run equal those of its record under masks."""
     for b, row in enumerate(rows):
         seen = [result.visible(layer, b, len(row)) for layer in range(len(result.arrivals))]
 
@@ -153,7 +153,7 @@ def check(model: Any, rows: Sequence[Tensor], result: Run) -> None:
 
 
 def observed_calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[AttentionCall, Tensor]]]:
-    """By layer, the q, k, v of all that comes from now on, and which of them are tokens."""
+    """Record q, k, v of each attention call from now on, by layer, and which of them are tokens."""
     calls: dict[int, list[tuple[AttentionCall, Tensor]]] = defaultdict(list)
     attend: Callable[[ag.EvictionCache, AttentionCall], Tensor] = ag.EvictionCache.attend
 

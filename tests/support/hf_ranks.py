@@ -1,4 +1,4 @@
-"""A Trainer of one process or of two; apart from the tests, as every process imports it."""
+"""A Trainer of one process or two, in a module that every process imports."""
 
 from __future__ import annotations
 

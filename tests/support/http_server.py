@@ -1,4 +1,4 @@
-"""The server in a process of its own, with a random model and a tokenizer of bytes."""
+"""The server in another process, with a random model and a tokenizer of bytes."""
 
 from __future__ import annotations
 

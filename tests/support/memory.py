@@ -1,4 +1,4 @@
-"""The memory of tensors: of those that Python can reach, and of those that operations make."""
+"""The memory of the tensors that Python can reach, and of the largest that an operation makes."""
 
 import gc
 from typing import Any
@@ -16,7 +16,7 @@ def storages() -> dict[int, int]:
 
 
 class Largest(TorchDispatchMode):
-    """Remembers how many elements the largest tensor has that any operation made."""
+    """Record the number of elements of the largest tensor that an operation makes."""
 
     size = 0
 

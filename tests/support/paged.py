@@ -21,7 +21,7 @@ def pages_of(
     scattered: bool = True,
     seed: int = 0,
 ) -> Pages:
-    """Rows of these numbers of tokens, with spare pages each; free slots hold NaN, so that reading one shows."""
+    """Rows of ``lengths`` tokens with ``spare`` more pages each; free slots hold NaN, so that reading one shows."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-length // page) + spare for length in lengths]
     total = sum(needed) + 2
@@ -49,7 +49,7 @@ def places(pages: Pages, row: int) -> Tensor:
 
 
 def read(pages: Pages, column: Tensor, row: int) -> Tensor:
-    """What a column holds of a row, slot by slot."""
+    """The numbers of a row in a column, slot by slot."""
     return column.flatten(0, 1)[places(pages, row)]
 
 

@@ -5,42 +5,31 @@ allpairspy would be shorter still, but loses pairs where some cases are not allo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from typing import Any
 
-Case = tuple[int, ...]  # a value's place, by parameter
-Pair = tuple[tuple[int, int], ...]
-
 
 def covering(allowed: Callable[..., bool] = lambda **_: True, **values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Choose cases that cover all pairs, always the same ones.
-
-    Greedy: the first pair that is still missing is covered by the case that brings the most of them.
+    """Choose cases that cover all pairs, always the same ones: greedily, as many missing pairs as possible at a time.
 
     Args:
-        allowed: says of a case, by keyword, whether it may run. A pair that no allowed case holds is left out.
+        allowed: predicate of a case, by keyword. A pair that no allowed case holds is left out.
         values: the values of each parameter.
 
     Returns:
-        A tuple a case, in the order of the parameters, sorted by their values' places.
+        A tuple for each case, in the order of the parameters, sorted by their values' places.
     """
 
-    def named(case: Case) -> dict[str, Any]:
+    def named(case: tuple[int, ...]) -> dict[str, Any]:
         return {name: options[place] for (name, options), place in zip(values.items(), case, strict=True)}
 
-    def pairs(case: Case) -> Iterator[Pair]:
-        return combinations(enumerate(case), 2)
-
-    holding: dict[Pair, list[Case]] = {}
-    for case in product(*(range(len(options)) for options in values.values())):
-        if allowed(**named(case)):
-            for pair in pairs(case):
-                holding.setdefault(pair, []).append(case)
-    missing, found = dict.fromkeys(holding), []
+    cases = [case for case in product(*(range(len(x)) for x in values.values())) if allowed(**named(case))]
+    pairs = {case: dict.fromkeys(combinations(enumerate(case), 2)) for case in cases}
+    missing, found = {pair: None for case in cases for pair in pairs[case]}, []
     while missing:
-        best = max(holding[next(iter(missing))], key=lambda case: sum(pair in missing for pair in pairs(case)))
-        found.append(best)
-        for pair in pairs(best):
-            missing.pop(pair, None)
+        first = next(iter(missing))
+        holding = (case for case in cases if first in pairs[case])
+        found.append(max(holding, key=lambda case: sum(pair in missing for pair in pairs[case])))
+        missing = {pair: None for pair in missing if pair not in pairs[found[-1]]}
     return [tuple(named(case).values()) for case in sorted(found)]

@@ -1,4 +1,4 @@
-"""A decoding step written down operation by operation, to be done again in the same memory, as a CUDA graph does it."""
+"""A decoding step recorded operation by operation and replayed in the same memory, like a CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from ag.kernels.native import Kernel
 
-#: Operations for which the host waits until a device has come so far.
+#: Operations that synchronise the host with a device.
 WAITS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select"}
 WAITS |= {"_unique2", "unique_dim", "unique_consecutive"}
 
 
 @contextmanager
 def host_reads(notice: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Notice what brings a tensor to the host and is no operation for one that is there already."""
+    """Call ``notice`` for methods that copy a tensor to the host, which are no operations on a CPU."""
 
     def noticing(name: str) -> Callable[..., Any]:
         method = getattr(Tensor, name)
@@ -37,7 +37,7 @@ def host_reads(notice: Callable[[str, Tensor], None]) -> Iterator[None]:
 
 
 class Tape(TorchDispatchMode):
-    """Write down every operation of PyTorch and every call of a kernel in C++, with its memory."""
+    """Record every operation of PyTorch and every call of a kernel in C++, with its memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ class Tape(TorchDispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Write down what happens here."""
+        """Record the operations within the context."""
         call = Kernel.__call__
         reads = host_reads(lambda name, x: self.waits.append(name))
 
@@ -68,7 +68,7 @@ class Tape(TorchDispatchMode):
             yield
 
     def replay(self) -> None:
-        """Do it all again: what an operation makes goes where it went at first."""
+        """Repeat all operations: each result is written to the memory of the first one."""
         for func, args, kwargs, out in self.calls:
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
@@ -77,11 +77,11 @@ class Tape(TorchDispatchMode):
 
 
 class Recorder:
-    """What :class:`ag.engine.step_runner.StepRunner` records with: one tape for each recording.
+    """The recorder of :class:`ag.engine.step_runner.StepRunner`: one tape for each recording.
 
     Attributes:
         tapes: the recordings so far.
-        replays: how often one was done again.
+        replays: number of replays.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Recorder:
         self.replays = 0
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Run a function and write down what it does."""
+        """Run a function and record it."""
         tape = Tape()
         with tape.running():
             out = run()

@@ -1,4 +1,4 @@
-"""The losses of one process or two; apart from the tests, as every process imports it."""
+"""The losses of one process or two, in a module that every process imports."""
 
 from __future__ import annotations
 

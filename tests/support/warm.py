@@ -1,8 +1,8 @@
-"""A Python that starts at once: a fork of a process that has already imported the libraries.
+"""A Python that starts at once: a fork of a server process that has already imported the libraries.
 
-Only other projects' libraries are there, none of this one's; what a command changes ends with it, and the processes
-that it spawns through multiprocessing start as soon. The environment that libraries read while they are imported is
-that of the first process; where it asks for Triton's interpreter, that one is made quick.
+The server imports other projects' libraries only, none of this one's. What a command changes ends with its process, and
+processes that it spawns through multiprocessing start as quickly. The libraries see the server's environment while they
+are imported; with ``TRITON_INTERPRET=1`` Triton's interpreter is made quick.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import atexit
 import fcntl
 import functools
 import gc
+import hashlib
 import json
 import multiprocessing.spawn
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,11 +26,12 @@ import tempfile
 import threading
 import traceback
 import types
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from filelock import FileLock
 
 from tests.support import ROOT
 from tests.support.interpreter import make_quick
@@ -60,33 +63,37 @@ os._exit(code)
 """
 
 
-@contextmanager
-def warm_python(folder: Path, **environment: str) -> Iterator[Path]:
-    """Give a program that stands for Python: ``-u`` or not, ``-m MODULE``, ``-c CODE`` or a script, and arguments."""
-    address, python = folder / "warm.socket", folder / "python"
-    python.write_text(CLIENT.format(python=sys.executable, address=str(address)))
-    python.chmod(0o755)
-    command = [sys.executable, "-m", "tests.support.warm", str(address), str(python)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}  # the first ends with this process
-    with subprocess.Popen(command, text=True, cwd=ROOT, env=os.environ | environment, **pipes) as server:
-        try:
-            assert server.stdout is not None and server.stdout.readline() == "ready\n"
-            yield python
-        finally:
-            server.kill()
-
-
 @functools.cache
 def started(**environment: str) -> str:
-    """Return the path of a warm Python that lasts as long as this process, one for each environment."""
-    stack = ExitStack()
-    atexit.register(stack.close)
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
-    return str(stack.enter_context(warm_python(Path(folder), **environment)))
+    """Return the path of a program that stands for Python: ``-u`` or not, ``-m MODULE``, ``-c CODE`` or a script.
+
+    Its server ends with this process, or with the process that hands tests to several, which share one server for each
+    environment.
+    """
+    shared = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    watched = os.getppid() if shared else os.getpid()
+    if shared:
+        name = hashlib.sha256(repr((shared, sorted(environment.items()))).encode()).hexdigest()[:16]
+        folder = Path(tempfile.gettempdir()) / f"warm-python-{name}"
+        folder.mkdir(exist_ok=True)
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
+    address, python = folder / "socket", folder / "python"
+    with FileLock(folder / "lock"):
+        if not python.exists():
+            command = [sys.executable, "-m", "tests.support.warm", str(address), str(python), str(watched)]
+            server = subprocess.Popen(
+                command, text=True, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE
+            )
+            assert server.stdout is not None and server.stdout.readline() == "ready\n"
+            python.write_text(CLIENT.format(python=sys.executable, address=str(address)))
+            python.chmod(0o755)
+    return str(python)
 
 
-def serve(address: str, python: str) -> NoReturn:
-    """Import the libraries, and answer each client with a process of its own."""
+def serve(address: str, python: str, watched: str) -> NoReturn:
+    """Import the libraries, and answer each client with a new process, until the watched process ends."""
+    end = os.pidfd_open(int(watched))
     for name in LIBRARIES:
         import_module(name)
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -97,7 +104,7 @@ def serve(address: str, python: str) -> NoReturn:
     listener.bind(address)
     listener.listen()
     print("ready", flush=True)
-    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+    while end not in select.select([listener.fileno(), end], [], [])[0]:
         client, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
@@ -105,6 +112,7 @@ def serve(address: str, python: str) -> NoReturn:
         client.close()
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
             pass
+    shutil.rmtree(Path(address).parent, ignore_errors=True)
     os._exit(0)
 
 
@@ -150,6 +158,7 @@ def place(files: dict[int, int]) -> None:
 
 def work(words: list[str], environment: dict[str, str], folder: str, python: str) -> int:
     """Do what Python does with these words; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
