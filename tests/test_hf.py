@@ -131,7 +131,7 @@ def gradients(parameters):
 @pytest.mark.parametrize("lora", [False, True], ids=["gates", "lora"])
 def test_loss_and_gradients_are_those_of_lightnings_path(make, objective, more, lora):
     """With the very same operations, so to the last bit; Lightning's are checked by hand in tests/training."""
-    config = configured(loss={"objective": objective, **more}, warmup=WarmupConfig(target="obcache_value", keep=0.3))
+    config = configured(loss={"objective": objective, **more}, warmup=WarmupConfig(keep=0.3))
     trainer, data = make(config, lora), batch()
     trainer.state.global_step = 17
     given = {name: value for name, value in data.items() if name != "prompt_length"}  # labels say where it ends

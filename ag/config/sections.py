@@ -104,7 +104,6 @@ class DataConfig:
     )
     solution_min: int = key(200, "shortest solution in tokens (worked; roughly)", low=20)
     solution_max: int = key(400, "longest solution in tokens (worked)", low=60)
-    streaming: bool = key(False, "read the dataset while training instead of before (text)")
     cache: str | None = key(None, "folder that keeps tokenised rows for the next run and for all processes (text)")
     train_samples: int | None = key(None, "use the first N training rows only", low=1)
     val_samples: int | None = key(None, "use the first N validation rows only", low=1)
@@ -154,9 +153,9 @@ class WarmupConfig:
 
     regress_steps: int = key(0, "first steps that train the gates by regression; 0: none", low=0)
     lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
-    target: Literal["attention", "obcache_value", "kvzip", "reread"] = key(
+    target: Literal["attention", "kvzip", "reread"] = key(
         "attention",
-        "what gates predict of a key, from later queries: their attention on it; sqrt(sum A^2) * ||v||; kvzip: the "
+        "what gates predict of a key, from later queries: their attention on it; kvzip: the "
         "largest attention that a token of the response pays, times ||v|| (meant for data.packing=repeated); reread: "
         "the largest attention while the engine repeats the whole row, chunk by chunk (for data.packing=packed)",
     )

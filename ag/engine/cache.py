@@ -28,7 +28,7 @@ from ag.engine.spec import PolicySpec
 from ag.errors import UserError
 from ag.model.geometry import entry_sizes, fingerprint
 from ag.model.hooks import decoder_of, device_of, instrument
-from ag.model.support import check_attention, check_ranks
+from ag.model.support import check_attention
 
 
 class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers are no layers of transformers
@@ -179,8 +179,6 @@ class EvictionCache(Forward, Held, Cache):  # type: ignore[misc] # its layers ar
                 number, as in transformers.
         """
         if isinstance(tokens_to_remove, Sequence):
-            if any(tokens_to_remove):
-                check_ranks(self.decoder, f"crop({[*tokens_to_remove]})")
             remove: int | Sequence[int] = tokens_to_remove
         else:
             remove = -operator.index(tokens_to_remove)

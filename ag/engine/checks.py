@@ -12,7 +12,7 @@ from ag.gates.attach import alike, attached_gates, check_geometry, move_to_layer
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import device_of
 from ag.model.projection import output_projection
-from ag.model.support import check_ranks, check_rotations
+from ag.model.support import check_rotations
 
 if TYPE_CHECKING:
     from ag.engine.forward import Forward
@@ -53,8 +53,6 @@ def check_needs(wanting: Policy, decoder: Any) -> None:
         )
     if wanting.scorer is None:
         return
-    if wanting.rereads:
-        check_ranks(decoder, repr(wanting))
     if wanting.scorer.needs.rotations:
         check_rotations(decoder, repr(wanting), "Use another policy.")
     for layer in decoder.layers if wanting.scorer.needs.output_projection else ():
@@ -78,7 +76,6 @@ def check_add(cache: Forward, other: Forward) -> None:
     if other is cache or not len(other.sequences):
         raise UserError("add: expected another cache that has read its prompt; read it first.")
     for each in (cache, other):
-        check_ranks(each.decoder, "add")
         each.check_whole()
         each.sequences.check_by_rank("add")
         if len(each.sequences) and not each.sequences.ready:

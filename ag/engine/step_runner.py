@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ag.engine.attention_stats import COLUMNS
 from ag.engine.cache import EvictionCache
 from ag.errors import UserError
-from ag.model.support import check_ranks
 
 #: Runs a function, or records it: returns what it computed, and what computes that again in the same memory.
 Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
@@ -70,7 +69,6 @@ class StepRunner:
                 f"StepRunner: tokens {list(tokens.shape)} after {cache.sequences.columns} columns: expected [B, 1] "
                 "behind a prompt; read that by model(ids, past_key_values=cache)."
             )
-        check_ranks(cache.decoder, "StepRunner")
         cache.sequences.check_by_rank("StepRunner")
         cache.begin(cache.decoder, None, tokens)
         cache.prepared = True  # what follows is the device's part

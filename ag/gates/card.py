@@ -52,15 +52,15 @@ python -m ag.generate gates=PATH prompt="Once upon a time"
 _SHARES = """
 ## Other shares
 
-`ag.policy("gates:PATH", share=0.3)` keeps about that share of the tokens, over all layers and KV heads. The boundaries
-are those of the validation data: a token is kept when its logit lies above.
+`ag.policy("gates:PATH", share=0.3)` keeps about that share of the tokens, over all layers and KV heads: those whose
+logit lies above the boundary, which was measured on the validation data.
 
 {table}
 """
 
 
 def model_card(info: Mapping[str, Any], figure: str | None) -> str:
-    """Return the text of the model card, of ``gate_config.json`` and the name of a picture in the same folder."""
+    """Return the model card of the content of ``gate_config.json``, with a picture of the folder where it has one."""
     base, table = info["base_model"], info[CALIBRATION] or {"shares": [], "boundaries": []}
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base["name"]) is not None and not Path(base["name"]).exists()
     adapter = ADAPTER_FILES[0] in info["sha256"]

@@ -1,4 +1,4 @@
-"""Which models an interceptor can serve: what would go wrong in a forward pass is told before the first one."""
+"""Checks of a model before its first pass under an interceptor."""
 
 from __future__ import annotations
 
@@ -9,22 +9,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ag.errors import UserError
 from ag.model.hooks import AttentionCall, Interceptor, causal_attention, check_adapter
 from ag.model.rope import rope_of, rotate
 from ag.model.structure import USE_ANOTHER, UnsupportedModelError, decoder_of, device_of, unwrapped
 
 SERVED = ("full_attention", "sliding_attention")  # layer types whose cache holds a key and a value of each token
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # of transformers, by which a model finds its attention function
-FAR, TOLERANCE = 100, 0.05  # places between two queries, and how much of a query's length rounding may change
+FAR, TOLERANCE = 100, 0.05  # positions between two queries, and the share of a query's length that rounding may change
 
 
 def check_attention(model: nn.Module) -> None:
-    """Raise unless an interceptor can compute the attention of every layer as the model does.
-
-    Raises:
-        UnsupportedModelError: naming the layer's class, what it does, and what was expected.
-    """
+    """Raise an :class:`UnsupportedModelError` unless an interceptor can compute the attention of every layer."""
     decoder, base = decoder_of(model), unwrapped(model)
     check_adapter(model)
     for part in base.modules():
@@ -38,6 +33,7 @@ def check_attention(model: nn.Module) -> None:
                 "beside text: expected a model that hands the attention_mask on; load the language model alone."
             )
     kinds = getattr(decoder.config, "layer_types", None) or SERVED[:1] * len(decoder.layers)
+    first = decoder.layers[0].self_attn
     for index, layer in enumerate(decoder.layers):
         module: Any = layer.self_attn
         kind: Any = type(getattr(module, "_orig_mod", module))  # that of a compiled module too
@@ -49,19 +45,20 @@ def check_attention(model: nn.Module) -> None:
             does = "lets tokens see later ones: expected causal attention"
         elif getattr(module, "is_kv_shared_layer", False):
             does = "takes its keys and values from another layer: expected its own"
-        elif getattr(module, "head_dim", None) != (size := getattr(decoder.layers[0].self_attn, "head_dim", None)):
+        elif getattr(module, "head_dim", None) != (size := getattr(first, "head_dim", None)):
             does = f"has heads of {module.head_dim} numbers: expected {size}, as in layer 0"
+        elif getattr(module, "num_key_value_groups", None) != getattr(first, "num_key_value_groups", None):
+            does = f"has {module.num_key_value_groups} query heads for a KV head: expected as many as in layer 0"
         else:
             causal_attention(module)
             continue
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: layer {index}, a {type(module).__name__}, {does}; {USE_ANOTHER}"
         )
-    if hasattr(decoder, "embed_positions"):
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__} learns its positions and counts them by the mask: expected rotary ones; "
-            f"{USE_ANOTHER}"
-        )
+    several = "mrope_section" in (getattr(decoder.config, "rope_parameters", None) or {})
+    if several or hasattr(decoder, "embed_positions"):
+        does = "gives a token several positions" if several else "learns its positions and counts them by the mask"
+        raise UnsupportedModelError(f"{type(decoder).__name__} {does}: expected one rotary position; {USE_ANOTHER}")
 
 
 @functools.cache
@@ -80,12 +77,9 @@ def _calls_interface(kind: Any) -> bool:
 
 
 def check_rotations(decoder: Any, what: str, instead: str) -> None:
-    """Raise unless queries and keys of every layer can be rotated to other places: whole ones, by fixed frequencies.
+    """Raise an :class:`UnsupportedModelError` unless queries and keys of every layer can be rotated to other positions.
 
-    ``what`` needs it, and ``instead`` says what to do; the decoder is instrumented.
-
-    Raises:
-        UnsupportedModelError: naming the class and what it does.
+    ``what`` needs it, and ``instead`` is the fix in the message; the decoder is instrumented.
     """
     attachment = decoder._ag_attachment
     if attachment.unturned is None:
@@ -94,45 +88,25 @@ def check_rotations(decoder: Any, what: str, instead: str) -> None:
         raise UnsupportedModelError(f"{what}: {type(decoder).__name__} {attachment.unturned}. {instead}")
 
 
-def several_positions(decoder: Any) -> bool:
-    """Tell whether a token has several positions (time, height, width), as in Qwen2-VL: its rank is none of them."""
-    return "mrope_section" in (getattr(decoder.config, "rope_parameters", None) or {})
-
-
-def check_ranks(decoder: Any, what: str) -> None:
-    """Raise ``UserError`` for what takes the length of a sequence for its next position, where it is another one."""
-    if several_positions(decoder):
-        raise UserError(
-            f"{what}: tokens of {type(decoder).__name__} have several positions (time, height, width), so that the "
-            "next one of a text does not follow from its length; leave this out, or use a model with one position a "
-            "token."
-        )
-
-
 def check_turns(decoder: Any, positions: str) -> None:
-    """Raise ``UserError`` unless all layers can rotate anew: by one RoPE, see :func:`check_rotations`, no windows."""
+    """Raise an error unless :func:`check_rotations` holds with one RoPE for all layers, and without windows."""
     check_rotations(decoder, f"positions={positions}", "Use positions=original.")
-    kinds = decoder.rotary_emb.rope_type
+    kinds, window = decoder.rotary_emb.rope_type, getattr(decoder.config, "sliding_window", None)
+    layers = getattr(decoder.config, "layer_types", None) or ["sliding_attention"]
     if isinstance(kinds, dict):
-        raise UnsupportedModelError(
-            f"positions={positions}: {type(decoder).__name__} rotates keys by several RoPEs ({', '.join(kinds)}); "
-            "expected one for all layers. Use positions=original."
-        )
-    window = getattr(decoder.config, "sliding_window", None)
-    if window and "sliding_attention" in (getattr(decoder.config, "layer_types", None) or ["sliding_attention"]):
-        raise UserError(
-            f"positions={positions}: {type(decoder).__name__} attends within a sliding window of {window} tokens, "
-            "which would move; use positions=original."
-        )
+        does = f"rotates keys by several RoPEs ({', '.join(kinds)})"
+    elif window and "sliding_attention" in layers:
+        does = f"attends within a sliding window of {window} tokens, which would move"
+    else:
+        return
+    raise UnsupportedModelError(f"positions={positions}: {type(decoder).__name__} {does}; use positions=original.")
 
 
 def _unturned(decoder: Any) -> str:
-    """Say why :func:`ag.model.hooks.rotate` does not do what the model's RoPE does; empty where it does.
+    """Return why :func:`ag.model.hooks.rotate` differs from the model's RoPE, empty if it does not.
 
-    Layers are tried: some models rotate in some of their layers only, or a part of each key, which no name tells.
+    Layers are tried, as some models rotate in some of their layers only, or a part of each key.
     """
-    if several_positions(decoder):
-        return "rotates each key by several positions; expected one for each token"
     rotary: Any = getattr(decoder, "rotary_emb", None)
     kinds = getattr(rotary, "rope_type", None)
     for index, layer in enumerate(decoder.layers):
@@ -156,7 +130,7 @@ def _unturned(decoder: Any) -> str:
 
 @torch.no_grad()
 def _probed(decoder: Any, index: int, layer: Any) -> Tensor:
-    """Return the queries ``[1, H, 2, D]`` that a layer makes of the same hidden state at the places 0 and ``FAR``."""
+    """Return the queries ``[1, H, 2, D]`` of a layer for one hidden state at the positions 0 and ``FAR``."""
     weight, device = decoder.get_input_embeddings().weight, device_of(layer)
     drawn = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0))
     hidden = drawn.to(device, weight.dtype).expand(-1, 2, -1)
@@ -173,7 +147,7 @@ def _probed(decoder: Any, index: int, layer: Any) -> Tensor:
 
 
 class _Probe(Interceptor):
-    """Takes the queries of one layer; attends to nothing."""
+    """Records the queries of one layer."""
 
     q: Tensor
 

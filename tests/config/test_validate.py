@@ -27,7 +27,6 @@ data.eos=true -> data.kind=facts data.kind=sft
 {PACKED}; gate.scope=prompt -> data.packing=packed gate.scope=causal
 {PACKED}; data.cross_documents=false warmup.regress_steps=5 -> data.cross_documents=true
 {TEXT}; data.max_length=575 -> data.prompt_max=512 data.continuation=64
-{TEXT}; data.streaming=true -> trainer.max_steps=-1
 trainer.strategy=fsdp2 model.quantization=nf4 -> trainer.strategy=ddp
 gate.window=3 gate.kind=mlp -> gate.kind=attention
 gate.layer_offset=1 -> gate.first_layer=0 gate.first_layer=1
@@ -35,7 +34,6 @@ gate.layer_offset=1 -> gate.first_layer=0 gate.first_layer=1
 NEIGHBOURS = f"""
 {PACKED} gate.scope=prompt data.cross_documents=false train=lora
 {TEXT} data.max_length=576
-{TEXT} data.streaming=true trainer.max_steps=1
 warmup.regress_steps=10 optim.warmup_steps=10 trainer.max_steps=10
 loss.anneal_steps=7 warmup.regress_steps=3 trainer.max_steps=10
 train=lora loss.anneal_steps=11 trainer.max_steps=10

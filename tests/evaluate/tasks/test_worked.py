@@ -111,7 +111,7 @@ def test_right_answers_count(tiny_llama, tiny_tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "division"}, "kind='division': expected one of worked, reasoning, addition, "),
+        ({"kind": "division"}, "kind='division': expected one of worked, addition, "),
         ({"batch": 0}, "batch=0: expected a whole number, at least 1"),
         ({"problems": 1.5}, "problems=1.5: expected a whole number"),
         ({"solution_min": 5}, "solution_min=5: expected a whole number, at least 20"),
