@@ -25,20 +25,12 @@ KINDS: dict[str, type[DataKind]] = {"sft": Supervised, "text": Text, "facts": Fa
 
 
 def check(data: DataConfig) -> None:
-    """Refuse a kind or a name that nothing knows, before anything is loaded.
-
-    Raises:
-        UserError: (DataError) naming what there is.
-    """
+    """Raise a ``UserError`` for an unknown kind or name, before anything is loaded."""
     _kind(data).check(data)
 
 
 def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
-    """Read, tokenise and batch what ``config.data`` names; see :meth:`ag.data.module.DataKind.build`.
-
-    Returns:
-        The data module; its batches are described at :class:`ag.data.collate.Collator`.
-    """
+    """Read, tokenise and batch the data of a run; see :meth:`ag.data.module.DataKind.build`."""
     return _kind(config.data).build(config, tokenizer, context)
 
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
-LEADS = "\n" + string.punctuation  # texts behind which others are tokenised, the first that does not merge with them
+LEADS = "\n" + string.punctuation  # texts before others that are tokenised; the first that does not merge is taken
 Tokens = npt.NDArray[np.int32]
 
 
 class Answer(NamedTuple):
-    """Which answer to which question a row holds."""
+    """The question of a row, its choice, and the right one."""
 
     question: int
     choice: int
@@ -34,12 +34,12 @@ class Row(NamedTuple):
     """One sequence.
 
     Attributes:
-        tokens: its tokens, BOS included where the tokenizer adds one, ``[T]``.
-        prompt_length: so many tokens are the prompt, which carries no loss; None: plain text, all carry loss. A
-            question that comes after eviction is behind it.
+        tokens: the tokens ``[T]``, with BOS where the tokenizer adds one.
+        prompt_length: tokens of the prompt, which carries no loss; a question after eviction is not part of it. None
+            means plain text, where all tokens carry loss.
         answer: set in the validation rows of multiple-choice tasks.
-        loss: which tokens carry loss, ``[T]``; None: those behind the prompt.
-        copied: from which token to which (not included) the response repeats the prompt; None: no part of it alone.
+        loss: ``[T]``, True on tokens that carry loss; None means all behind the prompt.
+        copied: the first token that the response repeats, and one past the last; None means no chunk of the prompt.
     """
 
     tokens: Tokens
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
     @property
     def response_start(self) -> int:
-        """Where the loss begins: behind the prompt, or behind the question after it."""
+        """Index of the first token with loss: behind the prompt, or behind the question after it."""
         prompt = self.prompt_length or 0
         return prompt if self.loss is None else prompt + int(self.loss[prompt:].argmax())
 
@@ -66,17 +66,17 @@ class Collator:
     - ``prompt_length`` ``[B]`` int64: absent for packed plain text,
     - ``copied`` ``[B, 2]`` int64: with repeated chunks only, the first column that is repeated and one past the last,
     - ``document_start`` ``[B, T]`` int64: with ``end`` only, the column where the document of each token begins. The
-      first token of a document carries no loss then: what comes before it belongs to another document,
+      first token of a document carries no loss then, as the tokens before it belong to another document,
     - ``question``, ``choice``, ``target`` ``[B]`` int64: validation of multiple-choice tasks only. All
       choices of a question are in one batch; the rows with ``choice == target`` give the language-model loss.
 
-    Every rank runs the same number of validation batches, because metrics synchronise. A rank that has run
-    out gets a filler row: one padding token, no loss, and ``question == target == -1`` (no choice is right).
+    Every rank runs the same number of validation batches, because metrics synchronise. A rank without rows gets a
+    filler row: one padding token, no loss, and ``question == target == -1`` (no choice is right).
 
     Attributes:
-        pad_id: padding token; its value does not matter, because the attention mask excludes it.
-        end: the token that ends a document; the token after it begins the next one. None: a row is one document.
-        whole: prompts carry loss too.
+        pad_id: padding token, of any value, as the attention mask excludes it.
+        end: the token that ends a document; None means that a row is one document.
+        whole: whether prompts carry loss too.
     """
 
     pad_id: int
@@ -84,11 +84,7 @@ class Collator:
     whole: bool = False
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """Collate.
-
-        Args:
-            rows: B rows of one kind.
-        """
+        """Collate B rows of one kind."""
         longest = max(len(row.tokens) for row in rows)
         ids = np.full((len(rows), longest), self.pad_id, dtype=np.int64)
         mask = np.zeros((len(rows), longest), dtype=np.bool_)
@@ -122,16 +118,13 @@ class Collator:
 
     def filler(self, like: Row) -> Row:
         """Return a row of the same kind that no loss or metric counts: its only token has no predecessor."""
-        return Row(
-            tokens=np.array([self.pad_id], dtype=np.int32),
-            prompt_length=None if like.prompt_length is None else 1,
-            answer=None if like.answer is None else Answer(question=-1, choice=0, target=-1),
-            copied=None if like.copied is None else (0, 0),
-        )
+        answer = None if like.answer is None else Answer(question=-1, choice=0, target=-1)
+        copied, prompt = None if like.copied is None else (0, 0), None if like.prompt_length is None else 1
+        return Row(np.array([self.pad_id], dtype=np.int32), prompt, answer, copied=copied)
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The padding token's id, or EOS for a tokenizer without one.
+    """Return the id of the padding token, or of EOS for a tokenizer without one.
 
     Raises:
         DataError: the tokenizer has neither.
@@ -146,7 +139,7 @@ def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What ends a response: ``[EOS]``.
+    """Return the tokens at the end of a response, ``[EOS]``.
 
     Raises:
         DataError: the tokenizer has no end-of-sequence token.
@@ -157,7 +150,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before a text: ``[BOS]`` for Llama-2, nothing for SmolLM2."""
+    """Return the tokens that the tokenizer puts before a text: ``[BOS]`` for Llama-2, none for SmolLM2."""
     first: list[int] = tokenizer("a")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
@@ -171,10 +164,10 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[l
 
 
 def tokenize_after(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Tokenise texts that continue other ones, without special tokens.
+    """Tokenise texts that continue others, without special tokens.
 
-    Where a tokenizer puts a space before a text, as SentencePiece does, each is tokenised behind another text, whose
-    tokens are cut off.
+    A tokenizer that puts a space before a text, as SentencePiece does, gets each behind another text, whose tokens are
+    cut off.
     """
     found, left = tokenize(tokenizer, texts), list(range(len(texts)))
     [word] = tokenize(tokenizer, ["a"])

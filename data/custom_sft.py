@@ -1,11 +1,11 @@
-"""Supervised rows of one's own, in the forms that other libraries have; the loss is on what answers.
+"""Supervised rows of your own, in the forms of other libraries; the loss is on the answers.
 
-What the rows are is told by the names of their columns, in this order:
+The names of the columns tell the form, in this order:
 
 - ``messages``, or ``conversations`` (ShareGPT): a chat, whose turns of the assistant carry loss
   (:func:`ag.model.chat.assistant_tokens`);
-- ``prompt`` with ``response`` or ``completion``: two texts, which are joined as they are, or two lists of messages, of
-  which the second one's turns of the assistant carry loss;
+- ``prompt`` with ``response`` or ``completion``: two texts, which are joined unchanged, or two lists of messages, where
+  the assistant's turns of the second carry loss;
 - ``text``: a document, which is cut as ``data.kind=text`` cuts it (:mod:`ag.data.text`).
 
 The prompt, on which gates act, ends where the loss begins.
@@ -35,31 +35,26 @@ if TYPE_CHECKING:
     from ag.config import Config, DataConfig
 
 AT_ONCE = 64  # rows in a call of the tokenizer
-#: The keys that name columns, and what else these are called where nobody has named them.
+#: Other names of columns, which count unless a key names one.
 ALSO = {"messages_field": "conversations", "response_field": "completion"}
-#: What ShareGPT's ``from`` says, and what templates call it; other names stay.
+#: Roles of ShareGPT by the names of chat templates; other roles stay.
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 
 
 @dataclass(frozen=True)
 class Form:
-    """What the rows hold, by the names of their columns."""
+    """The form of rows, by the names of their columns."""
 
-    answer: str  # holds what carries loss
-    prompt: str | None = None  # holds what comes before; None: the same column
+    columns: list[str]  # the last one holds what carries loss
     chat: bool = False  # messages, not texts
 
-    @property
-    def columns(self) -> list[str]:
-        """Return the columns that each row has to have."""
-        return [self.answer] if self.prompt is None else [self.prompt, self.answer]
-
     def describe(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Say what was recognised, and where the loss is."""
+        """Return the form and the place of the loss in words."""
+        *prompt, answer = self.columns
         if not self.chat:
-            return f"{self.prompt} and {self.answer}, joined as they are; loss on {self.answer}"
+            return f"{' and '.join(self.columns)}, joined as they are; loss on {answer}"
         how = "as the template marks them" if is_marked(tokenizer) else "found by rendering, as none is marked"
-        where = f" of {self.answer}" if self.prompt else ""
+        where = f" of {answer}" if prompt else ""
         return f"messages in {' and '.join(self.columns)}; loss on the assistant's turns{where}, {how}"
 
 
@@ -110,7 +105,7 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
 
 
 def recognise(row: Record | None, data: DataConfig, where: str) -> Form:
-    """Tell by a row what all of them hold; a column that a key of ``data`` names comes before those that none names.
+    """Return the form of all rows by the first; columns that a key of ``data`` names come before others.
 
     Raises:
         DataError: there is no row, or none of the columns is known.
@@ -125,25 +120,22 @@ def recognise(row: Record | None, data: DataConfig, where: str) -> Form:
             names[key].append(other)
     [prompt], [text] = names["prompt_field"], names["text_field"]
     forms = [
-        *(Form(name, chat=True) for name in names["messages_field"]),
-        *(Form(name, prompt, chat=isinstance(row.get(name), list)) for name in names["response_field"]),
-        Form(text),
+        *(Form([name], chat=True) for name in names["messages_field"]),
+        *(Form([prompt, name], chat=isinstance(row.get(name), list)) for name in names["response_field"]),
+        Form([text]),
     ]
     for form in [form for form in forms if chosen & set(form.columns)] or forms:
         if row.keys() >= set(form.columns):
             return form
-    known = (
-        f"{prompt} and {' or '.join(names['response_field'])}, {' or '.join(names['messages_field'])}, or {text}; name "
-        "others with data.prompt_field=NAME and data.response_field=NAME, data.messages_field=NAME, or "
-        "data.text_field=NAME"
-    )
-    raise DataError(f"{where} has the fields {', '.join(row)}: expected {known}")
+    known = f"{prompt} and {' or '.join(names['response_field'])}, {' or '.join(names['messages_field'])}, or {text}"
+    keys_of_columns = ", ".join(f"data.{key}=NAME" for key in keys)
+    raise DataError(f"{where} has the fields {', '.join(row)}: expected {known}; name others by {keys_of_columns}")
 
 
 def _pairs(
     form: Form, data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Iterator[tuple[int, Record]], where: str
 ) -> Iterator[Row]:
-    """Tokenise rows of two texts, each as long as it is."""
+    """Tokenise rows of two texts, of any length."""
     end, last = ([], "") if data.eos is False else (end_tokens(tokenizer), str(tokenizer.eos_token))
     prompt, answer = form.columns
     while some := list(itertools.islice(rows, AT_ONCE)):
@@ -159,16 +151,16 @@ def _pairs(
 def _chats(
     form: Form, data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Iterator[tuple[int, Record]], where: str
 ) -> Iterator[Row]:
-    """Tokenise rows of messages, each as long as it is; the prompt ends where the loss begins."""
+    """Tokenise rows of messages, of any length; the prompt ends where the loss begins."""
     end = end_tokens(tokenizer) if data.eos else []
     for number, row in rows:
         place = f"{where} row {number}"
         check_fields(row, dict.fromkeys(form.columns, list), place)
         system = _system(row, row[form.columns[0]], place)
-        given = 0 if form.prompt is None else len(system) + len(row[form.prompt])
+        given = len(system) + len(row[form.columns[0]]) if len(form.columns) > 1 else 0
         try:
             messages = [_message(one, place) for name in form.columns for one in row[name]]
-            chat = Chat(system + messages, _options(row, place))
+            chat = Chat(system + messages, _without_filled(variables(row)))
             ids, loss = assistant_tokens(tokenizer, chat, _taught(chat, given, place))
         except RecursionError as error:
             raise DataError(f"{place} has objects inside objects too deep to be read: leave the row out") from error
@@ -181,7 +173,7 @@ def _chats(
 
 
 def _taught(chat: Chat, given: int, place: str) -> list[int]:
-    """Return the turns that carry loss: the assistant's after the first ``given``, but those of weight 0 (OpenAI)."""
+    """Return the turns that carry loss: the assistant's from ``given`` on, without those of weight 0 (OpenAI)."""
     weights = [message.pop("weight", 1) for message in chat.messages]
     if wrong := [weight for weight in weights if weight not in (0, 1)]:
         raise DataError(f"{place} has a message with weight={wrong[0]!r:.80}: expected 0 (no loss on it) or 1")
@@ -203,21 +195,19 @@ def _message(message: Any, place: str) -> Message:
         named = {"role": ROLES.get(message["from"], message["from"]), "content": message.get("value")}
         message = named | {key: value for key, value in message.items() if key not in ("from", "value")}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(
-            f"{place} has a message that is no object with role and content (or from and value): {message!r:.80}"
-        )
+        raise DataError(f"{place} has a message without role and content (or from and value): {message!r:.80}")
     return for_template(message)
 
 
 def _without_filled(value: Any) -> Any:
-    """Return a value without the keys of objects that hold None, which tables fill in where other rows have them."""
+    """Return a value without the keys that hold None, which tables fill in where other rows have a value."""
     if isinstance(value, dict):
         return {key: _without_filled(inner) for key, inner in value.items() if inner is not None}
     return [_without_filled(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _system(row: Record, messages: list[Any], place: str) -> list[Message]:
-    """Return the message of a row's column ``system``, which ShareGPT has beside the chat; empty: there is none."""
+    """Return the message of the column ``system`` of ShareGPT, in a list, which is empty where the chat has it."""
     told = row.get("system")
     if not told:
         return []
@@ -229,14 +219,3 @@ def _system(row: Record, messages: list[Any], place: str) -> list[Message]:
     if told not in (first.get("content"), first.get("value")):
         raise DataError(f"{place} has a field system and a first message that is another system message: keep one")
     return []
-
-
-def _options(row: Record, place: str) -> dict[str, Any]:
-    """Return what a row says to its template beside the messages: ``tools``, as a list or as JSON, and others."""
-    try:
-        found: dict[str, Any] = _without_filled(variables(row))
-        return found
-    except (ValueError, TypeError) as error:
-        raise DataError(
-            f"{place}: tools and chat_template_kwargs are a list (or its JSON) and an object: {error}"
-        ) from error

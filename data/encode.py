@@ -29,15 +29,15 @@ def encode(
     question: str = "before",
     every_choice: bool = False,
 ) -> list[list[Row]]:
-    """Tokenise questions: of each a list of rows, each as long as it is.
+    """Tokenise questions; returns a list of rows of any length for each.
 
     Args:
         tokenizer: its start comes before each prompt.
         examples: the questions.
-        before: is between a prompt and its answer.
+        before: text between a prompt and its answer.
         end: tokens behind the answer.
-        question: ``after``: a row's prompt is its context alone; the question follows it, and carries no loss.
-        every_choice: a row for each choice, marked, instead of one for the right answer.
+        question: ``after`` makes the context alone the prompt; the question follows it, and carries no loss.
+        every_choice: make a marked row for each choice, instead of one for the right answer.
     """
     start = start_tokens(tokenizer)
     prompts = tokenize(tokenizer, [example.prompt for example in examples])
@@ -61,9 +61,9 @@ def encode(
 
 
 def fitted(row: Row, limit: int, start: list[int], counts: Counts) -> Row | None:
-    """Cut a prompt, behind its start, so that the row has at most ``limit`` tokens.
+    """Cut a prompt, behind its start, so that the row has at most ``limit`` tokens; None if no token of it would stay.
 
-    None means that no token of the prompt would stay, and is counted.
+    Both are counted.
     """
     first = len(start) if row.tokens[: len(start)].tolist() == start else 0
     lost = max(0, len(row.tokens) - limit)
@@ -83,10 +83,7 @@ def fitted(row: Row, limit: int, start: list[int], counts: Counts) -> Row | None
 
 
 def divided(context: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
-    """Divide the tokens of a text where those of its beginning end.
-
-    What is read is the same wherever the border is: a token that reaches over it belongs to the second part.
-    """
+    """Divide the tokens of a text where those of its beginning end; a token across the border is of the second part."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(context, whole[:-1], strict=False))
     border = max(1, sum(1 for _ in same))
     return whole[:border], whole[border:]

@@ -1,9 +1,9 @@
-"""The quickstart's own data: passages that hide one fact among distractors, and a question about it.
+"""The data of the quickstart: passages that hide one fact among distractors, and a question about it.
 
-A passage states one fact about each of four people (an instrument, a colour, ...) among filler sentences, and the
-question is about one of the four. The right answer repeats that person's sentence, so that it has several tokens; the
-wrong answer names another thing of the same kind, which the passage does not contain. So nearly every token may be
-evicted, and a few must be kept. The people of training and validation differ.
+A passage states one fact about each of four people among filler sentences, and the question is about one of the four.
+The right answer repeats that person's sentence, so that it has several tokens; the wrong answer names another thing of
+the same kind, which the passage does not contain. So nearly every token may be evicted, and a few must be kept. The
+people of training and validation differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKENS_PER_WORD = 1.15  # of these sentences with SmolLM2's tokenizer, punctuati
 
 
 class Relation(NamedTuple):
-    """A kind of fact: its sentence, its question, and what can be the answer."""
+    """A kind of fact: its sentence, its question, and its possible answers."""
 
     fact: str
     question: str
@@ -110,7 +110,7 @@ class Facts(DataKind):
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
         """Generate the questions and tokenise them as a supervised task.
 
-        ``data.train_samples`` and ``data.val_samples`` say how many (default 2000 and 200).
+        ``data.train_samples`` and ``data.val_samples`` are their numbers (default 2000 and 200).
         """
         data = config.data
 
@@ -123,10 +123,7 @@ class Facts(DataKind):
 
 
 def generate(seed: int, split: str, index: int, shortest: int, longest: int) -> Example:
-    """Write one passage of about so many tokens and its question.
-
-    They depend on the seed, the split, the index and the lengths only.
-    """
+    """Write one passage of ``shortest`` to ``longest`` tokens, roughly, and its question, from the arguments alone."""
     rng = random.Random(f"{seed}/{split}/{index}")
     words = int(rng.randint(shortest, longest) / TOKENS_PER_WORD)
     names, trades = rng.sample(NAMES[split], PEOPLE), rng.sample(TRADES, PEOPLE)
@@ -151,7 +148,7 @@ def generate(seed: int, split: str, index: int, shortest: int, longest: int) -> 
 
 
 def _fillers(rng: random.Random, words: int) -> list[str]:
-    """Return different sentences of about so many words together."""
+    """Return different sentences of about this number of words together."""
     parts = (SUBJECTS, ACTIONS, PLACES, TIMES)
     sentences: dict[str, int] = {}
     while sum(sentences.values()) < words:

@@ -1,4 +1,4 @@
-"""What a kind of data has to say, and the LightningDataModule that all of them share."""
+"""The base class of kinds of data, and the LightningDataModule that all of them share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
 from ag.data.collate import Collator, Row
-from ag.data.sampler import FILLER, Shard, Stream, TrainOrder, ValidationOrder
+from ag.data.sampler import FILLER, Shard, TrainOrder, ValidationOrder
 from ag.data.sources import DataError, called
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class DataKind(ABC):
-    """A kind of data, which ``data.kind=NAME`` takes."""
+    """A kind of data, chosen by ``data.kind=NAME``."""
 
-    def check(self, data: DataConfig) -> None:  # noqa: B027  # most kinds take whatever the schema allows
-        """Refuse what the kind cannot follow, before anything is loaded.
+    def check(self, data: DataConfig) -> None:  # noqa: B027  # most kinds support all settings of the schema
+        """Refuse settings that the kind does not support, before anything is loaded.
 
         Raises:
             DataError: naming the key, what was expected and the fix.
@@ -39,7 +39,7 @@ class DataKind(ABC):
 
     @abstractmethod
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
-        """Read or make the rows, tokenise them and say how they are batched.
+        """Read or make the rows and tokenise them.
 
         Args:
             config: the run; ``data`` and ``seed`` are read.
@@ -53,90 +53,84 @@ class DataKind(ABC):
 
 @dataclass
 class Counts:
-    """What did not fit, and what was held out."""
+    """Numbers of rows that did not fit or were held out."""
 
     truncated: int = 0  # rows whose prompt lost its left part
     truncated_tokens: int = 0  # tokens that those prompts lost
-    skipped: int = 0  # rows left out: too short or too long (streamed training documents are not counted)
-    val_skipped: int = 0  # the part of them that is of the validation
-    remedy: str = ""  # which keys let more rows in
-    held_out: int = 0  # training rows that validate instead
+    skipped: int = 0  # rows left out: too short or too long
+    val_skipped: int = 0  # those of them that are validation rows
+    remedy: str = ""  # the keys that let more rows in
+    held_out: int = 0  # training rows that are used for validation
 
 
 class DataModule(LightningDataModule):
     """Training and validation batches, in an order that depends on (seed, epoch) only.
 
-    It shards over ranks by itself (give ``use_distributed_sampler=False`` to the trainer), and a checkpoint
-    written in the middle of an epoch resumes with the very next batch. The batches are described at
-    :class:`ag.data.collate.Collator`.
+    It shards over ranks by itself (give ``use_distributed_sampler=False`` to the trainer), and a checkpoint written in
+    the middle of an epoch resumes with the next batch. The batches are described at :class:`ag.data.collate.Collator`.
 
+    Args:
+        train: training rows.
+        validation: groups of validation rows; a group is never divided over batches.
+        collator: makes a batch of rows.
+        data: batch sizes and workers are read.
+        seed: seed of the order.
+        counts: rows that did not fit.
+
+    Raises:
+        DataError: a split is empty.
     """
 
     def __init__(
         self,
-        train: Sequence[Row] | Iterable[Row],
+        train: Sequence[Row],
         validation: Sequence[Sequence[Row]],
         collator: Collator,
         data: DataConfig,
         seed: int,
         counts: Counts,
     ) -> None:
-        """Keep the rows.
-
-        Args:
-            train: training rows; an iterable that is not a sequence is streamed.
-            validation: groups of validation rows; a group is never divided over batches.
-            collator: makes a batch of rows.
-            data: batch sizes and workers are read.
-            seed: seed of the order.
-            counts: what did not fit.
-
-        Raises:
-            DataError: a split is empty.
-        """
         super().__init__()
-        if isinstance(train, Sequence) and not train:
+        if not train:
             raise DataError(_empty("training", data, counts.skipped - counts.val_skipped, counts))
         if not validation:
             raise DataError(_empty("validation", data, counts.val_skipped, counts))
         self.train_rows, self.val_rows, self.collator = train, validation, collator
         self.data, self.seed = data, seed
-        self.counts = replace(counts)  # what is streamed counts on
-        #: What the rows were taken for, in a line for the user; empty where the configuration says it.
+        self.counts = counts
+        #: The form of the rows, in a line for the user; empty where the configuration says it.
         self.about = ""
         self._restored: dict[str, Any] = {}
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Training batches, from the restored position on.
+        """Return the training batches, from the restored position on.
 
         Raises:
-            DataError: the rows do not fill one batch, or the restored checkpoint was written with another
-                seed, other rows or another number of rows per step: its position means something else.
+            DataError: the rows do not fill one batch, or the checkpoint was written with another seed, other rows or
+                another number of rows per step, so that its position means another one here.
         """
         shard = self._shard(self.data.batch_size)
         epoch, batch = self._position()
-        if not isinstance(self.train_rows, Sequence):
-            return self._loader(Stream(self.train_rows, shard, self.seed, start=batch))
         order = TrainOrder(len(self.train_rows), shard, self.seed, epoch, resume=(epoch, batch))
         return self._loader(RowGroups(self.train_rows, self.collator.filler(self.train_rows[0])), order)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Validation batches, the same number on every rank."""
+        """Return the validation batches, the same number on every rank."""
         order = ValidationOrder(len(self.val_rows), self._shard(self.data.val_batch_size))
         return self._loader(RowGroups(self.val_rows, self.collator.filler(self.val_rows[0][0])), order)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seed, the rows and the rows per step, on which a position in the data depends."""
+        """Return the values on which a position in the data depends: the seed, the rows and the rows per step."""
         return self._identity()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep those of a checkpoint; :meth:`train_dataloader` compares them."""
+        """Keep the values of a checkpoint, which :meth:`train_dataloader` compares."""
         self._restored = state_dict
-        # Lightning looks for resumable loaders only; here the data module is what resumes.
+        # Lightning expects resumable loaders; here the data module resumes
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
 
     def _position(self) -> tuple[int, int]:
-        """Epoch and batch where training starts, by Lightning's counters, which a checkpoint restores."""
+        """Return the epoch and batch where training starts, by Lightning's counters, which a checkpoint restores."""
         if self.trainer is None:
             return 0, 0
         for key, now in self._identity().items():
@@ -150,13 +144,13 @@ class DataModule(LightningDataModule):
         epoch = int(epochs["current"]["processed"])
         if batches["is_last_batch"]:  # in an epoch that may or may not be counted yet
             return epoch + int(epochs["total"]["started"] > epochs["total"]["processed"]), 0
-        # Lightning fetches ahead of the step that it runs: what is processed counts, not what was fetched.
+        # Lightning fetches ahead of the step that it runs
         return epoch, batches["current"]["processed"]
 
-    def _identity(self) -> dict[str, int | None]:
+    def _identity(self) -> dict[str, int]:
         return {
             "seed": self.seed,
-            "training rows": len(self.train_rows) if isinstance(self.train_rows, Sequence) else None,
+            "training rows": len(self.train_rows),
             "rows per step": self._shard(self.data.batch_size).global_batch,
         }
 
@@ -165,7 +159,7 @@ class DataModule(LightningDataModule):
             return Shard(batch_size)
         return Shard(batch_size, self.trainer.global_rank, self.trainer.world_size)
 
-    def _loader(self, dataset: Any, sampler: TrainOrder | ValidationOrder | None = None) -> DataLoader[Any]:
+    def _loader(self, dataset: RowGroups, sampler: TrainOrder | ValidationOrder) -> DataLoader[Any]:
         return DataLoader(
             dataset,
             batch_size=None,  # the sampler gives whole batches
@@ -174,7 +168,7 @@ class DataModule(LightningDataModule):
             num_workers=self.data.num_workers,
             worker_init_fn=_begin_worker,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
-            generator=torch.Generator(),  # else every iteration draws from the generator of the gates' noise
+            generator=torch.Generator(),  # by default each iteration would draw from the one of the gates' noise
         )
 
 
@@ -191,15 +185,15 @@ class RowGroups(Dataset[list[Row]]):
 
 
 def _begin_worker(worker: int) -> None:
-    """Seed a data loading process as Lightning does, and let it outlive the signals that tell a run to stop.
+    """Seed a data loading process as Lightning does, and let it outlive signals that stop a run.
 
-    These go to all processes of a run (from a terminal, ``timeout``, SLURM), and the one that trains needs its batches
+    A terminal, ``timeout`` and SLURM send these to all processes of a run, and the one that trains needs its batches
     until the end of the step. It alone ends its workers, by SIGTERM too.
     """
     pl_worker_init_function(worker)
     for signum in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)
-    if sys.platform == "linux":  # elsewhere nobody says who sent a signal
+    if sys.platform == "linux":  # elsewhere the sender of a signal is unknown
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -212,13 +206,11 @@ def _end_with_parent() -> None:
 
 
 def _empty(split: str, data: DataConfig, skipped: int, counts: Counts) -> str:
-    """Say that a split has no rows, and why: none was left, or none fitted."""
+    """Return the message that a split has no rows, with the reason."""
     said = f"the {split} split of {called(data)} has no rows"
     if skipped:
         return f"{said}: {skipped} were left out, {counts.remedy}"
     if split == "training" and counts.held_out:
-        return (
-            f"{said}: the first {counts.held_out} were held out for validation; use a lower "
-            f"data.val_samples={data.val_samples}, or give a validation split"
-        )
+        said += f": the first {counts.held_out} were held out for validation; use a lower "
+        return f"{said}data.val_samples={data.val_samples}, or give a validation split"
     return said

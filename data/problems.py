@@ -9,8 +9,8 @@ The solution is long and the prompt short, so that most of what the answer needs
 - ``variables``: a program of numbered lines over variables that hold one digit; ``c=a+b`` adds without carry, and
   variables are overwritten. A line's trace names what it reads and writes: ``14 c=a+b: A4 B7 C1``. The answer is what
   each variable holds at the end.
-- ``chain_sum``, ``countdown``, ``number_sorting``, ``knights_knaves`` and ``number_sequence`` of reasoning-gym
-  (:mod:`ag.data.reasoning`).
+- ``chain_sum`` of reasoning-gym (https://github.com/open-thought/reasoning-gym): the solution adds term by term, and
+  each place of a term by itself: ``- 31: 58-30=28-1=27``.
 
 Digits are single tokens, and a letter is followed by a digit or a sign, so that problems look alike in tokens. Each
 problem belongs to one split by a hash of its prompt, whatever the seed: no split can hold a problem of another one.
@@ -19,13 +19,12 @@ problem belongs to one split by a hash of its prompt, whatever the seed: no spli
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
 from string import ascii_lowercase
 from typing import TYPE_CHECKING, NamedTuple
 
-from ag.data import reasoning
 from ag.data.collate import Collator, Row, end_tokens, padding_token
 from ag.data.encode import encode as encode_examples
 from ag.data.module import Counts, DataKind, DataModule
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
 TRAIN_ROWS = 4000
 VALIDATION_ROWS = 200
 ANSWER = "Answer: "  # begins the last line
-ANY = "worked"  # this file's own kinds, one drawn for each problem
-REASONING = "reasoning"  # additions and the kinds of reasoning-gym
+ANY = "worked"  # addition, sorting or variables, drawn for each problem
+PACKAGE = "reasoning-gym"  # makes the problems of chain_sum
 MOST_NUMBERS = 4  # that are added
 VARIABLES = "abcdefgh"
 FIRST_LINE = 10  # number of a program's first line; all have two digits
@@ -53,15 +52,15 @@ class Worked(DataKind):
 
     def check(self, data: DataConfig) -> None:
         """Refuse a name that no kind of problem has, or whose package is not installed."""
-        if data.name not in (known := (*GROUPS, *KINDS)):
+        if data.name not in (known := (ANY, *KINDS)):
             raise DataError(f"data.name={data.name} with data.kind=worked: expected one of {', '.join(known)}")
-        if needs_package(data.name):
-            reasoning.version(data.name)
+        if data.name == "chain_sum":
+            package_version()
 
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
         """Generate and tokenise problems; the loss is on the solution.
 
-        ``data.train_samples`` and ``data.val_samples`` say how many (default 4000 and 200).
+        ``data.train_samples`` and ``data.val_samples`` are their numbers (default 4000 and 200).
 
         Raises:
             DataError: a problem does not fit.
@@ -81,7 +80,7 @@ class Worked(DataKind):
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], limit: int) -> list[Row]:
-    """Tokenise problems; a row ends with the end-of-sequence token, after which nothing comes.
+    """Tokenise problems; a row ends with the end-of-sequence token.
 
     Raises:
         DataError: one has more tokens than ``limit``, or the tokenizer has no end-of-sequence token.
@@ -103,18 +102,11 @@ class Problem(NamedTuple):
     kind: str  # one of KINDS
     prompt: str  # ends in "Solution:"
     solution: str  # follows it after a space; its last line is "Answer: " and the answer
-    entry: reasoning.Entry | None = None  # the problem as reasoning-gym gave it
 
     @property
     def answer(self) -> str:
-        """What the last line says."""
+        """The answer on the last line of the solution."""
         return answer_of(self.solution)
-
-    def solved_by(self, answer: str) -> bool:
-        """Return whether an answer is right: the same text, or what the check of the kind takes for as right."""
-        if answer == self.answer:
-            return True
-        return self.entry is not None and reasoning.equivalent(self.kind, answer, self.entry)
 
 
 def answer_of(text: str) -> str:
@@ -127,14 +119,14 @@ def generate(seed: int, split: str, index: int, shortest: int, longest: int, kin
     """Make one problem of a split (``train``, ``validation`` or ``test``), which depends on these arguments only.
 
     The solution has ``shortest`` to ``longest`` of SmolLM2's tokens, its end included, but for a last whole step;
-    additions end at 26 places of four numbers, with 446. ``kind`` is one of :data:`KINDS`, or of :data:`GROUPS`: drawn.
+    additions end at 26 places of four numbers, with 446. ``kind`` is one of :data:`KINDS`, or ``worked``.
 
     Raises:
-        DataError: the kind is one of reasoning-gym's, which is not installed.
+        DataError: ``chain_sum`` needs reasoning-gym, which is not installed.
     """
     rng = random.Random(f"{seed}/{split}/{index}/{kind}")
     while True:
-        name = rng.choice(GROUPS[kind]) if kind in GROUPS else kind
+        name = rng.choice(_OWN) if kind == ANY else kind
         problem = Problem(name, *KINDS[name](rng, rng.randint(shortest, longest)))
         digest = hashlib.sha256(problem.prompt.encode()).digest()
         if digest[0] % 8 in _SPLITS[split]:
@@ -196,22 +188,49 @@ def variables(rng: random.Random, tokens: int) -> tuple[str, str]:
     return "\n".join(["Run:", *program, "Solution:"]), "\n".join([*trace, f"{ANSWER}{answer}"])
 
 
-def reasoned(name: str, rng: random.Random, tokens: int) -> tuple[str, str, reasoning.Entry]:
-    """Draw a problem of one of reasoning-gym's kinds."""
-    question, lines, entry = reasoning.make(name, rng, tokens)
-    return f"{question}\nSolution:", "\n".join([*lines, f"{ANSWER}{entry['answer']}"]), entry
+def chain_sum(rng: random.Random, tokens: int) -> tuple[str, str]:
+    """Draw a chain sum of numbers of two digits; a line of its solution has up to 27 tokens.
+
+    The package draws item i of a seed from ``seed + i``, so that neighbouring seeds share items: here each problem has
+    a seed of its own.
+    """
+    package_version()
+    from reasoning_gym import create_dataset
+
+    terms = max(2, min(40, (tokens + 16) // 27))
+    sizes = {"min_terms": terms, "max_terms": terms, "min_digits": 2, "max_digits": 2}
+    entry = create_dataset("chain_sum", seed=rng.getrandbits(31), size=1, **sizes)[0]
+    first, *rest = entry["metadata"]["expression"].split()
+    total, lines = int(first), [first]
+    for sign, term in zip(rest[::2], rest[1::2], strict=True):
+        line = f"{sign} {term}: {total}"
+        for digit, place in zip(term, (10, 1), strict=True):
+            if part := int(digit) * place:
+                total += part if sign == "+" else -part
+                line += f"{sign}{part}={total}"
+        lines.append(line)
+    return f"{entry['question'].strip()}\nSolution:", "\n".join([*lines, f"{ANSWER}{entry['answer']}"])
 
 
-_OWN = {"addition": addition, "sorting": sorting, "variables": variables}
-#: The kinds of problems by the name that ``data.name`` gives them: prompt and solution of about so many tokens.
-KINDS: dict[str, Callable[[random.Random, int], tuple[str, str] | tuple[str, str, reasoning.Entry]]] = {
-    **_OWN,
-    **{name: partial(reasoned, name) for name in reasoning.KINDS},
+def package_version() -> str:
+    """Return the installed version of reasoning-gym.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise DataError(
+            f"problems of kind chain_sum come from {PACKAGE}, which is not installed: pip install 'ag[reasoning]'"
+        ) from error
+
+
+#: The kinds of problems by the name that ``data.name`` gives them: prompt and solution of about a number of tokens.
+KINDS: dict[str, Callable[[random.Random, int], tuple[str, str]]] = {
+    "addition": addition,
+    "sorting": sorting,
+    "variables": variables,
+    "chain_sum": chain_sum,
 }
-#: Names for several kinds, of which one is drawn for each problem.
-GROUPS = {ANY: tuple(_OWN), REASONING: ("addition", *reasoning.KINDS)}
-
-
-def needs_package(kind: str) -> bool:
-    """Return whether a kind or a group of kinds has problems of reasoning-gym."""
-    return any(name in reasoning.KINDS for name in GROUPS.get(kind, (kind,)))
+_OWN = ("addition", "sorting", "variables")

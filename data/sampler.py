@@ -6,18 +6,15 @@ sees with 2 b.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from torch.utils.data import IterableDataset, Sampler, get_worker_info
+from torch.utils.data import Sampler
 
-from ag.data.collate import Row
 from ag.data.sources import DataError
 
 FILLER = -1
-SHUFFLE_BUFFER = 1024
 
 
 @dataclass(frozen=True)
@@ -84,41 +81,3 @@ class ValidationOrder(Sampler[list[int]]):
         for k in range(len(self)):
             rows = list(range(self.size)[self.shard.of(k)])
             yield rows or [FILLER]
-
-
-@dataclass(eq=False)
-class Stream(IterableDataset[list[Row]]):
-    """Batches of rows that are made while training, without end: the rows start again when they run out.
-
-    Every process and worker makes all rows and keeps its share, so that the global order is that of one
-    process whatever their number, and no rank runs out first. Rows are shuffled within a buffer that moves
-    along. Resuming makes the earlier rows again and drops them.
-    """
-
-    rows: Iterable[Row]  # of one pass, each time it is iterated
-    shard: Shard
-    seed: int
-    start: int = 0  # the first batch to give
-    buffer: int = SHUFFLE_BUFFER  # rows among which the next one is drawn
-
-    def __iter__(self) -> Iterator[list[Row]]:
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        endless = self._endless()
-        mine = slice(self.shard.rank * self.shard.batch_size, (self.shard.rank + 1) * self.shard.batch_size)
-        for batch in itertools.count():
-            rows = list(itertools.islice(endless, self.shard.global_batch))
-            if batch >= self.start and (batch - self.start) % workers == worker:
-                yield rows[mine]
-
-    def _endless(self) -> Iterator[Row]:
-        for epoch in itertools.count():
-            rng = np.random.default_rng([self.seed, epoch])
-            held: list[Row] = []
-            for row in self.rows:
-                held.append(row)
-                if len(held) == self.buffer:
-                    yield held.pop(rng.integers(len(held)))
-            if not held:
-                raise DataError("the streamed dataset gave no row: it is empty, or every document is too short")
-            yield from (held[i] for i in rng.permutation(len(held)))

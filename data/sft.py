@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Supervised(DataKind):
-    """Prompts with responses: a task of the table, or rows of one's own."""
+    """Prompts with responses: a task of the table, or rows of your own."""
 
     def check(self, data: DataConfig) -> None:
         """Refuse a task that is not in the table, and a question after eviction where no text comes before it."""
@@ -32,7 +32,7 @@ class Supervised(DataKind):
             find_task(data.name)
         if data.question == "after" and not (data.name in TASKS and TASKS[data.name].context):
             raise DataError(
-                f"data.question=after with data.name={data.name}: expected a task whose text comes before the question "
+                f"data.question=after with data.name={data.name}: expected a task with a text before its question "
                 f"({', '.join(WITH_CONTEXT)}), or data.kind=facts; leave it out"
             )
 

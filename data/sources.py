@@ -1,4 +1,4 @@
-"""Where rows come from: a dataset on the Hugging Face hub, or a local folder of files like it, or of save_to_disk."""
+"""Rows of a dataset: on the Hugging Face hub, or in a local folder of files or of save_to_disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONGEST_CELL = 1 << 30  # characters in a cell of CSV; Python's own bound is 131
 
 
 class DataError(UserError):
-    """The data cannot be used; the message is one sentence that names the place and the fix."""
+    """The data cannot be used; the message names the place and the fix."""
 
 
 class MissingSplitError(DataError):
@@ -37,14 +37,14 @@ class MissingSplitError(DataError):
 class Source:
     """A dataset: on the hub, or in ``folder``.
 
-    The folder holds ``SPLIT.jsonl`` or shards ``SPLIT-*.jsonl`` (other ENDINGS too), or it is what ``save_to_disk`` of
-    the datasets library wrote: of splits by name, or of a single dataset, which is the training split.
+    The folder holds ``SPLIT.jsonl`` or shards ``SPLIT-*.jsonl`` (other ENDINGS too), or what ``save_to_disk`` of the
+    datasets library wrote: splits by name, or a single dataset, which is the training split.
     """
 
-    name: str  #: hub id, for example google/boolq
-    subset: str | None = None  #: configuration name on the hub
-    revision: str | None = None  #: git revision on the hub
-    folder: Path | None = None  #: is read instead of the hub
+    name: str  # hub id, for example google/boolq
+    subset: str | None = None  # configuration name on the hub
+    revision: str | None = None  # git revision on the hub
+    folder: Path | None = None  # is read instead of the hub
 
     def where(self, split: str) -> str:
         """Name a split for messages: the file, or the hub id with the split."""
@@ -54,14 +54,9 @@ class Source:
         return str(parts[0]) if len(parts) == 1 else f"{self.folder}/{split}-*"
 
     def identity(self, split: str) -> str:
-        """Return a hash of the contents of a split; of a hub dataset, the fingerprint that ``datasets`` gives it.
-
-        Raises:
-            MissingSplitError: the dataset lacks the split.
-            DataError: the dataset cannot be reached.
-        """
+        """Return a hash of the contents of a split, on the hub the fingerprint of ``datasets``; errors as of read."""
         if self.folder is None:
-            return str(getattr(self._load_hub(split, False), "_fingerprint", self.revision))
+            return str(getattr(self._load_hub(split), "_fingerprint", self.revision))
         digest = hashlib.sha256()
         for part in self._parts(split):
             for file in sorted(part.glob("*.arrow")) if part.is_dir() else [part]:
@@ -69,15 +64,15 @@ class Source:
                     digest.update(hashlib.file_digest(content, "sha256").digest())
         return digest.hexdigest()
 
-    def read(self, split: str, streaming: bool = False) -> Iterator[Record]:
-        """Give the rows of a split in their stored order; streaming, the hub is read over the network row by row.
+    def read(self, split: str) -> Iterator[Record]:
+        """Yield the rows of a split in their stored order.
 
         Raises:
             MissingSplitError: the dataset lacks the split.
             DataError: the dataset cannot be reached, or a file is damaged.
         """
         if self.folder is None:
-            return iter(self._load_hub(split, streaming))
+            return iter(self._load_hub(split))
         return itertools.chain.from_iterable(map(_read, self._parts(split)))
 
     def _parts(self, split: str) -> list[Path]:
@@ -90,26 +85,22 @@ class Source:
         shards = sorted(file for file in self.folder.glob(f"{split}-*") if file.name.endswith(ENDINGS))
         if len(whole) + bool(shards) > 1:
             files = ", ".join(file.name for file in whole + shards[:2])
-            raise DataError(
-                f"{self.folder} has more than one file for split {split} ({files}): keep one, or shards alone"
-            )
+            raise DataError(f"{self.folder} has several files for split {split} ({files}): keep one, or shards alone")
         if split == "train" and not whole and not shards:  # a folder of texts
             others = ("validation", "test")
             shards = sorted(file for file in self.folder.glob("*.txt") if not file.name.startswith(others))
         if not whole and not shards:
             raise MissingSplitError(
-                f"{self.folder} has no split {split}: expected {split}.jsonl, {split}.jsonl.gz, .json, .parquet, .csv "
-                f"or .txt, shards such as {split}-*.jsonl[.gz], or what save_to_disk wrote"
+                f"{self.folder} has no split {split}: expected {split}.jsonl (or {', '.join(ENDINGS[1:])}), shards "
+                f"such as {split}-*.jsonl, or what save_to_disk wrote"
             )
         return whole or shards
 
-    def _load_hub(self, split: str, streaming: bool) -> Iterable[Record]:
+    def _load_hub(self, split: str) -> Iterable[Record]:
         import datasets
 
         try:
-            rows: Iterable[Record] = datasets.load_dataset(
-                self.name, self.subset, split=split, revision=self.revision, streaming=streaming
-            )
+            rows: Iterable[Record] = datasets.load_dataset(self.name, self.subset, split=split, revision=self.revision)
         except Exception as error:  # the hub client raises many unrelated types
             if isinstance(error, ValueError) and "split" in str(error):
                 raise MissingSplitError(f"hub dataset {self.name} has no split {split}: {error}") from error
@@ -121,7 +112,7 @@ class Source:
 
 
 def dataset_of(data: DataConfig) -> Source:
-    """Find the dataset ``data.name``: under ``data.root`` where that is given, else a folder of that name, or the hub.
+    """Find the dataset ``data.name``: under ``data.root`` where that is set, else a folder of that name, or the hub.
 
     Raises:
         DataError: the name is neither a folder nor a hub id, or ``data.root`` holds no such folder.
@@ -139,12 +130,10 @@ def held_out(source: Source, data: DataConfig) -> int:
         DataError: there is none, and ``data.val_samples`` does not say how many.
     """
     try:
-        source.read("validation", data.streaming)
+        source.read("validation")
     except MissingSplitError as error:
         if data.val_samples is None:
-            raise DataError(
-                f"{error}; set data.val_samples=N to validate on the first N training rows instead"
-            ) from error
+            raise DataError(f"{error}; or set data.val_samples=N to validate on the first N training rows") from error
         return data.val_samples
     return 0
 
@@ -164,7 +153,7 @@ def local_folder(root: str, name: str) -> Path:
 
 
 def called(data: DataConfig) -> str:
-    """Return what messages call a dataset: its name, or the folder ``data.root`` where that holds the rows itself."""
+    """Return the name of a dataset for messages: its own, or the folder ``data.root`` where that holds the rows."""
     if data.root is None:
         return data.name
     return data.root if holds_rows(Path(data.root)) else f"{data.name} in {data.root}"
@@ -185,15 +174,12 @@ def check_fields(row: Mapping[str, Any], fields: Mapping[str, type | tuple[type,
         if name not in row:
             raise DataError(f"{place} has no field {name}: expected {', '.join(fields)}; found {', '.join(row)}")
         if not isinstance(row[name], kind):
-            kinds = kind if isinstance(kind, tuple) else (kind,)
-            wanted = " or ".join(k.__name__ for k in kinds)
+            wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
             raise DataError(f"{place}: field {name} is {type(row[name]).__name__}, expected {wanted}")
 
 
 def _read(file: Path) -> Iterator[Record]:
-    """Give the rows of a file: Parquet, CSV, JSON lines, or one array of JSON objects; a plain text is one row.
-
-    A folder is one that ``save_to_disk`` wrote.
+    """Yield the rows of a file, or of a folder that ``save_to_disk`` wrote; a plain text is one row.
 
     JSON and CSV are not read by ``datasets``: it makes columns of one type of them, so that integers become floats
     beside a float, texts that look like dates become dates, and short rows are filled up, all silently.
@@ -202,7 +188,12 @@ def _read(file: Path) -> Iterator[Record]:
         DataError: the file is damaged, or holds something else.
     """
     if file.is_dir():
-        return _read_saved(file)
+        import datasets
+
+        try:
+            return iter(datasets.load_from_disk(str(file)))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{file} is no dataset that save_to_disk wrote, or damaged: {error}") from error
     if file.suffix == ".parquet":
         return _read_parquet(file)
     if ".csv" in file.suffixes:
@@ -210,15 +201,6 @@ def _read(file: Path) -> Iterator[Record]:
     if file.suffix == ".txt":
         return iter([{"text": "".join(line for _, line in _lines(file))}])
     return _read_json(file)
-
-
-def _read_saved(folder: Path) -> Iterator[Record]:
-    import datasets
-
-    try:
-        return iter(datasets.load_from_disk(str(folder)))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder} is no dataset that save_to_disk wrote, or damaged: {error}") from error
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:
@@ -233,7 +215,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
 
 
 def _read_csv(file: Path) -> Iterator[Record]:
-    """Give the rows of a table with a header; every cell is text."""
+    """Yield the rows of a table with a header; every cell is text."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))
     rows = csv.reader((line for _, line in _lines(file)), strict=True)
     header: list[str] = []
@@ -253,7 +235,7 @@ def _read_csv(file: Path) -> Iterator[Record]:
 
 
 def _read_json(file: Path) -> Iterator[Record]:
-    """Give the objects of JSON lines, or of an array, whatever the name of the file says."""
+    """Yield the objects of JSON lines or of an array, whichever of the two the file holds."""
     whole = "".join(line for _, line in _lines(file)) if ".json" in file.suffixes else ""
     rows: Iterable[tuple[str, Any]]
     if whole.lstrip().startswith("["):
@@ -267,7 +249,7 @@ def _read_json(file: Path) -> Iterator[Record]:
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise DataError(f"{file} {place} has half of a pair that \\u writes one character with: {error}") from error
+            raise DataError(f"{file} {place} has half of a surrogate pair: {error}") from error
         yield row
 
 
@@ -281,7 +263,7 @@ def _json(text: str, place: str) -> Any:
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     opener = gzip.open if file.suffix == ".gz" else open
     number = 0
-    # a table program may write a mark of the order of bytes first; CSV has line ends inside its cells
+    # spreadsheets write a byte order mark first; CSV has line ends inside its cells
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
         try:
             for number, line in enumerate(lines, start=1):

@@ -1,4 +1,4 @@
-"""The table of supervised tasks: where each lives, what its rows hold, and how a row becomes a question.
+"""The table of supervised tasks: their datasets, the fields of their rows, and templates of questions.
 
 The templates are zero-shot and short, in the manner of lm-evaluation-harness. A response is always
 ``" " + choice``; the prompt never ends in a space.
@@ -24,28 +24,23 @@ Fields = dict[str, type | tuple[type, ...]]
 class Example(NamedTuple):
     """A question."""
 
-    prompt: str  #: all that comes before the answer
-    choices: list[str]  #: possible answers, without the space before them
-    target: int  #: index of the right one
-    context: str = ""  #: the beginning of the prompt that may be evicted before the rest is read, where there is one
+    prompt: str  # all text before the answer
+    choices: list[str]  # possible answers, without the space before them
+    target: int  # index of the right one
+    context: str = ""  # the beginning of the prompt that may be evicted before the rest is read
 
 
 @dataclass(frozen=True)
 class Task:
-    """One dataset, on the hub and in a folder under ``data.root``.
+    """One dataset, on the hub and in a folder under ``data.root``."""
 
-    Attributes:
-        context: its prompts have a beginning that may be evicted before the rest is read: the text before a question,
-            or all that comes before "Answer:" where the question itself lists its answers.
-    """
-
-    hub: str  #: hub id that loads with datasets >= 4 (no dataset script)
+    hub: str  # hub id that loads with datasets >= 4 (no dataset script)
     folder: str
-    fields: Fields  #: required fields and their types
+    fields: Fields  # required fields and their types
     example: Callable[[Record], Example]
-    context: bool = False
-    subset: str | None = None  #: configuration name on the hub
-    revision: str | None = None  #: git revision on the hub
+    context: bool = False  # whether its questions have a context
+    subset: str | None = None  # configuration name on the hub
+    revision: str | None = None  # git revision on the hub
 
 
 def _piqa(row: Record) -> Example:
@@ -160,7 +155,7 @@ WITH_CONTEXT = [name for name, task in TASKS.items() if task.context]
 
 
 def is_own(data: DataConfig) -> bool:
-    """Whether supervised rows are not those of the table: of a folder, or of ``ORG/NAME`` on the hub."""
+    """Whether supervised rows are of a folder or of ``ORG/NAME`` on the hub, not of the table."""
     inside = [Path(data.root) / data.name] if data.root else []
     folders = (path.expanduser() for path in (Path(data.name), *inside))
     named = "/" in data.name or any(folder.is_dir() for folder in folders)
@@ -168,11 +163,7 @@ def is_own(data: DataConfig) -> bool:
 
 
 def find_task(name: str) -> Task:
-    """Look up a task.
-
-    Raises:
-        DataError: no such task; the nearest name is suggested.
-    """
+    """Return a task of the table, or raise a :class:`DataError` that suggests the nearest name."""
     if name in TASKS:
         return TASKS[name]
     known = f"{', '.join(TASKS)}, a folder or ORG/NAME{nearest(name, TASKS, cutoff=0.4)}"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 STEP = 64  # prompt lengths lie on this grid, so that the rows of a batch have few different lengths
 DOCUMENTS = 64  # per call of the tokenizer
 AGAIN = "\n\nThe same text once more, word for word:\n\n"  # between a passage and its copy
-FORMAT = 5  # raise it when rows are cut in another way: a cache that was made before is not read again
+FORMAT = 5  # raise it when rows are cut in another way, so that earlier caches are not read
 NONE = -1  # no prompt, nothing copied
 LEAD = 8  # last tokens of the chunk before one that is repeated
 ROW_SETTINGS = ("text_field", "packing", "max_length", "prompt_min", "prompt_max", "continuation", "copy_max")
@@ -62,7 +62,7 @@ class Text(DataKind):
         train = TextRows(source, "train", data, tokenizer, cut, start=first)
         split = "train" if first else "validation"
         validation = TextRows(source, split, data, tokenizer, cut, stop=first or None, validates=True)
-        training = train if data.streaming else _kept(train, counts, context, config.seed)
+        training = _kept(train, counts, context, config.seed)
         before = counts.skipped
         groups = [(row,) for row in _kept(validation, counts, context, config.seed)]
         counts.val_skipped = counts.skipped - before
@@ -71,13 +71,13 @@ class Text(DataKind):
 
 
 def _kept(rows: TextRows, counts: Counts, *more: object) -> Sequence[Row]:
-    """Make all rows now, or take them from ``data.cache``.
+    """Make all rows, or read them from ``data.cache``.
 
-    ``datasets`` keeps them in a folder of their own for all that they depend on. Of several processes that ask for the
-    same rows one works while the others wait.
+    ``datasets`` keeps them in a folder by the hash of all that they depend on. Of several processes one makes the rows
+    while the others wait.
 
     Raises:
-        DataError: the folder cannot be written, or what lies in it is damaged.
+        DataError: the folder cannot be written, or its content is damaged.
     """
     data, tokenizer = rows.data, rows.tokenizer
     if data.cache is None:
@@ -112,8 +112,7 @@ def _kept(rows: TextRows, counts: Counts, *more: object) -> Sequence[Row]:
         if isinstance(cause, DataError) or not isinstance(cause, OSError | ValueError):
             raise cause from None
         raise DataError(
-            f"data.cache={folder} cannot be used ({cause}): name a folder with room and permission, or delete it if a "
-            "process was killed while it wrote"
+            f"data.cache={folder} cannot be used ({cause}): name a folder with room and permission, or delete this one"
         ) from error
     kept = CachedRows(found.with_format("numpy", dtype=np.int32))
     counts.skipped = before + kept.skipped
@@ -121,7 +120,7 @@ def _kept(rows: TextRows, counts: Counts, *more: object) -> Sequence[Row]:
 
 
 class CachedRows(Sequence[Row]):
-    """Rows that lie on disk, mapped into memory; the last record is no row, and says how many documents gave none."""
+    """Rows on disk, mapped into memory; the last record is no row, but the number of documents that gave none."""
 
     def __init__(self, records: Any) -> None:
         self.records = records
@@ -145,8 +144,8 @@ def _packed(data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, 
         )
     if not data.cross_documents and start == [end]:
         raise DataError(
-            f"data.cross_documents=false tells documents apart by their end-of-sequence token, and the tokenizer "
-            f"{tokenizer.name_or_path} also begins them with it: use data.cross_documents=true"
+            f"data.cross_documents=false: the tokenizer {tokenizer.name_or_path} begins and ends documents alike, "
+            "so that it does not tell them apart: use data.cross_documents=true"
         )
     return Packed(longest, start, int(end))
 
@@ -173,9 +172,8 @@ def _repeated(
     room = longest - len(start) - len(again)
     if room // 2 < STEP:
         raise DataError(
-            f"data.packing=repeated: rows of {longest} tokens leave {room // 2} for a passage, expected at least "
-            f"{STEP}: use a data.max_length of {2 * STEP + len(start) + len(again)} or more, and a model with that "
-            "context"
+            f"data.packing=repeated: rows of {longest} tokens leave {room // 2} for a passage, not {STEP}; "
+            f"use a data.max_length of {2 * STEP + len(start) + len(again)} or more, and a model with that context"
         )
     counts.remedy = f"too short for a passage; use a lower data.max_length={data.max_length}"
     length = room - LEAD - data.copy_max
@@ -186,7 +184,7 @@ def _repeated(
 
 @dataclass(frozen=True)
 class TextRows:
-    """The first rows of the documents from ``start`` to ``stop``, made anew each time they are iterated."""
+    """The first rows of the documents from ``start`` to ``stop``."""
 
     source: Source
     split: str
@@ -206,27 +204,24 @@ class TextRows:
         return itertools.islice(self.cut.rows(self._tokenized(), self.validates), self.limit)
 
     def _tokenized(self) -> Iterator[list[int]]:
-        documents = itertools.islice(self._documents(), self.start, self.stop)
-        while texts := list(itertools.islice(documents, DOCUMENTS)):
-            yield from tokenize(self.tokenizer, texts)
-
-    def _documents(self) -> Iterator[str]:
         where, field = self.source.where(self.split), self.data.text_field
-        for number, row in enumerate(self.source.read(self.split, self.data.streaming), start=1):
-            check_fields(row, {field: str}, f"{where} row {number}")
-            yield row[field]
+        rows = itertools.islice(enumerate(self.source.read(self.split), start=1), self.start, self.stop)
+        while some := list(itertools.islice(rows, DOCUMENTS)):
+            for number, row in some:
+                check_fields(row, {field: str}, f"{where} row {number}")
+            yield from tokenize(self.tokenizer, [row[field] for _, row in some])
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Documents one after another in rows of one length; the last row may be shorter."""
+    """Documents, joined and cut into rows of one length; the last row may be shorter."""
 
     length: int
     start: list[int]  # tokens before a document
     end: int  # the token after a document
 
     def rows(self, documents: Iterable[list[int]], validates: bool) -> Iterator[Row]:
-        """Pack tokenised documents; all of them, for validation too."""
+        """Pack all tokenised documents."""
         tokens = itertools.chain.from_iterable([*self.start, *document, self.end] for document in documents)
         while row := list(itertools.islice(tokens, self.length)):
             yield Row(np.array(row, dtype=np.int32))
@@ -234,7 +229,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of a prompt and its continuation, cut from each document; what remains at its end is left out."""
+    """Windows of a prompt and its continuation, cut from each document; the rest at its end is left out."""
 
     lengths: tuple[int, ...]  # of prompts, ascending, BOS included
     continuation: int  # tokens after the prompt
@@ -243,9 +238,9 @@ class Windows:
     counts: Counts  # skipped: documents too short for one window
 
     def rows(self, documents: Iterable[list[int]], validates: bool) -> Iterator[Row]:
-        """Cut each document into consecutive windows, the prompt's length drawn from (seed, document).
+        """Cut each document into windows whose prompt lengths are drawn from (seed, document).
 
-        For validation one window from the start of each document, with the longest prompt that fits.
+        Validation takes one window from the start of each document, with the longest prompt that fits.
         """
         for number, tokens in enumerate(documents):
             rng = np.random.default_rng([self.seed, number])
@@ -270,20 +265,20 @@ class Windows:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Passages, each followed by a sentence and by itself, or a chunk of itself, once more; the whole row carries loss.
+    """Passages, each followed by a sentence and its copy, or a copy of a chunk of it; the whole row carries loss.
 
-    A chunk that is not the passage's beginning comes behind the end of the one before, which says where to go on.
+    The copy of a chunk begins with the last tokens of the chunk before it, which show the place in the passage.
     """
 
     length: int  # tokens of a passage
-    copy: int | None  # tokens of a chunk, of which one is drawn for each passage; None: it is repeated as a whole
+    copy: int | None  # tokens of a chunk, of which one is drawn for each passage; None means the whole passage
     start: list[int]  # tokens before it
     again: list[int]  # tokens between it and its copy
     seed: int
     counts: Counts  # skipped: documents too short for one passage
 
     def rows(self, documents: Iterable[list[int]], validates: bool) -> Iterator[Row]:
-        """Cut each document into passages; what remains at its end is left out. For validation one of each."""
+        """Cut each document into passages; the rest at its end is left out. Validation takes one of each document."""
         for number, tokens in enumerate(documents):
             rng = np.random.default_rng([self.seed, number])
             starts = range(0, len(tokens) - self.length + 1, self.length)[: 1 if validates else None]
@@ -291,7 +286,7 @@ class Repeated:
             self.counts.skipped += not starts
 
     def row(self, passage: list[int], rng: np.random.Generator) -> Row:
-        """Return a passage with its copy; the passage is the prompt."""
+        """Return a passage, which is the prompt, with its copy."""
         prompt = [*self.start, *passage, *self.again]
         length = len(self.start) + len(passage)
         if self.copy is None:

@@ -119,7 +119,7 @@ def gradients(parameters):
 )
 def test_loss_and_gradients_are_those_of_lightnings_path(make, objective, more, lora):
     """To the last bit, as the operations are the same; tests/training checks Lightning's path by hand."""
-    config = configured(loss={"objective": objective, **more}, warmup=WarmupConfig(target="obcache_value", keep=0.3))
+    config = configured(loss={"objective": objective, **more}, warmup=WarmupConfig(keep=0.3))
     trainer, data = make(config, lora), batch()
     trainer.state.global_step = 17
     given = {name: value for name, value in data.items() if name != "prompt_length"}  # labels say where it ends

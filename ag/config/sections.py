@@ -112,7 +112,6 @@ class DataConfig:
     )
     solution_min: int = key(200, "shortest solution in tokens (worked; roughly)", low=20)
     solution_max: int = key(400, "longest solution in tokens (worked)", low=60)
-    streaming: bool = key(False, "read the dataset while training instead of before (text)")
     cache: str | None = key(None, "folder of tokenised rows, shared by later runs and all processes (text)")
     train_samples: int | None = key(None, "use the first N training rows only", low=1)
     val_samples: int | None = key(None, "use the first N validation rows only", low=1)
@@ -163,12 +162,11 @@ class WarmupConfig:
 
     regress_steps: int = key(0, "first steps that train the gates by regression; 0 means none", low=0)
     lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
-    target: Literal["attention", "obcache_value", "kvzip", "reread"] = key(
+    target: Literal["attention", "kvzip", "reread"] = key(
         "attention",
-        "what gates predict for a key, from later queries. attention: their attention to it; obcache_value: sqrt(sum "
-        "A^2) * ||v||; kvzip: the largest attention of a response token, times ||v|| (for data.packing=repeated); "
-        "reread: the largest attention while the engine repeats the whole row, chunk by chunk (for "
-        "data.packing=packed)",
+        "what gates predict for a key, from later queries. attention: their attention to it; kvzip: the largest "
+        "attention of a response token, times ||v|| (for data.packing=repeated); reread: the largest attention while "
+        "the engine repeats the whole row, chunk by chunk (for data.packing=packed)",
     )
     scale: Literal["head", "global"] = key(
         "head",

@@ -44,10 +44,7 @@ data.eos!=null; data.kind!=sft -> only responses of data.kind=sft take it; leave
 data.question=after; data.kind=text|worked -> its rows have no text before a question; leave it out
 data.copy_max>0; data.packing!=repeated -> nothing is repeated; use data.packing=repeated, or leave it out
 data.packing!=split; data.kind!=text -> only plain text is packed or repeated; use data.packing=split
-data.streaming=true; data.kind!=text -> only plain text streams; use data.streaming=false
-data.streaming=true; trainer.max_steps<0 -> a stream has no end; give trainer.max_steps
 data.cache!=null; data.kind!=text -> only plain text is kept; leave data.cache out
-data.cache!=null; data.streaming=true -> only what is read before training is kept; leave data.cache out
 data.cross_documents=false; data.packing!=packed -> only packed rows hold several documents; use data.packing=packed,
     or leave it out
 data.cross_documents=false; loss.objective=regress -> regression does not know where documents end; use

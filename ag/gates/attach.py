@@ -1,4 +1,4 @@
-"""Gates connected to a model."""
+"""Gates attached to a model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ag.model.support import check_attention
 
 
 def attach(model: nn.Module, gates: AttentionGates) -> None:
-    """Connect gates to a model: they are used in training and by ``EvictionCache(model, "gates")``.
+    """Attach gates to a model, for training and for ``EvictionCache(model, "gates")``.
 
-    Without a cache of this library and outside training the model behaves, and costs, as before.
+    Without a cache of this library and outside training the model computes what it did before, at the same cost.
 
     Args:
         model: a Hugging Face causal language model, plain or PEFT-wrapped.
@@ -38,7 +38,7 @@ def attach(model: nn.Module, gates: AttentionGates) -> None:
 
 
 def attached_gates(model: nn.Module) -> AttentionGates | None:
-    """Return the gates that :func:`attach` connected, or None."""
+    """Return the gates that :func:`attach` attached, or None."""
     attachment: Attachment | None = getattr(decoder_of(model), "_ag_attachment", None)
     return None if attachment is None else cast("AttentionGates | None", attachment.gates)
 
@@ -60,12 +60,12 @@ def move_to_layers(model: nn.Module, gates: AttentionGates) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Undo :func:`attach` and everything else this library did to the model; does nothing to an untouched one."""
+    """Undo all changes of this library to a model, :func:`attach` among them."""
     restore(model)
 
 
 def alike(one: AttentionGates | None, other: AttentionGates | None) -> bool:
-    """Tell whether two gates decide the same: one object, or equal configurations and weights."""
+    """Whether two gates are one object, or have equal configurations and weights."""
     if one is other:
         return True
     if one is None or other is None or one.config != other.config:

@@ -1,4 +1,4 @@
-"""Which boundary of the logits keeps which share of the tokens, as a validation measured it."""
+"""The boundary of the logits that keeps a share of the tokens, by the table that a validation measured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from ag.errors import UserError
 
 SHARES = tuple(place / 20 for place in range(1, 20))  # 0.05 to 0.95
@@ -14,14 +16,14 @@ SHARES = tuple(place / 20 for place in range(1, 20))  # 0.05 to 0.95
 
 @dataclass(frozen=True)
 class Calibration:
-    """A table of shares of flags that are 1, over all layers and KV heads, and of the logits that they lie above.
+    """Shares of the tokens over all layers and KV heads, and for each the logit above which that share lies.
 
     Attributes:
         shares: rising, between 0 and 1, at least two.
-        boundaries: a logit for each, none above the one before.
+        boundaries: a logit for each, falling.
 
     Raises:
-        ValueError: when the numbers are no such table.
+        ValueError: for other numbers.
     """
 
     shares: Sequence[float]
@@ -51,6 +53,4 @@ class Calibration:
         low, high = self.shares[0], self.shares[-1]
         if not low <= share <= high:
             raise UserError(f"share={share}: expected one from {low} to {high}, which were measured after training.")
-        above = next(place for place, known in enumerate(self.shares[1:], 1) if share <= known)
-        (a, first), (b, second) = ((self.shares[i], self.boundaries[i]) for i in (above - 1, above))
-        return first + (second - first) * (share - a) / (b - a)
+        return float(np.interp(share, self.shares, self.boundaries))

@@ -1,13 +1,14 @@
-"""Exported gates: a folder that is whole or absent, and that is checked from end to end when it loads.
+"""Exported gates: a folder that is written whole or not at all, and checked when it loads.
 
 - ``gates.safetensors``: the weights, float32, or eight bits: each matrix as int8 with a float32 scale for each row;
 - ``gate_config.json``: schema, versions, base model, gate configuration, measurements, hashes (ag.gates.manifest);
-- ``adapter/``: the LoRA adapter in PEFT's own format, where one was trained (ag.gates.adapters);
+- ``adapter/``: the LoRA adapter in PEFT's own format, where one was trained;
 - ``README.md``: a model card (ag.gates.card), with ``figure.png`` where one was drawn.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -17,38 +18,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import safetensors.torch
 import torch
+from huggingface_hub import HfApi
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ag.config.exports import StrPath
 from ag.config.gate import GateConfig
-from ag.gates.adapters import (
-    adapter_checksum,
-    adapter_of,
-    adapter_path,
-    check_adapter,
-    check_mergeable,
-    is_merged,
-    load_adapter,
-    save_adapter,
-    save_merged,
-    write_adapter,
-)
+from ag.errors import first_line
+from ag.gates.adapters import MERGED, adapter_of
 from ag.gates.calibration import Calibration
 from ag.gates.card import model_card
-from ag.gates.folder import (
-    MEGABYTE,
-    check_base,
-    check_finite,
-    check_replaceable,
-    local,
-    parse,
-    read,
-    read_info,
-    staged,
-    upload,
-    write,
-)
+from ag.gates.folder import MEGABYTE, REFUSALS, check_base, check_finite, check_replaceable, parse, read, staged, write
+from ag.gates.folder import local as local
+from ag.gates.folder import read_info as read_info
 from ag.gates.foreign import recognise
 from ag.gates.manifest import (
     ADAPTER,
@@ -60,37 +42,23 @@ from ag.gates.manifest import (
     PRECISION,
     SCHEMA_VERSION,
     WEIGHTS,
-    ExportError,
     check_keys,
     checksum,
     minor,
     validate,
 )
+from ag.gates.manifest import ExportError as ExportError
+from ag.model import base as models
 from ag.model.geometry import fingerprint
+from ag.model.quiet import quiet
 from ag.versions import versions
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = [
-    "ExportError",
-    "adapter_checksum",
-    "adapter_path",
-    "check",
-    "is_merged",
-    "load",
-    "load_adapter",
-    "local",
-    "push",
-    "read_info",
-    "save",
-    "save_adapter",
-    "save_merged",
-]
-
 FILES = frozenset({WEIGHTS, CONFIG, CARD, FIGURE, ADAPTER})
-SCALE, LARGEST = ".scale", 127  # of a matrix in eight bits: the name of its scales, its largest step
-Gates = Any  #: :class:`ag.gates.gate.AttentionGates`, whose module reads and writes by this one
+SCALE, LARGEST = ".scale", 127  # of a matrix in eight bits: the suffix of its scales, its largest step
+Gates = Any  # ag.gates.gate.AttentionGates, whose module imports this one
 
 
 def save(
@@ -106,13 +74,13 @@ def save(
 ) -> None:
     """Write an export, or replace one; the folder takes its name only when all of it is on disk.
 
-    One process at a time may write to a path. A process that is killed leaves the earlier export under its
-    name; or, in the instant between two renames, under a hidden name from which the next export restores it.
+    One process at a time may write to a path. A process that is killed leaves the earlier export under its name; or,
+    between two renames, under a hidden name from which the next export restores it.
 
     Args:
         path: folder to write.
         gates: the gates, of any floating type and on any device.
-        base_model: hub id or folder of the base model, for the reader.
+        base_model: hub id or folder of the base model.
         base_revision: git revision of a hub model.
         adapter: the model with a LoRA adapter named ``default`` that was trained with the gates.
         metrics: numbers for the model card; ``kept`` is the measured share of prompt entries that stay.
@@ -120,8 +88,8 @@ def save(
         weights: data type of the matrices in the file; int8 takes a quarter of the space.
 
     Raises:
-        ExportError: when something else is in the way, a weight is not finite, or the disk refuses; an
-            earlier export stays as it was.
+        ExportError: when something else is in the way, a weight is not finite, or the disk refuses; an earlier export
+            stays unchanged.
         OSError: when the figure cannot be read.
     """
     target = Path(path).resolve()
@@ -150,7 +118,7 @@ def _info(
     metrics: Mapping[str, float] | None = None,
     weights: str = "float32",
 ) -> dict[str, Any]:
-    """Return the content of ``gate_config.json``, checked as a reader will."""
+    """Return the content of ``gate_config.json``, validated."""
     measured = {name: float(value) for name, value in (metrics or {}).items()}
     numbers = {name: value if math.isfinite(value) else None for name, value in measured.items()}
     info: dict[str, Any] = {
@@ -161,7 +129,7 @@ def _info(
         "keep_rate": numbers.pop("kept", None),
         "metrics": numbers,
         "sha256": sha256,
-        ADAPTER: [],  # exports before had a record here
+        ADAPTER: [],  # schema 1.1 had a record here
         CALIBRATION: None if gates.calibration is None else gates.calibration.record(),
         PRECISION: weights,
     }
@@ -171,12 +139,9 @@ def _info(
 
 
 def check(gates: Gates | None, adapter: PeftModel | None, *, path: StrPath | None = None, merge: bool = False) -> None:
-    """Refuse what :func:`save`, :func:`save_adapter` or :func:`save_merged` would refuse, before it is trained.
+    """Raise the errors of :func:`save`, :func:`save_adapter` or :func:`save_merged` before a training run.
 
     Without gates an adapter is written alone; ``path`` is a folder that is written or replaced, None a new one.
-
-    Raises:
-        ExportError: naming what cannot be exported.
     """
     target = Path("export" if path is None else path).resolve()
     if path is not None:
@@ -198,11 +163,11 @@ def load(
 
     Args:
         path: folder of an export, or of gates of another project (:mod:`ag.gates.foreign`).
-        make: from the geometry of a model and a configuration to gates, whose weights are then read.
-        model_config: configuration of the model they are for; None skips that comparison.
+        make: makes gates of the geometry of a model and a configuration.
+        model_config: configuration of the base model; None skips the comparison with it.
 
     Raises:
-        ExportError: for anything that is not a whole and unchanged export, or one for another base model.
+        ExportError: for anything but a whole and unchanged export, or one for another base model.
     """
     folder = local(path)
     info, other = read_info(folder), recognise(folder)
@@ -217,19 +182,19 @@ def load(
     tensors = _weights(folder, info, expected) if other is None else other.tensors(expected)
     gates.load_state_dict(tensors, assign=True)
     if other is not None and model_config is not None:
-        gates.fingerprint = fingerprint(model_config)  # which the checkpoint knows in part
+        gates.fingerprint = fingerprint(model_config)  # the checkpoint has a part of it
     gates.adapter = adapter_of(folder, info)
     gates.calibration = None if info.get(CALIBRATION) is None else Calibration(**info[CALIBRATION])
     return gates.eval()
 
 
 def _weights(folder: Path, info: Mapping[str, Any], expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Read ``gates.safetensors``, checked against its hash and the tensors that gates of this configuration have."""
+    """Read ``gates.safetensors``, checked against its hash and the tensors of gates of this configuration."""
     file = folder / WEIGHTS
     biases = [name for name in expected if name.endswith(".bias")]
-    before = info["gate"]["kind"] == "mlp" and minor(info["schema_version"]) < 3  # without biases, which is with 0
+    before = info["gate"]["kind"] == "mlp" and minor(info["schema_version"]) < 3  # had no biases
     unwritten = {name: torch.zeros(expected.pop(name).shape) for name in biases} if before else {}
-    stored = pack(expected) if info.get(PRECISION) == "int8" else expected
+    stored = pack(expected) if info[PRECISION] == "int8" else expected
     most = sum(tensor.nbytes for tensor in stored.values()) + MEGABYTE
     tensors = parse(file, read(folder, WEIGHTS, info["sha256"][WEIGHTS], most))
     check_keys(file, tensors, stored)
@@ -263,19 +228,182 @@ def unpack(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def push(path: StrPath, repository: str) -> str:
-    """Upload a finished export with its model card to the Hugging Face hub, with the user's own login.
+    """Upload a finished export to the Hugging Face hub, with the user's own login; returns its address.
 
     Args:
         path: folder of an export.
         repository: hub id, such as ``name/gates``; a new one is private.
-
-    Returns:
-        The address of the upload.
 
     Raises:
         ExportError: the folder is no whole export, or the hub refuses.
     """
     folder = local(path)
     read(folder, WEIGHTS, read_info(path)["sha256"][WEIGHTS])
-    adapter = () if adapter_path(path) is None else ADAPTER_FILES
-    return upload(folder, repository, [WEIGHTS, CONFIG, CARD, FIGURE, *adapter])
+    files = [WEIGHTS, CONFIG, CARD, FIGURE, *(ADAPTER_FILES if adapter_path(path) else ())]
+    try:
+        hub = HfApi()
+        hub.create_repo(repository, private=True, exist_ok=True)
+        return str(hub.upload_folder(repo_id=repository, folder_path=str(folder), allow_patterns=files))
+    except REFUSALS as error:
+        raise ExportError(
+            f"export.push_to_hub={repository}: the hub refuses ({first_line(error)}): expected a repository that you "
+            f"may write to; log in with `hf auth login`, then upload {folder}."
+        ) from error
+
+
+def is_adapter(path: StrPath) -> bool:
+    """Whether a folder holds a LoRA adapter and no gates, as :func:`save_adapter` writes it."""
+    folder = local(path)
+    return folder.is_dir() and [entry.name for entry in folder.iterdir()] == [ADAPTER]
+
+
+def adapter_checksum(path: StrPath) -> str:
+    """Return a hash of the weights of an export, or of the folder of :func:`save_adapter`.
+
+    Raises:
+        ExportError: when something is missing or damaged.
+    """
+    if not is_adapter(path):
+        return str(read_info(path)["checksum"])
+    return hashlib.sha256(b"".join(read(local(path), name) for name in ADAPTER_FILES)).hexdigest()
+
+
+def adapter_path(path: StrPath) -> Path | None:
+    """Return the folder of an export's LoRA adapter, whose hashes are checked; None when it has none.
+
+    Raises:
+        ExportError: when the export or its adapter is damaged.
+    """
+    if is_adapter(path):
+        return local(path) / ADAPTER
+    sha256 = read_info(path)["sha256"]
+    files = [name for name in ADAPTER_FILES if name in sha256]
+    for name in files:
+        read(local(path), name, sha256[name])
+    return local(path) / ADAPTER if files else None
+
+
+def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) -> PeftModel | PreTrainedModel:
+    """Load the LoRA adapter of an export into its base model, frozen.
+
+    Args:
+        model: the base model, which is changed in place.
+        path: folder of an export, or of :func:`save_adapter`.
+        merge: return the plain model with the adapter merged into its weights, and its hash in the configuration.
+
+    Raises:
+        ExportError: when the export has no adapter, is damaged, or belongs to another base model.
+        UserError: when the model has the adapter already.
+    """
+    import peft  # loads bitsandbytes, which only some models need
+
+    folder = adapter_path(path)
+    if folder is None:
+        raise ExportError(f"{path}: the export has no {ADAPTER} folder: expected one trained with train=gates+lora.")
+    if not is_adapter(path):
+        info = read_info(path)
+        check_base(local(path), info, model.config)
+        if adapter := adapter_of(local(path), info):
+            adapter.check(model, times=0)
+    try:
+        with quiet():
+            wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
+    except (RuntimeError, ValueError) as error:  # other shapes, or none of the layers
+        raise ExportError(
+            f"{folder}: it does not fit this model ({first_line(error)}): load the base model of the adapter."
+        ) from error
+    return _merged(wrapped, path) if merge else wrapped
+
+
+def _merged(model: PeftModel, path: StrPath) -> PreTrainedModel:
+    """Merge the adapter into the weights, and write its hash to the configuration."""
+    digest = hashlib.sha256(read(local(path), ADAPTER_FILES[1])).hexdigest()
+    merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
+    setattr(merged.config, MERGED, digest)
+    return merged
+
+
+def save_adapter(path: StrPath, adapter: PeftModel, *, base_model: str = "") -> None:
+    """Write a LoRA adapter without gates to ``path/adapter``, whole or not at all.
+
+    Args:
+        path: folder to write, or to replace when it holds an adapter alone.
+        adapter: the model with a LoRA adapter named ``default``.
+        base_model: hub id or folder of the base model, for PEFT.
+
+    Raises:
+        ExportError: when something else is in the way, a weight is not finite, or the disk refuses.
+    """
+    target = Path(path).resolve()
+    check_replaceable(target, {ADAPTER}, ADAPTER)
+    with staged(target) as folder:
+        write_adapter(adapter, folder, base_model)
+
+
+def write_adapter(adapter: PeftModel, folder: Path, base_model: str) -> dict[str, str]:
+    """Write ``folder/adapter``; returns the hashes of its files by name."""
+    check_adapter(folder, adapter)
+    adapter.save_pretrained(str(folder / ADAPTER), selected_adapters=["default"], save_embedding_layers=False)
+    (folder / ADAPTER / "README.md").unlink()  # PEFT's template
+    config, weights = ADAPTER_FILES
+    content = json.loads(read(folder, config)) | {"base_model_name_or_path": base_model or None}
+    raw = read(folder, weights)
+    parse(folder / weights, raw)
+    digest = write(folder / config, json.dumps(content, indent=2).encode())
+    return {config: digest, weights: hashlib.sha256(raw).hexdigest()}
+
+
+def check_adapter(target: Path, adapter: PeftModel) -> None:
+    """Refuse a model with trained parameters that PEFT does not write."""
+    from peft import get_peft_model_state_dict  # loads bitsandbytes, which only some models need
+
+    if "default" not in adapter.peft_config:
+        raise ExportError(f"{target.name}: adapters {list(adapter.peft_config)}: expected one named 'default'.")
+    written = {x.data_ptr() for x in get_peft_model_state_dict(adapter, save_embedding_layers=False).values()}
+    lost = [name for name, x in adapter.named_parameters() if x.requires_grad and x.data_ptr() not in written]
+    if lost:
+        raise ExportError(
+            f"{target.name}: {lost[0]} is trained, and PEFT does not write it with the adapter ({len(lost)} such "
+            "parameters): expected LoRA on linear layers; name these, as lora.targets=[q_proj,k_proj,v_proj,o_proj]."
+        )
+
+
+def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerBase, source: StrPath) -> None:
+    """Write a full copy of the base model with the adapter merged into it, whole or not at all.
+
+    The adapter is merged into ``model`` itself, which cannot be trained afterwards. The configuration of the copy has
+    the hash of the adapter.
+
+    Args:
+        model: base model with its adapter.
+        path: folder to write; it must not exist, or be empty.
+        tokenizer: saved beside the weights.
+        source: the export, or the folder of :func:`save_adapter`, that holds the same adapter.
+
+    Raises:
+        ExportError: for a quantised base, a folder that is not empty, or a disk that refuses.
+    """
+    target = Path(path).resolve()
+    check_mergeable(target, model)
+    check_replaceable(target, frozenset(), "")
+    with staged(target) as folder:
+        _merged(model, source).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def is_merged(path: StrPath, model: str, revision: str | None = None) -> bool:
+    """Whether the adapter of an export is merged into a model, by the model's configuration."""
+    try:
+        values, _ = PretrainedConfig.get_config_dict(models.resolve(model, revision), revision=revision)
+    except OSError:
+        return False
+    return bool(values.get(MERGED) == read_info(path)["sha256"][ADAPTER_FILES[1]])
+
+
+def check_mergeable(target: Path, model: PeftModel) -> None:
+    """Refuse a quantised base."""
+    if getattr(model.get_base_model().config, "quantization_config", None) is not None:
+        raise ExportError(
+            f"{target}: the base model is quantised: expected full-precision weights to merge into; "
+            "set export.merge=false, or load the base with model.quantization=none."
+        )

@@ -1,4 +1,4 @@
-"""Folders of exports, here and on the hub: files that are written whole or not at all and read with their hashes."""
+"""Folders of exports, local and on the hub: written whole or not at all, read with their hashes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError
 from torch import Tensor
@@ -23,7 +23,7 @@ from ag.config.exports import StrPath, absence, here, on_hub, sibling
 from ag.errors import first_line
 from ag.files import fsync
 from ag.gates.foreign import MODEL_CONFIG, recognise, weights_of
-from ag.gates.manifest import ADAPTER, BEFORE_1_2, CARD, CONFIG, FIGURE, WEIGHTS, ExportError, validate
+from ag.gates.manifest import ADAPTER, CARD, CONFIG, FIGURE, WEIGHTS, ExportError, validate
 from ag.model.geometry import fingerprint
 
 MEGABYTE = 1 << 20
@@ -31,10 +31,10 @@ REFUSALS = (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, LocalTokenN
 
 
 def local(path: StrPath) -> Path:
-    """Return the folder of an export: the path, a shipped one, or where an export of the hub was downloaded to.
+    """Return the folder of an export: the path, that of shipped gates, or the download of an export of the hub.
 
-    A single name, such as ``smollm2``, is that of shipped gates where there is no such folder. ``ORG/NAME`` and
-    ``ORG/NAME:REVISION`` are of the hub where there is neither such a folder nor a folder ``ORG``.
+    A single name, such as ``smollm2``, means shipped gates if there is no such folder. ``ORG/NAME`` and
+    ``ORG/NAME:REVISION`` are of the hub if there is neither such a folder nor a folder ``ORG``.
 
     Raises:
         ExportError: the hub has no such export, or cannot be reached.
@@ -45,23 +45,23 @@ def local(path: StrPath) -> Path:
 
 @functools.cache
 def download(repository: str, revision: str | None) -> Path:
-    """Return the local folder of an export on the hub, fetched at the first call; no revision: the newest."""
+    """Download an export of the hub once, in its newest revision by default; returns the local folder."""
     wanted = [WEIGHTS, CONFIG, CARD, FIGURE, MODEL_CONFIG, f"{ADAPTER}/*"]
     try:
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
-        if (weights := weights_of(folder)) is not None:  # of other repositories they may be those of a language model
+        if (weights := weights_of(folder)) is not None:  # elsewhere they may be those of a language model
             folder = Path(snapshot_download(repository, revision=revision, allow_patterns=[*wanted, weights]))
         return folder
     except REFUSALS as error:
         at = "" if revision is None else f" at {revision}"
         raise ExportError(
-            f"{repository}{at}: no such folder, and the hub does not give it ({first_line(error)}): expected "
-            "the folder of an export, or ORG/NAME or ORG/NAME:REVISION of one on the hub."
+            f"{repository}{at}: no such folder, and not on the hub ({first_line(error)}): expected the folder of an "
+            "export, or ORG/NAME or ORG/NAME:REVISION of one on the hub."
         ) from error
 
 
 def read_info(path: StrPath) -> dict[str, Any]:
-    """Return the validated content of ``gate_config.json``, or what is known of gates of another project.
+    """Return the validated content of ``gate_config.json``, or the same keys for gates of another project.
 
     Raises:
         ExportError: when it is missing, damaged, or of another schema.
@@ -76,34 +76,27 @@ def read_info(path: StrPath) -> dict[str, Any]:
         info = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ExportError(f"{file}: not JSON ({error}): expected the file as exported; copy it again.") from error
-    validate(file, info)
-    return {**info, "gate": BEFORE_1_2 | info["gate"]}
+    return validate(file, info)
 
 
 def check_base(folder: Path, info: dict[str, Any], model_config: PretrainedConfig) -> None:
-    """Refuse a model of another geometry than that of the export."""
+    """Refuse a model whose geometry differs from that of the export."""
     theirs, ours = info["base_model"]["fingerprint"], fingerprint(model_config)
     wrong = [name for name in theirs if theirs[name] != ours[name]]
     if wrong:
         base, this = ({name: side[name] for name in wrong} for side in (theirs, ours))
         name = info["base_model"]["name"] or "a model"
-        raise ExportError(
-            f"{folder}: made for {name} with {base}, this model has {this}: expected the base model that the "
-            "gates were trained on; load that one."
-        )
+        raise ExportError(f"{folder}: made for {name} with {base}, this model has {this}: load the base of the gates.")
 
 
 def check_replaceable(target: Path, known: Set[str], needed: str) -> None:
-    """Refuse a folder that holds other files than ``known``, or some of them without ``needed``."""
+    """Refuse a folder with files outside of ``known``, or with files but without ``needed``."""
     if not target.exists():
         return
     names = {entry.name for entry in target.iterdir()} if target.is_dir() else {target.name}
     if names and (needed not in names or names - known):
         foreign = ", ".join(sorted(names - known or names)[:3])
-        raise ExportError(
-            f"{target}: contains files that are not of an export ({foreign}): expected an "
-            "export to replace, an empty folder or none; choose another path."
-        )
+        raise ExportError(f"{target}: has files that are not of an export ({foreign}): choose another path.")
 
 
 @contextmanager
@@ -136,7 +129,7 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def _restore(old: Path, target: Path) -> None:
-    """Give an earlier export its name back when a failure or a kill came between the two renames."""
+    """Restore the name of an earlier export after a failure or a kill between the two renames."""
     if old.exists() and not target.exists():
         os.rename(old, target)
 
@@ -148,15 +141,15 @@ def write(file: Path, data: bytes) -> str:
 
 
 def read(folder: Path, name: str, sha256: str | None = None, limit: int | None = None) -> bytes:
-    """Read a file that lies in the folder itself, of this hash, and of at most ``limit`` bytes, where these are given.
+    """Read a file of a folder.
 
     Raises:
-        ExportError: when it is missing, another one, too large, or a link to a place outside of the folder.
+        ExportError: when it is missing, has another hash or more than ``limit`` bytes, or is a link to another place.
     """
     file = folder / name
     try:
         if not file.is_file():
-            raise ExportError(f"{file}: no such file: expected it in an export; copy the whole folder again.")
+            raise ExportError(f"{file}: no such file: expected a whole export; copy the folder again.")
         real, size, inside = file.resolve(), file.stat().st_size, folder.resolve()
         blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside  # of the hub's cache
         if not real.is_relative_to(inside) and not real.is_relative_to(blobs):
@@ -188,17 +181,3 @@ def check_finite(file: Path, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ExportError(f"{file}: {name} has NaN or infinite values: expected finite weights; train again.")
-
-
-def upload(folder: Path, repository: str, files: Sequence[str]) -> str:
-    """Send files of an export to a repository of the hub, which is private where it is new; returns the address."""
-    try:
-        hub = HfApi()
-        hub.create_repo(repository, private=True, exist_ok=True)
-        done = hub.upload_folder(repo_id=repository, folder_path=str(folder), allow_patterns=list(files))
-    except REFUSALS as error:
-        raise ExportError(
-            f"export.push_to_hub={repository}: the hub refuses ({first_line(error)}): expected a repository "
-            f"that you may write to; log in with `hf auth login`, then upload {folder}."
-        ) from error
-    return str(done)

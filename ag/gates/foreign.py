@@ -1,7 +1,7 @@
-"""Gates of other projects, which are read as their authors published them: KVzap, Fast KVzip and TRIM-KV.
+"""Gates of other projects, read as their authors published them: KVzap, Fast KVzip and TRIM-KV.
 
-A folder is told by what lies in it. What its files leave open (thresholds, sinks, windows) is what the authors' code
-does by default, said beside each.
+The files of a folder tell the project. Settings that are not in the files (thresholds, sinks, windows) are the defaults
+of the authors' code, named beside each.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ TRIMKV_KNOWN = {"retention_gate": ("rg",), "hidden_act": ("silu",), "compress_st
 
 @dataclass(frozen=True)
 class Foreign:
-    """A checkpoint: the model and the gates that it is for, and how its tensors are called here."""
+    """A checkpoint: its geometry, the configuration of its gates, and the names of its tensors here."""
 
     file: Path
-    fingerprint: dict[str, Any]  # as much as the checkpoint knows
+    fingerprint: dict[str, Any]  # the part of the geometry that the checkpoint has
     config: GateConfig
-    names: Mapping[str, str]  # what takes the place of parts of its tensors' names, by regular expression
-    base: str = ""  # name of the model, where the checkpoint says it
+    names: Mapping[str, str]  # replacements of parts of its tensors' names, by regular expression
+    base: str = ""  # name of the model, if the checkpoint has it
 
     def info(self) -> dict[str, Any]:
-        """Return what is known, as ``gate_config.json`` of an export says it.
+        """Return the keys of ``gate_config.json`` of an export.
 
         Raises:
             ExportError: the weights are not there.
@@ -62,10 +62,7 @@ class Foreign:
         }
 
     def tensors(self, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights in float32, by the names of :class:`ag.gates.gate.AttentionGates`.
-
-        Args:
-            expected: tensors of these names and shapes.
+        """Return the weights in float32, of the names and shapes of ``expected``.
 
         Raises:
             ExportError: a tensor is missing, of another shape, or has numbers that are not finite.
@@ -87,11 +84,7 @@ class Foreign:
 
 
 def recognise(folder: Path) -> Foreign | None:
-    """Tell whether a folder holds gates of another project.
-
-    Raises:
-        ExportError: it does, and they cannot be read.
-    """
+    """Return the gates of another project in a folder, or None; raises an :class:`ExportError` for damaged ones."""
     if not folder.is_dir() or (folder / CONFIG).is_file():
         return None
     if (weights := weights_of(folder)) is not None:
@@ -101,7 +94,7 @@ def recognise(folder: Path) -> Foreign | None:
 
 
 def weights_of(folder: Path) -> str | None:
-    """Return the file of gates that goes with the configuration in a folder, wherever it is; None: of no gates."""
+    """Return the name of the weights of the configuration in a folder; None if that is not one of gates."""
     config = _model_config(folder)
     if config.get("model_type") == "kvzap":
         return MODEL_WEIGHTS
@@ -109,7 +102,7 @@ def weights_of(folder: Path) -> str | None:
 
 
 def _model_config(folder: Path) -> dict[str, Any]:
-    """Return ``config.json``; nothing where it cannot be read."""
+    """Return ``config.json``, empty if it cannot be read."""
     try:
         config = json.loads((folder / MODEL_CONFIG).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -183,8 +176,8 @@ def _trimkv(folder: Path, config: dict[str, Any]) -> Foreign:
     for name, known in TRIMKV_KNOWN.items():
         if (value := config.get(name, known[0])) not in known:
             raise ExportError(
-                f"{file}: {name}={value!r:.80}: expected {' or '.join(known)}, as gates that read keys, norms of keys "
-                "or thresholds are not known here; use another checkpoint."
+                f"{file}: {name}={value!r:.80}: expected {' or '.join(known)} (not gates that read keys, norms of keys "
+                "or thresholds); use another checkpoint."
             )
     names = "num_hidden_layers", "num_key_value_heads", "hidden_size", "retention_gate_intermediate_size"
     layers, heads, width, hidden = _sizes(file, config, *names)
@@ -200,11 +193,7 @@ def _trimkv(folder: Path, config: dict[str, Any]) -> Foreign:
 
 
 def _stored(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by their names there; of a pickle nothing but tensors is made.
-
-    Raises:
-        ExportError: it holds something else.
-    """
+    """Return the tensors of a file by their names; a pickle with other content raises an :class:`ExportError`."""
     try:
         if file.suffix == ".safetensors":
             return safetensors.torch.load_file(file)
@@ -226,11 +215,7 @@ def _geometry(layers: int, heads: int, width: int) -> dict[str, Any]:
 
 
 def _sizes(file: Path, sizes: Mapping[str, Any], layers: str, *others: str) -> list[int]:
-    """Return the sizes of these names, of which the first is the number of layers.
-
-    Raises:
-        ExportError: one is no whole number, or so large that nothing would bound its memory.
-    """
+    """Return the sizes of these names, or raise an :class:`ExportError` for one that is no number or too large."""
     for name in (layers, *others):
         size, most = sizes.get(name), MOST_LAYERS if name == layers else MOST
         if type(size) is not int or not 1 <= size <= most:

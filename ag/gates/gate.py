@@ -1,4 +1,4 @@
-"""Attention-Gates: small learned modules that decide, per layer and head, which prompt tokens to keep.
+"""Attention-Gates: small learned modules that decide, by layer and head, which tokens stay in the KV cache.
 
 Source: Zeng et al., "In-context KV-Cache Eviction for LLMs via Attention-Gate", section 3.3 (Eq. 3 to 5).
 """
@@ -39,8 +39,8 @@ class AttentionGate(nn.Module):
         config: hyper-parameters.
     """
 
-    #: Whether a token's score falls with its age: the sigmoid of its logit is what is left of its worth after each
-    #: token that comes. Such gates rank tokens under a budget, and have no flags.
+    #: Whether each later token multiplies a token's score by the sigmoid of its logit. Such gates rank tokens under a
+    #: budget, and have no flags.
     decays: ClassVar[bool] = False
 
     def __init__(self, hidden_size: int, heads: int, kv_heads: int, config: GateConfig) -> None:
@@ -51,7 +51,7 @@ class AttentionGate(nn.Module):
         self.start()
 
     def start(self) -> None:
-        """Give the parameters the values that training starts from."""
+        """Initialise the parameters."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -59,7 +59,7 @@ class AttentionGate(nn.Module):
                 nn.init.xavier_uniform_(parameter)
 
     def build(self, hidden_size: int, heads: int) -> None:
-        """Make the parameters; the arguments are those of the class."""
+        """Make the parameters, for arguments of the class."""
         inner = self.config.num_heads * self.config.head_dim
         self.q_proj = nn.Linear(hidden_size, inner, bias=False)
         self.k_proj = nn.Linear(hidden_size, inner, bias=False)
@@ -75,14 +75,14 @@ class AttentionGate(nn.Module):
 
         Args:
             hidden: hidden states ``[B, T, d]`` that enter the layer's attention.
-            valid: ``[B, T]`` bool, True on the tokens the gate may look at; None when all of them are.
+            valid: ``[B, T]`` bool, True on the tokens that the gate may see; None means all.
             left_padded: whether invalid tokens may come before valid ones.
-            first: ``[B, T]`` long, the column where the document of each token begins, before which a causal gate sees
-                nothing; None: a row is one document.
+            first: ``[B, T]`` long, the column where the document of each token begins, which is the first that a causal
+                gate sees; None means that a row is one document.
 
         Returns:
-            ``[B, Hkv, T]`` float32. With ``granularity="query_head"`` the largest logit of a group stands for its
-            KV head, so that the entry is dropped only when every query head of the group drops it.
+            ``[B, Hkv, T]`` float32. With ``granularity="query_head"`` it is the largest logit of a group, so that an
+            entry is dropped only when every query head of the group drops it.
         """
         return self._by_kv_head(self.mix(self._typed(hidden), valid, left_padded, first))
 
@@ -92,25 +92,24 @@ class AttentionGate(nn.Module):
         return self._out(self._attend(q, k, v, valid, left_padded, first), hidden)
 
     def step(self, hidden: Tensor, ranks: Tensor, real: Tensor | None, memory: GateMemory) -> Tensor:
-        """Compute the logits of the next tokens of a text, causally, and remember what later ones look back at.
+        """Compute the logits of the next tokens of a text, causally, and add the tokens to the gate's memory.
 
         Args:
             hidden: hidden states ``[B, T, d]`` of the new tokens.
-            ranks: ``[B, T]`` long, the place of each among its sequence's own tokens.
+            ranks: ``[B, T]`` long, the index of each among its sequence's own tokens.
             real: ``[B, T]`` bool, False on padding; None without padding.
-            memory: what is remembered of the tokens before, and of these afterwards.
+            memory: keys and values of the tokens so far.
 
         Returns:
-            ``[B, Hkv, T]`` float32, as :meth:`forward` gives for the whole text; anything on padding.
+            ``[B, Hkv, T]`` float32, as :meth:`forward` gives for the whole text; undefined on padding.
 
         Raises:
-            UserError: when the gate is of a kind with its own ``mix`` that does not say how it goes on.
+            UserError: when the kind defines ``mix`` and not ``step``.
         """
         if type(self).mix is not AttentionGate.mix:
             raise UserError(
-                f"{type(self).__name__} says how it reads a whole prompt (mix), not how it goes on: derive it from "
-                "TokenGate if it looks at each token by itself, else define step, or use gate.covers=prompt and whole "
-                "prompts."
+                f"{type(self).__name__} defines mix, not step: derive it from TokenGate if it reads each token alone, "
+                "define step, or use gate.covers=prompt and whole prompts."
             )
         hidden = hidden.to(self.q_proj.weight.dtype)
         q, k, v = self._projected(hidden)
@@ -140,7 +139,7 @@ class AttentionGate(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None
     ) -> Tensor:
-        """Attend among the tokens of a text from its beginning, ``[B, h', T, d']``."""
+        """Return the attention ``[B, h', T, d']`` among the tokens of a whole text."""
         if self.config.scope == "prompt":
             mask = None if valid is None else valid[:, None, None, :]
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -155,20 +154,20 @@ class AttentionGate(nn.Module):
 
 
 class TokenGate(AttentionGate):
-    """A gate that looks at each token by itself, and so has nothing to remember; base of kinds that define ``mix``."""
+    """A gate that reads each token alone, without memory; base of kinds that define ``mix``."""
 
     def step(self, hidden: Tensor, ranks: Tensor, real: Tensor | None, memory: GateMemory) -> Tensor:
-        """Compute the logits ``[B, Hkv, T]`` of the next tokens of a text; the arguments are those of the base."""
+        """Compute the logits ``[B, Hkv, T]`` of the next tokens of a text."""
         return self.forward(hidden)
 
 
 class LinearGate(TokenGate):
-    """A linear map of each token by itself."""
+    """A linear map of each token."""
 
     bias: ClassVar[bool] = False
 
     def build(self, hidden_size: int, heads: int) -> None:
-        """Make the parameters; the arguments are those of the class."""
+        """Make the parameters."""
         self.linear = nn.Linear(hidden_size, heads, bias=self.bias)
 
     def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
@@ -178,18 +177,18 @@ class LinearGate(TokenGate):
 
 
 class AffineGate(LinearGate):
-    """A linear map of each token by itself, with a bias for each head (the smaller surrogate of KVzap)."""
+    """A linear map of each token, with a bias for each head (the smaller surrogate of KVzap)."""
 
     bias = True
 
 
 class MLPGate(TokenGate):
-    """Two layers on each token by itself (the surrogate of KVzap)."""
+    """Two layers on each token (the surrogate of KVzap)."""
 
     activation: ClassVar[Callable[..., Tensor]] = staticmethod(F.gelu)
 
     def build(self, hidden_size: int, heads: int) -> None:
-        """Make the parameters; the arguments are those of the class."""
+        """Make the parameters."""
         self.inner = nn.Linear(hidden_size, self.config.hidden)
         self.outer = nn.Linear(self.config.hidden, heads)
 
@@ -200,7 +199,7 @@ class MLPGate(TokenGate):
 
 
 class RetentionGate(MLPGate):
-    """Two layers on each token by itself, which say how much of its worth is left after each token that comes.
+    """Two layers on each token, which give the factor of its score for each later token.
 
     Source: Bui et al. 2025, "Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs" (TRIM-KV), arXiv
     2512.03324.
@@ -211,7 +210,7 @@ class RetentionGate(MLPGate):
 
 
 class FastKVzipGate(TokenGate):
-    """The share of attention that a token's own key would have beside learned keys, the mean over a group's queries.
+    """The share of attention of a token's own key beside learned keys, the mean over a group's queries.
 
     Source: Kim et al., "Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction", arXiv 2601.17668.
     With ``granularity="query_head"`` every query head has a query of ``gate.head_dim`` numbers; ``gate.hidden`` is the
@@ -219,7 +218,7 @@ class FastKVzipGate(TokenGate):
     """
 
     def build(self, hidden_size: int, heads: int) -> None:
-        """Make the parameters; the arguments are those of the class."""
+        """Make the parameters."""
         size = self.config.head_dim
         self.q_proj = nn.Linear(hidden_size, heads * size)
         self.k_proj = nn.Linear(hidden_size, self.kv_heads * size, bias=False)
@@ -234,7 +233,7 @@ class FastKVzipGate(TokenGate):
         nn.init.zeros_(self.q_proj.bias)
 
     def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
-        """Return the logits ``[B, T, Hkv]`` of that share."""
+        """Return the logits ``[B, T, Hkv]`` of the share."""
         shape, scale = (*hidden.shape[:2], self.kv_heads, -1, self.config.head_dim), self.config.head_dim**-0.5
         queries = self.q_norm(self.q_proj(hidden).view(shape))  # [B, T, Hkv, G, d']
         keys = self.k_norm(self.k_proj(hidden).view(shape))
@@ -258,11 +257,7 @@ KINDS: dict[str, type[AttentionGate]] = {
 
 
 def gate_kind(name: str) -> type[AttentionGate]:
-    """Return the class of a kind of gates.
-
-    Raises:
-        UserError: there is none of that name, or its methods cannot be called as those of :class:`AttentionGate`.
-    """
+    """Return the class of a kind of gates, or raise a ``UserError`` for an unknown one."""
     found: type[AttentionGate] = part("ag.gate_kinds", "gate.kind", name, AttentionGate)
     return found
 
@@ -285,7 +280,7 @@ class AttentionGates(nn.Module):
         self.fingerprint: dict[str, Any] = geometry
         #: The LoRA adapter of the export that the gates were loaded from, or None.
         self.adapter: Adapter | None = None
-        #: What the last validation measured, or the export records: the boundary of each share. None: not measured.
+        #: The boundary of each share, of the last validation or the export; None before a validation.
         self.calibration: Calibration | None = None
         kind = gate_kind(config.kind)
         #: Whether scores fall with the age of a token; see :class:`AttentionGate`.
@@ -310,39 +305,32 @@ class AttentionGates(nn.Module):
         return [int(index) for index in self.layers]
 
     def probability(self, logits: Tensor) -> Tensor:
-        """``sigmoid(logits + bias)``, the soft gate."""
+        """Return ``sigmoid(logits + bias)``, the soft gate."""
         return torch.sigmoid(logits + self.config.bias)
 
     def stored(self, logits: Tensor) -> Tensor:
-        """What a cache stores of each token to rank it by: the soft gate, or its log where scores decay."""
+        """Return the scores that a cache stores: the soft gate, or its log where scores decay."""
         return F.logsigmoid(logits + self.config.bias) if self.decays else self.probability(logits)
 
     def check_flags(self) -> None:
         """Raise ``UserError`` when these gates have no flags."""
         if self.decays:
             raise UserError(
-                f"gate.kind={self.config.kind}: a token's score falls with its age, and no flag says when it goes: "
-                "expected a budget, such as ag.policy('gates:PATH', budget=512); to train gates use another kind."
+                f"gate.kind={self.config.kind}: scores fall with the age of a token, without flags: expected a budget, "
+                "such as ag.policy('gates:PATH', budget=512); to train gates use another kind."
             )
 
     def flags(self, logits: Tensor) -> Tensor:
-        """Hard flags: True where a token is kept (Eq. 4, strict inequality).
-
-        Raises:
-            UserError: these gates have none.
-        """
+        """Return hard flags, True where a token is kept (Eq. 4, strict inequality), or raise a ``UserError``."""
         self.check_flags()
         return logits > self.config.boundary  # probability > threshold, in one operation
 
     def keep(self, logits: Tensor) -> Tensor:
-        """Differentiable keep flags for attention, float32 and of the shape of ``logits``.
+        """Return differentiable keep flags, float32 and of the shape of ``logits``, or raise a ``UserError``.
 
         The straight-through estimator (Yin et al. 2019) has the value of the flags and the slope of the sigmoid. The
         soft estimator adds logistic noise in training, which makes the sigmoid a relaxed Bernoulli sample; outside
-        training it is the flags.
-
-        Raises:
-            UserError: these gates have none.
+        training it gives the flags.
         """
         self.check_flags()
         if self.config.estimator == "soft" and self.training:
@@ -356,8 +344,8 @@ class AttentionGates(nn.Module):
 
         Args:
             threshold: probability above which a token is kept, in place of the configuration's.
-            share: share of the tokens that the flags keep, over all layers and KV heads of the validation data; the
-                boundary is that of the calibration. Another text may keep more or less; sinks and recents stay too.
+            share: share of the tokens that the flags keep, over all layers and KV heads of the validation data, by the
+                calibration. Another text may keep more or less; sinks and recents stay too.
 
         Raises:
             UserError: unless exactly one is given, for a value out of range, or a share without a calibration.
@@ -371,9 +359,9 @@ class AttentionGates(nn.Module):
             other.config = replace(self.config, threshold=threshold)
         elif self.calibration is None:
             raise UserError(
-                f"share={share}: these gates have no table of shares (exports have one since schema 1.3); measure "
-                "it by a validation of their recipe, which exports them again: ag.fit recipe=RECIPE init=EXPORT "
-                "optim.gate_lr=0 warmup.regress_steps=0 trainer.max_steps=1; or give threshold= or a budget."
+                f"share={share}: these gates have no table of shares; measure it and export them again by ag.fit "
+                "recipe=RECIPE init=EXPORT optim.gate_lr=0 warmup.regress_steps=0 trainer.max_steps=1, or give "
+                "threshold= or a budget."
             )
         elif share is not None:
             moved = self.calibration.boundary(share) - self.config.boundary
@@ -388,10 +376,7 @@ class AttentionGates(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | PathLike[str], model_config: PretrainedConfig | None = None) -> AttentionGates:
-        """Read gates from a folder or the hub (``ORG/NAME[:REVISION]``), strictly; see :func:`ag.gates.export.load`.
-
-        Gates that other projects published are read too (:mod:`ag.gates.foreign`).
-        """
+        """Read gates from a folder or the hub (``ORG/NAME[:REVISION]``); see :func:`ag.gates.export.load`."""
         from ag.gates import export
 
         found: AttentionGates = export.load(path, cls, model_config)

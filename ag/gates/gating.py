@@ -1,4 +1,4 @@
-"""Plans for training and evaluation: evicted tokens are masked, not removed, so that gradients reach the gates."""
+"""Forward passes of training and validation: evicted tokens are masked, so that gradients reach the gates."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ class Gating(Interceptor):
         valid: ``[B, T]``, nonzero on real tokens; padding on either side. None, without gates, means no padding.
         prompt_length: ``[B]`` long, tokens of each prompt; with ``covers="prompt"`` gates may evict only these. None
             means that every token belongs to a prompt.
-        hard: use the flags as they are, without an estimator's gradient or noise.
+        hard: use the flags, without an estimator's gradient or noise.
         first: ``[B, T]`` long, the column where the document of each token begins. Tokens before it are invisible, and
-            positions count from it, so that a document is computed as if it were alone. None means that a row is one
-            document.
+            positions count from it. None means that a row is one document.
         boundary: logit above which a token is kept, in place of that of the configuration.
         open: run the gates for their logits, and evict nothing.
 
     Raises:
-        UserError: when ``scope="prompt"`` or ``prefill="dense"`` has no prompt length, or documents have one; padding
-            between tokens.
+        UserError: when ``scope="prompt"`` or ``prefill="dense"`` has no prompt length, when documents have one, or for
+            padding between tokens.
     """
 
     def __init__(
@@ -51,10 +50,7 @@ class Gating(Interceptor):
         open: bool = False,
     ) -> None:
         if valid is not None and has_gaps(valid.bool()):
-            raise UserError(
-                "Padding between tokens of a row: expected it on the left or the right, as columns say how far tokens "
-                "are apart; documents share a row by packing."
-            )
+            raise UserError("Padding between tokens of a row: expected it on the left or the right; pack documents.")
         self.gates, self.hard, self.open = gates, hard, open
         self.left_padded = valid is not None and not bool(valid[:, 0].all())
         self.valid = None if valid is None or bool(valid.all()) else valid.bool()
@@ -78,7 +74,7 @@ class Gating(Interceptor):
         rank = valid.cumsum(1) - 1
         #: ``[B, T]`` bool: the tokens of the prompts.
         self.read = valid if prompt_length is None else valid & (rank < prompt_length[:, None])
-        #: ``[B, T]`` bool: the tokens that gates may evict, which are also those that losses and metrics count.
+        #: ``[B, T]`` bool: the tokens that gates may evict, which losses and metrics count.
         self.prompt = valid if config.covers == "all" else self.read
         columns = torch.arange(1, valid.shape[1] + 1, device=valid.device)
         self._end = int((self.prompt * columns).amax())
@@ -98,7 +94,7 @@ class Gating(Interceptor):
         yield None, given
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
-        """Check that the batch is the one this object was made for."""
+        """Check the shape of the batch."""
         if self.gates is not None and tokens.shape[:2] != self.prompt.shape:
             raise UserError(f"Gating was made for a batch {tuple(self.prompt.shape)}, not {tuple(tokens.shape[:2])}.")
         self.logits, self._keep = {}, {}
@@ -112,7 +108,7 @@ class Gating(Interceptor):
         first = None if first is None else first[:, : self._end]
         logits: Tensor = self.gates.layers[str(target)](hidden[:, : self._end], seen, self.left_padded, first)
         logits = logits - self._shift if self._shift else logits
-        # gradient checkpointing runs a layer twice: what the second run computes is not held, nor is its graph
+        # gradient checkpointing runs a layer twice, and the graph of the second run has to be freed
         self.logits.setdefault(target, logits)
         if self.open:
             return
@@ -121,7 +117,7 @@ class Gating(Interceptor):
         self._keep.setdefault(target, F.pad(keep, (0, hidden.shape[1] - self._end), value=1.0))
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend under the flags of the layer, or, where it has none, as the model does."""
+        """Attend under the flags of the layer, or densely without flags."""
         keep, device = self._keep.get(call.layer), call.q.device
         valid, first = _to(self.valid, device), _to(self.first, device)
         if keep is None and first is None:
@@ -139,14 +135,15 @@ class Gating(Interceptor):
     def boundary_of(self, share: float) -> float:
         """Return a logit above which this share of the logits of :meth:`counted` lies, over all layers and heads.
 
-        It lies halfway between two logits, so that rounding moves none across it. They are sorted on their device, the
-        first one's where there are several; the host waits twice.
+        It lies halfway between two logits, so that rounding moves none across it.
         """
         counted, (nearest, *_) = self.counted(), self.logits.values()
         each = (x.masked_fill(~counted.to(x.device)[:, None], float("inf")) for x in self.logits.values())
-        logits = torch.cat([x.flatten().to(nearest.device) for x in each]).sort().values  # those not counted come last
+        logits = (
+            torch.cat([x.flatten().to(nearest.device) for x in each]).sort().values
+        )  # logits that do not count come last
         count = int(counted.sum()) * sum(x.shape[1] for x in self.logits.values())
-        lowest = round((1 - share) * count)  # of those above
+        lowest = round((1 - share) * count)  # of the logits above
         if not 0 < lowest < count:
             return float(logits[0]) - 1 if lowest == 0 else float(logits[count - 1]) + 1
         return float(logits[lowest - 1 : lowest + 1].double().mean())
@@ -157,19 +154,17 @@ class Observing(Gating):
 
     Meant to run under ``torch.no_grad()``: only the gates build a graph, so a step costs no backward through the model.
     ``targets`` holds, by gated layer, the log of the attention from later queries on each key that gates may evict,
-    ``[B, Hkv, T']`` float32. Later queries are those that eviction would affect: the response's with
-    ``prefill="dense"``, else all.
+    ``[B, Hkv, T']`` float32. With ``prefill="dense"`` only queries of the response count, which eviction would affect.
 
     Args:
         gates: gates of the model.
         valid: ``[B, T]``, nonzero on real tokens.
         prompt_length: ``[B]`` long; None means that every token counts.
-        target: ``attention``: the mean over queries of the summed weights; ``obcache_value``: the root of the mean of
-            squared weights, times the norm of the value (OBCache, value term, of the future); ``kvzip``: the largest
-            weight that any query of the response, in any query head of the group, gives, times the norm of the value
-            (KVzip, where the response repeats the prompt), of the prompt's tokens alone.
-        copied: ``[B, 2]`` long, the columns from which to which (not included) the response repeats the prompt: with
-            ``kvzip`` no others have a target. None means that all tokens of the prompt have one.
+        target: ``attention``: the mean weight over queries; ``kvzip``: the largest weight that any query of the
+            response, in any query head of the group, gives, times the norm of the value (KVzip, where the response
+            repeats the prompt), of the prompt's tokens alone.
+        copied: ``[B, 2]`` long, the first column that the response repeats, and one past the last; with ``kvzip`` no
+            others have a target. None means that all tokens of the prompt have one.
     """
 
     gates: AttentionGates
@@ -190,12 +185,12 @@ class Observing(Gating):
         self._queries = valid.bool() & ~self.read if only_responses else valid.bool()
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Run the gate with a graph of its own."""
+        """Run the gate with a graph that ends at its input."""
         with torch.enable_grad():
             super().enter_layer(layer, hidden.detach())
 
     def has_target(self) -> Tensor:
-        """Return ``[B, T']`` bool: the tokens that gates may evict and some counting query could see."""
+        """Return ``[B, T']`` bool: the tokens that gates may evict and that some counting query could see."""
         columns = torch.arange(self.prompt.shape[1], device=self.prompt.device)
         first = torch.where(self._queries, columns, columns.numel()).amin(1, keepdim=True)
         last = torch.where(self._queries, columns, -1).amax(1, keepdim=True)
@@ -217,7 +212,7 @@ class Observing(Gating):
         return out
 
     def record(self, call: AttentionCall, out: Tensor) -> None:
-        """Keep what the targets of a layer are made of, from its attention and its output ``[B, H, T, D]``."""
+        """Record the targets of a layer from its attention; ``out`` is the output ``[B, H, T, D]``."""
         if str(call.layer) in self.gates.layers:
             self.targets[call.layer] = self._measure(call)[..., : self._end]
             self.window = call.window
@@ -229,15 +224,15 @@ class Observing(Gating):
         held = columns.where(self.valid, -1) if self.valid is not None else columns.expand(len(own), -1)
         given = call.q, call.k, own, held[:, None], call.scaling, call.window
         shape = (*call.k.shape[:2], -1, call.k.shape[2])
-        sizes: Tensor = call.v.float().norm(dim=-1).clamp_min(1e-12).log()
         if self.target == "kvzip":
             largest = attention_stats("max", *given, softmax=call.softmax).view(shape).amax(2)
-            return largest.clamp_min(1e-12).log() + sizes
-        squares, skip = self.target != "attention", self.gates.config.recent_tokens
-        sums = attention_stats("squares" if squares else "sum", *given, skip=skip, softmax=call.softmax)
+            sizes: Tensor = call.v.float().norm(dim=-1).clamp_min(1e-12)
+            return largest.clamp_min(1e-12).log() + sizes.log()
+        skip = self.gates.config.recent_tokens
+        sums = attention_stats("sum", *given, skip=skip, softmax=call.softmax)
         sums = sums / self._counting(skip, call.window).clamp_min(1)[:, None]
         log: Tensor = sums.view(shape).mean(2).clamp_min(1e-12).log()
-        return 0.5 * log + sizes if squares else log
+        return log
 
     def _counting(self, skip: int, window: int | None) -> Tensor:
         """Return how many queries count for each key, ``[B, T]``."""

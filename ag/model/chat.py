@@ -1,8 +1,8 @@
-"""Chats: as templates take them, which tokens the assistant says, and where the parts of a chat lie.
+"""Chats: messages for templates, the tokens of the assistant, and the spans of the parts of a chat.
 
-Where a message lies in the rendered text is known, not searched for: the chat is rendered once more with a symbol for
-each letter of what a message says, a symbol of its own for each text. The two renderings have to agree in all else. So
-what a message says cannot be taken for what the template writes, or for what another message says.
+The place of a message in the rendered text is found without a search: the chat is rendered once more with the letters
+of each message replaced by a symbol. The two renderings have to agree in all other letters. So the words of a message
+are not taken for those of the template or of another message.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Message = dict[str, Any]
 Mask = npt.NDArray[np.bool_]
 Offsets = npt.NDArray[np.int64]  # of each token the place of its first letter, and of the one behind its last, [T, 2]
 
-VARIABLES = {"tools", "documents"}  # of a template, among the arguments of apply_chat_template
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # that a template may leave out
+VARIABLES = {"tools", "documents"}  # arguments of apply_chat_template that are variables of the template
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message that a template may leave out
 MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
 SYMBOL = 0x100000  # the first symbol: characters that Unicode leaves to private use
 BLANK = r"[\s\"\\\x00-\x1f]"  # a blank, or what JSON escapes
@@ -41,11 +41,11 @@ UNKNOWN = (
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, and what else their template is told.
+    """Messages, and the variables of their template.
 
     Attributes:
-        messages: as :func:`for_template` returns them.
-        variables: of the chat template, such as ``tools`` or ``enable_thinking``.
+        messages: messages of :func:`for_template`.
+        variables: variables of the chat template, such as ``tools`` or ``enable_thinking``.
     """
 
     messages: list[Message]
@@ -53,11 +53,7 @@ class Chat:
 
     @classmethod
     def read(cls, path: str | Path) -> Chat:
-        """Read a chat from a JSON file.
-
-        Args:
-            path: of the file, with a list of messages, or an object that a row of training data might be: ``messages``,
-                ``tools``, ``chat_template_kwargs``.
+        """Read a chat from a JSON file with a list of messages, or a row of training data: an object with ``messages``.
 
         Raises:
             UserError: it cannot be read, or holds something else.
@@ -77,18 +73,15 @@ class Chat:
             ) from error
 
     def text(self, tokenizer: Any, opened: bool = True) -> str:
-        """Return what a tokenizer's chat template makes of it; ``opened``: up to where the assistant answers.
+        """Return the text of the chat by a tokenizer's template, with the opening of an answer if ``opened``.
 
         Raises:
-            UserError: without a template, for a variable that is none of a template's, or where the template refuses.
+            UserError: without a template, for a variable with the name of an argument, or where the template refuses.
         """
         return str(self._apply(tokenizer, tokenize=False, add_generation_prompt=opened))
 
     def tokens(self, tokenizer: Any) -> tuple[list[int], Offsets, Mask | None]:
-        """Return the tokens of the text, where in it they are, and which the template marks as the assistant's.
-
-        None in place of the marks means that the template has none. The errors are those of :meth:`text`.
-        """
+        """Return the tokens of the text, their offsets, and the template's marks of the assistant's tokens, or None."""
         marked = is_marked(tokenizer, self.variables.get("tools"))
         told: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": marked}
         out = self._apply(tokenizer, **told, tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False})
@@ -113,9 +106,9 @@ class Chat:
 
 
 def for_template(message: Mapping[str, Any]) -> Message:
-    """Return a message as chat templates take it: what is None is left out, and arguments of tools are objects.
+    """Return a message for chat templates: without None, and with arguments of tools as objects.
 
-    OpenAI's API has these arguments as JSON, and tables hold them so where tools differ in theirs.
+    In OpenAI's API and in tables these arguments may be JSON.
     """
     out = {name: value for name, value in message.items() if value is not None}
     if isinstance(out.get("tool_calls"), list):
@@ -124,7 +117,7 @@ def for_template(message: Mapping[str, Any]) -> Message:
 
 
 def _called(call: Any) -> Any:
-    """Return a tool call whose arguments are an object, where they are the JSON of one."""
+    """Return a tool call whose arguments are an object, parsed if they are its JSON."""
     try:
         inner = call.get("function", call)
         arguments = json.loads(inner["arguments"])
@@ -137,32 +130,34 @@ def _called(call: Any) -> Any:
 
 
 def variables(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a row says to its template beside the messages: ``tools``, as a list or its JSON, and others.
+    """Return the variables of the chat template in a row: ``tools``, as a list or its JSON, and others.
 
     Raises:
-        ValueError, TypeError: they are something else.
+        UserError: they are something else.
     """
     tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    return {"tools": tools or None, **(row.get("chat_template_kwargs") or {})}
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        return {"tools": tools or None, **(row.get("chat_template_kwargs") or {})}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"tools is a list (or its JSON) and chat_template_kwargs an object: {error}.") from error
 
 
 def is_marked(tokenizer: Any, tools: Any = None) -> bool:
-    """Whether the chat template says itself which tokens are the assistant's (``{% generation %}``)."""
+    """Whether the chat template marks the tokens of the assistant (``{% generation %}``)."""
     return MARKED.search(str(tokenizer.get_chat_template(tools=tools))) is not None
 
 
 def spans(tokenizer: Any, chat: Chat, parts: Collection[str]) -> list[tuple[int, int]]:
-    """Return the tokens of parts of a chat that the assistant is to answer, for :meth:`ag.EvictionCache.protect`.
+    """Return the spans of tokens of parts of a chat before an answer, for :meth:`ag.EvictionCache.protect`.
 
     Args:
-        tokenizer: a fast tokenizer, which knows where in a text its tokens are.
-        chat: whose text is tokenised without special tokens beside it.
-        parts: ``template``: what the template adds to what is said, with the tools and their calls; ``system``: what
-            system messages say.
+        tokenizer: a fast tokenizer, which gives the offsets of tokens.
+        chat: the chat, whose text is tokenised without further special tokens.
+        parts: ``template``: the text around the messages, with tools and their calls; ``system``: system messages.
 
     Raises:
-        UserError: for a part of another name, a tokenizer that is not fast, or a template that changes a message.
+        UserError: for another part, a tokenizer that is not fast, or a template that changes a message.
     """
     for part in parts:
         if part not in get_args(Part):
@@ -170,7 +165,7 @@ def spans(tokenizer: Any, chat: Chat, parts: Collection[str]) -> list[tuple[int,
                 f"protect={part}: expected {' or '.join(get_args(Part))}, or a span of tokens such as 0-40."
             )
     if not tokenizer.is_fast:
-        raise UserError(f"protect={next(iter(parts))}: {type(tokenizer).__name__} does not say where its tokens are.")
+        raise UserError(f"protect={next(iter(parts))}: {type(tokenizer).__name__} does not say where tokens are.")
     found = _Rendered(tokenizer, chat, opened=True, otherwise="protect spans of tokens such as 0-40")
     roles = [message["role"] for message in chat.messages]
     found.check([turn for turn, role in enumerate(roles) if "template" in parts or role in parts], ["content"])
@@ -183,14 +178,13 @@ def spans(tokenizer: Any, chat: Chat, parts: Collection[str]) -> list[tuple[int,
 
 
 def assistant_tokens(tokenizer: Any, chat: Chat, turns: Collection[int]) -> tuple[list[int], Mask]:
-    """Return the tokens of a chat, and which of them the assistant says in some turns.
+    """Return the tokens of a chat, and a mask of those that the assistant says in some turns.
 
-    Where the template marks what the assistant says, the marks tell. Else a turn is what the template writes between
-    opening the turn, as for an answer, and the next message. Either way the tokens hold all that these turns say, and
-    nothing that another message says.
+    The mask follows the marks of the template where it has some. Otherwise a turn is the text between the opening of
+    an answer and the next message. In both cases the tokens hold all words of these turns, and none of another message.
 
     Raises:
-        UserError: the template refuses the chat, or it cannot be told of a turn which tokens are its own.
+        UserError: the template refuses the chat, or changes or repeats the words of a turn.
     """
     found = _Rendered(tokenizer, chat, opened=False, otherwise=UNKNOWN)
     found.check(turns, ["content", "call"])
@@ -204,7 +198,7 @@ def assistant_tokens(tokenizer: Any, chat: Chat, turns: Collection[int]) -> tupl
 
 
 def runs(mask: Mask) -> list[tuple[int, int]]:
-    """Return where a mask begins to be true, and where it ends."""
+    """Return the first index of each run of True, and one past its last."""
     edges = np.flatnonzero(np.diff([0, *mask.astype(np.int8), 0])).reshape(-1, 2)
     return [(first, last) for first, last in edges.tolist()]
 
@@ -213,12 +207,12 @@ class Said(NamedTuple):
     """A text of a message."""
 
     turn: int
-    letters: str  # those that a symbol stands for
+    letters: str  # those that a symbol replaces
     kind: Literal["content", "thought", "call"]
 
 
 class _Rendered:
-    """A chat as its template writes it (``text``), and the same with symbols for what messages say (``cover``)."""
+    """A chat rendered by its template (``text``), and the same with symbols for the words of messages (``cover``)."""
 
     def __init__(self, tokenizer: Any, chat: Chat, opened: bool, otherwise: str) -> None:
         self.tokenizer, self.chat, self.otherwise = tokenizer, chat, otherwise
@@ -228,12 +222,12 @@ class _Rendered:
         self.hidden = [self._hide(turn, message) for turn, message in enumerate(chat.messages)]
         self.cover = replace(chat, messages=self.hidden).text(tokenizer, opened)
         self.symbols = self._symbols(self.cover)
-        turns = np.array([said.turn for said in self.said] + [-1])  # the last one for letters of the template
+        turns = np.array([said.turn for said in self.said] + [-1])  # -1 for letters of the template
         self.turn_of = turns[self.symbols]
         self.places = [np.flatnonzero(self.symbols == symbol) for symbol in range(len(self.said))]
 
     def _hide(self, turn: int, message: Message) -> Message:
-        """Return a message with symbols for the letters that it says."""
+        """Return a message with symbols for its letters."""
 
         def hide(value: Any, kind: Literal["content", "thought", "call"]) -> Any:
             if isinstance(value, dict):
@@ -252,7 +246,7 @@ class _Rendered:
             if not isinstance(inner, dict):
                 return call
             inner = inner | {"arguments": hide(inner.get("arguments"), "call")}
-            if not any(said.letters for said in self.said[before:]):  # only the name shows where the call lies
+            if not any(said.letters for said in self.said[before:]):  # only the name shows the place of the call
                 inner |= {"name": hide(inner.get("name"), "call")}
             return {**call, "function": inner} if "function" in call else inner
 
@@ -269,12 +263,12 @@ class _Rendered:
         return out
 
     def _symbols(self, text: str) -> npt.NDArray[np.int64]:
-        """Return of each letter which text of a message its symbol stands for; -1: the template writes it."""
+        """Return for each letter the index of the text that its symbol replaces, -1 for letters of the template."""
         symbols = _codes(text) - SYMBOL
         return np.where((symbols >= 0) & (symbols < len(self.said)), symbols, -1)
 
     def check(self, turns: Collection[int], kinds: Collection[str]) -> None:
-        """Require that the template writes what turns say, and leaves out at most its beginning, as thoughts are."""
+        """Refuse a template that changes the words of turns; it may leave out their beginning, as of thoughts."""
         both = min(len(self.text), len(self.cover))
         same = (_codes(self.text)[:both] == _codes(self.cover)[:both]) | (self.symbols[:both] >= 0)
         if not same.all() or len(self.text) != len(self.cover):
@@ -288,7 +282,7 @@ class _Rendered:
                 raise self.refused(said.turn, "changes what turn {} says")
 
     def by_marks(self, turns: Collection[int], offsets: Offsets, marks: Mask) -> Mask:
-        """Take the template's own marks, without those of other turns."""
+        """Return the template's marks of some turns."""
         own = marks.copy()
         for first, behind in runs(marks):
             inside = self.turn_of[offsets[first, 0] : offsets[behind - 1, 1]]
@@ -298,7 +292,7 @@ class _Rendered:
         return own
 
     def by_turns(self, turns: Collection[int], offsets: Offsets) -> Mask:
-        """Take of each turn what it says, and what closes it as far as that is a token of its own."""
+        """Return the tokens of the words of some turns, with those that close the turn."""
         starts, ends = offsets.T
         own = np.zeros(len(offsets), dtype=np.bool_)
         for turn in turns:
@@ -309,12 +303,12 @@ class _Rendered:
         return own
 
     def _begin(self, turn: int, first: int) -> int:
-        """Return where the template begins what it writes of a turn, behind how it opens an answer."""
+        """Return the index behind the opening of a turn."""
         if not turn:
             return first
         said = np.flatnonzero(self.symbols[:first] >= 0)
         before = int(said[-1]) + 1 if len(said) else 0
-        # a template may open an answer with more than it writes there in the end, such as a tag of thoughts
+        # a template may open an answer with more than the rendered turn has there, such as a tag of thoughts
         opening = self._behind(turn, before, turn, opened=True)
         common = _common(opening, self.cover[before:])
         if common < len(opening) and common <= _common(opening, self._behind(turn, before, turn, opened=False)):
@@ -322,7 +316,7 @@ class _Rendered:
         return before + common
 
     def _behind(self, turn: int, at: int, messages: int, opened: bool) -> str:
-        """Return what the template writes behind the letter before ``at`` while only the first messages are there."""
+        """Return the text behind the letter before ``at`` in a rendering of the first messages alone."""
         part = replace(self.chat, messages=self.hidden[:messages]).text(self.tokenizer, opened)
         said = np.flatnonzero(self._symbols(part) >= 0)
         behind = int(said[-1]) + 1 if len(said) else 0
@@ -331,7 +325,7 @@ class _Rendered:
         return part[behind:]
 
     def check_tokens(self, turns: Collection[int], offsets: Offsets, own: Mask) -> None:
-        """Require that tokens hold all that turns say, and nothing that other messages say."""
+        """Refuse a mask that lacks words of the turns, or has words of other messages."""
 
         def held(tokens: Mask) -> Mask:
             steps = np.zeros(len(self.text) + 1, dtype=np.int64)
@@ -347,7 +341,7 @@ class _Rendered:
             raise self.refused(int(self.turn_of[wrong][0]), "leaves some of what turn {} says without loss")
 
     def refused(self, turn: int, what: str) -> UserError:
-        """Return the error that the template does something with a turn."""
+        """Return the error for a turn of a template."""
         return UserError(f"the chat template {what.format(turn + 1)}, {self.otherwise}")
 
 
@@ -356,16 +350,16 @@ def _codes(text: str) -> npt.NDArray[np.int64]:
 
 
 def _common(one: str, other: str) -> int:
-    """Return how many letters two texts begin with alike."""
+    """Return the length of the common beginning of two texts."""
     return len(commonprefix([one, other]))
 
 
 @lru_cache(maxsize=8)
 def _stays(template: str) -> re.Pattern[str]:
-    """Return what no symbol stands for, as the group of a pattern.
+    """Return a pattern of the letters that no symbol replaces.
 
-    Blanks stay, which templates strip, and so does what JSON escapes and each string of the template, such as
-    ``</think>``, which it may look for.
+    These are blanks, which templates strip, characters that JSON escapes, and strings of the template, such as
+    ``</think>``, which it may search for.
     """
     strings = {
         token.value.strip()

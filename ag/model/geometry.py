@@ -1,4 +1,4 @@
-"""The geometry of a base model, as far as gates depend on it."""
+"""The geometry of a base model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def entry_sizes(model_config: PretrainedConfig) -> tuple[int, int]:
-    """Return the numbers of a key and of a value, which differ in DeepSeek's attention."""
+    """Return the sizes of a key and of a value, which differ in DeepSeek's attention."""
     text, size = model_config.get_text_config(), fingerprint(model_config)["head_dim"]
     parts = [int(getattr(text, f"qk_{part}_head_dim", None) or 0) for part in ("nope", "rope")]
     return (sum(parts) if all(parts) else size), int(getattr(text, "v_head_dim", None) or size)
@@ -103,7 +103,7 @@ def shared_layers(config: PretrainedConfig) -> dict[int, int]:
 
 
 def _alternating_windows(text: PretrainedConfig) -> list[int]:
-    """Return the windowed layers of a model that also has full ones (Gemma's pattern): gates leave them alone."""
+    """Return the windowed layers, which have no gate, of a model that also has full ones (Gemma's pattern)."""
     types = getattr(text, "layer_types", None) or []
     held = [types[index] for index in attention_layers(text)] if types else []
     windowed = [index for index, kind in enumerate(held) if kind in ATTENTION[1:]]

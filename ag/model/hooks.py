@@ -1,13 +1,13 @@
-"""How an interceptor takes part in a Hugging Face model's forward pass: hooks, attention interface, decoder and head.
+"""How an interceptor takes part in the forward pass of a Hugging Face model.
 
 An *interceptor* (:class:`Interceptor`: the gates of a training step, or an eviction cache) arrives as a keyword
-argument: ``gating``, or the model's own for a cache (:func:`cache_argument`). The decoder's forward passes it the
-padding, and runs the tokens in blocks if it asks for them; a hook on each attention module passes it the hidden states;
-the attention function passes it q, k and v. After a pass every layer must have attended once, else it is an error.
+argument: ``gating``, or the name that the model gives a cache (:func:`cache_argument`). The decoder's forward gives it
+the padding, and runs the tokens in the blocks that it yields; a hook on each attention module gives it the hidden
+states; the attention function gives it q, k and v. After a pass every layer must have attended once.
 
-Without an interceptor the model's own attention runs. Nothing global changes: each attention module gets its own
-shallow copy of the configuration, whose attention implementation is ``ag``, so that recomputation under gradient
-checkpointing takes the same path. Nothing changes during a pass either: several threads may use one model.
+Without an interceptor the model's own attention runs. Nothing global changes: each attention module gets a shallow copy
+of the configuration, whose attention implementation is ``ag``, so that recomputation under gradient checkpointing takes
+the same path. Nothing changes during a pass either, so that several threads may use one model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -48,10 +47,10 @@ from ag.model.structure import lm_head as lm_head
 from ag.model.structure import lm_logits as lm_logits
 
 IMPLEMENTATION = "ag"
-#: Implementations that need a mask to be causal, in whose place sdpa computes the same.
+#: Implementations that need a mask to be causal; sdpa computes the same without one.
 BY_MASK = (None, "eager", "flex_attention")
-#: What models may say to the attention function beside what an :class:`AttentionCall` holds, without changing what that
-#: computes: positions are in the queries and keys already, and the rest concerns outputs and losses.
+#: Arguments of attention functions that do not change what an :class:`AttentionCall` computes: those that it holds,
+#: positions, which are in the queries and keys already, and what concerns outputs and losses.
 HARMLESS = frozenset(
     ["dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "cache_position"]
     + ["use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"]
@@ -63,8 +62,7 @@ HARMLESS = frozenset(
 class AttentionCall:
     """One call of a layer's attention: q ``[B, H, T, D]``, k and v ``[B, Hkv, T, D]`` of the new tokens, post-RoPE.
 
-    Measurements are kept in ``memo``, so that the parts of a policy, and caches that share a forward pass, make each of
-    them once.
+    ``memo`` keeps measurements, so that each is made once for the parts of a policy and for caches that share a pass.
     """
 
     module: nn.Module
@@ -81,10 +79,10 @@ class AttentionCall:
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
-        """Attend causally to every new token, ``[B, H, T, D]``; by the model's own implementation where it can.
+        """Attend causally to every new token, ``[B, H, T, D]``, by the model's own implementation where that can.
 
         Args:
-            valid: ``[B, T]`` bool, or None without padding.
+            valid: ``[B, T]`` bool, False on padding; None means no padding.
             left_padded: whether some row starts with padding (padding on the right is never seen).
         """
         if self.mask is not None:
@@ -119,9 +117,9 @@ class Site(NamedTuple):
 
 
 class Interceptor(ABC):
-    """What to do in each layer of a forward pass."""
+    """Gates or a cache that compute the attention of each layer of a forward pass."""
 
-    #: How often each layer attended in the pass at hand, or since; None: there was no pass yet.
+    #: How often each layer attended in the current or last pass; None before the first.
     attended: list[int] | None = None
     #: Modules that run in a forward pass beside the model's.
     modules: Sequence[nn.Module] = ()
@@ -151,35 +149,32 @@ class Interceptor(ABC):
         return None
 
     def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Yield what the layers read in each of the passes that the new tokens make; a pass ends as the next begins.
+        """Yield the columns and positions of each pass that the new tokens are read in; a pass ends as the next begins.
 
         Args:
             given: ``position_ids`` ``[B or 1, T]`` of all new tokens as the caller gave them, or None.
 
         Yields:
-            The columns ``[B, w]`` of the tokens, -1 where there is none; None means all new tokens as they came, in one
-            pass. And their positions ``[B, w]``; None means that the model counts them itself.
+            The columns ``[B, w]`` of the tokens, -1 where there is none; None means one pass of all new tokens as they
+            came. Their positions ``[B, w]``; None means that the model counts them.
         """
         yield None, given
 
     def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
-        """Announce the whole text: what was seen of it, and the rest, which comes in one or several passes.
+        """Announce the whole text before generation: what was read of it, and the rest, which comes in passes.
 
         Args:
             valid: ``[B, T]`` bool, False on padding.
-            tokens: ids ``[B, T]``, or of the rest alone; None: they are not known.
+            tokens: ids ``[B, T]``, or those of the rest; None means that they are not known.
         """
         return None
 
     def saw(self, tokens: Tensor | None) -> None:
-        """Forget what was announced, and record the text ``[B, T]`` after generation; None: it is not known.
-
-        Its last token may not have been read yet.
-        """
+        """Record the text ``[B, T]`` after generation, whose last token may not have been read; None if unknown."""
         return None
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Look at the hidden states ``[B, T, d]`` that enter the attention of a layer."""
+        """Take the hidden states ``[B, T, d]`` that enter the attention of a layer."""
         return None
 
     @abstractmethod
@@ -187,49 +182,42 @@ class Interceptor(ABC):
         """Compute the attention output ``[B, H, T, D]``."""
 
 
-class Change(Protocol):
-    """A change of a model, as torch's handles of hooks are."""
-
-    def remove(self) -> None:
-        """Undo it."""
-
-
 @dataclass
 class Attachment:
-    """What :func:`instrument` changed, kept on the decoder so that :func:`restore` can undo it."""
+    """The changes of :func:`instrument`, kept on the decoder so that :func:`restore` can undo them."""
 
     base: nn.Module
-    handles: list[Change]
-    configs: list[tuple[nn.Module, PretrainedConfig]]
-    forward: Callable[..., Any] | None  # the decoder's, where it had one of its own (accelerate's hooks)
+    handles: list[Any]  # each has a method remove
+    modules: list[Any]  # those that attend, in order
+    forward: Callable[..., Any] | None  # the decoder's, where another library had replaced it (accelerate)
     hybrid: bool  # whether some layers do not attend
     gates: nn.Module | None = None  # see ag.gates.attach
-    unturned: str | None = None  # see ag.model.support.check_rotations; None: not asked yet
+    unturned: str | None = None  # see ag.model.support.check_rotations; None before its first call
 
 
 def instrument(model: nn.Module) -> Attachment:
     """Install the hooks and the attention function once; a second call returns the first one's record.
 
     Raises:
-        TypeError: when the model class does not use the attention interface of transformers.
+        UnsupportedModelError: when the model class does not use the attention interface of transformers.
     """
     decoder = decoder_of(model)
     existing: Attachment | None = getattr(decoder, "_ag_attachment", None)
     if existing is not None:
         return existing
-    handles: list[Change] = []
-    configs = []
+    handles: list[Any] = []
+    modules = []
     for site, module in _sites(decoder):
         handles.append(module.register_forward_pre_hook(partial(_before_attention, site), with_kwargs=True))
-        configs.append((module, module.config))
+        modules.append(module)
+        module._ag_own_config = module.config
         module.config = copy.copy(module.config)
         module.config._attn_implementation = IMPLEMENTATION
-        module._ag_own_config = configs[-1][1]
     base = unwrapped(model)
     threaded = ThreadedLayers(base)
     handles += [base.register_forward_pre_hook(partial(_before_model, threaded), with_kwargs=True), threaded]
     hybrid = has_other_layers(decoder.config)
-    attachment = decoder._ag_attachment = Attachment(base, handles, configs, vars(decoder).get("forward"), hybrid)
+    attachment = decoder._ag_attachment = Attachment(base, handles, modules, vars(decoder).get("forward"), hybrid)
     decoder.forward = partial(_decode, decoder, decoder.forward)
     base.generate = partial(_generate, base)
     if hasattr(base, "prepare_inputs_for_generation"):
@@ -254,16 +242,13 @@ def _sites(decoder: Any) -> Iterator[tuple[Site, Any]]:
 
 
 def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
-    """Return the interceptor among the keyword arguments of a forward pass, whatever its name; None without one.
-
-    Gates (``gating``) come before a cache.
-    """
+    """Return the interceptor among the keyword arguments of a forward pass, gates before a cache; None without one."""
     given = kwargs.get("gating")
     return next((x for x in (given, *kwargs.values()) if isinstance(x, Interceptor)), None)
 
 
 def _cache_argument(model: Any) -> str:
-    """Return what a class of models calls the cache in its forward pass: ``cache`` since transformers 5.24."""
+    """Return the name of the cache in the forward pass of a class of models: ``cache`` since transformers 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -296,8 +281,8 @@ def restore(model: nn.Module) -> None:
         return
     for handle in attachment.handles:
         handle.remove()
-    for module, config in attachment.configs:
-        module.config = config  # type: ignore[assignment]
+    for module in attachment.modules:
+        module.config = module._ag_own_config
         del module._ag_own_config
     for name in ("generate", "prepare_inputs_for_generation"):
         vars(attachment.base).pop(name, None)
@@ -311,7 +296,7 @@ def restore(model: nn.Module) -> None:
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate, and tell the cache the text and where the prompt ends, which chunks and drafts do not show."""
+    """Generate, and announce the text and the end of the prompt to the cache, which chunks and drafts do not show."""
     cache, kwargs = interceptor_in(kwargs), _renamed(type(model), kwargs)
     given = (kwargs.get("inputs_embeds"), *args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
     tokens: Tensor | None = next((x for x in given if x is not None), None)
@@ -368,10 +353,10 @@ def _setting(model: Any, name: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Prepare a pass of ``model.generate``, which must not go without the cache that it was given.
+    """Prepare a pass of ``model.generate``, which must take the given cache.
 
-    Phi-3 leaves its cache out where the text passes the length from which its RoPE is another one, so that everything
-    is read anew. An empty cache can take part in that.
+    Phi-3 leaves its cache out where the text passes the length at which its RoPE changes, so that all of it is read
+    again. An empty cache can take part in that.
     """
     kwargs = _renamed(type(model), kwargs)
     cache: Any = interceptor_in(kwargs)
@@ -379,12 +364,10 @@ def _prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> Any:
     if cache is None or interceptor_in(inputs) is not None:
         return inputs
     if cache.get_seq_length():
-        limit = getattr(model.config.get_text_config(), "original_max_position_embeddings", None)
-        why = f", whose RoPE is another one behind {limit} tokens," if limit else ""
         raise UserError(
-            f"{type(model).__name__}{why} leaves its cache of {cache.get_seq_length()} tokens out to read the whole "
-            "text again, and nothing would be evicted: give the whole text to a cache that is empty (cache.reset()), "
-            "or generate less."
+            f"{type(model).__name__} leaves its cache of {cache.get_seq_length()} tokens out to read the whole text "
+            "again, as its RoPE changes with the length: give the whole text to an empty cache (cache.reset()), or "
+            "generate less."
         )
     return inputs | {cache_argument(type(model)): cache}
 
@@ -413,13 +396,13 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
         named["logits_to_keep"] = 0
     attachment: Any = decoder._ag_attachment
     padding, cache = named.get("attention_mask"), cache_argument(type(decoder))
-    # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the interceptor knows the padding
+    # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the interceptor has the padding
     mask = named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     if interceptor.states is not None and named.get(cache) is not interceptor:
         named |= {cache: interceptor.states, "use_cache": True}
     in_words = named.get("return_dict", getattr(decoder.config, "return_dict", True)) is not False
     if not in_words:
-        named["return_dict"] = True  # a tuple is made of it behind the interceptor's end of the pass
+        named["return_dict"] = True  # the tuple is made at the end
 
     parts: list[tuple[Tensor | None, Any]] = []
     seen = 0
@@ -435,7 +418,7 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
         if columns is not None:
             index = columns.clamp_min(0).to(tokens.device)
             named[name] = tokens.gather(1, index if tokens.ndim == 2 else _wide(index, tokens))
-        interceptor.attended = [0] * len(attachment.configs)
+        interceptor.attended = [0] * len(attachment.modules)
         parts.append((columns, forward(**named, position_ids=positions)))
         if any(times != 1 for times in interceptor.attended):
             _refuse_unreached(decoder, interceptor.attended)
@@ -456,10 +439,7 @@ def _check_pass(decoder: Any, named: Mapping[str, Any]) -> None:
     kind, mask = type(decoder).__name__, named.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise UserError(
-            f"{kind}: an attention_mask {shape}: expected [B, T], nonzero on real tokens; masks of 4 dimensions, and "
-            "those that a model makes itself (images in Gemma 3 and PaliGemma), are not supported."
-        )
+        raise UserError(f"{kind}: an attention_mask {shape}: expected [B, T], nonzero on real tokens.")
     if named.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
         raise UserError(
             f"{kind}: output_attentions=True: the matrix of attention weights is not computed under gates or an "
@@ -469,51 +449,30 @@ def _check_pass(decoder: Any, named: Mapping[str, Any]) -> None:
         return
     if named.get("use_cache") is False:
         raise UserError(f"{kind}: use_cache=False came with an eviction cache; leave one of the two out.")
-    if torch.is_grad_enabled() and _checkpoints(decoder):
-        raise UserError(_WITHOUT_CACHE.format(kind))
-
-
-#: Why a model that trains under gradient checkpointing takes no cache.
-_WITHOUT_CACHE = (
-    "{}: layers that train under gradient checkpointing throw their cache away; call model.eval() before a pass with "
-    "an eviction cache, or leave gradient checkpointing out."
-)
-
-
-def _checkpoints(decoder: Any) -> bool:
-    return any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in decoder.layers)
+    checkpoints = any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in decoder.layers)
+    if torch.is_grad_enabled() and checkpoints:
+        raise UserError(
+            f"{kind}: layers that train under gradient checkpointing drop their cache; call model.eval() before a pass "
+            "with an eviction cache, or leave gradient checkpointing out."
+        )
 
 
 def _refuse_unreached(decoder: Any, attended: list[int]) -> NoReturn:
-    """Refuse a pass in which some layer did not attend exactly once under the interceptor: it saw later tokens.
-
-    Raises:
-        UnsupportedModelError: naming the layers, and the reason where it is known.
-    """
-    wrong = [index for index, times in enumerate(attended) if times != 1]
-    kind, layer = type(decoder).__name__, decoder._ag_attachment.configs[wrong[0]][0]
-    if max(attended) == 0 and _checkpoints(decoder):
-        raise UserError(_WITHOUT_CACHE.format(kind))
+    """Refuse a pass in which some layer did not attend exactly once under the interceptor."""
+    index = next(index for index, times in enumerate(attended) if times != 1)
+    does = f"{type(decoder._ag_attachment.modules[index]).__name__} attends "
+    does += f"twice in layer {index}" if attended[index] else f"without the gates or the cache in layer {index}"
     if max(attended) == 0:
-        raise UnsupportedModelError(
-            f"{kind} does not hand keyword arguments on to its layers: no gate would see anything; {USE_ANOTHER}"
-        )
-    if attended[wrong[0]] > 1:
-        raise UnsupportedModelError(
-            f"{type(layer).__name__} attends twice in layer {wrong[0]}: expected one softmax over keys; {USE_ANOTHER}"
-        )
-    raise UnsupportedModelError(
-        f"{kind}: layers {', '.join(map(str, wrong))} of {len(attended)} (a {type(layer).__name__}) did not attend "
-        f"under the gates or the cache that came with the pass: expected each to do so once; {USE_ANOTHER}"
-    )
+        does = f"{type(decoder).__name__} does not hand keyword arguments on to its layers"
+    raise UnsupportedModelError(f"{does}: expected one attention a layer under gates or a cache; {USE_ANOTHER}")
 
 
 def _joined(parts: list[tuple[Any, Any]], length: int) -> Any:
-    """Put the outputs of blocks back into their columns."""
+    """Join the outputs of blocks by their columns."""
 
     def join(outputs: list[Tensor]) -> Tensor:
         first = outputs[0]
-        # the last column takes outputs of no token
+        # the last column takes the outputs of places without a token
         whole = first.new_zeros(first.shape[0], length + 1, *first.shape[2:])
         for (columns, _), output in zip(parts, outputs, strict=True):
             whole.scatter_(1, _wide(columns.where(columns >= 0, length).to(output.device), output), output)
@@ -553,7 +512,7 @@ def _attention(
     ag_site: Site | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Serve the attention interface: the interceptor's attention, or the model's own when there is no interceptor."""
+    """Compute the attention of a layer by the interceptor, or by the model's own function without one."""
     if ag_interceptor is None or ag_site is None:
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         own: Any = ALL_ATTENTION_FUNCTIONS.get_interface(own_config(module)._attn_implementation, eager)
@@ -563,13 +522,18 @@ def _attention(
     unknown = sorted(said - HARMLESS)
     own_mask = attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.numel() == 1)
     if unknown or own_mask or kwargs.get("is_causal") is False:  # a mask of one number is what _decode gave
-        _refuse_arguments(module, attention_mask if own_mask else None, unknown)
+        does = f"says {', '.join(unknown)} to its attention function" if unknown else "is not causal (is_causal=False)"
+        does = "makes a mask or a bias of its own" if own_mask else does
+        raise UnsupportedModelError(
+            f"{type(module).__name__} {does}, which gates and eviction caches leave out; {USE_ANOTHER}"
+        )
     if key.shape[1] != ag_site.kv_heads:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends with {key.shape[1]} KV heads: expected {ag_site.kv_heads}, as its "
             f"configuration says; {USE_ANOTHER}"
         )
-    scaling, order, length, size = kwargs.get("scaling"), ag_interceptor.order, query.shape[2], value.shape[-1]
+    order, length, size = ag_interceptor.order, query.shape[2], value.shape[-1]
+    scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
     if ag_site.missing:
         query, key, value = (F.pad(x, (0, ag_site.missing)) for x in (query, key, value))
     own = ag_interceptor.masks.get(ag_site.kind)
@@ -582,7 +546,7 @@ def _attention(
         query,
         key,
         value,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scaling,
         kwargs.get("sliding_window"),
         Softmax(kwargs.get("softcap"), kwargs.get("s_aux")),
         ag_site.chunk,
@@ -598,41 +562,24 @@ def _attention(
     return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
 
 
-def _refuse_arguments(module: nn.Module, mask: Any, unknown: list[str]) -> NoReturn:
-    """Refuse what an attention module tells its attention function and an interceptor would leave out."""
-    if mask is not None:
-        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        does = f"makes a mask or a bias of its own ({shape})"
-    elif unknown:
-        does = f"says {', '.join(unknown)} to its attention function"
-    else:
-        does = "is not causal (is_causal=False)"
-    raise UnsupportedModelError(
-        f"{type(module).__name__} {does}, which gates and eviction caches leave out; {USE_ANOTHER}"
-    )
-
-
 def causal_attention(module: nn.Module) -> Callable[..., Any]:
     """Return the model's own attention function, or sdpa's, that is causal without a mask.
 
     Raises:
-        UnsupportedModelError: naming an implementation of which that is not known.
+        UnsupportedModelError: for an implementation that is not known to be causal without a mask.
     """
     name = own_config(module)._attn_implementation
     own = sdpa_attention_forward if name in BY_MASK else ALL_ATTENTION_FUNCTIONS.get(name)
     if own not in (sdpa_attention_forward, flash_attention_forward):
         raise UnsupportedModelError(
-            f"attn_implementation={name}: nothing says whether this function is causal without a mask and attends as "
-            "sdpa does; use sdpa, eager, flex_attention or flash_attention_2."
+            f"attn_implementation={name}: expected a function that is known to be causal without a mask; use sdpa, "
+            "eager, flex_attention or flash_attention_2."
         )
     return own
 
 
 class _Own:
-    """An attention module as its own attention function is to see it: with the model's configuration.
-
-    Attention functions of transformers read the configuration: flash-attention by the name that stands there.
-    """
+    """An attention module with the model's configuration, in which flash attention reads its own name."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self.config = module, own_config(module)

@@ -1,10 +1,9 @@
-"""Layers that compute one token's states in another way while it passes an interceptor.
+"""Faster linear layers and norms for decoding steps under an interceptor.
 
-PyTorch (MKL) multiplies one token's states with a weight on one core, slower than memory allows, and most of a
-decoding step on a CPU is that: there the linear layers compute by :func:`ag.kernels.gemv.gemv`, on all threads.
-Transformers' RMS norms are six operations of PyTorch's, and one where it has the formula itself; of a few numbers each
-costs its launch alone. From the first such pass on these layers have a ``forward`` of their own, which looks whether
-the thread at hand is in such a pass and otherwise computes what it always did.
+PyTorch (MKL) multiplies the states of one token with a weight on one core, slower than memory allows: most of a
+decoding step on a CPU: there linear layers compute by :func:`ag.kernels.gemv.gemv`, on all threads. RMS norms of
+transformers are six operations, of which each costs its launch, and become one. From the first such pass on these
+layers have another ``forward``, which checks whether the current thread is in such a pass.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from ag.kernels.gemv import version
 
 
 class _Here(threading.local):
-    """What the pass that runs in a thread does in another way; nothing where it is no step."""
+    """The layers that compute in another way in the current pass of a thread."""
 
     products = False
     norms = False
-    forced: str | None = None  # what AG_KERNELS says
+    forced: str | None = None  # value of AG_KERNELS
 
 
 here = _Here()
 
 
 class ThreadedLayers:
-    """The linear layers of a model, which share each product of one token among the threads, and its norms."""
+    """The linear layers and norms of a model that compute in another way in decoding steps."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -46,14 +45,14 @@ class ThreadedLayers:
         self.handle: RemovableHandle = model.register_forward_hook(self._end, always_call=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of the model, or a file, takes along: not the modules, which are found again."""
+        """Return the state for copies and files of the model, without the known modules."""
         return {"model": self.model, "handle": self.handle}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, known=WeakKeyDictionary())
 
     def remove(self) -> None:
-        """Give the layers of all modules that were in such a pass their own ``forward`` back."""
+        """Restore the ``forward`` of the layers of all known modules."""
         self.handle.remove()
         for layer in (layer for module in (self.model, *self.known) for layer in module.modules()):
             own = vars(layer)
@@ -64,11 +63,11 @@ class ThreadedLayers:
         self.known.clear()
 
     def begin(self, modules: list[nn.Module], tokens: Tensor) -> None:
-        """Let the layers of modules compute in their other way until the model's forward pass ends.
+        """Let the layers compute in the other way until the forward pass ends, if it has one token of each sequence.
 
         Args:
-            modules: that run in the pass, the model among them.
-            tokens: ids ``[B, T]`` or embeddings ``[B, T, d]``; only a pass over one token of each sequence is affected.
+            modules: the modules of the pass, the model among them.
+            tokens: ids ``[B, T]`` or embeddings ``[B, T, d]``.
         """
         here.products = here.norms = False
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or tokens.shape[1:2] != (1,):
@@ -87,11 +86,11 @@ class ThreadedLayers:
 
 
 def _install(module: nn.Module) -> None:
-    """Give the layers of a module their other way: none that has a ``forward`` of another library (accelerate)."""
+    """Replace the ``forward`` of the layers of a module, but for those that another library replaced (accelerate)."""
     for layer in module.modules():
         if "forward" in vars(layer):
             continue
-        # a library may keep weights in shards or few bits
+        # other libraries have weights in shards or few bits
         if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter:
             layer.forward = partial(_product, layer)  # type: ignore[method-assign]
         elif _is_rms_norm(cast(Any, type(layer))):
@@ -109,7 +108,7 @@ def _product(layer: nn.Linear, x: Tensor) -> Tensor:
 
 @functools.cache
 def _is_rms_norm(kind: Any) -> bool:
-    """Tell whether modules of a class compute what Llama's norm does, line by line; Gemma's adds 1 to its weight."""
+    """Whether a class has the source of Llama's norm; Gemma's adds 1 to its weight."""
     if not kind.__name__.endswith("RMSNorm"):
         return False
     from transformers.models.llama.modeling_llama import LlamaRMSNorm  # takes half a second
@@ -119,7 +118,7 @@ def _is_rms_norm(kind: Any) -> bool:
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:
-    """Compute a norm in one operation; on a CPU in float32 alone, where it is the same bit by bit."""
+    """Compute a norm in one operation; on a CPU in float32 alone, where the result is the same."""
     fits = not torch.compiler.is_compiling() and here.norms
     if fits and (x.is_cuda or x.dtype == norm.weight.dtype == torch.float32):
         return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)

@@ -1,4 +1,4 @@
-"""What a token's value writes to the residual stream: norms of values behind the layer's output projection."""
+"""Norms of values behind a layer's output projection: what a token's value adds to the residual stream."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 
 def output_projection(attention: nn.Module) -> Any:
-    """Return the linear output projection of an attention module.
-
-    Raises:
-        UserError: when the module has none under a name that is known.
-    """
+    """Return the linear output projection of an attention module, or raise a ``UserError``."""
     named = (getattr(attention, name, None) for name in NAMES)
     project = next((found for found in named if hasattr(found, "in_features")), None)
     if project is None:
         raise UserError(
-            f"{type(attention).__name__} has no linear output projection called {', '.join(NAMES)}, by which this "
-            "policy weighs values; use another policy."
+            f"{type(attention).__name__} has no linear output projection {', '.join(NAMES)}, which this policy needs; "
+            "use another policy."
         )
     return project
 
@@ -34,9 +30,6 @@ def output_weight(attention: nn.Module, heads: int) -> Tensor:
     """Return the output projection of an attention module by query head, ``[H, D, M]`` float32, without its bias.
 
     A module that is not a plain linear layer (LoRA beside the weight, a quantised weight) is applied to unit vectors.
-
-    Raises:
-        UserError: when the module has no output projection under a name that is known.
     """
     project = output_projection(attention)
     if type(project) is nn.Linear and project.weight.device.type != "meta":
@@ -50,7 +43,7 @@ def output_weight(attention: nn.Module, heads: int) -> Tensor:
 
 
 def projected_norms(v: Tensor, weight: Tensor, order: int) -> Tensor:
-    """Return the norms ``[B, H, N]`` of values ``[B, Hkv, N, D]`` that were projected by ``weight`` ``[H, D, M]``."""
+    """Return the norms ``[B, H, N]`` of values ``[B, Hkv, N, D]`` projected by ``weight`` ``[H, D, M]``."""
     group = len(weight) // v.shape[1]
     out = v.new_empty(len(v), len(weight), v.shape[2])
     for start in range(0, v.shape[2], TOKENS):

@@ -1,4 +1,4 @@
-"""What libraries say where nothing is wrong, each with the reason why it is not shown."""
+"""Warnings and lines of libraries that are not shown, each with the reason."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from contextlib import contextmanager
 from transformers.utils import logging as transformers_logging
 
 WARNINGS = (
-    # Lightning 2.6 asks for leaves in the way that PyTorch 2.11 replaced; the answer is the same
+    # Lightning 2.6 calls what PyTorch 2.11 replaced
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     # PEFT 0.21 reads an attribute by the name that transformers 5 replaced
     r"`is_gradient_checkpointing` is deprecated",
-    # PEFT 0.21 looks for stacked experts, whose rank it doubles, among the modules; they are parameters
+    # PEFT 0.21 expects stacked experts, whose rank it doubles, to be modules; they are parameters
     r"The following (rank|alpha)_pattern keys did not match any targeted module",
-    # what validation logs was reduced over all ranks by its metrics before
+    # metrics of the validation are reduced over all ranks before they are logged
     r"It is recommended to use `self\.log\(.*sync_dist=True",
 )
 LINES = (
     # advertisements of Lightning
     "Tip: For seamless cloud",
-    # the command says by itself that it was stopped
+    # the command prints that it was stopped
     "Detected KeyboardInterrupt",
 )
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back what is listed here, and progress bars of loading where standard error is no terminal."""
+    """Suppress the listed texts, and progress bars of loading where standard error is no terminal."""
     loggers = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("fabric", "pytorch")]
     bars = not sys.stderr.isatty() and transformers_logging.is_progress_bar_enabled()
     if bars:
         transformers_logging.disable_progress_bar()
-    listed = _Listed()  # one of its own: these may be nested
+    listed = _Listed()  # a new one, as contexts may be nested
     for logger in loggers:
         logger.addFilter(listed)
     try:

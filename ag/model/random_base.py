@@ -1,6 +1,6 @@
-"""A base model with random weights, to measure a run without a download: ``model.name=random:llama-8b``.
+"""A base model with random weights, to measure a run without a download.
 
-A model is named, or described by a JSON file: ``random:PATH.json``.
+``model.name=random:llama-8b`` names a geometry, ``random:PATH.json`` the file of a configuration.
 """
 
 from __future__ import annotations
@@ -44,11 +44,7 @@ GEOMETRIES = {
 
 
 def geometry(name: str) -> PretrainedConfig:
-    """Return the geometry that ``random:NAME`` names, or read the JSON file of ``random:PATH.json``.
-
-    Raises:
-        UserError: for a file that is not there, or that describes no model.
-    """
+    """Return the configuration of ``random:NAME`` or ``random:PATH.json``, or raise a ``UserError``."""
     if (known := name.removeprefix(PREFIX)) in GEOMETRIES:
         shape: dict[str, Any] = dict(zip(COLUMNS, GEOMETRIES[known], strict=True))
         rope = {"rope_type": "default", "rope_theta": 500000.0}
@@ -72,12 +68,10 @@ def own_device() -> str:
 
 
 def load(config: ModelConfig, device: torch.device | str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Make the model that ``config.name`` describes, drawn on the device, and a tokenizer of single bytes.
-
-    Without a device it lies on the GPU of this process, or the CPU where there is none.
+    """Make the model of ``config.name``, by default on :func:`own_device`, and a tokenizer of single bytes.
 
     Raises:
-        UserError: for a configuration that cannot be read, or a device that is not there or has no room.
+        UserError: for a configuration that cannot be read, or a device that is missing or has no room.
     """
     shape = geometry(config.name)
     device = own_device() if device is None else device
@@ -102,13 +96,13 @@ def load(config: ModelConfig, device: torch.device | str | None) -> tuple[PreTra
 
 
 def _drawn(parameter: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Draw a matrix; a vector is a norm's scale, and 1."""
+    """Draw a matrix; the scales of norms are 1."""
     values = torch.empty(parameter.shape, dtype=parameter.dtype, device=draw.device)
     return values.fill_(1) if parameter.ndim < 2 else values.normal_(0, SPREAD, generator=draw)
 
 
 def _quantise(model: PreTrainedModel, dtype: torch.dtype, draw: torch.Generator) -> None:
-    """Replace the linear layers, one at a time and but for the head, by 4-bit ones as ``ag.model.base`` asks for."""
+    """Replace the linear layers, but for the head, by 4-bit ones with the settings of ``ag.model.base``."""
     bnb: Any = importlib.import_module("bitsandbytes")
     head = model.get_output_embeddings()
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
@@ -126,7 +120,7 @@ def _quantise(model: PreTrainedModel, dtype: torch.dtype, draw: torch.Generator)
         ).to(draw.device)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
-    model.is_loaded_in_4bit = model.is_quantized = True  # type: ignore[assignment]  # what PEFT asks for
+    model.is_loaded_in_4bit = model.is_quantized = True  # type: ignore[assignment]  # PEFT reads these
 
 
 def _tokenizer(shape: PretrainedConfig) -> PreTrainedTokenizerFast:

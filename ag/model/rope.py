@@ -14,7 +14,7 @@ from ag.model.geometry import attention_layers
 
 
 def rope_of(decoder: Any, layer: int) -> tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], float]:
-    """Return what makes cosines and sines ``[B, T, D]`` like x for positions ``[B, T]`` in a layer, and their scaling.
+    """Return the function of a layer from ``x`` and positions ``[B, T]`` to cosines and sines, and their scaling.
 
     Some models have a RoPE for each type of layers (Gemma 3).
     """
@@ -26,13 +26,13 @@ def rope_of(decoder: Any, layer: int) -> tuple[Callable[[Tensor, Tensor], tuple[
 
 
 def rotate(decoder: Any, x: Tensor, positions: Tensor, span: int = 1, layer: int = 0) -> Tensor:
-    """Rotate queries or keys further by positions, as the model's RoPE does; negative ones turn back.
+    """Rotate queries or keys by positions, as the model's RoPE does; negative positions undo a rotation.
 
     Args:
         decoder: the model's stack of layers.
         x: ``[B, H, n, D]``, already scaled as the model's RoPE scales (yarn).
         positions: ``[B or 1, H or 1, n or 1]``, whole or not.
-        span: rotate by the mean over this number of positions, from each of these on.
+        span: rotate by the mean over this number of positions, beginning with each.
         layer: index of the layer, where layers have several RoPEs.
     """
     apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb

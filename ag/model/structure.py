@@ -1,4 +1,4 @@
-"""The parts of a Hugging Face model: its stack of layers, their attention, its head, and what follows the layers."""
+"""The parts of a Hugging Face model: its stack of layers, their attention, its head, and its logits."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def _calls_interface(kind: Any) -> bool:
 
 
 def own_config(module: Any) -> PretrainedConfig:
-    """Return the configuration of an attention module as the model made it."""
+    """Return the model's configuration of an attention module."""
     config: PretrainedConfig = vars(module).get("_ag_own_config", module.config)
     return config
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device a module runs on: that of its weights, or, while these are offloaded, of accelerate's hooks."""
+    """Return the device of a module: of its weights, or of accelerate's hooks while these are offloaded."""
     device = next(module.parameters()).device
     if device.type != "meta":
         return device
@@ -92,9 +92,9 @@ def lm_head(model: nn.Module) -> nn.Module:
 
 
 def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Compute the logits of final hidden states ``[..., d]`` as the model does: by its head, its scales, its soft cap.
+    """Compute the logits of final hidden states ``[..., d]`` as the model does, with its scales and its soft cap.
 
-    The model's own forward pass runs, on a shallow copy that has the states in place of the stack of layers.
+    The model's own forward pass runs on a shallow copy that has the states in place of the stack of layers.
     """
     base, decoder = unwrapped(model), decoder_of(model)
     states = hidden.reshape(1, -1, hidden.shape[-1])
@@ -107,7 +107,7 @@ def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
 
 
 class _Read:
-    """A stack of layers that has read its tokens: it returns itself as its output, which has nothing but the states."""
+    """A stack of layers that returns given states: it is its own output, without other fields."""
 
     def __init__(self, states: Tensor) -> None:
         self.last_hidden_state = states

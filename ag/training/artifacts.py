@@ -1,8 +1,4 @@
-"""What runs and comparisons leave, as artifacts of Weights & Biases.
-
-Files of an artifact are uploaded from where they lie. Offline they are written down only, and ``wandb sync`` uploads
-them later.
-"""
+"""Exports and reports as artifacts of Weights & Biases, whose files are uploaded in place, or by ``wandb sync``."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ NOT_SHARED = (ID, FILES, "lock")
 
 
 def run_id(folder: Path) -> str:
-    """Return the id of the W&B run of a folder, which later runs there continue; an agent of a sweep has chosen it."""
+    """Return the id of the W&B run of a folder, which later runs there continue; the agent of a sweep gives its own."""
     path = folder / ID
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -29,14 +25,14 @@ def run_id(folder: Path) -> str:
 
 
 def log_folder(run: Any, folder: Path, name: str, kind: str, about: Mapping[str, Any]) -> None:
-    """Log the files of a folder as one artifact of a W&B run.
+    """Log the files of a folder, without W&B's own, as one artifact of a W&B run.
 
     Args:
-        run: what ``wandb.init`` returned.
-        folder: whose files it gets, in folders as they are; without what W&B itself wrote there.
-        name: of the artifact; another run's is a version of it.
-        kind: its type.
-        about: its metadata.
+        run: result of ``wandb.init``.
+        folder: folder of the files.
+        name: name of the artifact; those of other runs are versions of it.
+        kind: type of the artifact.
+        about: metadata.
     """
     import wandb
 
@@ -44,7 +40,7 @@ def log_folder(run: Any, folder: Path, name: str, kind: str, about: Mapping[str,
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         if path.is_file() and inside.parts[0] not in NOT_SHARED:
-            artifact.add_file(str(path), str(inside), policy="immutable")  # else it is copied to the home folder
+            artifact.add_file(str(path), str(inside), policy="immutable")  # other policies copy it to the home folder
     run.log_artifact(artifact)
 
 
@@ -56,17 +52,17 @@ def log_report(
     columns: Sequence[str],
     rows: Iterable[Sequence[Any]],
 ) -> None:
-    """Log a comparison to the W&B run of a folder, begun or continued: a table, the pictures, and all files.
+    """Log a comparison to the W&B run of a folder, new or continued: a table, the pictures, and all files.
 
     Args:
-        folder: of the comparison.
+        folder: folder of the comparison.
         run_folder: the same, or that of the run of ``ag.fit`` whose gates are compared.
-        name: of the artifact.
-        settings: of W&B.
+        name: name of the artifact.
+        settings: settings of W&B.
         columns: names of the table's columns.
-        rows: of the table.
+        rows: rows of the table.
     """
-    if settings.offline:  # in the environment, else it counts its users as it ends; as Lightning does
+    if settings.offline:  # by the environment, as Lightning does, so that W&B sends nothing at its end
         os.environ["WANDB_MODE"] = "offline"
     import wandb
 

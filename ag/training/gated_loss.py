@@ -1,4 +1,4 @@
-"""The loss of a batch under gates, and what is measured on the way: no optimiser, no trainer."""
+"""The loss of a batch under gates, and measurements of the same pass: no optimiser, no trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batch = dict[str, Tensor]
 
 
 class Measured(NamedTuple):
-    """A loss, with what it is made of."""
+    """A loss, with its terms."""
 
     loss: Tensor
     #: Without gradient, by name: ``lm_loss``, ``eviction_loss``, ``gate_mean_soft``, ``evicted``, ... , ``loss``.
@@ -32,7 +32,7 @@ class Measured(NamedTuple):
 
 
 class GatedLoss:
-    """Computes ``objective + alpha * |mean gate - beta|``, or the objective under shares drawn for each batch.
+    """Compute ``objective + alpha * |mean gate - beta|``, or the objective under shares drawn for each batch.
 
     Args:
         config: ``loss`` and ``warmup`` are read.
@@ -46,7 +46,7 @@ class GatedLoss:
         self.objective = objective(config.loss.objective)
 
     def regresses(self, step: int) -> bool:
-        """Whether an optimiser step of the run is one of the regression, in which nothing is evicted."""
+        """Whether an optimiser step of the run trains by regression, without eviction."""
         return self.config.loss.objective == REGRESS or step < self.config.warmup.regress_steps
 
     def train(self, batch: Batch, step: int) -> Measured:
@@ -90,13 +90,13 @@ class GatedLoss:
         return self.objective.tokens(self.model, hidden, teacher, batch["labels"], chunk)
 
     def gating(self, batch: Batch, **options: Any) -> Gating:
-        """Return what runs the gates in a forward pass of a batch; the options are those of :class:`Gating`."""
+        """Return the :class:`Gating` of a batch, with more options."""
         assert self.gates is not None
         documents = batch.get("document_start")
         return Gating(self.gates, batch["attention_mask"], batch.get("prompt_length"), first=documents, **options)
 
     def evicted(self, gating: Gating) -> Tensor:
-        """Return ``[L, B, Hkv, T']`` bool: the tokens that are gone once they are no longer recent."""
+        """Return ``[L, B, Hkv, T']`` bool: the tokens that are evicted when they are no longer recent."""
         assert self.gates is not None
         kept = torch.stack([self.gates.flags(logits) for logits in gating.logits.values()])
         prompt, (batch, length) = gating.prompt, gating.prompt.shape
@@ -111,7 +111,7 @@ class GatedLoss:
     def _objective(self, batch: Batch, step: int) -> Measured:
         config, values = self.config.loss, dict[str, Tensor]()
         boundary, teacher = None, None
-        if config.draws_share:  # of the flags that are 1
+        if config.draws_share:
             values["share"] = config.share_low + (config.share_high - config.share_low) * torch.rand(())
             dense = self.gating(batch, open=True)
             teacher = self.teacher(batch, dense)
@@ -148,14 +148,14 @@ class GatedLoss:
             self.hidden(batch, observed)
         loss = losses.regression_loss(self.gates, observed, warm.keep, warm.scale)
         values = {"regress_loss": loss}
-        # every trained parameter takes part, else DistributedDataParallel waits for the adapters' gradients
+        # DistributedDataParallel waits for the gradients of the adapters, so they take part
         adapters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         everything = loss + 0.0 * sum(whole(parameter.sum()) for parameter in adapters)
         found = self._of_gates(observed, losses.gate_means(self.gates, observed))
         return _measured(loss, values, *found)._replace(loss=everything)
 
     def _of_gates(self, gating: Gating, means: dict[losses.Mean, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """Return what is said of the gates of the global batch, and the share of evicted tokens by layer here."""
+        """Return measurements of the gates over the global batch, and the evicted share by layer of this rank."""
         evicted, counted = self.evicted(gating), gating.counted()
         gone_here, tokens_here = (evicted & counted[None, :, None]).sum((1, 2, 3)), counted.sum()
         gone, tokens = losses.global_sum(torch.stack([gone_here.sum(), tokens_here]))

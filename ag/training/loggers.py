@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.csv always, TensorBoard and W&B on request."""
+"""Loggers of metrics: metrics.csv always, TensorBoard and W&B on request."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from ag.training.artifacts import log_folder, run_id
 
 
 class MetricsFile(Logger):
-    """Writes `metrics.csv`: one row for each step that logs anything, on disk as soon as it is logged.
+    """Writes `metrics.csv`: one row a step, on disk as soon as it is logged.
 
-    `step` is the number of optimiser steps done, as in the names of the checkpoints; training and validation
-    metrics of one step share a row, and what a step did not log is an empty cell. A resumed run continues the
-    file and drops the rows that the run before it wrote after its last checkpoint. (Lightning's CSVLogger deletes the
-    file of an earlier run in the same folder.)
+    `step` is the number of optimiser steps done, as in the names of the checkpoints; training and validation metrics of
+    one step share a row, with empty cells for others. A resumed run continues the file and drops the rows after its
+    checkpoint. (Lightning's CSVLogger deletes the file of an earlier run in the same folder.)
     """
 
     name, version = "metrics.csv", ""
@@ -47,7 +46,7 @@ class MetricsFile(Logger):
         """Write the metrics of one step, which Lightning counts from 0."""
         done = (step or 0) + 1
         if self._rows is None:
-            again = all(name.startswith("val/") for name in metrics)  # of the step that the run was resumed from
+            again = all(name.startswith("val/") for name in metrics)  # validation of the step of the checkpoint
             last = done if again else done - 1
             self._rows = {int(row["step"]): row for row in read_metrics(self._path) if row["step"] <= last}
         new = done not in self._rows
@@ -68,10 +67,7 @@ class MetricsFile(Logger):
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read a `metrics.csv`: one dictionary a row, without the empty cells; [] when there is no file.
-
-    A last line that was cut short, by a killed run, is left out.
-    """
+    """Read a `metrics.csv` as one dictionary a row, without empty cells and without an unfinished last line."""
     if not path.exists():
         return []
     text = path.read_text()
@@ -84,11 +80,7 @@ def _number(cell: str) -> float:
 
 
 def build_loggers(config: Config, run_dir: Path) -> list[Logger]:
-    """Make the loggers of a run: metrics.csv, and those that `logger` asks for; all write to the run folder.
-
-    The id of the W&B run is kept in the run folder, so that a resumed run continues it.
-    """
-    run_dir = Path(run_dir)
+    """Return the loggers of a run: metrics.csv and those of `logger`, which all write to the run folder."""
     loggers: list[Logger] = [MetricsFile(run_dir)]
     if "tensorboard" in config.logger:
         loggers.append(TensorBoardLogger(run_dir, name="tensorboard", version="", default_hp_metric=False))
@@ -101,13 +93,13 @@ def build_loggers(config: Config, run_dir: Path) -> list[Logger]:
             id=_run_id(run_dir),
             config=asdict(config),
         )
-        logger._wandb_init.pop("anonymous", None)  # Lightning 2.6 hands on what W&B warns of
+        logger._wandb_init.pop("anonymous", None)  # W&B warns of what Lightning 2.6 gives it
         loggers.append(logger)
     return loggers
 
 
 def log_export(loggers: Iterable[Logger], folder: Path, recipe: str, metrics: Mapping[str, float]) -> None:
-    """Log an export as an artifact where W&B is one of the loggers; other runs of the recipe have other versions."""
+    """Log an export as an artifact of W&B, of which runs of the same recipe have versions."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             log_folder(logger.experiment, folder, f"{recipe}-export", "export", metrics)

@@ -1,7 +1,7 @@
 """The losses: language modelling, distillation, eviction and the regression warm start.
 
-Each is a mean over the *global* batch of all ranks, and its gradient is right under DistributedDataParallel, which
-averages gradients over the ranks.
+Each is a mean over the *global* batch of all ranks. Its gradient is right under DistributedDataParallel, which averages
+gradients over the ranks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def token_kl(
 ) -> tuple[Tensor, Tensor]:
     """Compute KL(teacher || student) of each label's distribution, from final hidden states ``[B, T, d]`` of both.
 
-    The arguments beside and the result are those of :func:`token_nll`.
+    Other arguments and the result are as in :func:`token_nll`.
     """
     rows, columns = response_positions(labels)
 
@@ -80,7 +80,7 @@ def token_kl(
             target = lm_logits(model, teacher_states).float()
             total = target.logsumexp(-1)
             probability = (target - total[:, None]).exp_()
-        # few passes over the vocabulary, which on a CPU cost as much as the model
+        # each pass over the vocabulary costs time
         cross: Tensor = torch.linalg.vecdot(probability, target - student)
         return cross + student.logsumexp(-1) - total
 
@@ -90,14 +90,14 @@ def token_kl(
 def sample_mean(values: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
     """Average the values ``[N]`` of tokens over each row (``rows`` ``[N]``), then over the rows that have tokens.
 
-    Each sample weighs the same, so that a batch split over ranks or accumulated in parts of equal size gives the same
-    gradient as the whole batch. Where the values are those of a draw (:func:`sampled`) from the tokens of ``labels``
-    ``[B, T]``, each stands for as many, with the weight that it has among all, so that the expectation is the mean.
+    Each sample weighs the same, so that a batch that is divided over ranks or accumulated gives the gradient of the
+    whole. Values of a draw (:func:`sampled`) from the tokens of ``labels`` ``[B, T]`` are scaled up, so that the
+    expectation is the mean over all tokens.
     """
     counts = (labels[:, 1:] != -100).sum(1)
     sums = values.new_zeros(len(labels)).index_add(0, rows, values)
     mean = (sums / counts.clamp_min(1)).sum() / (counts > 0).sum().clamp_min(1)
-    return mean * (counts.sum().to(values.dtype) / max(len(values), 1))  # by exactly 1 where nothing is drawn
+    return mean * (counts.sum().to(values.dtype) / max(len(values), 1))  # times 1 without a draw
 
 
 def row_means(values: Tensor, rows: Tensor, batch: int) -> tuple[Tensor, Tensor]:
@@ -136,11 +136,11 @@ def eviction_loss(mean: Tensor, beta: float) -> Tensor:
 def regression_loss(
     gates: AttentionGates, observed: Observing, keep: float, scale: Literal["head", "global"] = "head"
 ) -> Tensor:
-    """Regress gate logits on the log attention of later queries on each token (a warm start; no gradient in the model).
+    """Regress gate logits on the targets of an observed pass (a warm start, without gradient in the model).
 
-    The targets are standardised, and shifted so that the share ``keep`` of them lies above the gate's threshold: in
-    each head of a sequence by itself, or over all layers, sequences and heads of this device's batch. Tokens that no
-    later query could see do not count. The loss is a mean over the tokens of the global batch.
+    The targets are standardised, and shifted so that the share ``keep`` of them lies above the gate's threshold: for
+    each head of a sequence, or over all layers, sequences and heads of this device's batch. Tokens without a later
+    query do not count. The loss is a mean over the tokens of the global batch.
 
     Args:
         gates: the gates.
@@ -175,7 +175,7 @@ def _standardised(values: Tensor, keep: float) -> Tensor:
 
 
 class _WithGradient(torch.autograd.Function):
-    """Losses of tokens, each of which depends on its own state only; their gradients are computed in the same pass.
+    """Losses of tokens that each depend on one state, with gradients from the same pass.
 
     So logits are neither kept for the backward pass nor computed again in it.
     """

@@ -11,8 +11,7 @@ inner units. For each token the graph of a layer keeps, in bytes:
 - of each trained matrix what enters it: for LoRA's A what enters the adapted matrix, for its B the rank. Autocast
   makes a copy for each of them, while in float32 throughout matrices that read the same share it;
 - of a gate what enters each of its matrices, what leaves the first of several (queries, keys and values, whose
-  mixture enters the last; of Fast KVzip queries and keys three times, to normalise them, and a logit for each
-  learned key), and 16 Hkv for its logits, two sigmoids of them and the flags.
+  mixture enters the last), and 16 Hkv for its logits, two sigmoids of them and the flags.
 
 Operations are 2 a weight forward, 2 backward to what enters and 2 more to a weight that is trained. A query sees
 ``T / 2`` keys in the mean, fewer under a window, and each takes ``4 H D`` for two products forward, and ``10 H D``
@@ -41,7 +40,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ag.config import Config
 from ag.errors import first_line
-from ag.gates.gate import AttentionGate, AttentionGates, FastKVzipGate
+from ag.gates.gate import AttentionGate, AttentionGates
 from ag.model import base as models
 from ag.model import random_base
 from ag.model.geometry import attention_layers, fingerprint
@@ -159,7 +158,7 @@ def plan(config: Config) -> MemoryPlan:
 
 
 def report(config: Config, tflops: float | None = None) -> str:
-    """Write the plan as a table; ``tflops`` are 10^12 operations a second of one device, None: measured here."""
+    """Return the plan as a table; ``tflops`` are 10^12 operations a second of one device, measured here by default."""
     found = plan(config)
     source = "measured on matrix products here: a lower bound" if tflops is None else "given"
     tflops = _measured_tflops(config) if tflops is None else tflops
@@ -238,8 +237,6 @@ def _layer(
         reading = [name for name, w in maps.items() if w.shape[1] == width]
         leaving = sum(maps[name].shape[0] for name in reading)
         saved += 16 * shape["num_kv_heads"] + e * leaving * (len(reading) < len(maps))
-        if isinstance(gate, FastKVzipGate):
-            saved += (8 + e) * leaving + e * gate.q_proj.weight.shape[0] / gate.config.head_dim * gate.config.hidden
         if type(gate).mix is AttentionGate.mix:
             seen = length if gate.config.scope == "prompt" else _keys(length, gate.config.window)
             products += 4 * gate.config.num_heads * gate.config.head_dim * seen

@@ -31,7 +31,7 @@ class EvictedShare(Metric):
 
 
 class LogitCounts(Metric):
-    """Counts of gate logits in narrow bins, for the boundary above which a share of them lies.
+    """Counts of gate logits in narrow bins, which give the boundary of a share.
 
     The bins are equal in ``asinh`` of the logit: 0.0001 wide near 0, and wider in proportion to large logits.
     """

@@ -37,7 +37,7 @@ class GatedLM(L.LightningModule):
         self.validation = Validation(self.gated_loss)
         #: Share of evicted tokens by gated layer ``[L]``, of the last training batch of this rank.
         self.evicted_in_batch: Tensor | None = None
-        self._sums: dict[str, Tensor] = {}  # of what was measured of the batches of an optimiser step
+        self._sums: dict[str, Tensor] = {}  # of the measurements of the batches of an optimiser step
         #: Optimiser steps done before the last validation; None before the first.
         self.validated_step: int | None = None
 
@@ -52,12 +52,12 @@ class GatedLM(L.LightningModule):
         return self.validation.sample_flags
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Seed the noise of the gates and of dropout by the position in the run, so that resuming repeats it."""
+        """Seed the noise of gates and dropout by the position in the run, so that a resumed run repeats it."""
         place = [self.config.seed, self.current_epoch, batch_idx, self.global_rank]
         torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of a batch, and log the means of the batches of this optimiser step so far."""
+        """Return the loss of a batch, and log the means over the batches of this optimiser step so far."""
         if not self.gated_loss.regresses(self.global_step):
             self._forget("train/regress_loss")
         measured = self.gated_loss.train(batch, self.global_step)
@@ -71,7 +71,7 @@ class GatedLM(L.LightningModule):
             self.log(f"train/{name}", self._sums[name] / (before + 1), batch_size=1, sync_dist=ours, prog_bar=shown)
         if accumulate == 1:
             return measured.loss
-        # Lightning divides by trainer.accumulate, also in the last step of an epoch, which may have fewer batches
+        # Lightning divides by trainer.accumulate even if the last step of an epoch has fewer batches
         return measured.loss * (accumulate / min(accumulate, self.trainer.num_training_batches - batch_idx + before))
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -126,8 +126,8 @@ class GatedLM(L.LightningModule):
         if step < optim.warmup_steps:
             return peak * (step + 1) / optim.warmup_steps
         step -= optim.warmup_steps
-        # Not at step 0: counting the steps makes the data loader, whose first batch depends on what Lightning restores
-        # from a checkpoint after it has called configure_optimizers.
+        # Not at step 0: counting the steps makes the data loader, and Lightning restores its position after
+        # configure_optimizers.
         if optim.schedule == "constant" or step == 0:
             return peak
         total = self.trainer.estimated_stepping_batches - warm.regress_steps - optim.warmup_steps
@@ -139,7 +139,7 @@ class GatedLM(L.LightningModule):
         return {"gates": gates, "lora": [p for p in self.model.parameters() if p.requires_grad]}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep only what is trained, and the boundaries of the last validation."""
+        """Keep the trained weights, and the boundaries of the last validation."""
         names = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: value for name, value in state.items() if name in names}
@@ -147,21 +147,17 @@ class GatedLM(L.LightningModule):
             checkpoint["calibration"] = self.gates.calibration.record()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that the checkpoint holds exactly what is trained here.
-
-        Raises:
-            UserError: when it does not.
-        """
+        """Raise a ``UserError`` unless the checkpoint has the trained weights of this run."""
         names = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         odd = sorted(names ^ set(checkpoint["state_dict"]))
         if odd:
             raise UserError(
                 f"The checkpoint does not fit this run: {len(odd)} tensors are missing or unknown, the first being "
-                f"{odd[0]}; resume with the recipe it was made with."
+                f"{odd[0]}; resume with the same recipe."
             )
 
     def _forget(self, name: str) -> None:
-        """Stop logging a metric that is no longer measured; Lightning repeats its last value until the epoch ends."""
+        """Remove a metric from the log; Lightning would repeat its last value until the epoch ends."""
         if self._trainer is not None and self.trainer._results is not None:
             self.trainer._results.pop(f"training_step.{name}", None)
             self.trainer.callback_metrics.pop(name, None)

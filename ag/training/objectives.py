@@ -1,4 +1,4 @@
-"""What ``loss.objective`` minimises, by name: to add one, write its class and a line in OBJECTIVES."""
+"""The objectives by the name of ``loss.objective``: to add one, write its class and a line in OBJECTIVES."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ag.plugins import part
 from ag.training.losses import token_kl, token_nll
 
 REGRESS = "regress"  # every step is one of the warm start: no backward through the model, so no objective
-MEASURED = ("lm", REGRESS)  # of these, validation has nothing to measure beside the cross-entropy
+MEASURED = ("lm", REGRESS)  # validation measures the cross-entropy alone
 
 
 class Objective(ABC):
-    """A loss of each token that carries one. It is logged as ``NAME_loss``, a mean over samples.
+    """A loss of each token that carries one, logged as ``NAME_loss``, a mean over samples.
 
     Attributes:
-        needs_teacher: whether it is given the hidden states of the model with open gates and without adapters.
+        needs_teacher: whether it takes the hidden states of the model with open gates and without adapters.
     """
 
     needs_teacher: ClassVar[bool] = False
@@ -71,17 +71,13 @@ OBJECTIVES: dict[str, type[Objective]] = {"lm": NextToken, "kl": Distillation}
 
 
 def objective(name: str) -> Objective:
-    """Make the objective of a name; that of ``regress`` measures validation alone.
-
-    Raises:
-        UserError: there is none of that name, or its methods cannot be called as those of an :class:`Objective`.
-    """
+    """Make the objective of a name, or raise a ``UserError``; that of ``regress`` is used in validation alone."""
     made: Objective = NextToken() if name == REGRESS else part("ag.losses", "loss.objective", name, Objective)()
     return made
 
 
 def loss_names(metrics: Iterable[str]) -> dict[str, str]:
-    """Return what people call the objectives among metrics: ``train/lm_loss`` is the LM loss."""
+    """Return the names of the losses among metrics for messages: ``train/lm_loss`` is the LM loss."""
     names = {"lm": "LM", "kl": "KL", REGRESS: "regression"}
     found = (match for key in metrics if (match := re.fullmatch(r"train/(\w+)_loss", key)))
     return {match[0]: f"{names.get(match[1], match[1])} loss" for match in found if match[1] != "eviction"}

@@ -1,4 +1,4 @@
-"""Targets from a reread: the engine lets the model repeat each row in chunks, as ``kvzip`` does before it evicts."""
+"""Targets of the warm start from a reread: the model repeats each row in chunks, as for the policy ``kvzip``."""
 
 from __future__ import annotations
 
@@ -18,45 +18,44 @@ from ag.model.hooks import AttentionCall
 class Rereading(Observing):
     """A dense forward pass that runs the gates, and records KVzip's scores as the targets of their regression.
 
-    Every chunk is repeated behind the whole row, so that heads are measured at the distances that the row has.
-    ``targets`` holds, by gated layer, the log of the largest weight that a token of the repetition pays each key, in
-    any query head of the group, ``[B, Hkv, T']`` float32. Sinks have none. The chunks are those of
-    :class:`ag.engine.scorers.kvzip.KVzip`, which makes the scores; ``scores`` holds these, ``[B, Hkv, N]`` by rank.
+    Every chunk is repeated behind the whole row. ``targets`` holds, by gated layer, the log of the largest weight that
+    a token of the repetition gives each key, in any query head of the group, ``[B, Hkv, T']`` float32; sinks have none.
+    ``scores`` holds the scores of :class:`ag.engine.scorers.kvzip.KVzip`, ``[B, Hkv, N]`` by rank.
 
     Meant to run under ``torch.no_grad()``, like :class:`ag.gates.gating.Observing`.
 
     Args:
-        model: that the rows are shown to.
+        model: the model that reads the rows.
         gates: gates of the model.
         valid: ``[B, T]``, nonzero on real tokens.
     """
 
     def __init__(self, model: nn.Module, gates: AttentionGates, valid: Tensor) -> None:
         super().__init__(gates, valid, target="reread")
-        #: Holds the rows while they are repeated; nothing of it goes.
+        #: Holds the rows while they are repeated, and evicts nothing.
         self._cache = EvictionCache(model, policy("kvzip", 1.0, sinks=gates.config.sink_tokens))
         self.scores: dict[int, Tensor] = {}
         self._ranks = (valid.long().cumsum(1) - 1).clamp_min(0)
-        self._columns: Tensor | None = None  # [B, w] of the tokens that the cache is shown; None means all, as they lie
+        self._columns: Tensor | None = None  # [B, w] of the tokens that the cache reads; None means all in order
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
-        """Let the cache see the padding."""
+        """Begin the pass of the cache too."""
         super().begin(decoder, attention_mask, tokens)
         self._cache.begin(decoder, None if self.valid is None else self.valid.long(), tokens)
 
     def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Yield one pass, whose tokens the cache takes as it wants them, and let the model repeat the rows after it."""
+        """Yield one pass, and let the model repeat the rows after it."""
         self._columns, _ = next(self._cache.passes(given))
         yield None, given
         self._take_scores()
 
     def record(self, call: AttentionCall, out: Tensor) -> None:
-        """Hold keys and values for the reread."""
+        """Store keys and values for the reread."""
         q, k, v, output = (self._left_aligned(x) for x in (call.q, call.k, call.v, out))
         self._cache.attend(Attended(**vars(call) | {"q": q, "k": k, "v": v}, output=output))
 
     def _left_aligned(self, x: Tensor) -> Tensor:
-        """Return ``[B, H, T, D]`` with the columns that the cache is shown."""
+        """Return ``[B, H, T, D]`` with the columns that the cache reads."""
         if self._columns is None:
             return x
         columns = self._columns.clamp_min(0).to(x.device)

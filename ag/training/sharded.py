@@ -21,7 +21,7 @@ from ag.model.hooks import decoder_of
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Lightning's FSDP2 strategy whose checkpoints are one file with the trained weights, as those of other runs.
+    """Lightning's FSDP2 strategy with checkpoints of one file with the trained weights, as in other runs.
 
     Args:
         world_size: GPUs of all machines.
@@ -36,7 +36,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return {name: whole(p.detach()).cpu() for name, p in self.model.named_parameters() if p.requires_grad}
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint into the shards, and return the weights too: the module checks their names."""
+        """Read a checkpoint into the shards, and return the weights too, whose names the module checks."""
         state = torch.load(checkpoint_path, mmap=True, map_location="cpu", weights_only=True)["state_dict"]
         rest: Mapping[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         return {**rest, "state_dict": state}

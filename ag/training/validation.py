@@ -1,4 +1,4 @@
-"""What a validation measures under hard flags, summed over its batches and over all ranks."""
+"""Measurements of a validation under hard flags, over its batches and over all ranks."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Validation(nn.Module):
             gates = gated_loss.gates
             self.evicted_share = EvictedShare(len(gates.layers), gates.fingerprint["num_kv_heads"])
             self.logit_counts = LogitCounts()
-        #: Share of evicted tokens by gated layer and KV head ``[L, Hkv]``, as :meth:`compute` found it last.
+        #: Share of evicted tokens by gated layer and KV head ``[L, Hkv]``, set by :meth:`compute`.
         self.evicted: Tensor | None = None
         #: Flags ``[L, Hkv, T]`` (True: kept) and token ids ``[T]`` of the first prompts.
         self.sample_flags: list[tuple[Tensor, Tensor]] = []
 
     def update(self, batch: Batch, keep_samples: bool = False) -> None:
-        """Measure a batch; of one of them the flags are kept."""
+        """Measure a batch, and with ``keep_samples`` keep the flags of its first prompts for pictures."""
         of = self.gated_loss
         gating = None if of.gates is None else of.gating(batch, hard=True)
         dense = of.gating(batch, open=True) if self.loss.draws_share else None
@@ -69,7 +69,7 @@ class Validation(nn.Module):
             self._measure_gates(batch, gating, dense or gating, keep_samples)
 
     def compute(self) -> dict[str, Tensor]:
-        """Return what was measured, by name, and give the gates the boundaries of shares."""
+        """Return the measurements by name, and set the calibration of the gates."""
         loss = self.lm_loss.compute()
         values: dict[str, Tensor] = {"lm_loss": loss, "perplexity": self.nll.compute().exp()}
         if self.loss.objective not in MEASURED:
@@ -90,7 +90,7 @@ class Validation(nn.Module):
         return {name: value.float() for name, value in values.items()}
 
     def reset(self) -> None:
-        """Begin anew; what :meth:`compute` found stays."""
+        """Reset the metrics; ``evicted`` stays."""
         for metric in self.children():
             if isinstance(metric, Metric):
                 metric.reset()
@@ -98,8 +98,8 @@ class Validation(nn.Module):
     def _measure_gates(self, batch: Batch, gating: Gating, ruled: Gating, keep_samples: bool) -> None:
         """Count evicted tokens and gate means of a batch; keep flags for the pictures.
 
-        The logits of ``ruled`` are counted for the boundaries of shares: those that training takes its boundary from,
-        which is the configuration's in the pass under flags, or that of a drawn share in a dense pass.
+        The logits of ``ruled`` are counted for the boundaries of shares: those of the pass under flags, or of the dense
+        pass where training draws shares.
         """
         gates = self.gated_loss.gates
         assert gates is not None

@@ -1,4 +1,4 @@
-"""Supervised rows of one's own, by the names of their columns; the examples are those of docs/training.md."""
+"""Supervised rows of your own, by the names of their columns; the examples are those of docs/training.md."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from ag.data.sources import DataError
 from ag.data.templates import is_own
 from ag.evaluate.tasks.responses import of_rows
 from tests.support import ROOT
-from tests.support.reasoning import CHAT, TEMPLATE, TOOLS, UNMARKED, call
+from tests.support.reasoning import CHAT, TEMPLATE, TOOLS, call
 from tests.support.refused import names, refuses
 
 PAGE = (ROOT / "docs" / "training.md").read_text()
@@ -62,7 +62,7 @@ def answered(module, tokenizer):
     return found
 
 
-@pytest.mark.parametrize(("eos", "end"), [(None, "</s>"), (True, "</s>"), (False, "")])
+@pytest.mark.parametrize(("eos", "end"), [(None, "</s>"), (False, "")])
 def test_prompt_and_response_are_joined_as_they_are(module, tokenizer, eos, end):
     made = module(ROWS, eos=eos)
     assert answered(made, tokenizer) == [(row["prompt"], row["response"] + end) for row in ROWS[1:]]
@@ -122,9 +122,8 @@ def test_the_assistants_turns_carry_loss(module, tokenizer, template):
     assert loss == first + closed + second + closed + "</s>"
 
 
-@TEMPLATES
-def test_system_messages_and_roles_of_sharegpt(module, tokenizer, template):
-    """A column has the system message once; tables fill turns up with None; roles of one's own stay."""
+def test_system_messages_and_roles_of_sharegpt(module, tokenizer, template=PLAIN):
+    """A column has the system message once; tables fill turns up with None; other roles stay."""
     told = {"from": "system", "value": "Be brief.", "weight": None}
     turns = [{"from": who, "value": what} for who, what in (("human", "Rain?"), ("observation", "3"), ("gpt", "Yes."))]
     read = chat(("user", "Rain?"), ("tool", "3"), ("assistant", "Yes."))
@@ -143,8 +142,7 @@ def test_system_messages_and_roles_of_sharegpt(module, tokenizer, template):
             module([{"conversations": [told, *turns], "system": system}] * 2, template)
 
 
-@TEMPLATES
-def test_messages_of_weight_0_carry_no_loss(module, tokenizer, template):
+def test_messages_of_weight_0_carry_no_loss(module, tokenizer, template=PLAIN):
     """As OpenAI has them; the prompt ends where the first answer begins that carries loss."""
     roles = ["user", "assistant"] * 3
 
@@ -160,10 +158,9 @@ def test_messages_of_weight_0_carry_no_loss(module, tokenizer, template):
         module([row(1, 0.5, 1)] * 2, template)
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, UNMARKED], ids=["marked", "unmarked"])
-def test_tables_fill_up_what_other_rows_have(make_config, tokenizer, tmp_path, monkeypatch, template):
+def test_tables_fill_up_what_other_rows_have(make_config, tokenizer, tmp_path, monkeypatch):
     """Of calls, of their arguments and of tools; as of JSON lines. Arguments and tools may be JSON."""
-    monkeypatch.setattr(tokenizer, "chat_template", template)
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     other = [*CHAT[:2], {"role": "assistant", "tool_calls": call({"country": "Norway"})}]
     rows = [{"messages": CHAT, "tools": TOOLS}, {"messages": other, "tools": [{"name": "x", **TOOLS[0]}]}] * 2
     as_json = [
@@ -222,11 +219,9 @@ ALL = {"messages": [], "conversations": [], "prompt": "a", "response": "b", "com
     [
         ("", {}, ["messages"]),
         ("messages", {}, ["conversations"]),
-        ("messages conversations", {}, ["prompt", "response"]),
         ("messages conversations response", {}, ["prompt", "completion"]),
         ("messages conversations prompt", {}, ["text"]),
         ("response", {"prompt_field": "q"}, ["q", "completion"]),
-        ("", {"response_field": "completion"}, ["prompt", "completion"]),
         ("", {"messages_field": "conversations"}, ["conversations"]),
         ("", {"text_field": "q"}, ["q"]),
     ],
@@ -237,17 +232,14 @@ def test_which_columns_count(make_config, lacking, keys, found):
     assert form.columns == found and form.chat == isinstance(ALL[found[-1]], list)
 
 
-@pytest.mark.parametrize(
-    ("row", "keys", "parts"),
-    [
+def test_rows_that_are_not_recognised(make_config):
+    for row, keys, parts in (
         (None, {}, "here no rows"),
         ({"q": "a", "a": "b"}, {}, "here q a prompt response completion messages conversations text"),
         ({"messages": []}, {"prompt_field": "q"}, "here messages q data.prompt_field=NAME data.messages_field=NAME"),
-    ],
-)
-def test_rows_that_are_not_recognised(make_config, row, keys, parts):
-    with refuses(DataError, *parts.split()):
-        recognise(row, make_config(**keys).data, "here")
+    ):
+        with refuses(DataError, *parts.split()):
+            recognise(row, make_config(**keys).data, "here")
 
 
 TURNS = chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
@@ -259,17 +251,13 @@ for _ in range(900):
 @pytest.mark.parametrize(
     ("row", "template", "parts"),
     [
-        ({"prompt": "a", "response": "  "}, None, "row 2 response"),
         ({"prompt": "a", "response": 3}, None, "row 2 response int str"),
-        ({"prompt": "a"}, None, "row 2 response prompt"),
         ({"prompt": "a", "response": TURNS[1:2]}, None, "row 2 response list str"),
         ({"messages": TURNS}, None, "messages chat template prompt response"),
         ({"messages": TURNS[:1]}, PLAIN, "row 2 role=assistant"),
         ({"messages": [*TURNS[:3], TURNS[3] | {"content": ""}]}, PLAIN, "row 2 empty assistant"),
         ({"messages": ["hello"]}, PLAIN, "row 2 role content 'hello'"),
-        ({"messages": "hello"}, PLAIN, "row 2 messages str list"),
         ({"messages": TURNS}, FORGETFUL, "row 2 turn 2 generation"),
-        ({"messages": TURNS}, "{{ raise_exception('no system') }}", "row 2 template no system"),
         ({"messages": TURNS}, "{% generation %}{% endgeneration %}" + PLAIN, "row 2 template generation"),
         ({"messages": [*TURNS, {"role": "user", "content": DEEP}]}, PLAIN, "row 2 deep"),
     ],
@@ -280,7 +268,7 @@ def test_rows_that_cannot_be_used(module, row, template, parts):
         module([first, row] if template != FORGETFUL else [row] * 2, template)
 
 
-def test_where_rows_of_ones_own_are_looked_for(make_config, tokenizer, write, tmp_path, module, monkeypatch):
+def test_where_own_rows_are_found(make_config, tokenizer, write, tmp_path, module, monkeypatch):
     """A folder as data.name, or as data.root whatever the name; a validation split; or the hub."""
     with refuses(DataError, "data.name=./nowhere", "folder"):
         ag.data.build(make_config(kind="sft", name="./nowhere"), tokenizer, 100)
@@ -295,8 +283,8 @@ def test_where_rows_of_ones_own_are_looked_for(make_config, tokenizer, write, tm
     made = module(ROWS, val_samples=None, train_samples=3)
     assert (len(made.train_rows), len(made.val_rows)) == (3, 2)
 
-    def load(name, subset, *, split, revision, streaming):
-        assert (name, subset, revision, streaming) == ("org/rows", "short", "v1", False)
+    def load(name, subset, *, split, revision):
+        assert (name, subset, revision) == ("org/rows", "short", "v1")
         if split == "validation":
             raise ValueError("Unknown split 'validation'")
         return datasets.Dataset.from_list([{"q": row["prompt"], "a": row["response"]} for row in ROWS])

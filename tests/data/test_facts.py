@@ -1,7 +1,6 @@
 import hashlib
 import re
 
-import ag.data
 from ag.data import facts
 
 EXAMPLES = [(split, facts.generate(0, split, i, 192, 512)) for split in facts.NAMES for i in range(200)]
@@ -47,15 +46,3 @@ def test_golden_row():
         "c27f44a745454d65",
     )
     assert facts.generate(1, "train", 0, 192, 512) != example
-
-
-def test_data_module(make_config, tokenizer):
-    config = make_config(kind="facts", train_samples=20, val_samples=6, batch_size=4, val_batch_size=2, max_length=2048)
-    module = ag.data.build(config, tokenizer, 4096)
-    assert len(module.train_rows) == 20 and len(module.val_rows) == 6
-    batch = next(iter(module.val_dataloader()))
-    assert batch["question"].tolist() == [0] * 2 + [1] * 2
-    assert batch["choice"].tolist() == [0, 1] * 2
-    example = facts.generate(config.seed, "train", 3, 192, 512)
-    text = example.prompt + " " + example.choices[example.target]
-    assert tokenizer.decode(module.train_rows[3].tokens) == text

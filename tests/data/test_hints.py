@@ -27,9 +27,7 @@ PAIR, SHORT = {"prompt": "does it rain?", "response": " yes"}, {"text": "short"}
 @pytest.mark.parametrize(
     ("told", "row"),
     [
-        ({"max_length": 3}, PAIR),
         ({"val_samples": 3}, PAIR),
-        ({}, PAIR | {"prompt": ""}),
         ({}, SHORT),
         ({"kind": "text"}, SHORT),
         ({"kind": "text", "prompt_max": 2000}, SHORT),

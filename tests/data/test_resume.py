@@ -20,22 +20,15 @@ from tests.support.refused import refuses
 ROWS, BATCH = 26, 4  # 6 batches an epoch, two rows left over
 
 
-class Rows:
-    """Streams the same rows."""
-
-    def __iter__(self):
-        return iter(rows())
-
-
 def rows() -> list[Row]:
     return [Row(np.array([i, i], dtype=np.int32), 1) for i in range(ROWS)]
 
 
-def data_module(workers=0, seed=0, streaming=False, batch_size=BATCH) -> DataModule:
+def data_module(workers=0, seed=0, batch_size=BATCH) -> DataModule:
     data = Config().data
     data.batch_size, data.val_batch_size, data.num_workers = batch_size, 4, workers
     validation = [[row] for row in rows()[:6]]
-    return DataModule(Rows() if streaming else rows(), validation, Collator(0), data, seed, Counts())
+    return DataModule(rows(), validation, Collator(0), data, seed, Counts())
 
 
 class Recorder(pl.LightningModule):
@@ -71,7 +64,10 @@ def run(folder: Path, data: DataModule, resume: Path | None = None, **options) -
     return model.seen
 
 
-@pytest.mark.parametrize(("accumulate", "workers"), [(1, 0), (2, 0), pytest.param(2, 2, marks=pytest.mark.slow)])
+NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
+
+
+@pytest.mark.parametrize(("accumulate", "workers"), [(2, 0), pytest.param(2, 2, marks=NIGHTLY)])
 def test_every_checkpoint_continues_with_the_next_batch(tmp_path, workers, accumulate):
     options = {"accumulate_grad_batches": accumulate}
     full = run(tmp_path, data_module(workers), **options)
@@ -81,17 +77,6 @@ def test_every_checkpoint_continues_with_the_next_batch(tmp_path, workers, accum
     for step in chosen & set(saved):
         resumed = run(tmp_path / f"{step}", data_module(workers), saved[step], **options)
         assert resumed == full[step * accumulate :], step
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_stream_resumes(tmp_path, workers):
-    options = {"max_steps": 20, "max_epochs": -1, "limit_val_batches": 0}
-    full = run(tmp_path, data_module(workers, streaming=True), **options)
-    assert len(full) == 20
-    for path in checkpoints(tmp_path):
-        if (step := step_of(path)) in (1, 6, 7, 13):
-            data = data_module(workers, streaming=True)
-            assert run(tmp_path / f"{step}", data, path, **options) == full[step:], step
 
 
 @pytest.mark.parametrize(
@@ -119,14 +104,14 @@ def test_a_checkpoint_may_be_validated_with_another_batch_size(tmp_path):
 
 
 def test_only_the_process_that_trains_ends_its_workers() -> None:
-    """By SIGTERM, as multiprocessing does at exit; signals of others, which tell the run to stop, leave them be."""
-    batches = iter(data_module(workers=1, streaming=True).train_dataloader())
+    """By SIGTERM, as multiprocessing does at exit; signals of other processes, which tell a run to stop, do not."""
+    batches = iter(data_module(workers=1, batch_size=1).train_dataloader())
     next(batches)
     [worker] = multiprocessing.active_children()
     for name in ("TERM", "INT", "USR1", "TERM"):
         subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
         for _ in range(4):  # more than lie ready
-            assert next(batches)["input_ids"].shape == (BATCH, 2)
+            assert next(batches)["input_ids"].shape == (1, 2)
     worker.terminate()
     worker.join(10)
     assert worker.exitcode == 0

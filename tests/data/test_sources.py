@@ -21,7 +21,7 @@ def read(folder, split="train"):
     return list(Source("x", folder=folder).read(split))
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "json", "lines.json", "parquet", "csv", "csv.gz", "saved"])
+@pytest.mark.parametrize("ending", ["jsonl.gz", "json", "lines.json", "parquet", "csv", "saved"])
 def test_files_of_every_kind(tmp_path, ending):
     """In two shards, but for what ``save_to_disk`` wrote; the values are those that were written."""
     rows = [*ROWS, {"prompt": 'a "b"\nc,\r\nd', "response": "x" * 200_000}, {"prompt": "2024-01-01", "response": "NA"}]
@@ -46,8 +46,8 @@ def test_files_of_every_kind(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "txt"])
-def test_blank_lines_and_a_mark_of_the_order_of_bytes_hold_nothing(tmp_path, ending):
-    """Table programs write the mark before a table's header, where nobody sees it."""
+def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path, ending):
+    """Spreadsheets write the mark before a table's header."""
     lines, rows = [json.dumps(row) for row in ROWS], ROWS
     if ending == "csv":
         lines = ["prompt,response", *(",".join(row.values()) for row in ROWS)]
@@ -67,10 +67,8 @@ def test_blank_lines_and_a_mark_of_the_order_of_bytes_hold_nothing(tmp_path, end
         ("train.jsonl", b'{"text": "\xff"}\n', "train.jsonl line 0"),
         ("train.jsonl.gz", gzip.compress(LINE * 1000)[:-9], "train.jsonl.gz line"),
         ("train.jsonl", LINE + b'\n{"prompt": "a", "response": "\\ud83d"}\n', "train.jsonl line 3 surrogates"),
-        ("train.json", b'[{"prompt": ' + b"1" * 5000 + b"}]", "train.json digits"),
         ("train.jsonl", LINE + b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "train.jsonl line 2 recursion"),
         ("train.csv", b"\xef\xbb\xbf\n\nprompt,completion\n\na,b\na\n", "train.csv line 6 cells prompt, completion"),
-        ("train.csv", b"prompt,completion\na,b\na,b,c\n", "train.csv line 3 cells"),
         ("train.csv", b'prompt,completion\na,"b\n', "train.csv CSV line 2"),
         ("data-0.arrow", b"no arrow", "save_to_disk"),
     ],
@@ -104,7 +102,7 @@ def test_which_files_are_of_a_split(tmp_path, write):
 
 
 def test_what_messages_call_the_data(make_config, tmp_path, write):
-    """The folder where it holds the rows: nobody gave the default name."""
+    """The folder where it holds the rows."""
     write(tmp_path / "corpus", "train", ROWS)
     told = [{"name": "a/b"}, {"root": str(tmp_path), "name": "corpus"}, {"root": str(tmp_path / "corpus")}]
     expected = ["a/b", f"corpus in {tmp_path}", str(tmp_path / "corpus")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from ag.gates.gate import AttentionGates
 from tests.support import ROOT
 from tests.support.exports import assert_same, hidden, make_export, make_gates, snapshot
 from tests.support.refused import refuses
-from tests.support.warm import started
 
 
 class Trap:
@@ -58,29 +56,31 @@ def no_space() -> None:
 
 @pytest.mark.slow
 def test_every_failing_operation_leaves_the_earlier_export(tmp_path: Path) -> None:
-    folder = tmp_path / "e"
-    struck, operation = list[str](), 0
-    while True:
-        operation += 1
-        before = snapshot(make_export(folder, seed=1))
-        trap = Trap(operation, no_space)
+    """The first and the last operation of each kind."""
+    folder = make_export(tmp_path / "e", seed=1)
+    before = snapshot(folder)
+
+    def struck(at: int) -> list[str]:
+        trap = Trap(at, no_space)
         with pytest.MonkeyPatch.context() as patch:
             trap.install(patch)
-            try:
-                make_export(folder, seed=2)
-                break
-            except ExportError as error:
-                assert re.search(r"could not be written \(.*No space left.*expected a disk with room", str(error))
-        struck.append(trap.names[operation - 1])
-        renamed = trap.names[: operation - 1].count("rename") == 2
-        if renamed:  # only the flush of the new name failed: the new export is whole
+            make_export(folder, seed=2)
+        return trap.names
+
+    names = struck(0)
+    counts = {name: names.count(name) for name in names}
+    assert counts["write"] == 4 and counts["adapter"] == 1 and counts["mkdir"] >= 2
+    assert counts["rename"] == 2 and counts["fsync"] == 8  # 5 files, 2 folders, the parent
+    firsts = {names.index(name) for name in counts} | {len(names) - 1 - names[::-1].index(name) for name in counts}
+    for place in sorted(firsts):
+        make_export(folder, seed=1)
+        with refuses(ExportError, "could not be written", "No space left", "expected a disk with room"):
+            struck(place + 1)
+        if names[:place].count("rename") == 2:  # only the flush of the new name failed: the new export is whole
             assert_same(AttentionGates.from_pretrained(folder), make_gates(2))
         else:
             assert snapshot(folder) == before and hidden(folder) == []
-        assert hidden(make_export(folder, seed=3)) == []
-    counts = {name: struck.count(name) for name in set(struck)}
-    assert counts["write"] == 4 and counts["adapter"] == 1 and counts["mkdir"] >= 2
-    assert counts["rename"] == 2 and counts["fsync"] == 8  # 5 files, 2 folders, the parent
+    assert hidden(make_export(folder, seed=3)) == []
 
 
 def test_an_export_set_aside_by_a_kill_survives_a_failing_one(tmp_path: Path) -> None:
@@ -94,25 +94,6 @@ def test_an_export_set_aside_by_a_kill_survives_a_failing_one(tmp_path: Path) ->
     assert snapshot(folder) == before and hidden(folder) == []
 
 
-def run_here(call: str) -> str:
-    """Run a function of this file in a process of its own and return what it prints."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.gates import test_export_killed; {call}"
-    done = subprocess.run(
-        [started(), "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()[-1]
-
-
-def child(action: Callable[[], None]) -> bool:
-    """Fork, run, and return whether the child ended by itself."""
-    pid = os.fork()
-    if pid == 0:
-        action()
-        os._exit(0)
-    return os.WIFEXITED(os.waitpid(pid, 0)[1])
-
-
 def kill_at_every_operation(path: str) -> None:
     folder = Path(path)
     one, two = (snapshot(make_export(folder.with_name(f"{seed}"), seed)) for seed in (1, 2))
@@ -121,11 +102,11 @@ def kill_at_every_operation(path: str) -> None:
         operation += 1
         assert snapshot(make_export(folder, 1)) == one and hidden(folder) == []
 
-        def write_and_die(at: int = operation) -> None:
-            Trap(at, lambda: os.kill(os.getpid(), signal.SIGKILL)).install(pytest.MonkeyPatch())
+        if not (pid := os.fork()):
+            Trap(operation, lambda: os.kill(os.getpid(), signal.SIGKILL)).install(pytest.MonkeyPatch())
             make_export(folder, 2)
-
-        finished = child(write_and_die)
+            os._exit(0)
+        finished = os.WIFEXITED(os.waitpid(pid, 0)[1])
         if folder.exists():
             versions.append([one, two].index(snapshot(folder)) + 1)
             continue
@@ -140,7 +121,10 @@ def kill_at_every_operation(path: str) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_kill_at_every_operation_never_leaves_half_an_export(tmp_path: Path) -> None:
-    versions = json.loads(run_here(f"test_export_killed.kill_at_every_operation({str(tmp_path / 'e')!r})"))
+    code = f"from tests.gates import test_export_killed as it; it.kill_at_every_operation({str(tmp_path / 'e')!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    versions = json.loads(done.stdout.splitlines()[-1])
     assert versions.count(None) == 1  # between the two renames
     gap = versions.index(None)
     assert versions == [1] * gap + [None] + [2] * (len(versions) - gap - 1)

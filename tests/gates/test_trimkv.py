@@ -9,14 +9,13 @@ import torch
 import ag
 from ag.config.schema import Config
 from ag.errors import UserError
-from ag.gates import export
-from ag.run import fit, make_gates
+from ag.run import fit
 from tests.support import by_hand
 from tests.support.bounds import hold, of_logits
-from tests.support.foreign import CLOSE, EXACT, HEADS, HIDDEN, LAYERS, inputs, tokens, trimkv
+from tests.support.foreign import CLOSE, EXACT, HEADS, LAYERS, inputs, tokens, trimkv
 from tests.support.refused import refuses
 
-MEMORY, BUFFER, NEW = 24, 8, 30
+MEMORY, BUFFER, NEW = 16, 6, 15
 
 
 @pytest.fixture
@@ -32,9 +31,8 @@ def log_retention(state, layer, x):
     return -(1 + (-logits).exp()).log().T
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_scores(model, tmp_path, dtype):
-    state, ids = trimkv(tmp_path / "trim", dtype), tokens(60)
+def test_scores(model, tmp_path):
+    state, ids = trimkv(tmp_path / "trim", torch.bfloat16), tokens(60)
     gates = ag.AttentionGates.from_pretrained(tmp_path / "trim", model.config)
     seen = inputs(model, ids)
     ag.attach(model, gates)
@@ -77,8 +75,8 @@ def simulated(model, state, ids, prompt):
     return by_hand.masked(model, ids[0], visible), history
 
 
-@pytest.mark.parametrize("prompt", [50, MEMORY + BUFFER], ids=["long", "full"])
-def test_what_stays(model, tmp_path, prompt):
+def test_what_stays(model, tmp_path):
+    prompt = MEMORY + BUFFER + 4
     state, ids = trimkv(tmp_path / "trim"), tokens(prompt + NEW)
     expected, history = simulated(model, state, ids, prompt)
     cache = ag.EvictionCache(model, f"gates:{tmp_path / 'trim'}@uniform", MEMORY, f"steps:{BUFFER}")
@@ -90,18 +88,6 @@ def test_what_stays(model, tmp_path, prompt):
             found = [sorted(kept.tolist()) for kept in cache.kept_positions(layer)[0]]
             assert found == steps[step], (seen, layer)
     assert len(steps[-1][0]) < prompt + NEW  # something went
-
-
-def test_as_published(model, tmp_path):
-    trimkv(tmp_path / "trim")
-    gates = ag.AttentionGates.from_pretrained(tmp_path / "trim", model.config)
-    assert (gates.config.kind, gates.config.hidden, gates.config.covers) == ("retention", HIDDEN, "all")
-    assert (gates.config.sink_tokens, gates.config.recent_tokens, gates.config.prefill) == (0, 1, "dense")
-    assert export.read_info(tmp_path / "trim")["base_model"]["name"] == "org/base"
-    gates.save_pretrained(tmp_path / "export")
-    again = ag.AttentionGates.from_pretrained(tmp_path / "export", model.config)
-    assert again.config == gates.config and again.decays
-    assert all(torch.equal(x, again.state_dict()[key]) for key, x in gates.state_dict().items())
 
 
 def test_nearly_all_is_left_of_a_token(model):
@@ -120,16 +106,10 @@ def test_there_are_no_flags(model, tmp_path):
         with refuses(UserError, "gate.kind=retention", "budget"):
             ag.policy(f"{spec}:{tmp_path / 'trim'}")
     gates = ag.AttentionGates.from_pretrained(tmp_path / "trim", model.config)
-    ag.attach(model, gates)
-    with refuses(UserError, "gate.kind=retention", "budget"):
-        ag.EvictionCache(model, "gates")
-    ids = tokens(20)
-    with refuses(UserError, "gate.kind=retention", "budget"):
-        model(ids, gating=ag.Gating(gates, torch.ones_like(ids), torch.tensor([20])), use_cache=False)
-    with pytest.raises(UserError):
-        gates.flags(torch.zeros(1))
+    for use in (gates.flags, gates.keep):
+        with refuses(UserError, "gate.kind=retention", "budget"):
+            use(torch.zeros(1))
     config = Config()
     config.gate.kind = "retention"
-    for train in (lambda: fit(config), lambda: make_gates(model, config)):
-        with refuses(UserError, "gate.kind=retention", "gate.kind=mlp"):
-            train()
+    with refuses(UserError, "gate.kind=retention", "gate.kind=mlp"):
+        fit(config)

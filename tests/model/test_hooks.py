@@ -8,9 +8,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import modeling_flash_attention_utils as flash
 
-from ag import EvictionCache, Gating, attach
+from ag import EvictionCache
 from tests.support.bounds import hold, of_logits
-from tests.support.gates_for import gates_for
 
 IDS = torch.randint(3, 128, (2, 20), generator=torch.Generator().manual_seed(0))
 
@@ -27,9 +26,8 @@ def flash_attn(monkeypatch):
         return out.transpose(1, 2)
 
     package, padding = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.bert_padding")
-    vars(package).update(
-        flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_func, flash_attn_with_kvcache=flash_attn_func
-    )
+    names = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+    vars(package).update(dict.fromkeys(names, flash_attn_func))
     vars(padding).update(pad_input=None, unpad_input=None)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
@@ -38,26 +36,17 @@ def flash_attn(monkeypatch):
     return calls
 
 
-def gating(gates):
-    return {"gating": Gating(gates, torch.ones_like(IDS), torch.tensor([12, 12])), "use_cache": False}
-
-
-@pytest.mark.parametrize("forward", ["dense prefill", "gated layers beside dense ones"])
-def test_flash_attention_finds_its_own_name(tiny_llama, flash_attn, forward):
-    """By the name in the module's configuration transformers decides which kernel to load, from the hub if need be."""
+def test_flash_attention_finds_its_own_name(tiny_llama, flash_attn):
+    """Transformers chooses the kernel to load by the name in the module's configuration."""
     model = tiny_llama()
-    gates = gates_for(model, first_layer=1)
-    attach(model, gates)
 
     def logits():
-        if forward == "dense prefill":
-            return model(IDS, past_key_values=EvictionCache(model, "full")).logits
-        return model(IDS, **(gating(gates) if forward.startswith("gated") else {"use_cache": False})).logits
+        return model(IDS, past_key_values=EvictionCache(model, "full")).logits
 
     with torch.no_grad():
         want = logits()
         model.config._attn_implementation = "flash_attention_2"
         got = logits()
-    assert flash_attn == [True] * (1 if forward.startswith("gated") else 3)
+    assert flash_attn == [True] * 3
     hold(got, want, of_logits(tiny_llama()))
     assert {layer.self_attn.config._attn_implementation for layer in model.model.layers} == {"ag"}

@@ -1,11 +1,8 @@
 """Products of one token: where they run, and that nothing stays changed when the model is given back."""
 
-import copy
-
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
@@ -113,34 +110,6 @@ def test_layers_that_a_library_runs_in_its_own_way_are_left_alone(tiny_llama, ca
     step(model, cache)
     assert len(calls) == len(linear(model)) - 2
     assert own.forward is forward
-
-
-def test_adapters_put_in_later(tiny_llama, calls):
-    model = tiny_llama()
-    cache = ag.EvictionCache(model, "full")
-    step(model, cache, IDS)
-    step(model, cache)
-    calls.clear()
-    cache.reset()
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    adapted.eval()
-    plain = DynamicCache(config=model.config)
-    step(adapted, plain, IDS)
-    step(adapted, cache, IDS)
-    want, got = step(adapted, plain), step(adapted, cache)
-    assert len(calls) == 3 * 7 + 1
-    hold(got, want, of_logits(model))
-
-
-def test_copies_and_files_of_a_model_keep_them(tiny_llama, calls, tmp_path):
-    model = tiny_llama()
-    step(model, ag.EvictionCache(model, "full"))
-    torch.save(model, tmp_path / "model.pt")
-    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
-        calls.clear()
-        step(other, ag.EvictionCache(other, "full"))
-        own = {layer.weight for layer in linear(other)}
-        assert {*calls} == own
 
 
 def test_norms_of_one_token_are_one_operation_each(tiny_llama, monkeypatch):

@@ -51,8 +51,8 @@ def answer(model, cache, seed):
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_threads_that_share_a_model_do_not_meet(tiny_llama):
-    """Two with caches of their own, one with transformers' cache, and one whose pass records gradients."""
+def test_threads_share_a_model(tiny_llama):
+    """Two eviction caches, a cache of transformers, and a pass that records gradients."""
     model = tiny_llama(num_hidden_layers=8)
 
     def caches():
@@ -89,31 +89,21 @@ def test_threads_that_share_a_model_do_not_meet(tiny_llama):
 # ---- every layer attends once
 
 
-@pytest.mark.parametrize("what", ["cache", "gating"])
-def test_a_layer_that_attends_by_itself_is_named(tiny_llama, what):
-    """As where a model takes the cache from its arguments on the way."""
-    model, layer = tiny_llama(), 1
-    gates = gates_for(model)
-    ag.attach(model, gates)
+def test_a_layer_that_attends_by_itself_is_named(tiny_llama):
+    """As where a model drops the cache from its arguments on the way."""
+    model = tiny_llama()
     name = cache_argument(type(model))
-    if what == "cache":
-        given, lost = {name: ag.EvictionCache(model, "full")}, name
-    else:
-        given, lost = (
-            {"gating": ag.Gating(gates, torch.ones_like(IDS), torch.tensor([12])), "use_cache": False},
-            "gating",
-        )
+    cache = ag.EvictionCache(model, "full")
 
     def forget(module, args, kwargs):
-        return args, kwargs | {lost: None}
+        return args, kwargs | {name: None}
 
-    handle = model.model.layers[layer].register_forward_pre_hook(forget, with_kwargs=True)
-    with torch.no_grad(), refuses(UnsupportedModelError, str(layer), "LlamaAttention"):
-        model(IDS, **given)
+    handle = model.model.layers[1].register_forward_pre_hook(forget, with_kwargs=True)
+    with refuses(UnsupportedModelError, "layer 1", "LlamaAttention"):
+        logits(model, IDS, cache)
     handle.remove()
-    if what == "cache":
-        with torch.no_grad(), refuses(UserError, "cache.reset()"):
-            model(IDS, **given)
+    with refuses(UserError, "cache.reset()"):
+        logits(model, IDS, cache)
 
 
 def test_a_mask_of_its_own_is_refused():
@@ -124,11 +114,10 @@ def test_a_mask_of_its_own_is_refused():
         logits(model, IDS, ag.EvictionCache(model, "full"))
 
 
-@pytest.mark.parametrize("name", ["position_bias", "cu_seq_lens_q"])
-def test_an_argument_that_an_interceptor_does_not_know_is_refused(tiny_llama, name):
+def test_an_argument_that_changes_attention_is_refused(tiny_llama):
     model = tiny_llama()
-    with refuses(UnsupportedModelError, "LlamaAttention", name):
-        logits(model, IDS, ag.EvictionCache(model, "full"), **{name: torch.ones(1)})
+    with refuses(UnsupportedModelError, "LlamaAttention", "position_bias"):
+        logits(model, IDS, ag.EvictionCache(model, "full"), position_bias=torch.ones(1))
 
 
 def test_what_is_called_harmless_changes_nothing(tiny_llama):
@@ -168,10 +157,6 @@ def test_a_function_that_a_user_registered_is_refused(tiny_llama, monkeypatch):
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "mine", mine)
     model = tiny_llama()
-    model.config._attn_implementation = "mine"
-    with refuses(UnsupportedModelError, "attn_implementation=mine", "sdpa"):
-        ag.EvictionCache(model, "full")
-    model.config._attn_implementation = "sdpa"
     cache = ag.EvictionCache(model, "full")
     model.config._attn_implementation = "mine"
     with refuses(UnsupportedModelError, "attn_implementation=mine", "sdpa"):
@@ -213,26 +198,23 @@ def phi3():
     return Phi3ForCausalLM(Phi3Config(**sizes, **heads, **limits, rope_parameters=rope)).eval()
 
 
-@pytest.mark.parametrize("length", [20, 32, 50])
+@pytest.mark.parametrize("length", [30, 50])
 def test_a_cache_is_used_or_the_model_says_why_not(phi3, length):
     cache = ag.EvictionCache(phi3, "full")
     ids = row(length)[None]
-    crossing = length <= 32 < length + GREEDY["max_new_tokens"] - 1
-    with refuses(UserError, "Phi3ForCausalLM", "32", "cache.reset()") if crossing else nullcontext():
+    crossing = length <= 32
+    with refuses(UserError, "Phi3ForCausalLM", "cache.reset()") if crossing else nullcontext():
         text = phi3.generate(ids, past_key_values=cache, **GREEDY)
     if not crossing:
         assert cache.seen_tokens == length + 5
         assert torch.equal(text, phi3.generate(ids, **GREEDY))
-        evicting = ag.EvictionCache(phi3, "h2o", 0.5)
-        phi3.generate(ids, past_key_values=evicting, **GREEDY)
-        assert evicting.seen_tokens == length + 5 and evicting.kept_share(prompt=True) <= 0.5
 
 
-@pytest.mark.parametrize("turn", ["prompt", "step", "next prompt"])
+@pytest.mark.parametrize("turn", ["prompt", "step"])
 def test_a_pass_that_was_broken_off_is_not_gone_on_from(tiny_llama, turn):
     model = tiny_llama()
     cache = ag.EvictionCache(model, "tova", 20, "every")
-    texts = {"prompt": [IDS], "step": [IDS, IDS[:, :1]], "next prompt": [IDS, IDS[:, :7]]}[turn]
+    texts = {"prompt": [IDS], "step": [IDS, IDS[:, :1]]}[turn]
     for part in texts[:-1]:
         logits(model, part, cache)
 
@@ -258,51 +240,32 @@ def test_a_pass_that_was_broken_off_is_not_gone_on_from(tiny_llama, turn):
 
 
 def test_a_tuple_ends_a_pass_as_well(tiny_llama):
-    """``return_dict=False`` on the stack of layers: the last tokens' states, and what is held, are the same."""
     model = tiny_llama()
-    mask = torch.ones_like(IDS)
-    mask[:, 20:] = 0
     one, other = (ag.EvictionCache(model, "h2o", 0.25) for _ in range(2))
     with torch.no_grad():
-        want = model.model(IDS, attention_mask=mask, past_key_values=one).last_hidden_state
-        got = model.model(IDS, attention_mask=mask, past_key_values=other, return_dict=False)
-    assert isinstance(got, tuple) and torch.equal(got[0], want)
-    assert other.kept_share() == one.kept_share() and other.nbytes == one.nbytes
+        want = model.model(IDS, past_key_values=one).last_hidden_state
+        got = model.model(IDS, past_key_values=other, return_dict=False)
+    assert isinstance(got, tuple) and torch.equal(got[0], want) and other.kept_share() == one.kept_share()
 
 
 # ---- what is refused at the call
 
 
-@pytest.mark.parametrize("how", ["forward", "prompt lookup", "configuration"])
-def test_attention_weights_are_refused(tiny_llama, how):
+def test_what_a_pass_cannot_give_is_refused(tiny_llama):
     model = tiny_llama(attn_implementation="eager")
-    cache, more = ag.EvictionCache(model, "full"), {"prompt_lookup_num_tokens": 2, "return_dict_in_generate": True}
-    model.config.output_attentions = how == "configuration"
+    cache = ag.EvictionCache(model, "full")
+    for given, named in (
+        ({"output_attentions": True}, "output_attentions=True"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"attention_mask": torch.ones(1, 1, 24, 24)}, "[1, 1, 24, 24]"),
+    ):
+        with refuses(UserError, named):
+            logits(model, IDS, cache, **given)
+    model.config.output_attentions = True
     with refuses(UserError, "output_attentions=True"):
-        if how == "prompt lookup":
-            model.generate(IDS, past_key_values=cache, output_attentions=True, **more, **GREEDY)
-        else:
-            model(IDS, past_key_values=cache, **({"output_attentions": True} if how == "forward" else {}))
+        logits(model, IDS, cache)
     model.config.output_attentions = False
     assert cache.seen_tokens == 0 and logits(model, IDS, cache).shape == (1, 24, 128)
-
-
-def test_a_cache_that_is_not_to_be_used_is_refused(tiny_llama):
-    model = tiny_llama()
-    cache = ag.EvictionCache(model, "full")
-    for call in (
-        lambda: model(IDS, past_key_values=cache, use_cache=False),
-        lambda: model.generate(IDS, past_key_values=cache, use_cache=False, **GREEDY),
-    ):
-        with refuses(UserError, "use_cache=False"):
-            call()
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 24, 24), (24,)])
-def test_masks_of_other_dimensions_are_refused(tiny_llama, shape):
-    model = tiny_llama()
-    with refuses(UserError, str(list(shape)), "[B, T]"):
-        logits(model, IDS, ag.EvictionCache(model, "full"), attention_mask=torch.ones(shape))
 
 
 def test_weights_in_another_type_are_refused_in_words(tiny_llama):
@@ -342,25 +305,17 @@ def test_adapters_that_put_something_before_the_text_are_refused(tiny_llama):
             model.generate(IDS, past_key_values=cache, **GREEDY)
 
 
-@pytest.mark.parametrize(
-    "given", [{"num_beams": 2}, {"return_dict_in_generate": True}, {"prompt_lookup_num_tokens": 2}]
-)
-def test_what_the_recorded_loop_does_not_do_is_refused(tiny_llama, given):
+def test_what_the_recorded_loop_does_not_do_is_refused(tiny_llama):
     model = tiny_llama()
-    name = next(iter(given))
-    name = "assisted_generation" if name == "prompt_lookup_num_tokens" else name
-    with refuses(UserError, "custom_generate=decode", name):
-        model.generate(IDS, past_key_values=ag.EvictionCache(model, "full"), custom_generate=decode, **GREEDY, **given)
-
-
-def test_the_recorded_loop_takes_tokens_and_an_eviction_cache(tiny_llama):
-    model = tiny_llama()
-    embeds = model.get_input_embeddings()(IDS)
     cache = ag.EvictionCache(model, "full")
-    with refuses(UserError, "custom_generate=decode", "inputs_embeds"):
-        model.generate(inputs_embeds=embeds, past_key_values=cache, custom_generate=decode, **GREEDY)
-    with refuses(UserError, "custom_generate=decode", "ag.EvictionCache"):
-        model.generate(IDS, custom_generate=decode, **GREEDY)
+    for given, named in (
+        ({"inputs": IDS, "past_key_values": cache, "num_beams": 2}, "num_beams"),
+        ({"inputs": IDS, "past_key_values": cache, "prompt_lookup_num_tokens": 2}, "assisted_generation"),
+        ({"inputs_embeds": model.get_input_embeddings()(IDS), "past_key_values": cache}, "inputs_embeds"),
+        ({"inputs": IDS}, "ag.EvictionCache"),
+    ):
+        with refuses(UserError, "custom_generate=decode", named):
+            model.generate(custom_generate=decode, **GREEDY, **given)
 
 
 # ---- names
@@ -383,8 +338,7 @@ def nothing_deprecated():
     assert [line for line in [*said, *(str(one.message) for one in caught)] if "deprecated" in line] == []
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "cache"])
-@pytest.mark.parametrize("what", ["model", "decoder", "adapted"])
+@pytest.mark.parametrize(("name", "what"), [("past_key_values", "model"), ("cache", "decoder"), ("cache", "adapted")])
 def test_a_pass_takes_a_cache_under_either_name(tiny_llama, name, what):
     model = tiny_llama()
     cache, called = ag.EvictionCache(model, "full"), decoder_of(model) if what == "decoder" else model
@@ -398,11 +352,14 @@ def test_a_pass_takes_a_cache_under_either_name(tiny_llama, name, what):
     assert cache.seen_tokens == 24
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "cache"])
 @pytest.mark.parametrize(
-    "how",
-    [{}, {"num_beams": 2}, {"custom_generate": decode}, {"prefill_chunk_size": 8}],
-    ids=lambda how: next(iter(how), "greedy"),
+    ("name", "how"),
+    [
+        ("past_key_values", {}),
+        ("cache", {"num_beams": 2}),
+        ("cache", {"custom_generate": decode}),
+        ("past_key_values", {"prefill_chunk_size": 8}),
+    ],
 )
 def test_generate_takes_a_cache_under_either_name(tiny_llama, name, how):
     model = tiny_llama()

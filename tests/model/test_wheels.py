@@ -5,7 +5,6 @@ The real Gemma is tested where AG_TEST_GEMMA=1 accepts its terms.
 
 import hashlib
 import json
-import multiprocessing
 import os
 import time
 import zipfile
@@ -19,8 +18,7 @@ import ag
 from ag import files
 from ag.model import base as models
 from ag.models import main
-from ag.wheels import GEMMA3, HARD_TEXT, SMOLLM2, LicenseError, Source, WheelError, WheelNotFoundError
-from tests.support.gates_for import gates_for
+from ag.wheels import GEMMA3, SMOLLM2, LicenseError, Source, WheelError, WheelNotFoundError
 from tests.support.refused import names, refuses
 
 WEIGHTS_SHA256 = {
@@ -81,7 +79,7 @@ def test_what_transformers_reads_wrongly_is_refused(smollm2: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_the_real_gemma() -> None:
-    """Its files, the tokens of sentencepiece, and what it says under policies and gates."""
+    """Its files, the tokens of sentencepiece, and an answer under eviction."""
     if os.environ.get("AG_TEST_GEMMA") != "1":
         pytest.skip("takes accepting https://ai.google.dev/gemma/terms: AG_TEST_GEMMA=1 bash scripts/test.sh")
     folder = GEMMA3.get("gemma")
@@ -94,22 +92,15 @@ def test_the_real_gemma() -> None:
     model, tokenizer = ag.load_base("gemma3-270m")
     assert models.base_revision(model) == GEMMA3.requirement
     for text, ids in {
-        "a   b": [236746, 139, 236763],
-        HARD_TEXT: [108, 236770, 236761, 108, 138, 236770, 236778, 900, 236743, 236800],
         "x\t\ty<table><tr>": [236781, 255969, 236762, 168, 173],
         "日本語 🙂\u200d↕️ ½": [94951, 57235, 237243, 253729, 238178, 47041],
         "<start_of_turn>user\nHi<end_of_turn>": [105, 2364, 107, 10979, 106],
     }.items():
         assert tokenizer(text).input_ids == [2, *ids] and tokenizer.decode(ids) == text
     inputs = tokenizer("The capital of Italy is Rome. " * 20 + "The capital of France is", return_tensors="pt")
-    full = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs.input_ids.shape[1] :]
-    assert tokenizer.decode(full).startswith(" Paris")
-    ag.attach(model, gates_for(model))
-    for policy, budget in (("snapkv", 0.5), ("streaming_llm", 0.5), ("gates", None)):
-        cache = ag.EvictionCache(model, policy, budget=budget)
-        output = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
-        assert output.shape[1] == inputs.input_ids.shape[1] + 4 and cache.kept_share() < 1
-    ag.detach(model)
+    cache = ag.EvictionCache(model, "snapkv", budget=0.5)
+    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(output[0, inputs.input_ids.shape[1] :]).startswith(" Paris") and cache.kept_share() < 1
 
 
 # ---- Folders in AG_HOME
@@ -195,19 +186,6 @@ def test_wheels_that_are_not_there_or_not_those_are_refused_and_nothing_is_left(
     assert folders() == []
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_processes_at_once_make_one_folder(source) -> None:
-    slow = replace(source, seconds=1)
-    processes = [multiprocessing.get_context("fork").Process(target=slow.get) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert marks() == 1 and folders() == ["tiny"]
-
-
 def test_home_follows_the_environment(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("AG_HOME", "XDG_CACHE_HOME"):
@@ -228,8 +206,6 @@ def test_nothing_is_fetched_without_acceptance_which_names_the_license(monkeypat
     for words, parts in {
         ("gemma3-270m",): (FETCH, *LINKS),
         ("gemma3-270m", "accept_license=yes"): ("accept_license=yes", "accept_license=gemma", *LINKS),
-        ("gemma3-270m", "accept_license=Gemma"): ("accept_license=Gemma", "accept_license=gemma"),
-        ("gemma3-270m", "gemma"): ("gemma",),
         ("smollm2", "accept_license=gemma"): ("accept_license=gemma", "gemma3-270m", "smollm2"),
     }.items():
         try:

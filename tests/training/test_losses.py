@@ -47,32 +47,37 @@ def capped(cap):
     return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("cap", [None, 3.0])
-@pytest.mark.parametrize("chunk", [3, 7, 1024])
-def test_token_nll_and_its_gradient(tiny_llama, chunk, cap):
+@pytest.mark.parametrize(("cap", "chunk", "trained"), [(None, 3, False), (None, 3, True), (3.0, 1024, False)])
+def test_token_nll_and_its_gradients(tiny_llama, cap, chunk, trained):
+    """Of the states, and of the head where it is trained."""
     model, hidden = head(tiny_llama() if cap is None else capped(cap)), states(1)
+    model.lm_head.requires_grad_(trained)
     nll, rows = losses.token_nll(model, hidden, LABELS, chunk)
     assert rows.tolist() == [0, 0, 0, 0, 1, 1, 1]
     carries, weight = LABELS[:, 1:] != -100, torch.arange(1.0, 8.0)
+    operands = [hidden, model.lm_head.weight][: 1 + trained]
 
-    def wanted(hidden):
-        logits = hidden @ model.lm_head.weight.T
+    def wanted(hidden, head):
+        logits = hidden @ head.T
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
         return -logits[:, :-1].log_softmax(-1)[(*carries.nonzero(as_tuple=True), LABELS[:, 1:][carries])]
 
-    slope = of_gradient(lambda hidden: (wanted(hidden) * weight).sum())
+    both = hidden.detach(), model.lm_head.weight.detach()
     assert nll.dtype == torch.float32
-    hold(nll, wanted(hidden), conditioned(wanted, hidden))
-    got = torch.autograd.grad((nll * weight).sum(), hidden)[0]
-    assert got.abs().sum() > 0
-    hold(got, slope(hidden), conditioned(slope, hidden))
+    hold(nll, wanted(*both), conditioned(wanted, *both))
+    got = torch.autograd.grad((nll * weight).sum(), operands)
+    for place, one in enumerate(got):
+
+        def slope(hidden, head, place=place):
+            leaves = [x.detach().requires_grad_() for x in (hidden, head)]
+            return torch.autograd.grad((wanted(*leaves) * weight).sum(), leaves)[place]
+
+        assert one.abs().sum() > 0
+        hold(one, slope(*both), conditioned(slope, *both))
 
 
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("chunk", [3, 1024])
-def test_token_kl_and_its_gradient(tiny_llama, chunk, trained):
-    model, hidden, teacher = head(tiny_llama()), states(1), states(2)
-    model.lm_head.requires_grad_(trained)
+def test_token_kl_and_its_gradient(tiny_llama):
+    model, hidden, teacher, chunk = head(tiny_llama()), states(1), states(2), 3
     kl, rows = losses.token_kl(model, hidden, teacher, LABELS, chunk)
     assert rows.tolist() == [0, 0, 0, 0, 1, 1, 1]
     carries = LABELS[:, 1:] != -100
@@ -142,7 +147,7 @@ def test_sample_mean_weighs_rows_alike():
     hold(values.grad, want, 2 * EPS * want)  # a half of a third
 
 
-@pytest.mark.parametrize("count", range(1, 8))
+@pytest.mark.parametrize("count", [1, 4, 7])
 def test_the_mean_over_all_draws_is_the_mean_of_samples(count):
     """Of rows of 4, 3 and no tokens: the expectation, since each draw is as likely as another."""
     values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0], dtype=torch.double)
@@ -161,8 +166,7 @@ def fake_gating(gates, valid, prompts):
     return gating
 
 
-@pytest.mark.parametrize("padding", ["left", "right"])
-@pytest.mark.parametrize("prompts", [None, [4, 6, 2]])
+@pytest.mark.parametrize(("prompts", "padding"), [(None, "right"), ([4, 6, 2], "left")])
 def test_gate_means_and_their_gradients(tiny_llama, prompts, padding):
     gates = gates_for(tiny_llama(), bias=0.7, threshold=0.6)
     valid = torch.arange(9) < torch.tensor([[9], [7], [3]])
@@ -180,16 +184,6 @@ def test_gate_means_and_their_gradients(tiny_llama, prompts, padding):
     for mean in means.values():
         grads = torch.autograd.grad(mean, list(gating.logits.values()), retain_graph=True)
         hold(torch.stack(grads), p * (1 - p) * gated / count, ROUNDINGS * EPS / count)
-
-
-@pytest.mark.parametrize(("mean", "slope"), [(0.7, 1.0), (0.1, -1.0)])
-def test_eviction_loss(mean, slope):
-    value = torch.tensor(mean, requires_grad=True)
-    loss = losses.eviction_loss(value, 0.4)
-    hold(loss, abs(mean - 0.4), EPS * (mean + 0.4))  # both are rounded
-    loss.backward()
-    assert float(value.grad) == slope
-    assert float(losses.eviction_loss(torch.tensor(0.25), 0.25)) == 0
 
 
 class Seen:
@@ -231,22 +225,19 @@ def observe(make, target, prompts, **gate):
     return observed, plain.attentions, values, bounds[1]
 
 
-@pytest.mark.parametrize("target", ["attention", "obcache_value"])
 @pytest.mark.parametrize(
     ("covers", "prefill", "recent", "window"),
     [
-        ("prompt", "sparse", 1, None),
         ("prompt", "dense", 3, None),
         ("prompt", "sparse", 2, 6),
         ("all", "sparse", 2, None),
-        ("all", "dense", 1, None),
     ],
 )
-def test_observed_payments(tiny_llama, tiny_mistral, target, covers, prefill, recent, window):
+def test_observed_payments(tiny_llama, tiny_mistral, covers, prefill, recent, window):
     """From the attention matrices that the eager model returns, one key at a time."""
     make, prompts = tiny_llama if window is None else partial(tiny_mistral, sliding_window=window), [9, 10]
     gate = {"covers": covers, "prefill": prefill, "recent_tokens": recent}
-    observed, attentions, values, bound = observe(make, target, prompts, **gate)
+    observed, attentions, _, bound = observe(make, "attention", prompts, **gate)
     has_target = observed.has_target()
     gated = prompts if covers == "prompt" else LENGTHS
     for layer, b in itertools.product(range(3), range(2)):
@@ -257,17 +248,10 @@ def test_observed_payments(tiny_llama, tiny_mistral, target, covers, prefill, re
             assert bool(has_target[b, t]) == bool(queries)
             for kv in range(2) if queries else ():
                 weights = attentions[layer][b, 2 * kv : 2 * kv + 2, queries, t].double()
-                if target == "attention":
-                    want = weights.mean(1).mean().log()
-                else:
-                    norm = values[layer][b, t].view(2, 16)[kv].norm()
-                    want = (weights.square().mean(1).mean().sqrt() * norm).log()
-                hold(observed.targets[layer][b, kv, t], want, 2 * bound)  # of a weight and a norm
+                hold(observed.targets[layer][b, kv, t], weights.mean(1).mean().log(), 2 * bound)
 
 
-@pytest.mark.parametrize(
-    ("covers", "prefill", "window"), [("prompt", "sparse", None), ("all", "dense", None), ("all", "sparse", 6)]
-)
+@pytest.mark.parametrize(("covers", "prefill", "window"), [("all", "dense", None), ("prompt", "sparse", 6)])
 def test_observed_repetition(tiny_llama, tiny_mistral, covers, prefill, window):
     """The largest weight that a response pays to a token of the prompt, from the eager model's attention matrices."""
     make, prompts = tiny_llama if window is None else partial(tiny_mistral, sliding_window=window), [6, 5]

@@ -49,7 +49,6 @@ TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "ppl_stream": (Stream, {}),
     "responses": (Responses, {}),
     "worked": (Worked, {}),
-    "reasoning": (Worked, {"kind": "reasoning"}),
     "needle_single": (ruler.OneNeedle, GRID),
     "needle_text": (ruler.OneNeedle, GRID | {"haystack": "text"}),
     "needle_multikey": (ruler.OneNeedle, GRID | {"keys": 4}),

@@ -15,8 +15,7 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.data import reasoning
-from ag.data.problems import ANY, GROUPS, KINDS, answer_of, encode, generate, needs_package
+from ag.data.problems import ANY, KINDS, PACKAGE, answer_of, encode, generate, package_version
 from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import require
 from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Samples, Task, Whole
@@ -33,7 +32,7 @@ class Worked(Task):
     only part of a sample is its problem.
 
     Attributes:
-        kind: kind of the problems, or a group of kinds: ``worked``, ``reasoning``.
+        kind: kind of the problems; ``worked`` draws one of three for each problem.
         problems: their number.
         solution_min: smallest number of tokens of a right solution, with SmolLM2's tokenizer.
         solution_max: largest number of these tokens.
@@ -53,13 +52,13 @@ class Worked(Task):
 
     def __post_init__(self) -> None:
         """Check the options."""
-        known = (*GROUPS, *KINDS)
+        known = (ANY, *KINDS)
         require(self, "kind", self.kind in known, f"one of {', '.join(known)}")
         require(self, "solution_max", self.solution_max >= self.solution_min, "at least solution_min")
 
     def identity(self) -> dict[str, Any]:
         """Return the options, and the version of reasoning-gym if its problems are used."""
-        package = {reasoning.PACKAGE: reasoning.version(self.kind)} if needs_package(self.kind) else {}
+        package = {PACKAGE: package_version()} if self.kind == "chain_sum" else {}
         return super().identity() | package
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
@@ -98,7 +97,7 @@ class Worked(Task):
                 for sample, (_, tokens, size, over) in zip(group, sorted(written), strict=True):
                     [problem], answer = sample.parts, answer_of(str(tokenizer.decode(tokens, skip_special_tokens=True)))
                     tags = {"kind": problem.kind, "generated": len(tokens), "answer": answer}
-                    score = float(problem.solved_by(answer))
+                    score = float(answer == problem.answer)
                     outcomes.append((index, Outcome(sample.id, score, *size, seconds, tags, over)))
             yield from outcomes
 
