@@ -204,3 +204,10 @@ def test_two_scores_decide_once_too(seed, capacity, protected):
         for g in range(2):
             parts = (x[0, g].tolist() for x in (candidates.score, candidates.second, candidates.protected))
             assert held[layer][g] == two_stages(*parts, counts[layer][g], 0.5)
+
+
+def test_a_prompt_that_fits_leaves_every_layer_the_mean_of_all_heads():
+    fitted = Scripted("global", candidates_of([9] * 3, 12))
+    fitted.run()
+    assert {layer: x.tolist() for layer, x in fitted.budgets.settled.items()} == {layer: [24] for layer in range(3)}
+    assert not fitted.budgets.open and not fitted.budgets.votes

@@ -157,7 +157,8 @@ def test_any_policy(llama, start, allocator, schedule, side):
         name=["h2o@uniform", "snapkv+caote@preference", "scissorhands@heads", "full"],
         schedule=["blocks:7+every", "steps:3"],
         allowed=lambda name, schedule, **_: name != "full" or schedule == "steps:3",
-    ),
+    )
+    + [("tiny_mistral", "scissorhands@heads", "steps:3")],
 )
 def test_other_models(family, name, schedule, request):
     """Mistral's window covers all layers, which evict all the same; windowed layers beside full ones are left alone."""
