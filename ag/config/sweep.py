@@ -196,7 +196,7 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _begun(run: Run) -> list[str]:
-    """Return the arguments that continue a run; a folder without a checkpoint is renamed."""
+    """Return the arguments that resume a run; a run folder without a checkpoint is renamed, and the run starts anew."""
     folder = run.folder
     if folder is None or not hasattr(run.config, "resume") or run.config.resume:  # part of its command
         return []

@@ -42,7 +42,7 @@ class BlockPool:
     Args:
         key: a key as the model makes it, ``[..., D]``: type, size and device count.
         value: a value, ``[..., Dv]``, likewise.
-        kv_dtype: ``float`` holds keys and values as they come, ``int8`` holds codes of 8 bits.
+        kv_dtype: ``float`` stores keys and values in the model's type, ``int8`` stores codes of 8 bits.
         nbytes: size of a fixed pool; None makes a pool that grows.
     """
 
@@ -50,7 +50,7 @@ class BlockPool:
         #: A key and a value of no tokens, ``[0, D]`` and ``[0, Dv]``.
         self.token = key.new_empty(0, key.shape[-1]), value.new_empty(0, value.shape[-1])
         self.kv_dtype, self.device, self.fixed = kv_dtype, key.device, nbytes is not None
-        #: How keys and values are written; None means as they come.
+        #: Encodes keys and values; None means that they are stored in the model's type.
         self.format = coded = Format.of(kv_dtype, key, value)
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # of a token in each column
         for name, x, codes in zip(("keys", "values"), self.token, (coded or (None, None))[:2], strict=True):

@@ -105,8 +105,8 @@ class Forward(Interceptor):
         call replaces this one.
 
         Args:
-            spans: pairs (first token, the one behind the last) of each sequence's own tokens, counted from 0, or for
-                each sequence a list of such pairs. What is gone already does not come back.
+            spans: pairs (index of the first token, index after the last) of each sequence's own tokens, counted from 0,
+                or for each sequence a list of such pairs. Evicted tokens do not come back.
 
         Raises:
             UserError: for something else than such pairs, or lists for another number of sequences.

@@ -26,7 +26,7 @@ class KVStore:
         layers: number of layers, L.
         kv_heads: KV heads of each, Hkv.
         gate: type of the gate output that is stored with each token; None stores none.
-        rotation: rotates keys again when others go; None means that they stay as they come.
+        rotation: rotates keys again when others go; None means that they stay as the model rotated them.
     """
 
     def __init__(

@@ -61,8 +61,8 @@ def marked(spans: Sequence[Any]) -> Tensor:
         whole = isinstance(span, tuple) and len(span) == 2 and all(isinstance(x, int) for x in span)
         if not whole or not 0 <= span[0] < span[1]:
             raise UserError(
-                f"protect: {span!r}: expected pairs (first token, the one behind the last), such as (0, 40), or for "
-                "each sequence a list of such pairs."
+                f"protect: {span!r}: expected pairs (index of the first token, index after the last), such as (0, 40), "
+                "or for each sequence a list of such pairs."
             )
     marks = torch.zeros(max((behind for _, behind in spans), default=0), dtype=torch.bool)
     for first, behind in spans:

@@ -43,7 +43,7 @@ class Policy:
         options: what else was given: ``positions`` and hyper-parameters of the parts.
         positions: what keys are rotated by: their place in the text, as it is or squeezed into the model's context, or
             their slot among the tokens of a head; see :mod:`ag.engine.positions`.
-        kv_dtype: how keys and values are held: as they come, or in codes of 8 bits.
+        kv_dtype: how keys and values are stored: in the model's type, or in codes of 8 bits.
         scorer: scores each token; None means that nothing is evicted.
         allocator: shares the budget among layers and heads.
         gates: gates read from a folder; None means that the policy reads none, or those attached to the model.

@@ -26,7 +26,7 @@ def latest(records: Records, name: str, new: Tensor, counted: Tensor, last: int)
 
 
 def fit(records: Records, slots: int) -> None:
-    """Give all records a number of slots; tokens that came since they were noted have 0."""
+    """Resize all records to a number of slots; tokens without a record get 0."""
     for name, x in records.items():
         if x.shape[-1] != slots:
             records[name] = x[..., :slots] if x.shape[-1] > slots else F.pad(x, (0, slots - x.shape[-1]))

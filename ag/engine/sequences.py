@@ -171,7 +171,7 @@ class SequenceState:
             yield batch
 
     def _parts(self, before: Tensor, end: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Yield the first rank and the one behind the last ``[B]`` of each part, and whether it is of the prompt."""
+        """Yield the first rank and the end ``[B]`` of each part, and whether the part belongs to the prompt."""
         in_prompt = end.minimum(self.prompt_len).maximum(before)
         for first, last in _cut(before, in_prompt, self.policy.block, self.chunk):
             yield first, last, True
@@ -285,7 +285,7 @@ class SequenceState:
         noted = scorer is not None and (scorer.needs.every_query or scorer.needs.lookback)
         if self.policy.steps is not None and noted and bool(tokens.any()):
             raise UserError(
-                f"crop: {self.policy!r} has recorded the queries of the tokens that would go; use the schedule "
+                f"crop: {self.policy!r} has recorded the queries of the tokens to remove; use the schedule "
                 "prefill, or make a new cache."
             )
         if not isinstance(remove, int):

@@ -1,4 +1,4 @@
-"""One token of each sequence: recorded as a CUDA graph where that can be, and run as it is elsewhere."""
+"""One decoding step of each sequence: recorded as a CUDA graph if possible, else run directly."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """The sum; on a card the host waits for the parts that have not ended."""
+        """Total seconds; on a card the host waits for unfinished parts."""
         self._read(len(self._open))
         return self._sum
 

@@ -267,7 +267,7 @@ def parse(kind: type[Asked], body: bytes) -> Any:
     for name in sorted(values.keys() - kind.model_fields.keys()):
         if name not in kind.known:
             hint = nearest(name, kind.model_fields)
-            raise ApiError(400, f"{name[:80]!r} is no parameter{hint or '.'}", name[:80], "unknown_parameter")
+            raise ApiError(400, f"{name[:80]!r} is an unknown parameter{hint or '.'}", name[:80], "unknown_parameter")
         if name not in IGNORED and values[name] not in NEUTRAL.get(name, ()):
             raise ApiError(400, f"{name} is not supported by this server: leave it out.", name, "unsupported_parameter")
         del values[name]

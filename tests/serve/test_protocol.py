@@ -73,7 +73,7 @@ def test_any_values(kind, data):
         ),
         (ChatAsked, {"top_logprobs": 3}, "top_logprobs", ["3", "logprobs=true"]),
         (ChatAsked, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice", ["'auto'"]),
-        (ChatAsked, dict.fromkeys("zyxwvutsrqpfedcbah", 1), "a", ["'a' is no parameter"]),
+        (ChatAsked, dict.fromkeys("zyxwvutsrqpfedcbah", 1), "a", ["'a' is an unknown parameter"]),
     ],
 )
 def test_refusals(kind, change, param, words):

@@ -206,7 +206,7 @@ class LayerBudgets(Attributes):
         self.over_budget = None if self.over_budget is None else self.over_budget[indices.cpu()]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state over; raises ``ValueError`` for values that no budgets have."""
+        """Restore a saved state; raises ``ValueError`` for values that no budgets have."""
         layers = self.layers
         super().load_state_dict(state)
         self.layers = list(self.layers)

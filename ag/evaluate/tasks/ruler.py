@@ -546,7 +546,7 @@ def interleave(rng: random.Random, chains: Sequence[Sequence[str]]) -> list[str]
 
 
 def hide(hay: Sequence[str], needles: Sequence[str], fractions: Sequence[float]) -> list[str]:
-    """Return the hay with each needle inserted at its fraction of the hay."""
+    """Insert each needle at its fraction of the haystack."""
     pieces = list(hay)
     for fraction, needle in sorted(zip(fractions, needles, strict=True), reverse=True):
         pieces.insert(round(fraction * len(hay)), needle)
