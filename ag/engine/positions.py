@@ -61,7 +61,7 @@ class Turned:
             )
 
     def positions(self, batch: ForwardBatch, store: Any) -> Tensor | None:
-        """Return the positions ``[B, T]`` of the new tokens for the model's RoPE; None means that the model counts them."""
+        """Return the positions ``[B, T]`` of the new tokens for RoPE; None means that the model counts them."""
         return None
 
     def place(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:

@@ -16,8 +16,8 @@ class Global(Allocator):
     """One top-k over layers, heads and tokens, so that scores must mean the same everywhere.
 
     While the prompt is read layers come one after the other; tokens that are not among the best so far are evicted at
-    once, so that at most the budget and one whole layer are held. While decoding each layer keeps the total that it had at the
-    end of the prompt, shared among its heads by one top-k.
+    once, so that at most the budget and one whole layer are held. While decoding each layer keeps the total that it had
+    at the end of the prompt, shared among its heads by one top-k.
 
     Source: Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", without a floor;
     the floor is that of ngocbh/trimkv.
