@@ -1,19 +1,25 @@
 """Missing files, folders and exports are errors before torch is loaded."""
 
+import subprocess
+import sys
+
 from ag.commands.compare import CompareConfig
 from ag.commands.explain import ExplainConfig
 from ag.config import early
 from ag.config.command_line import parse
 from ag.config.exports import absence, here, on_hub
 from ag.errors import UserError
-from tests.project.test_quiet import HEAVY, imported
+from tests.project.test_quiet import HEAVY
 from tests.support.refused import refuses
 
 
 def test_a_missing_file_is_an_error_without_loading_torch():
-    modules, _, line = imported("ag.generate", "policy=h2o", "file=GONE.txt", code=2)
-    assert not HEAVY & modules
-    assert "file=GONE.txt: no such file" in line and line.count("\n") == 1
+    words = [sys.executable, "-X", "importtime", "-m", "ag.generate", "policy=h2o", "file=GONE.txt"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    [said] = [line for line in lines if not line.startswith("import time:")]
+    assert done.returncode == 2 and "file=GONE.txt: no such file" in said
+    assert not HEAVY & {line.rpartition("|")[2].strip() for line in lines}
 
 
 def test_missing_folders_and_exports():

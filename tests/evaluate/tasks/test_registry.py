@@ -36,7 +36,7 @@ def test_names_and_groups():
         ("turns", {"question": "before"}, ("question='before'", "'after'")),
         ("instructions_4", {"generate": 6}, ("generate=6", "None")),
         ("instructions_4", {"protect": "system"}, ("protect='system'", "boolean")),
-        ("worked", {"kind": "division"}, ("kind='division'", "worked, reasoning, addition")),
+        ("worked", {"kind": "division"}, ("kind='division'", "worked, addition, sorting, variables, chain_sum")),
         ("worked", {"solution_min": 300, "solution_max": 200}, ("solution_max=200", "at least solution_min")),
         *((name, {"question": "after"}, (name, "question=after", "needs a context")) for name in ("piqa", "ppl")),
     ],
