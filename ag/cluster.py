@@ -123,7 +123,7 @@ def on_gpu(accelerator: str) -> bool:
 
 
 def check_versions(theirs: Mapping[str, str]) -> None:
-    """Compare the versions of libraries here with those of the machine that deals the work out.
+    """Compare the versions of libraries here with those of the machine that distributes the work.
 
     Raises:
         UserError: when they differ, so that results would not be comparable.

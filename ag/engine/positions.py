@@ -85,7 +85,7 @@ class Turned:
         """Turn a layer's keys to the places that they have after tokens went."""
 
     def crop(self, store: Any, before: Tensor, after: Tensor) -> None:
-        """Turn all keys to the places that they have when sequences of ``before`` tokens ``[B]`` have ``after``."""
+        """Rotate all keys to their positions after sequences of ``before`` tokens ``[B]`` were cropped to ``after``."""
 
     def turn(self, store: Any, layer: int, index: Tensor, further: Tensor) -> None:
         """Rotate stored keys on by ``further`` places, in place.

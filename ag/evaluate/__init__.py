@@ -1,1 +1,1 @@
-"""Measuring models whose cache forgets: tasks, and policies compared on them."""
+"""Tasks for models with an evicting cache, and comparisons of policies on them."""

@@ -114,6 +114,6 @@ class Detokenizer:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text that is a proper beginning of a stop text."""
+    """Return the length of the longest suffix of a text that is a proper prefix of a stop text."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -42,7 +42,7 @@ def response_positions(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sampled(labels: Tensor, count: int) -> Tensor:
-    """Return labels ``[B, T]`` of which at most ``count``, drawn at random, still carry loss; 0: all of them."""
+    """Return labels ``[B, T]`` of which at most ``count``, drawn at random, still carry loss; 0 means all of them."""
     rows, columns = response_positions(labels)
     if not 0 < count < len(rows):
         return labels

@@ -304,7 +304,7 @@ def _row(config: Config, context: int) -> tuple[int, int]:
 
 
 def _build(config: Config, geometry: PretrainedConfig) -> tuple[Any, Any, AttentionGates | None]:
-    """Make a model without contents, the same with LoRA where that is trained, and its gates, or None."""
+    """Make the model on the meta device, the same with LoRA if that is trained, and its gates, if there are any."""
     stored, trusted = getattr(torch, config.model.dtype), config.model.trust_remote_code
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(geometry, dtype=stored, trust_remote_code=trusted)

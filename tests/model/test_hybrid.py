@@ -12,11 +12,14 @@ import ag
 from ag import EvictionCache
 from ag.engine import read_prompt
 from ag.errors import UserError
+from ag.gates.attach import attached_gates
 from ag.model.hooks import cache_argument
 from ag.model.structure import UnsupportedModelError
 from ag.serve import Request, Scheduler
+from tests.engine.test_parity import serve_logits, train_logits
 from tests.model.test_architectures import SUMS, text, tiny
-from tests.support import served
+from tests.support import batches, served
+from tests.support.gates_for import gates_for
 
 ALL = [
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h", "olmo_hybrid", "granitemoehybrid", "bamba"),
@@ -146,6 +149,21 @@ def test_a_prompt_is_read_once_for_many_policies_and_repeated_for_kvzip(name):
         )
         assert float((steps[policy] - want).abs().max()) <= rounding(model)
     assert float((steps[policies[2]] - steps[policies[0]]).abs().max()) <= rounding(model)  # nothing was evicted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefill", ["sparse", "dense"])
+@pytest.mark.parametrize("name", kinds(ALL))
+def test_served_logits_are_the_trained_ones(name, prefill):
+    """Masks in training, right padded, against physical eviction, left padded; for Llama in tests/engine."""
+    model, prompts = tiny(name), (30, 23)
+    ag.attach(model, gates_for(model, recent_tokens=4, sink_tokens=2, prefill=prefill))
+    texts = [batches.row(prompt + 8, prompt) for prompt in prompts]
+    trained = train_logits(model, attached_gates(model), texts, prompts)
+    served, cache = serve_logits(model, texts, prompts)
+    for got, want in zip(served, trained, strict=True):
+        assert float((got - want).abs().max()) <= rounding(model)
+    assert 0.2 < cache.kept_share() < 0.98, "the flags are not mixed: the test shows nothing"
 
 
 @pytest.mark.parametrize("name", kinds(IN_TURN))
