@@ -7,11 +7,12 @@ import sys
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ag.errors import UserError
-from ag.model.geometry import ATTENTION, attention_layers, shared_layers
+from ag.model.geometry import ATTENTION, attention_layers, has_other_layers, shared_layers
 from ag.model.hooks import AttentionCall, Interceptor, causal_attention, check_adapter
 from ag.model.rope import rope_of, rotate
 from ag.model.structure import (
@@ -39,6 +40,11 @@ def check_attention(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} keeps the states of its layers in a cache of its own ({own[0]}): expected one "
             f"that reads and writes them through transformers' Cache; {USE_ANOTHER}"
+        )
+    if has_other_layers(decoder.config) and not hasattr(Cache, "get_conv_state"):
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: layers that do not attend reach into the cache of transformers "
+            f"{transformers.__version__}: expected 5.23 or newer; pip install -U transformers."
         )
     kinds = getattr(decoder.config, "layer_types", None) or ATTENTION[:1] * len(decoder.layers)
     shared = shared_layers(decoder.config)

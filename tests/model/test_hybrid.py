@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig
+from transformers.cache_utils import Cache
 
 import ag
 from ag import EvictionCache
@@ -28,7 +29,10 @@ ALL = [
 BY_DAY = {"qwen3_5_text", "nemotron_h", "falcon_h1", "lfm2", "gemma4_text", "llama4_text"}
 IN_TURN = ALL[:12]
 LENGTHS, NEW = (30, 19), 5
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="hybrid models need transformers 5.23"),
+]
 
 
 def kinds(names):
@@ -207,6 +211,13 @@ def test_models_without_attention_or_with_a_cache_of_their_own_are_refused():
         EvictionCache(mamba, "full")
     with pytest.raises(UnsupportedModelError, match="MiniMaxCache"):
         EvictionCache(tiny("minimax"), "full")
+
+
+def test_transformers_whose_layers_reach_into_the_cache_is_refused(monkeypatch):
+    model = tiny("lfm2")
+    monkeypatch.delattr(Cache, "get_conv_state")
+    with pytest.raises(UnsupportedModelError, match="expected 5.23 or newer"):
+        EvictionCache(model, "full")
 
 
 def test_a_layer_of_an_unknown_type_is_refused():

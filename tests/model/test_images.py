@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.cache_utils import Cache
 
 from ag import EvictionCache
 from ag.errors import UserError
@@ -104,9 +105,9 @@ def test_tokens_of_an_image_that_see_later_ones(model, name):
     given |= {"attention_mask": mask, **GREEDY}
     got = model.generate(both, past_key_values=EvictionCache(model, "full"), **given)
     assert torch.equal(got, model.generate(both, **given))
-    for cache, more in (
-        (EvictionCache(model, "full"), {"prefill_chunk_size": 12}),
-        (EvictionCache(model, "h2o", 8, "blocks:12"), {}),
-    ):
+    refused = [(EvictionCache(model, "h2o", 8, "blocks:12"), {})]
+    if hasattr(Cache, "get_conv_state"):  # older transformers make causal masks for the parts of a prompt
+        refused.append((EvictionCache(model, "full"), {"prefill_chunk_size": 12}))
+    for cache, more in refused:
         with refuses(UserError, "Gemma3TextModel", "see later ones", "one pass"):
             model.generate(ids, past_key_values=cache, **beside, **GREEDY, **more)
