@@ -1,6 +1,7 @@
 """The harness's model ``ag`` against its own ``hf``, on local tasks."""
 
 import json
+import shutil
 import sys
 from functools import partial
 
@@ -13,10 +14,12 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
+from transformers.cache_utils import Cache
 
 import ag
 from ag.evaluate.lm_eval import EvictingLM
 from ag.evaluate.lm_eval import main as lm_eval_main
+from tests.model.test_architectures import tiny
 from tests.support.bounds import hold, of_nats
 from tests.support.gates_for import gates_for
 
@@ -99,6 +102,18 @@ def test_with_a_full_cache_it_is_hf(folder, tiny_llama):
             hold(metrics[task][name], value, letters * of_nats(tiny_llama()) * value, name)
     hold(flat(answers["tiny_choice"]), flat(theirs["tiny_choice"]), of_choices(tiny_llama()))
     assert answers["tiny_generate"] == theirs["tiny_generate"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="hybrid models need transformers 5.23")
+def test_a_hybrid_model_scores_as_under_hf(folder, tmp_path, tiny_tokenizer):
+    here, model = shutil.copytree(folder, tmp_path / "hybrid"), tiny("qwen3_5_text")
+    model.save_pretrained(here / "model")
+    _, answers = evaluate(here, "ag", ("tiny_choice",), policy="full")
+    _, wanted = evaluate(here, "hf", ("tiny_choice",))
+    hold(flat(answers["tiny_choice"]), flat(wanted["tiny_choice"]), of_choices(model))
+    _, evicted = evaluate(here, "ag", ("tiny_choice",), policy="h2o", budget=0.4)
+    assert not torch.equal(flat(evicted["tiny_choice"]), flat(wanted["tiny_choice"]))
 
 
 @pytest.mark.slow
