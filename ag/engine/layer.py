@@ -90,11 +90,11 @@ class Layer:
         """
         self.window, self.hides = call.window, call.window is not None or self.flagged is not None
         self.chunk = call.chunk
-        first = batch.num_tokens - batch.counts
-        if self.chunk is not None and bool(((first % self.chunk == 0) & (first > 0)).any()):  # a chunk begins
-            self._remove(batch, store, first, batch.counts[:, None] if batch.step else 0)
-        if store.rotation is not None and store.rotation.counts_held and not batch.fresh:
-            self._remove(batch, store, batch.num_tokens - batch.counts, batch.counts[:, None] if batch.step else 0)
+        counts_held = store.rotation is not None and store.rotation.counts_held
+        if (counts_held or self.chunk is not None) and not batch.fresh:  # tokens that no new one sees go first
+            first = batch.num_tokens - batch.counts
+            if counts_held or self.chunk is None or bool((first % self.chunk == 0).any()):  # a chunk begins
+                self._remove(batch, store, first, batch.counts[:, None] if batch.step else 0)
         out, weights, placed = self.read(call, batch, store, evictor)
         if self.readers and not batch.fresh:  # nothing goes before the last of them has attended to it
             key = "readers", self.index

@@ -133,12 +133,13 @@ def _unturned(decoder: Any) -> str:
         return "rotates each key by several positions; expected one for each token"
     rotary: Any = getattr(decoder, "rotary_emb", None)
     kinds = getattr(rotary, "rope_type", None)
+    apply = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
+    if apply is None or not {"q", "k", "cos", "sin"} <= {*inspect.signature(apply).parameters}:
+        return "rotates keys by a function of its own; expected apply_rotary_pos_emb(q, k, cos, sin)"
+    places = attention_layers(decoder.config)
     for index, attention in enumerate(attentions_of(decoder)):
-        name = decoder.config.layer_types[attention_layers(decoder.config)[index]] if isinstance(kinds, dict) else ""
+        name = decoder.config.layer_types[places[index]] if isinstance(kinds, dict) else ""
         kind = kinds.get(name) if isinstance(kinds, dict) else kinds
-        apply = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
-        if apply is None or not {"q", "k", "cos", "sin"} <= {*inspect.signature(apply).parameters}:
-            return "rotates keys by a function of its own; expected apply_rotary_pos_emb(q, k, cos, sin)"
         if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
             found = f"{kind or 'no'} RoPE"
             return f"rotates keys by {found}; expected fixed frequencies (default, linear, llama3, yarn)"
