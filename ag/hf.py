@@ -157,6 +157,10 @@ class GateCallback(TrainerCallback):
         detach(model)
         if not isinstance(model, PeftModel):
             model.requires_grad_(False)
+        if self.config.loss.replay:
+            raise UserError(
+                "loss.replay=true: the rows of a Trainer run whole: expected loss.replay=false; or use ag.fit."
+            )
         gates = make_gates(_base(model), self.config)
         export.check(gates, model if isinstance(model, PeftModel) else None)
         attach(model, gates)

@@ -9,9 +9,10 @@ people of training and validation differ.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ag.data.module import DataKind, DataModule
+from ag.data.relations import NAMES, RELATIONS, TRADES
 from ag.data.sft import from_examples
 from ag.data.templates import Example
 
@@ -26,60 +27,7 @@ PEOPLE = 4  # in a passage
 TOKENS_PER_WORD = 1.15  # of these sentences with SmolLM2's tokenizer, punctuation included
 
 
-class Relation(NamedTuple):
-    """A kind of fact: its sentence, its question, and its possible answers."""
-
-    fact: str
-    question: str
-    answers: tuple[str, ...]
-
-
 # fmt: off
-NAMES = {
-    "train": (
-        "Abel", "Agnes", "Alma", "Anton", "Basil", "Bella", "Boris", "Clara", "Conrad", "Dora",
-        "Edgar", "Elsa", "Emil", "Esther", "Felix", "Flora", "Fritz", "Gerda", "Greta", "Gustav",
-        "Hector", "Heidi", "Hugo", "Ida", "Igor", "Irma", "Ivan", "Joan", "Jonas", "Judith", "Karl",
-        "Kira", "Lars", "Lena", "Leo", "Lydia", "Magnus", "Mara", "Milo", "Nadia", "Nils", "Nora",
-        "Olga", "Oscar", "Paula", "Petra", "Rolf", "Rosa",
-    ),
-    "validation": (
-        "Ada", "Axel", "Bruno", "Cleo", "Dirk", "Edith", "Finn", "Gloria", "Harald", "Ingrid",
-        "Julius", "Klara", "Ludwig", "Marta", "Otto", "Pia", "Quentin", "Ruth", "Stefan", "Thea",
-        "Ulla", "Viktor", "Wanda", "Yvonne",
-    ),
-}
-TRADES = (
-    "pilot", "tailor", "dentist", "plumber", "potter", "farmer", "chemist", "painter", "surgeon",
-    "printer", "jeweller", "carpenter", "editor", "geologist", "translator", "beekeeper",
-)
-RELATIONS = (
-    Relation(
-        "{who} plays the {what} on Sundays.", "Which instrument does {who} play?",
-        ("cello", "trumpet", "violin", "flute", "piano", "guitar", "drum", "harp", "banjo", "clarinet"),
-    ),
-    Relation(
-        "{who} painted the front door {what}.", "Which colour did {who} choose for the front door?",
-        ("red", "green", "blue", "yellow", "white", "black", "orange", "purple", "brown", "pink"),
-    ),
-    Relation(
-        "{who} always asks for {what}.", "What does {who} always ask for?",
-        ("coffee", "tea", "milk", "cocoa", "cider", "lemonade", "juice", "soup", "honey", "cheese"),
-    ),
-    Relation(
-        "{who} takes care of a {what}.", "Which animal does {who} take care of?",
-        ("horse", "parrot", "rabbit", "turtle", "goat", "donkey", "hamster", "pigeon", "lizard", "sheep"),
-    ),
-    Relation(
-        "{who} has a ticket to {what}.", "To which city does {who} have a ticket?",
-        ("Paris", "Rome", "Vienna", "Lisbon", "Madrid", "Berlin", "Prague", "Dublin", "Athens", "Oslo"),
-    ),
-    Relation(
-        "{who} planted a bed of {what} this spring.", "Which flowers did {who} plant?",
-        ("roses", "tulips", "lilies", "daisies", "violets", "poppies", "orchids", "asters", "peonies", "irises"),
-    ),
-    Relation("{who} rents locker {what}.", "Which locker does {who} rent?", tuple(map(str, range(11, 100)))),
-)
 SUBJECTS = (
     "A young teacher", "The harbour crew", "An old friend", "The night watch",
     "A group of students", "The town choir", "The postman", "A tired traveller",

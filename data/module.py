@@ -8,13 +8,14 @@ import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningDataModule
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ag.data.collate import Collator, Row
@@ -113,6 +114,12 @@ class DataModule(LightningDataModule):
         epoch, batch = self._position()
         order = TrainOrder(len(self.train_rows), shard, self.seed, epoch, resume=(epoch, batch))
         return self._loader(RowGroups(self.train_rows, self.collator.filler(self.train_rows[0])), order)
+
+    def first_rows(self, count: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the first ``count`` training rows, of which each rank gets its part, as batches of one."""
+        shard = self._shard(1)
+        for index in range(shard.rank, min(count, len(self.train_rows)), shard.world_size):
+            yield self.collator([self.train_rows[index]])
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return the validation batches, the same number on every rank."""

@@ -4,6 +4,7 @@
 With ``cross_documents=false`` attention ends at every EOS, and the first token of a document carries no loss.
 ``split``: each document is cut into windows of a prompt and its continuation; the continuation carries loss.
 ``repeated``: each document is cut into passages, and a row is a passage with a copy of it, or of a chunk of it.
+``responses``: see :mod:`ag.data.responses`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from ag.data.collate import Collator, Row, padding_token, start_tokens, tokenize, tokenize_after
 from ag.data.module import Counts, DataKind, DataModule
+from ag.data.responses import AGAIN, LEAD, Responses, responses
 from ag.data.sources import DataError, Source, check_fields, dataset_of, held_out
 
 if TYPE_CHECKING:
@@ -27,11 +29,12 @@ if TYPE_CHECKING:
 
 STEP = 64  # prompt lengths lie on this grid, so that the rows of a batch have few different lengths
 DOCUMENTS = 64  # per call of the tokenizer
-AGAIN = "\n\nThe same text once more, word for word:\n\n"  # between a passage and its copy
-FORMAT = 5  # raise it when rows are cut in another way, so that earlier caches are not read
-NONE = -1  # no prompt, nothing copied
-LEAD = 8  # last tokens of the chunk before one that is repeated
-ROW_SETTINGS = ("text_field", "packing", "max_length", "prompt_min", "prompt_max", "continuation", "copy_max")
+FORMAT = 6  # raise it when rows are cut in another way, so that earlier caches are not read
+NONE = -1  # no prompt, nothing copied, no tokens without loss
+ROW_SETTINGS = (
+    *("text_field", "packing", "max_length", "prompt_min", "prompt_max", "continuation"),
+    *("copy_max", "contexts", "responses"),
+)
 
 
 class Text(DataKind):
@@ -50,11 +53,13 @@ class Text(DataKind):
         first = held_out(source, data)
         counts = Counts(held_out=first)
         longest, start = min(data.max_length, context), start_tokens(tokenizer)
-        cut: Packed | Windows | Repeated
+        cut: Packed | Windows | Repeated | Responses
         if data.packing == "packed":
             cut = _packed(data, tokenizer, longest, start)
         elif data.packing == "repeated":
             cut = _repeated(data, tokenizer, longest, start, config.seed, counts)
+        elif data.packing == "responses":
+            cut = responses(data, tokenizer, longest, start, config.seed, counts)
         else:
             cut = _windows(data, longest, start, config.seed, counts)
         end = cut.end if isinstance(cut, Packed) and not data.cross_documents else None
@@ -98,11 +103,12 @@ def _kept(rows: TextRows, counts: Counts, *more: object) -> Sequence[Row]:
     def make() -> Iterator[dict[str, Any]]:
         for row in rows:
             prompt = NONE if row.prompt_length is None else row.prompt_length
-            yield {"tokens": row.tokens, "prompt": prompt, "copied": row.copied or (NONE, NONE)}
-        yield {"tokens": [], "prompt": counts.skipped - before, "copied": (NONE, NONE)}
+            first = NONE if row.loss is None else row.response_start
+            yield {"tokens": row.tokens, "prompt": prompt, "first": first, "copied": row.copied or (NONE, NONE)}
+        yield {"tokens": [], "prompt": counts.skipped - before, "first": NONE, "copied": (NONE, NONE)}
 
     kind = datasets.Value("int32")
-    columns = {"tokens": datasets.List(kind), "prompt": kind, "copied": datasets.List(kind, length=2)}
+    columns = {"tokens": datasets.List(kind), "prompt": kind, "first": kind, "copied": datasets.List(kind, length=2)}
     try:
         found = datasets.Dataset.from_generator(
             make, datasets.Features(columns), cache_dir=str(folder), fingerprint=Hasher.hash(identity)
@@ -132,7 +138,9 @@ class CachedRows(Sequence[Row]):
     def __getitem__(self, index: int) -> Row:  # type: ignore[override]  # no slices
         record = self.records[range(len(self))[index]]
         prompt, copied = int(record["prompt"]), tuple(record["copied"].tolist())
-        return Row(record["tokens"], None if prompt == NONE else prompt, copied=None if NONE in copied else copied)
+        first, tokens = int(record["first"]), record["tokens"]
+        loss = None if first == NONE else np.arange(len(tokens)) >= first
+        return Row(tokens, None if prompt == NONE else prompt, loss=loss, copied=None if NONE in copied else copied)
 
 
 def _packed(data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int]) -> Packed:
@@ -190,7 +198,7 @@ class TextRows:
     split: str
     data: DataConfig
     tokenizer: PreTrainedTokenizerBase
-    cut: Packed | Windows | Repeated
+    cut: Packed | Windows | Repeated | Responses
     start: int = 0
     stop: int | None = None
     validates: bool = False

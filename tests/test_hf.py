@@ -283,10 +283,11 @@ def test_mixed_precision_sees_the_loss(make):
     ("arguments", "parts"),
     [
         ({"config": configured(warmup=WarmupConfig(regress_steps=3))}, "warmup.regress_steps=3 init=EXPORT"),
+        ({"config": configured(loss={"objective": "kl", "share_high": 0.7, "replay": True})}, "loss.replay=false"),
         ({"callbacks": []}, "ag.hf.GateCallback"),
         ({"compute_loss_func": lambda *_, **__: None}, "compute_loss_func Objective"),
     ],
-    ids=["warm-start", "no-callback", "another-loss"],
+    ids=["warm-start", "replay", "no-callback", "another-loss"],
 )
 def test_trainers_that_cannot_train_gates(make, arguments, parts):
     with refuses(UserError, *parts.split()):

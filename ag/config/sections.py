@@ -94,9 +94,10 @@ class DataConfig:
         "whether a response ends with EOS (sft); null means yes in your own rows of prompt and response, no elsewhere",
     )
     max_length: int = key(1024, "longest row in tokens; a longer prompt is counted and loses its left part", low=2)
-    packing: Literal["packed", "split", "repeated"] = key(
+    packing: Literal["packed", "split", "repeated", "responses"] = key(
         "split",
-        "text; packed: rows of max_length tokens; split: prompt and continuation; repeated: a passage and its copy",
+        "text; packed: rows of max_length tokens; split: prompt and continuation; repeated: a passage and its copy; "
+        "responses: a context and a response of each kind of data.responses",
     )
     cross_documents: bool = key(
         True, "text, packed: tokens attend to earlier documents of their row; false: only to their own document"
@@ -104,6 +105,12 @@ class DataConfig:
     prompt_min: int = key(192, "shortest prompt in tokens (text, split; facts: roughly)", low=1)
     prompt_max: int = key(512, "longest prompt in tokens (text, split; facts: roughly)", low=1)
     continuation: int = key(64, "tokens after the prompt that carry the loss (text, split)", low=1)
+    contexts: list[int] = key([512, 1024, 2048], "tokens of a context, drawn for each (text, responses)")
+    responses: list[str] = key(
+        ["again", "next", "question"],
+        "the responses to a context, a row for each. again: a chunk of it once more; next: what follows it; question: "
+        "the answer to a question about one of eight facts, which are put into it (text, responses)",
+    )
     copy_max: int = key(
         0,
         "a chunk of this many tokens of a longer passage is repeated, drawn for each passage; 0 means the whole "
@@ -150,6 +157,15 @@ class LossConfig:
     )
     chunk_tokens: int = key(1024, "tokens whose logits are in memory at once in the loss", low=1)
 
+    replay: bool = key(
+        False,
+        "read each prompt once, and run its response alone behind what a drawn share keeps of it, as the engine does; "
+        "two shares for each response (with objective=kl and share_high)",
+    )
+    contexts: str | None = key(
+        None, "folder of the prompts that were read, shared by later runs and all processes; null: until the run ends"
+    )
+
     @property
     def draws_share(self) -> bool:
         """True if each batch draws the share that the gates keep."""
@@ -158,16 +174,19 @@ class LossConfig:
 
 @dataclass
 class WarmupConfig:
-    """A warm start of the gates by regression on attention statistics, without backward through the model."""
+    """A warm start of the gates: by regression on attention statistics, or by measured costs."""
 
     regress_steps: int = key(0, "first steps that train the gates by regression; 0 means none", low=0)
     lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
-    target: Literal["attention", "kvzip", "reread"] = key(
+    target: Literal["attention", "kvzip", "reread", "costs"] = key(
         "attention",
         "what gates predict for a key, from later queries. attention: their attention to it; kvzip: the largest "
         "attention of a response token, times ||v|| (for data.packing=repeated); reread: the largest attention while "
-        "the engine repeats the whole row, chunk by chunk (for data.packing=packed)",
+        "the engine repeats the whole row, chunk by chunk (for data.packing=packed). costs: no regression; before the "
+        "first step each head's last bias is set by what evicting at each threshold would cost (for loss.replay)",
     )
+    rows: int = key(64, "training rows that are measured in each round (target=costs)", low=1)
+    rounds: int = key(3, "rounds; each after the first measures under the flags of the one before (costs)", low=1)
     scale: Literal["head", "global"] = key(
         "head",
         "head: targets are standardised in each head; global: over all layers and heads, so that heads are comparable",

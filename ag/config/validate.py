@@ -25,6 +25,22 @@ loss.share_high>0; train=lora -> there are no gates to keep a share; set loss.sh
 loss.share_high>0; loss.objective=regress -> nothing is evicted; set loss.share_high=0
 loss.share_high>0; loss.anneal_steps>0 -> drawn shares take the place of loss.beta, so nothing falls to it; set one of
     the two to 0
+loss.replay=true; loss.objective!=kl -> it is the divergence from the response behind the whole prompt; use
+    loss.objective=kl
+loss.replay=true; loss.share_high<=0 -> a share is drawn for each response; set loss.share_high too
+loss.replay=true; train!=gates -> a prompt is read once, so that the model must not change; use train=gates
+loss.replay=true; gate.estimator!=ste -> flags are ranked, without noise; use gate.estimator=ste
+loss.replay=true; gate.first_layer>0 -> the layers before it keep everything, and shares are of all layers; use
+    gate.first_layer=0
+loss.replay=true; data.packing=packed|repeated -> such a row has no response behind a prompt; use data.packing=responses
+    or split
+loss.replay=true; trainer.strategy=fsdp2 -> prompts are read by a whole model; use trainer.strategy=ddp
+loss.contexts!=null; loss.replay=false -> no prompt is kept; leave it out, or set loss.replay=true
+data.responses=[]; data.packing=responses -> a context has no row; name again, next or question
+warmup.target=costs; loss.replay=false -> costs are those of responses behind a prompt; set loss.replay=true
+warmup.target=costs; warmup.regress_steps>0 -> costs are measured before the first step; set warmup.regress_steps=0
+warmup.target=costs; gate.kind!=mlp|affine -> such gates have no bias for each head in their last layer; use
+    gate.kind=mlp, or another warmup.target
 warmup.target=kvzip; data.packing=packed -> it is the attention of a response, and packed rows have none;
     use data.packing=repeated, or warmup.target=attention
 warmup.target=reread; data.packing!=packed -> the rows themselves are repeated, and have no response; use
@@ -51,8 +67,8 @@ data.cross_documents=false; loss.objective=regress -> regression does not know w
     data.cross_documents=true, or train without it
 data.cross_documents=false; warmup.regress_steps>0 -> regression does not know where documents end; use
     data.cross_documents=true, or train without it
-gate.scope!=causal; data.packing!=split if train!=lora -> a gate that sees later tokens leaks them into the loss; use
-    gate.scope=causal
+gate.scope!=causal; data.packing=packed|repeated if train!=lora -> a gate that sees later tokens leaks them into the
+    loss; use gate.scope=causal
 gate.prefill!=sparse; data.packing=packed if train!=lora -> there is no response to see what was evicted; use
     gate.prefill=sparse or data.packing=split
 data.prompt_min>data.prompt_max if data.kind=facts|text; data.packing=split -> no length lies between; swap them

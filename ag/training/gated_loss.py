@@ -125,7 +125,7 @@ class GatedLoss:
         loss = losses.sample_mean(*self.tokens(measured, hidden, teacher), labels)
         values[f"{config.objective}_loss"] = loss
         if gating is None or self.gates is None:
-            return _measured(loss, values)
+            return measured_values(loss, values)
         means = losses.gate_means(self.gates, gating)
         if boundary is None:
             beta = self.beta(step)
@@ -133,7 +133,7 @@ class GatedLoss:
             loss = loss + config.alpha * values["eviction_loss"]
             if config.anneal_steps:
                 values["beta"] = torch.tensor(beta)
-        return _measured(loss, values, *self._of_gates(gating, means))
+        return measured_values(loss, values, *self._of_gates(gating, means))
 
     def _regression(self, batch: Batch) -> Measured:
         assert self.gates is not None
@@ -152,7 +152,7 @@ class GatedLoss:
         adapters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         everything = loss + 0.0 * sum(whole(parameter.sum()) for parameter in adapters)
         found = self._of_gates(observed, losses.gate_means(self.gates, observed))
-        return _measured(loss, values, *found)._replace(loss=everything)
+        return measured_values(loss, values, *found)._replace(loss=everything)
 
     def _of_gates(self, gating: Gating, means: dict[losses.Mean, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         """Return measurements of the gates over the global batch, and the evicted share by layer of this rank."""
@@ -168,8 +168,9 @@ class GatedLoss:
         return values, gone_here / (tokens_here * evicted.shape[2]).clamp_min(1)
 
 
-def _measured(
+def measured_values(
     loss: Tensor, values: dict[str, Tensor], of_gates: dict[str, Tensor] | None = None, evicted: Tensor | None = None
 ) -> Measured:
+    """Return a loss and its measurements, without gradient."""
     values = values | (of_gates or {}) | {"loss": loss}
     return Measured(loss, {name: value.detach() for name, value in values.items()}, evicted)

@@ -39,7 +39,7 @@ from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ag.config import Config
-from ag.errors import first_line
+from ag.errors import UserError, first_line
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.model import base as models
 from ag.model import random_base
@@ -79,7 +79,13 @@ def plan(config: Config) -> MemoryPlan:
 
     Raises:
         ModelError: the model's configuration cannot be read.
+        UserError: for a run with replay, whose steps run a response alone.
     """
+    if config.loss.replay:
+        raise UserError(
+            "loss.replay=true: a plan is of steps that run whole rows, and a step of replay takes less: expected "
+            "loss.replay=false, for an upper bound."
+        )
     geometry = _geometry(config)
     shape, vocabulary = fingerprint(geometry), geometry.get_text_config().vocab_size
     length, loss_tokens = _row(config, geometry.get_text_config().max_position_embeddings)

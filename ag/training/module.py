@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from ag.config import Config
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
+from ag.training import costs
 from ag.training.gated_loss import GatedLoss
+from ag.training.replay import ReplayLoss, ReplayValidation
 from ag.training.sharded import shard
 from ag.training.validation import Validation
 
@@ -33,8 +35,14 @@ class GatedLM(L.LightningModule):
         super().__init__()
         self.config, self.model, self.gates = config, model, gates
         self.strict_loading = False  # checkpoints hold trainable weights only
-        self.gated_loss = GatedLoss(config, model, gates)
-        self.validation = Validation(self.gated_loss)
+        self.gated_loss: GatedLoss
+        self.validation: Validation
+        if config.loss.replay:
+            self.gated_loss = replay = ReplayLoss(config, model, gates)
+            self.validation = ReplayValidation(replay)
+        else:
+            self.gated_loss = GatedLoss(config, model, gates)
+            self.validation = Validation(self.gated_loss)
         #: Share of evicted tokens by gated layer ``[L]``, of the last training batch of this rank.
         self.evicted_in_batch: Tensor | None = None
         self._sums: dict[str, Tensor] = {}  # of the measurements of the batches of an optimiser step
@@ -55,6 +63,14 @@ class GatedLM(L.LightningModule):
         """Seed the noise of gates and dropout by the position in the run, so that a resumed run repeats it."""
         place = [self.config.seed, self.current_epoch, batch_idx, self.global_rank]
         torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
+
+    def on_train_start(self) -> None:
+        """Set the biases of heads by their costs, if the recipe says so and the run begins here."""
+        warm = self.config.warmup
+        if warm.target == "costs" and self.global_step == 0 and isinstance(self.gated_loss, ReplayLoss):
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            batches = [{name: x.to(self.device) for name, x in row.items()} for row in data.first_rows(warm.rows)]
+            costs.solve(self.gated_loss, batches, warm.rounds)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch, and log the means over the batches of this optimiser step so far."""

@@ -11,6 +11,7 @@ from tests.support.schemas import KEYS, fit
 
 TEXT = "data.kind=text data.name=c"
 PACKED, REPEATED = (f"{TEXT} data.packing={how}" for how in ("packed", "repeated"))
+REPLAY = "loss.objective=kl loss.share_high=0.7 loss.replay=true"
 #: [valid keys;] clashing keys, which the error names [-> further words of the error].
 CLASHES = f"""
 loss.objective=kl; train=lora -> loss.objective=lm
@@ -21,6 +22,8 @@ data.kind=sft -> data.name=facts data.root=FOLDER
 {PACKED}; gate.scope=prompt -> data.packing=packed gate.scope=causal
 {PACKED}; data.cross_documents=false warmup.regress_steps=5 -> data.cross_documents=true
 {TEXT}; data.max_length=575 -> data.prompt_max=512 data.continuation=64
+loss.objective=kl loss.share_high=0.7; loss.replay=true train=gates+lora -> train=gates
+train=gates {REPLAY}; warmup.target=costs gate.kind=attention -> gate.kind=mlp
 gate.window=3 gate.kind=mlp -> gate.kind=attention
 gate.layer_offset=1 -> gate.first_layer=0 gate.first_layer=1
 """
@@ -33,6 +36,7 @@ train=lora loss.anneal_steps=11 trainer.max_steps=10
 data.kind=worked data.name=sorting data.solution_min=400 data.solution_max=400
 loss.share_low=0.3 loss.share_high=0.3 warmup.regress_steps=3
 {PACKED} warmup.target=reread warmup.regress_steps=5
+{TEXT} data.packing=responses train=gates {REPLAY} gate.scope=prompt
 """
 
 

@@ -34,16 +34,19 @@ def build(make_config, tokenizer, corpus):
 
 def contents(module):
     rows = [*module.train_rows, *(row for (row,) in module.val_rows)]
-    return [(row.tokens.tolist(), row.prompt_length, row.copied) for row in rows], vars(module.counts)
+    return [(row.tokens.tolist(), row.prompt_length, row.response_start, row.copied) for row in rows], vars(
+        module.counts
+    )
 
 
-@pytest.mark.parametrize(("packing", "copy_max"), [("split", 0), ("repeated", 30)])
+@pytest.mark.parametrize(("packing", "copy_max"), [("split", 0), ("repeated", 30), ("responses", 0)])
 def test_second_run_reads_what_the_first_one_made(build, corpus, tmp_path, monkeypatch, packing, copy_max, write):
-    if packing == "repeated":
+    if packing != "split":
         for split, most in (("train", 5), ("validation", 3)):
             texts = [f"{i} " + "the river is high today " * (30 * i) for i in range(most)]
             write(corpus / "corpus", split, [{"text": text} for text in texts])
-    options = {"packing": packing, "max_length": 200 if packing == "repeated" else 60, "copy_max": copy_max}
+    length = {"split": 60, "repeated": 200, "responses": 600}[packing]
+    options = {"packing": packing, "max_length": length, "copy_max": copy_max, "contexts": [192]}
     first = build(**options)
     fresh, batches = contents(first), [*first.train_dataloader()]
     assert fresh[1]["skipped"] > 0 or packing == "packed"

@@ -225,3 +225,67 @@ def test_why_a_split_has_no_rows(make_config, tokenizer, tmp_path, write):
     write(tmp_path / "corpus", "validation", [{"text": DOCUMENTS[2]}])
     with refuses(DataError, "training split", "2 were left out", "too short", "data.prompt_min=80"):
         build(make_config, tokenizer, str(tmp_path), prompt_min=80)
+
+
+LONG = [document(i, words) for i, words in enumerate([5, 1500, 700, 260, 1200])]
+
+
+@pytest.fixture
+def books(tmp_path, write):
+    for split in ("train", "validation"):
+        write(tmp_path / "corpus", split, [{"text": text} for text in LONG])
+    return str(tmp_path)
+
+
+def contexts(make_config, tokenizer, root, **more):
+    return build(
+        make_config, tokenizer, root, **{"packing": "responses", "contexts": [512, 320], "max_length": 1200, **more}
+    )
+
+
+def test_responses_continue_or_repeat_their_context_or_answer_a_question_about_it(make_config, books, tokenizer):
+    kinds = ["again", "next", "question"]
+    module = contexts(make_config, tokenizer, books, responses=kinds)
+    rows, again = [*module.train_rows], plain(tokenizer, AGAIN)
+    assert rows and len(rows) % 3 == 0 and {row.prompt_length for row in rows} == {512, 320}
+    whole = [plain(tokenizer, text) for text in LONG]
+    for repeated, followed, asked in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        start, tokens = repeated.prompt_length, followed.tokens.tolist()
+        assert any(tokens == ids[at : at + len(tokens)] for ids in whole for at in range(len(ids)))
+        assert followed.loss.nonzero()[0].tolist() == list(range(start, start + 96))
+        behind, context = repeated.tokens[start:].tolist(), repeated.tokens[:start].tolist()
+        assert context == tokens[:start] and behind[: len(again)] == again
+        chunk = behind[len(again) :]
+        assert any(chunk == context[at : at + 8 + 96] for at in range(start))
+        assert repeated.loss.nonzero()[0].tolist() == list(range(len(repeated.tokens) - 96, len(repeated.tokens)))
+        assert asked.prompt_length == start
+        answer = tokenizer.decode(asked.tokens[asked.loss])
+        question = tokenizer.decode(asked.tokens[start:][~asked.loss[start:]])
+        assert answer in tokenizer.decode(asked.tokens[:start]) and question.endswith("?\nAnswer:")
+
+
+def test_validation_takes_the_longest_context_of_each_document(make_config, books, tokenizer):
+    module = contexts(make_config, tokenizer, books, responses=["next"])
+    lengths = [len(plain(tokenizer, text)) for text in LONG]
+    expected = [512 if n >= 512 + 96 else 320 for n in lengths if n >= 320 + 96]
+    assert [row.prompt_length for [row] in module.val_rows] == expected
+    assert module.counts.val_skipped == len(LONG) - len(expected)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"responses": ["next", "lyrics"]}, ["data.responses", "lyrics", "again"]),
+        ({"contexts": []}, ["data.contexts", "192"]),
+        ({"contexts": [4096]}, ["data.contexts", "4096", "data.max_length=1200"]),
+    ],
+)
+def test_responses_that_cannot_be_made_are_refused(make_config, books, tokenizer, setting, named):
+    with refuses(DataError, *named):
+        contexts(make_config, tokenizer, books, **setting)
+
+
+def test_a_context_without_room_for_facts_is_refused(make_config, books, tokenizer, monkeypatch):
+    monkeypatch.setattr("ag.data.responses.FACTS", 20)
+    with refuses(DataError, "data.contexts", "192", "20 facts", "question", "data.responses"):
+        contexts(make_config, tokenizer, books, contexts=[192], responses=["question"])

@@ -9,14 +9,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import MixtralConfig
 
 from ag import plan as command
-from ag.config import Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
+from ag.config import Config, DataConfig, LoraConfig, LossConfig, ModelConfig, TrainerConfig
 from ag.config.gate import GateConfig
+from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.model import base as models
 from ag.model.hooks import decoder_of
 from ag.training.memory_plan import plan, report
 from ag.training.module import GatedLM
+from tests.support.refused import refuses
 
 LAYERS, LENGTH = 6, 160
 
@@ -163,6 +165,11 @@ def test_nf4_bytes(tmp_path, tiny_llama, tiny_tokenizer):
 
 
 @pytest.mark.slow
+def test_replay_has_no_plan(folder):
+    with refuses(UserError, "loss.replay=true", "loss.replay=false"):
+        plan(replace(config_of(folder), loss=LossConfig(replay=True)))
+
+
 def test_report_of_a_json_file_which_is_enough(folder, tmp_path, capsys):
     shutil.copy(folder / "config.json", tmp_path / "other.json")
     config = config_of(tmp_path / "other.json")

@@ -1,0 +1,77 @@
+"""Gates trained by replay with the command: costs, steps, export, and two ranks as one."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import ag
+from ag.config import ModelConfig
+from ag.gates.gate import AttentionGates
+from ag.model.base import load_base
+from tests.integration.conftest import write_rows
+from tests.support.command import logged, runs, same_rows, same_weights, start, train
+
+pytestmark = pytest.mark.slow
+
+RECIPE = """\
+train: gates
+model: {{name: {model}}}
+data:
+  kind: text
+  name: books
+  root: {data}
+  packing: responses
+  responses: [again, next]
+  contexts: [192, 240]
+  max_length: 400
+  batch_size: 2
+  val_batch_size: 1
+  val_samples: 3
+gate: {{kind: mlp, hidden: 8, covers: all, prefill: sparse, bias: 0.0, sink_tokens: 2, recent_tokens: 8}}
+loss: {{objective: kl, replay: true, share_low: 0.1, share_high: 0.6}}
+optim: {{gate_lr: 1e-2}}
+trainer: {{accelerator: cpu, max_steps: 2}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_base: Path) -> Path:
+    draw = random.Random(0)
+    for split in ("train", "validation"):
+        words = [" ".join(draw.choices(["ash", "birch", "elm", "oak"], k=200)) for _ in range(4)]
+        write_rows(tmp_path / "data" / "books" / f"{split}.jsonl", [{"text": text} for text in words])
+    path = tmp_path / "replay.yaml"
+    path.write_text(RECIPE.format(model=tiny_base, data=tmp_path / "data"))
+    return path
+
+
+def test_a_run_with_measured_costs(recipe: Path, tiny_base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "contexts"
+    costs = ["warmup.target=costs", "warmup.rows=5", "warmup.rounds=2"]
+    run = train(recipe, tmp_path / "runs", *costs, f"loss.contexts={folder}")
+    rows = logged(run)
+    assert all(float(row["train/kl_loss"]) > 0 for row in rows if row.get("train/kl_loss"))
+    shares = [float(rows[-1][f"val/kl_at_{share}"]) for share in ("0.5", "0.3", "0.2", "0.1")]
+    assert all(value > 0 for value in shares) and list(folder.glob("*.safetensors"))
+    biases = torch.cat([x.outer.bias for x in AttentionGates.from_pretrained(run / "export").layers.values()])
+    assert float(biases.detach().abs().max()) > 0.03  # two steps at 1e-2 move less
+    model = load_base(ModelConfig(name=str(tiny_base)), "cpu")[0]
+    cache = ag.EvictionCache(model, f"gates:{run / 'export'}", 0.25)
+    with torch.no_grad():
+        model(torch.arange(3, 43)[None], past_key_values=cache)
+    assert cache.kept_share() == 0.25
+
+
+def test_two_ranks_are_one_with_twice_the_rows(recipe: Path, moved_base: Path, tmp_path: Path) -> None:
+    overrides = ["loss.share_low=0.3", "loss.share_high=0.3"]  # draws depend on the rank
+    ranks = ["trainer.devices=2", "trainer.strategy=ddp", "data.batch_size=1"]
+    process = start(f"recipe={recipe}", *overrides, *ranks, f"output={tmp_path / 'two'}")
+    one = train(recipe, tmp_path / "one", *overrides)
+    moved = train(recipe, tmp_path / "moved", *overrides, f"model.name={moved_base}")
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    [two] = runs(tmp_path / "two")
+    same_rows(*map(logged, (two, one, moved)))
+    same_weights(two, one, moved)

@@ -1,0 +1,62 @@
+"""Costs of heads' thresholds, and the offsets that they give."""
+
+import torch
+
+from ag.model.hooks import AttentionCall
+from ag.training import costs
+from ag.training.costs import MOVES, Watching
+from ag.training.replay import Context
+from ag.training.replay_attention import replay_attention
+from tests.support.bounds import hold
+from tests.training.test_replay import CONTEXT, RESPONSE, batch, replay
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def test_a_watched_pass_measures_what_each_threshold_changes():
+    torch.manual_seed(0)
+    kv_heads, group, size = 2, 3, 8
+    q = torch.randn(1, kv_heads * group, RESPONSE, size, dtype=torch.float64)
+    k, v = (torch.randn(1, kv_heads, RESPONSE, size, dtype=torch.float64) for _ in "kv")
+    far = [torch.randn(kv_heads, CONTEXT, size, dtype=torch.float64) for _ in "kv"]
+    logits, thresholds = torch.randn(kv_heads, CONTEXT), torch.tensor([-0.5, 0.0, 0.7])
+    logits[:, :2] = float("inf")
+    keep = (logits > 0.3).double()[None]
+    context = Context({4: far[0]}, {4: far[1]}, {})
+    watching = Watching(context, {4: keep.clone()}, {4: logits}, thresholds)
+    out = watching.attend(AttentionCall(torch.nn.Module(), 4, q, k, v, 0.4, None))
+    gradient = torch.randn_like(out)
+    (out * gradient).sum().backward()
+    for place, threshold in enumerate(thresholds):
+        flags = (logits > threshold).double()[None]
+        moved = replay_attention(q, k, v, *far, flags, 0.4)
+        change = ((moved - out.detach()) * gradient).sum(-1).view(kv_heads, -1)
+        terms = EPS * 64 * float(gradient.abs().sum() * far[1].abs().amax())
+        hold(watching.linear[4][:, place], change.sum(1), terms)
+        hold(watching.square[4][:, place], 0.5 * change.square().sum(1), terms * (1 + change.abs().max()))
+
+
+def test_heads_whose_tokens_matter_less_keep_fewer(tiny_llama):
+    model = tiny_llama().double()
+    with torch.no_grad():  # nothing that head 0 of layer 0 reads reaches the output
+        attention = model.model.layers[0].self_attn
+        head = attention.head_dim * (attention.config.num_attention_heads // attention.config.num_key_value_heads)
+        attention.o_proj.weight[:, :head] = 0
+    module = replay(model)
+    torch.manual_seed(0)
+    before = module.gates.layers["0"].outer.bias.clone()
+    [first, second] = costs.solve(module.gated_loss, [batch(4), batch(4, seed=1)], 2)
+    hold(module.gates.layers["0"].outer.bias - before, first[0] + second[0], 1e-6)
+    assert float(first[0, 0]) == float(first.min()) < 0
+
+
+def test_the_cheapest_moves_keep_as_many_tokens():
+    torch.manual_seed(0)
+    share = torch.linspace(0.7, 0.1, len(MOVES)).expand(4, 2, 3, -1).contiguous()
+    cost = torch.rand(1, 2, 3, 1) * (1 - share).square()
+    moves = costs._cheapest(cost, share, torch.ones(4), 1.5)
+    place = ((moves[..., None] - MOVES).abs()).argmin(-1)
+    kept = share[0].gather(-1, place[..., None]).mean()
+    hold(float(kept), float(share[0, 0, 0, len(MOVES) // 2]), 0.6 * float(share[0, 0, 0, 0] - share[0, 0, 0, 1]) * 2)
+    order = cost[0, ..., 0].flatten().argsort()
+    assert bool((moves.flatten()[order].diff() <= 0).all())  # a head that costs more keeps more

@@ -1,0 +1,154 @@
+"""Replay: its attention against gated attention, and its loss against evicted passes of the engine."""
+
+import pytest
+import torch
+
+import ag
+from ag.config import Config, LossConfig
+from ag.engine.policy import policy
+from ag.errors import UserError
+from ag.kernels.gated_attention import gated_attention
+from ag.training.losses import token_kl
+from ag.training.module import GatedLM
+from ag.training.replay import VALIDATED, Contexts, ranked_flags
+from ag.training.replay_attention import replay_attention
+from tests.support.bounds import hold
+from tests.support.gates_for import gates_for
+
+EPS = torch.finfo(torch.float64).eps
+CONTEXT, RESPONSE = 40, 7
+
+
+def replay(model, folder=None, **gate):
+    gates = gates_for(model, **{"kind": "mlp", "hidden": 8, "recent_tokens": 6, "sink_tokens": 2, **gate}).double()
+    for parameter in gates.parameters():  # the engine ranks by sigmoids, which are equal for large logits
+        parameter.data.mul_(0.3)
+    loss = LossConfig(objective="kl", replay=True, share_low=0.1, share_high=0.7, contexts=folder)
+    return GatedLM(Config(train="gates", loss=loss), model.requires_grad_(False), gates)
+
+
+def batch(rows=1, seed=0):
+    ids = torch.randint(3, 128, (rows, CONTEXT + RESPONSE), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, :CONTEXT] = -100
+    lengths = torch.full((rows,), CONTEXT)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "prompt_length": lengths}
+
+
+@pytest.mark.parametrize("window", [None, 9], ids=["whole", "window"])
+def test_attention_is_gated_attention_of_the_last_queries(window):
+    torch.manual_seed(0)
+    sets, kv_heads, group, size, length = 2, 2, 3, 8, CONTEXT + RESPONSE
+    q = torch.randn(sets, kv_heads * group, length, size, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, kv_heads, length, size, dtype=torch.float64).repeat(sets, 1, 1, 1) for _ in "kv")
+    k.requires_grad_(), v.requires_grad_()
+    keep = (torch.rand(sets, kv_heads, CONTEXT) > 0.5).double().requires_grad_()
+    wanted = gated_attention(
+        q, k, v, torch.cat([keep, torch.ones(sets, kv_heads, RESPONSE)], 2), scaling=0.4, window=window,
+        dense_until=torch.full((sets,), CONTEXT),
+    )[:, :, CONTEXT:]  # fmt: skip
+    context = (x[0, :, :CONTEXT].detach() for x in (k, v))
+    found = replay_attention(*(x[:, :, CONTEXT:] for x in (q, k, v)), *context, keep, 0.4, window)
+    hold(found, wanted, 64 * EPS)
+    weights = torch.randn_like(found)
+    ours, theirs = (torch.autograd.grad((x * weights).sum(), (q, k, v, keep)) for x in (found, wanted))
+    largest = float(weights.abs().sum() * v.abs().amax() * (1 + k.abs().amax() + q.abs().amax()).detach())
+    for mine, other in zip(ours, theirs, strict=True):
+        part = mine if mine.shape[2] == CONTEXT else mine[:, :, CONTEXT:]
+        hold(part, other[:, :, : part.shape[2]] if part is mine else other[:, :, CONTEXT:], 8 * EPS * largest)
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        {},
+        {"kind": "attention", "scope": "causal", "covers": "all"},
+        {"kind": "attention", "scope": "prompt", "window": 0},
+        {"kind": "affine", "granularity": "query_head"},
+        {"kind": "fast_kvzip"},
+    ],
+    ids=["mlp", "attention", "prompt", "affine", "fast_kvzip"],
+)
+@pytest.mark.parametrize("share", [0.5, 0.1])
+def test_the_divergence_is_that_of_evicted_passes_of_the_engine(tiny_llama, gate, share):
+    model = tiny_llama().double()
+    module = replay(model, **gate)
+    data = batch()
+    ids, start = data["input_ids"], CONTEXT
+    found = module.gated_loss.replay(data, 0, [share])
+
+    def states(evicted):
+        cache = ag.EvictionCache(model, policy("gates" if evicted else "full", share if evicted else None))
+        model(ids[:, :start], past_key_values=cache)
+        return model.model(ids[:, start:], past_key_values=cache).last_hidden_state
+
+    ag.attach(model, module.gates)
+    with torch.no_grad():
+        whole, evicted = states(False), states(True)
+        hold(found.hidden, evicted, 1e-9)
+        wanted = token_kl(model, evicted, whole, data["labels"][:, start:])[0].mean()
+    assert float((evicted - whole).abs().max()) > 1e-3
+    hold(float(found.divergence), float(wanted), 1e-6)
+    kept = int(share * CONTEXT) / CONTEXT
+    hold(float(found.kept.mean()), kept, 2**-20)
+
+
+def test_a_step_trains_gates_towards_what_responses_need(tiny_llama):
+    module = replay(tiny_llama().double())
+    optimiser = torch.optim.Adam(module.gates.parameters(), 0.02)
+    data, divergences = batch(), []
+    for _ in range(30):
+        found = module.gated_loss.replay(data, 0, [0.2])
+        divergences.append(float(found.divergence))
+        optimiser.zero_grad()
+        found.divergence.sum().backward()
+        optimiser.step()
+    assert sum(divergences[-5:]) < 0.8 * sum(divergences[:5])
+
+
+def test_flags_do_not_depend_on_the_level_of_the_logits(tiny_llama):
+    gates = replay(tiny_llama()).gates
+    logits = torch.randn(4, 2, CONTEXT, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    flags = ranked_flags(logits, 0.3, gates)
+    assert set(flags.detach().unique().tolist()) == {0.0, 1.0}
+    (gradient,) = torch.autograd.grad((flags * torch.rand_like(flags)).sum(), logits)
+    hold(float(gradient.sum()), 0.0, float(gradient.abs().sum()) * logits.numel() * torch.finfo(torch.float32).eps)
+    assert torch.equal(ranked_flags(logits + 8, 0.3, gates).detach(), flags.detach())
+
+
+def test_a_context_is_read_once(tiny_llama, tmp_path, monkeypatch):
+    module, data = replay(tiny_llama(), str(tmp_path)), batch()
+    first = module.gated_loss.replay(data, 0, [0.4]).divergence
+    monkeypatch.setattr(Contexts, "_write", lambda *_: pytest.fail("the context was read again"))
+    other = replay(module.model, str(tmp_path)).gated_loss.replay(data, 0, [0.4]).divergence
+    assert torch.equal(first, other)
+
+
+def test_a_damaged_context_and_one_of_another_model_are_read_again(tiny_llama, tmp_path):
+    model = tiny_llama()
+    module, data = replay(model, str(tmp_path)), batch()
+    first = module.gated_loss.replay(data, 0, [0.4]).divergence
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    assert torch.equal(module.gated_loss.replay(data, 0, [0.4]).divergence, first)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.add_(0.5)
+    replay(model, str(tmp_path)).gated_loss.replay(data, 0, [0.4])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_named(tiny_llama, tmp_path, monkeypatch):
+    module = replay(tiny_llama(), str(tmp_path))
+    monkeypatch.setattr("ag.training.replay.save_file", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(UserError, match=r"loss\.contexts=.*no space left"):
+        module.gated_loss.replay(batch(), 0, [0.4])
+
+
+def test_validation_measures_each_share(tiny_llama):
+    module, data = replay(tiny_llama()), batch(rows=2)
+    module.validation.update(data, keep_samples=True)
+    values = module.validation.compute()
+    each = [module.gated_loss.replay(data, row, VALIDATED).divergence for row in range(2)]
+    for place, share in enumerate(VALIDATED):
+        hold(float(values[f"kl_at_{share:g}"]), float(sum(x[place] for x in each) / 2), 1e-6)
+    assert module.gates.calibration is not None and len(module.sample_flags) == 2
