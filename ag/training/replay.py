@@ -140,9 +140,9 @@ class Contexts:
         except (OSError, SafetensorError):
             return self._write(path, tokens)
         context = Context()
-        for key, tensor in parts.items():
+        for key in sorted(parts, key=lambda key: int(key.partition(".")[2])):  # layers in order, as they are read
             name, _, layer = key.partition(".")
-            getattr(context, name)[int(layer)] = tensor
+            getattr(context, name)[int(layer)] = parts[key]
         return context
 
     @torch.no_grad()

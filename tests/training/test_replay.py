@@ -124,6 +124,13 @@ def test_a_context_is_read_once(tiny_llama, tmp_path, monkeypatch):
     assert torch.equal(first, other)
 
 
+def test_a_context_from_the_folder_has_its_layers_in_order(tiny_llama, tmp_path):
+    module, tokens = replay(tiny_llama(num_hidden_layers=11), str(tmp_path)), batch()["input_ids"][0]
+    contexts = module.gated_loss.contexts
+    for found in (contexts.read(tokens), contexts.read(tokens)):
+        assert [list(part) for part in vars(found).values()] == 3 * [list(range(11))]
+
+
 def test_a_damaged_context_and_one_of_another_model_are_read_again(tiny_llama, tmp_path):
     model = tiny_llama()
     module, data = replay(model, str(tmp_path)), batch()
