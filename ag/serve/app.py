@@ -260,7 +260,7 @@ class Service(Endpoints):
     def __init__(self, scheduler: Scheduler, name: str, limits: ServeConfig, api_key: str | None = None) -> None:
         most = 2 * (scheduler.queue + scheduler.batch)
         super().__init__(name, policy_text(scheduler.policy), limits.body_bytes, most, api_key)
-        self.prompts = Prompts(scheduler.tokenizer, scheduler.model.config, limits, scheduler.batch)
+        self.prompts = Prompts(scheduler, limits)
         self.scheduler, self._metrics = scheduler, Metrics(scheduler.snapshot)
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._encoder = ThreadPoolExecutor(1, "encoder")  # one thread, as a tokenizer cannot encode two texts at once
@@ -294,15 +294,15 @@ class Service(Endpoints):
         try:
             asked: Asked = parse(ASKED[path], body)
             self.check_model(asked.model)
-            request = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, asked)
-            answers = Answers(request, self.scheduler, self._metrics.timed)
+            prompts = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, asked)
+            answers = Answers(prompts, self.scheduler, self._metrics.timed)
             form = Form(asked, self.scheduler.vocabulary)
             if asked.stream:
                 yield EVENTS
                 async for event in self._events(answers, form):
                     yield {"type": "http.response.body", "body": event.encode(), "more_body": True}
             else:
-                whole = form.whole(await answers.whole(), len(request.tokens), answers.written)
+                whole = form.whole(await answers.whole(), answers.used)
                 for message in as_messages(Response(whole, media_type="application/json")):
                     yield message
         except Exception as error:
@@ -320,7 +320,7 @@ class Service(Endpoints):
             async for piece in answers:
                 yield ": waiting\n\n" if piece is None else f"data: {form.chunk(piece)}\n\n"
             if form.asked.stream_options.include_usage:
-                yield f"data: {form.last(len(answers.request.tokens), answers.written)}\n\n"
+                yield f"data: {form.last(answers.used)}\n\n"
             yield "data: [DONE]\n\n"
         except Exception as error:
             yield error_event(error)

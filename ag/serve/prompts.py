@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import fields, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from ag.commands.serve import ServeConfig
 from ag.errors import UserError
 from ag.model.chat import Chat, spans
+from ag.serve.detokenizer import Detokenizer
 from ag.serve.protocol import ApiError, Asked, ChatAsked, CompletionAsked
-from ag.serve.request import Request
+from ag.serve.request import Prompt, Request, Token
+from ag.serve.scheduler import Scheduler
 
 TEXT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 
@@ -21,19 +24,19 @@ class Prompts:
     """Makes the requests of a scheduler from the parameters of clients.
 
     Args:
-        tokenizer: of the model.
-        model: configuration of the model.
+        scheduler: that answers them.
         limits: limits of requests.
-        batch: most answers at once.
     """
 
-    def __init__(self, tokenizer: Any, model: Any, limits: ServeConfig, batch: int) -> None:
-        self.tokenizer, self.limits, self._batch = tokenizer, limits, batch
-        self._context: int | None = getattr(model.get_text_config(), "max_position_embeddings", None)
-        self._vocabulary = int(model.get_text_config().vocab_size)
+    def __init__(self, scheduler: Scheduler, limits: ServeConfig) -> None:
+        model = scheduler.model.config.get_text_config()
+        self.tokenizer, self.limits = scheduler.tokenizer, limits
+        self._texts, self._batch, self._queue = scheduler.vocabulary, scheduler.batch, scheduler.queue
+        self._context: int | None = getattr(model, "max_position_embeddings", None)
+        self._vocabulary = int(model.vocab_size)
 
-    def __call__(self, asked: Asked) -> Request:
-        """Return the request.
+    def __call__(self, asked: Asked) -> list[Prompt]:
+        """Return the requests, one for each prompt.
 
         Raises:
             ApiError: for parameters that this model, its tokenizer or its chat template cannot serve.
@@ -41,27 +44,40 @@ class Prompts:
         """
         if asked.n > self._batch:
             raise ApiError(400, f"n={asked.n}: expected at most {self._batch} here.", "n")
-        tokens, protect = self._chat(asked) if isinstance(asked, ChatAsked) else self._text(asked)
+        if isinstance(asked, ChatAsked):
+            return [Prompt(self._request(asked, *self._chat(asked), "messages"))]
+        assert isinstance(asked, CompletionAsked)
+        texts = asked.prompts
+        if len(texts) > self._queue:
+            raise ApiError(400, f"{len(texts)} prompts: expected at most {self._queue} here.", "prompt")
+        return [
+            self._text(asked, text, "prompt" if len(texts) == 1 else f"prompt[{place}]")
+            for place, text in enumerate(texts)
+        ]
+
+    def _request(self, asked: Asked, tokens: list[int], protect: Any, param: str) -> Request:
+        """Return the request of one prompt, which the parameter ``param`` holds."""
         if not tokens:
-            raise ApiError(400, "the prompt is empty: expected one token or more.", "prompt")
+            raise ApiError(400, "the prompt is empty: expected one token or more.", param)
         if not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-            raise ApiError(400, f"prompt: expected tokens of 0 to {self._vocabulary - 1}.", "prompt")
+            raise ApiError(400, f"{param}: expected tokens of 0 to {self._vocabulary - 1}.", param)
         same = {name: getattr(asked, name) for name in type(asked).model_fields if name in _PARAMETERS}
         other: dict[str, Any] = {
             "tokens": tokens,
-            "max_tokens": self._longest(asked, len(tokens)),
+            "max_tokens": self._longest(asked, len(tokens), param),
             "top_k": max(asked.top_k, 0),
             "logit_bias": asked.biases(self._vocabulary),
             "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
             "continues": isinstance(asked, CompletionAsked),
             "logprobs": asked.best,
+            "prompt_logprobs": asked.best_of_prompt,
             "protect": tuple((first, behind) for first, behind in protect),
             "wait_seconds": self.limits.wait_seconds,
             "answer_seconds": self.limits.answer_seconds,
         }
         return Request(**(same | other))
 
-    def _longest(self, asked: Asked, prompt: int) -> int:
+    def _longest(self, asked: Asked, prompt: int, param: str) -> int:
         """Return the limit of an answer in tokens, for a prompt of this number of tokens."""
         most, context = self.limits.answer_tokens, self._context
         room = most if context is None else context - prompt
@@ -69,7 +85,7 @@ class Prompts:
             raise ApiError(
                 400,
                 f"the prompt has {prompt} tokens: expected fewer than {context}, the context of the model; shorten it.",
-                asked.text,
+                param,
                 "context_length_exceeded",
             )
         least = min(room, most)
@@ -81,15 +97,23 @@ class Prompts:
             raise ApiError(400, message, name, None if number > most else "context_length_exceeded")
         return number
 
-    def _text(self, asked: Asked) -> tuple[list[int], Any]:
-        """Return the token ids of a text, and its protected spans."""
-        assert isinstance(asked, CompletionAsked)
-        prompt = asked.prompt
-        if isinstance(prompt, list) and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                raise ApiError(400, f"{len(prompt)} prompts: expected one; send the others by themselves.", "prompt")
-            prompt = prompt[0]
-        return self.tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt, asked.protect
+    def _text(self, asked: CompletionAsked, text: str | list[int], param: str) -> Prompt:
+        """Return the request of a text or its token ids, which the parameter ``param`` holds."""
+        ids: list[int]
+        ids, pieces = ([], []) if isinstance(text, str) else (text, [])
+        if isinstance(text, str):
+            found = self.tokenizer(text, return_offsets_mapping=asked.echo, verbose=False)
+            ids = found["input_ids"]
+            # special tokens that the tokenizer adds lie at 0
+            starts = [*accumulate((first for first, _ in found.get("offset_mapping", ())), max), len(text)]
+            pieces = [text[first:behind] for first, behind in pairwise([0, *starts[1:]])]
+        elif asked.echo:
+            reader = Detokenizer(self._texts, special=True)
+            pieces = [reader.add(token) for token in ids]
+        request = self._request(asked, ids, asked.protect, param)
+        places = accumulate(map(len, pieces), initial=0)
+        echo = tuple(Token(*each) for each in zip(ids, pieces, places, strict=False))
+        return Prompt(request, echo if asked.echo else ())
 
     # ---- chats
 

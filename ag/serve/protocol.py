@@ -6,7 +6,8 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
@@ -15,7 +16,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from ag.errors import nearest
 from ag.model.chat import Part, for_template
-from ag.serve.answers import Piece
+from ag.serve.answers import Piece, Used
 from ag.serve.detokenizer import Vocabulary
 from ag.serve.request import Token
 
@@ -25,7 +26,6 @@ LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -156,9 +156,8 @@ class Asked(_Part):
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
 
-    #: The parameter that holds the prompt.
-    text: ClassVar[str]
     #: The parameters that OpenAI's API has.
     known: ClassVar[frozenset[str]]
 
@@ -171,6 +170,18 @@ class Asked(_Part):
     def best(self) -> int | None:
         """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
         raise NotImplementedError
+
+    @property
+    def best_of_prompt(self) -> int | None:
+        """The same at each place of the prompt."""
+        return self.prompt_logprobs
+
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _is_whole(cls, number: int | None, others: ValidationInfo) -> int | None:
+        if number is not None and others.data.get("stream"):
+            raise PydanticCustomError("alone", "needs stream=false; leave one of them out")
+        return number
 
     @field_validator("stream_options")
     @classmethod
@@ -198,7 +209,6 @@ class Asked(_Part):
 class ChatAsked(Asked):
     """The parameters of ``/v1/chat/completions``."""
 
-    text = "messages"
     known = frozenset(chat_params.CompletionCreateParamsBase.__annotations__)
 
     messages: list[Message] = Field(min_length=1)
@@ -238,10 +248,11 @@ class ChatAsked(Asked):
 class CompletionAsked(Asked):
     """The parameters of ``/v1/completions``."""
 
-    text = "prompt"
     known = frozenset(CompletionCreateParamsBase.__annotations__)
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=0)  # 0 reads the prompt alone
+    echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     protect: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=list)  # spans
 
@@ -249,6 +260,18 @@ class CompletionAsked(Asked):
     def best(self) -> int | None:
         """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
         return self.logprobs
+
+    @property
+    def best_of_prompt(self) -> int | None:
+        """The same at each place of the prompt."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in wanted if number is not None), default=None)
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, as texts or token ids."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return cast("Sequence[str | list[int]]", [self.prompt] if one else self.prompt)
 
 
 def parse(kind: type[Asked], body: bytes) -> Any:
@@ -316,6 +339,7 @@ class Form:
         self.asked, self.text_of, self._chat = asked, vocabulary.text, isinstance(asked, ChatAsked)
         name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": name, "created": int(time.time()), "model": asked.model}
+        self._echoed: dict[int, int] = {}  # characters of the repeated prompt, by answer
 
     def begin(self) -> list[str]:
         """Return the first chunks of a stream: of a chat the role of each answer."""
@@ -327,17 +351,18 @@ class Form:
         text = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
         return self._json([self._choice(piece, text)])
 
-    def last(self, prompt: int, written: int) -> str:
+    def last(self, used: Used) -> str:
         """Return the last chunk of a stream, with the numbers of tokens."""
-        return self._json([], usage=_usage(prompt, written))
+        return self._json([], usage=_usage(used))
 
-    def whole(self, answers: Sequence[Piece], prompt: int, written: int) -> str:
+    def whole(self, answers: Sequence[Piece], used: Used) -> str:
         """Return the answers, each in one piece, with the numbers of tokens."""
         choices = []
         for piece in answers:
             message = {"role": "assistant", "content": piece.text, "refusal": None}
             choices.append(self._choice(piece, {"message": message} if self._chat else {"text": piece.text}))
-        return self._json(choices, object="chat.completion", usage=_usage(prompt, written))
+        of_prompt = self._of_prompt(answers[0]) if self._chat else {}
+        return self._json(choices, object="chat.completion", usage=_usage(used), **of_prompt)
 
     def _json(self, choices: list[dict[str, Any]], object: str = "chat.completion.chunk", **more: Any) -> str:
         kind = object if self._chat else "text_completion"
@@ -345,10 +370,33 @@ class Form:
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
 
     def _choice(self, piece: Piece, text: dict[str, Any]) -> dict[str, Any]:
-        logprobs = None
+        logprobs, tokens = None, piece.tokens
+        if isinstance(self.asked, CompletionAsked) and self.asked.echo:
+            shift = sum(len(token.text) for token in piece.prompt or ())
+            shift = self._echoed.setdefault(piece.number, shift)
+            tokens = tuple(replace(token, place=shift + token.place) for token in tokens)
+            if piece.prompt is not None:
+                tokens = piece.prompt + tokens
+                text = {"text": "".join(token.text for token in piece.prompt) + piece.text}
         if self.asked.best is not None:
-            logprobs = self._of_chat(piece.tokens) if self._chat else self._of_text(piece.tokens)
-        return {"index": piece.number, "logprobs": logprobs, "finish_reason": piece.reason, **text}
+            logprobs = self._of_chat(tokens) if self._chat else self._of_text(tokens)
+        of_prompt = {} if self._chat else self._of_prompt(piece)
+        return {"index": piece.number, "logprobs": logprobs, "finish_reason": piece.reason, **text, **of_prompt}
+
+    def _of_prompt(self, piece: Piece) -> dict[str, Any]:
+        """Return the tokens of a prompt with their log-probabilities as far as requested, in the form of vLLM."""
+        if self.asked.prompt_logprobs is None or piece.prompt is None:
+            return {}
+        rows: list[dict[int, Any] | None] = []
+        for token in piece.prompt:
+            best = token.best[: self.asked.prompt_logprobs]
+            ranked = [(other, logprob, rank) for rank, (other, logprob) in enumerate(best, 1)]
+            values = {
+                other: {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.text_of(other)}
+                for other, logprob, rank in [*ranked, (token.id, token.logprob, token.rank)]
+            }
+            rows.append(values if token.rank else None)
+        return {"prompt_logprobs": rows}
 
     # ---- log-probabilities
 
@@ -365,8 +413,8 @@ class Form:
     def _of_text(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {
             "tokens": [self.text_of(token.id) for token in tokens],
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [self._best(token) for token in tokens],
+            "token_logprobs": [_finite(token.logprob) if token.rank else None for token in tokens],
+            "top_logprobs": [self._best(token) if token.rank else None for token in tokens],
             "text_offset": [token.place for token in tokens],
         }
 
@@ -376,7 +424,7 @@ class Form:
         The key of the chosen token is its text, as in ``tokens``. Of other tokens with the same text the most probable
         one has the text as its key, and the others have ``token_id:N``.
         """
-        values = dict(token.best) | {token.id: token.logprob}
+        values = dict(token.best[: self.asked.best]) | {token.id: token.logprob}
         names: dict[str, int] = {}
         for other in [token.id, *values]:
             names.setdefault(self.text_of(other), other)
@@ -388,5 +436,10 @@ def _finite(logprob: float | None) -> float:
     return max(logprob or 0.0, LOWEST)
 
 
-def _usage(prompt: int, written: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+def _usage(used: Used) -> dict[str, Any]:
+    return {
+        "prompt_tokens": used.read,
+        "completion_tokens": used.written,
+        "total_tokens": used.read + used.written,
+        "prompt_tokens_details": {"cached_tokens": used.cached},
+    }

@@ -24,7 +24,7 @@ class Request:
 
     Attributes:
         tokens: ids of the prompt.
-        max_tokens: most tokens of an answer.
+        max_tokens: most tokens of an answer; 0 reads the prompt alone.
         temperature: divides logits before sampling; 0 means greedy decoding.
         top_p: sample from the most probable tokens whose probabilities sum to this.
         top_k: sample from this number of the most probable tokens; 0 means no limit.
@@ -37,6 +37,7 @@ class Request:
             space in front.
         logprobs: number of the most probable tokens to return at each place, with log-probabilities; None means no
             log-probabilities at all.
+        prompt_logprobs: the same for the tokens of the prompt, which is then read without a cached prefix.
         n: number of answers.
         protect: half-open spans (start, end) of the prompt's tokens that no policy evicts.
         wait_seconds: longest time until the prompt is read; None means no limit.
@@ -58,6 +59,7 @@ class Request:
     stop: tuple[str, ...] = ()
     continues: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
     protect: tuple[tuple[int, int], ...] = ()
     wait_seconds: float | None = None
@@ -66,14 +68,15 @@ class Request:
     def __post_init__(self) -> None:
         if not self.tokens:
             raise UserError("Request: tokens is empty: expected a prompt of one token or more.")
-        require(self, "max_tokens", self.max_tokens >= 1, "1 or more")
+        require(self, "max_tokens", self.max_tokens >= 0, "0 or more")
         require(self, "temperature", self.temperature >= 0, "0 or more")
         require(self, "top_p", 0 < self.top_p <= 1, "above 0, at most 1")
         require(self, "top_k", self.top_k >= 0, "0 or more")
         require(self, "min_p", 0 <= self.min_p <= 1, "0 to 1")
         require(self, "repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100")
         require(self, "stop", all(self.stop), "texts that are not empty")
-        require(self, "logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more, or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            require(self, name, getattr(self, name) is None or getattr(self, name) >= 0, "0 or more, or None")
         require(self, "n", self.n >= 1, "1 or more")
         inside = all(0 <= first < behind <= len(self.tokens) for first, behind in self.protect)
         require(self, "protect", inside, f"pairs such as (0, 40), within the {len(self.tokens)} tokens of the prompt")
@@ -86,15 +89,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an answer.
+    """A token of an answer or of a prompt.
 
     Attributes:
         id: in the vocabulary.
         text: text that became final with this token; "" while it may be part of a character or of a stop text.
-        place: characters of the answer before the token.
-        logprob: its log-probability under the model, before any change to the logits; None means that ``logprobs`` was
-            not requested.
+        place: characters of the answer, or of the prompt, before the token.
+        logprob: its log-probability under the model, before any change to the logits; None means that it was not
+            requested, or that nothing precedes the token.
         best: the most probable tokens and their log-probabilities, if requested.
+        rank: 1 for the most probable token; 0 means that ``logprob`` is None.
     """
 
     id: int
@@ -102,6 +106,15 @@ class Token:
     place: int = 0
     logprob: float | None = None
     best: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request of a client."""
+
+    request: Request
+    echo: tuple[Token, ...] = ()  # the tokens of the prompt with their texts, if the answer repeats the prompt
 
 
 #: Events of a stream: tokens, then an error, or None at a normal end.
@@ -123,6 +136,10 @@ class Stream:
         self.reason: Reason | None = None
         #: Whether :meth:`cancel` was called.
         self.cancelled = False
+        #: The tokens of the prompt with their log-probabilities, if requested; complete before the first event.
+        self.prompt: tuple[Token, ...] = ()
+        #: Tokens of the prompt that were taken from a cached prefix; known before the first event.
+        self.shared = 0
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         #: Passes an event to the reader.
         self.put = hear or self._events.put

@@ -18,6 +18,8 @@ from transformers import (
 
 from ag.serve.request import Request, Token
 
+ROWS = 512  # rows of logits that are in float32 at once
+
 
 class Sampler:
     """Samples the tokens of one answer.
@@ -45,13 +47,27 @@ class Sampler:
         """
         scores: Tensor = self._processors(cast("Any", text[None]), cast("Any", logits[None]))[0]
         drawn = scores.argmax() if self._greedy else torch.multinomial(scores.softmax(-1), 1, generator=self._draw)
-        chosen = int(drawn)
         if self._best is None:
-            return Token(chosen)
-        known = logits.log_softmax(-1)
-        values, ids = known.topk(self._best)
-        best = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        return Token(chosen, logprob=float(known[chosen]), best=best)
+            return Token(int(drawn))
+        return scored(logits[None], drawn.view(1), self._best)[0]
+
+
+def scored(logits: Tensor, tokens: Tensor, best: int) -> list[Token]:
+    """Return tokens with their log-probabilities.
+
+    Args:
+        logits: ``[T, V]``.
+        tokens: ids ``[T]``, each after the logits of its row.
+        best: number of the most probable tokens of each row.
+    """
+    found: list[Token] = []
+    for rows, chosen in zip(logits.split(ROWS), tokens.to(logits.device).split(ROWS), strict=True):
+        known = rows.float().log_softmax(-1)
+        own, (values, ids) = known.gather(-1, chosen[:, None]), known.topk(best)
+        columns = (chosen, own[:, 0], ids, values, (known > own).sum(-1) + 1)
+        for token, logprob, others, theirs, rank in zip(*(column.tolist() for column in columns), strict=True):
+            found.append(Token(token, logprob=logprob, best=tuple(zip(others, theirs, strict=True)), rank=rank))
+    return found
 
 
 class _Temperature(LogitsProcessor):

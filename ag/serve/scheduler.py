@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -27,8 +27,8 @@ from ag.errors import UserError
 from ag.serve.admission import Admission, Need
 from ag.serve.detokenizer import Detokenizer, Vocabulary
 from ag.serve.prefix_cache import PrefixCache, key_of
-from ag.serve.request import Event, Reason, Request, Stream
-from ag.serve.sampler import Sampler
+from ag.serve.request import Event, Reason, Request, Stream, Token
+from ag.serve.sampler import Sampler, scored
 from ag.serve.snapshot import Counts, Running, Snapshot
 
 
@@ -87,6 +87,13 @@ class _Prompt:
     read: int  # tokens read so far, ``shared`` among them
     shared: int  # tokens of a cached prefix, which were not read again
     mark: int  # length at which the prefix is cached for other texts; 0 means that it is not
+    scores: list[Token] = field(default_factory=list)  # the tokens that were read, if their likelihood was requested
+
+    @property
+    def best(self) -> int | None:
+        """Number of the most probable tokens to return at each place; None means that no likelihood is missing."""
+        first = self.answers[0]
+        return None if first.stream.prompt else first.request.prompt_logprobs
 
 
 class Scheduler:
@@ -298,7 +305,7 @@ class Scheduler:
         if self._prefixes is not None:
             key = first.key()[: len(first.prompt)]
             with self._lock:
-                found = self._prefixes.find(key)
+                found = None if first.request.prompt_logprobs is not None else self._prefixes.find(key)
                 mark = 0 if self._crowded else self._prefixes.common(key)
             if found is not None:
                 cache, shared = deepcopy(found.cache), len(found.key)
@@ -312,11 +319,15 @@ class Scheduler:
 
     def _prefill(self, prompt: _Prompt, tokens: int) -> int:
         """Read a chunk of a prompt; at its end its answers join the batch. Returns the number of tokens read."""
-        text, until = prompt.answers[0].prompt, prompt.mark or None
+        text, until, best = prompt.answers[0].prompt, prompt.mark or None, prompt.best
         part = text[prompt.read : until][: None if self._at_once else tokens]
         try:
             ids = part[None].to(self.model.device)
-            out = self.model(input_ids=ids, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1)
+            keep = 1 if best is None else 0  # 0 means all logits
+            out = self.model(input_ids=ids, past_key_values=prompt.cache, use_cache=True, logits_to_keep=keep)
+            if best is not None:
+                following = text[prompt.read + 1 :][: len(part)]
+                prompt.scores += scored(out.logits[0, : len(following)], following, best)
             prompt.read += len(part)
             if prompt.read == prompt.mark:
                 self._cache_prefix(prompt)
@@ -326,6 +337,9 @@ class Scheduler:
             self.counts.reused += prompt.shared
             self._admission.learn(prompt.cache, len(text))
             for answer in list(prompt.answers):
+                answer.stream.shared = prompt.shared
+                if best is not None:
+                    answer.stream.prompt = (Token(int(text[0])), *prompt.scores)
                 fork = prompt.cache if answer is prompt.answers[-1] else deepcopy(prompt.cache)
                 self._begin(prompt, answer, fork, out.logits[0, -1].float().cpu())
         except PoolFullError as error:
@@ -346,7 +360,10 @@ class Scheduler:
     def _begin(self, prompt: _Prompt, answer: _Answer, cache: EvictionCache, logits: Tensor) -> None:
         """Sample the first token of an answer, unless it was preempted, and add the answer to the batch."""
         answer.read = len(answer.request.tokens)
-        if answer.written or self._add(answer, logits):
+        if answer.request.max_tokens == 0:
+            self._finish(answer, "length")
+            cache.reset()
+        elif answer.written or self._add(answer, logits):
             self._cache.add(cache)
             self._running.append(answer)
         else:

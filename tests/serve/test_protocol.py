@@ -55,7 +55,8 @@ def test_any_values(kind, data):
         (CompletionAsked, {"prompt": [[]]}, "prompt[0]", ["[]", "at least 1 item"]),
         (CompletionAsked, {"prompt": 3}, "prompt", ["3", "a valid string or a valid list"]),
         (CompletionAsked, {"temperature": "hot"}, "temperature", ["hot", "number"]),
-        (CompletionAsked, {"echo": True}, "echo", ["not supported"]),
+        (CompletionAsked, {"suffix": "x"}, "suffix", ["not supported"]),
+        (CompletionAsked, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ["stream=false"]),
         (CompletionAsked, {"stream_options": {"include_usage": False}}, "stream_options", ["stream=true"]),
         (CompletionAsked, {"repetition_penalty": 1e-300}, "repetition_penalty", ["1e-300", "0.01"]),
         (ChatAsked, {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content", ["required"]),
@@ -110,7 +111,14 @@ def test_values_that_are_too_large(change):
 
 def test_parameters_are_those_of_openai():
     """And a few more. Each neutral parameter is one of OpenAI's API."""
-    own = {"top_k", "min_p", "repetition_penalty", "protect", "stream"}  # the last declared by its subclasses
+    own = {
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "protect",
+        "stream",
+        "prompt_logprobs",
+    }  # the last declared by its subclasses
     assert set(ChatAsked.model_fields) - ChatAsked.known == own | {"chat_template_kwargs"}
     assert set(CompletionAsked.model_fields) - CompletionAsked.known == own
     assert set(NEUTRAL) <= ChatAsked.known | CompletionAsked.known

@@ -263,8 +263,8 @@ def test_what_is_refused(tiny_llama, tiny_tokenizer):
     model = model_for(tiny_llama, "full")
     pool = ag.Pool(model, 2**18)
     scheduler = Scheduler(model, tiny_tokenizer, "full", pool, queue=2)
-    with refuses(UserError, "max_tokens=0", "1 or more"):
-        Request(tokens=[7], max_tokens=0)
+    with refuses(UserError, "max_tokens=-1", "0 or more"):
+        Request(tokens=[7], max_tokens=-1)
     with refuses(UserError, "repetition_penalty=1e-300", "0.01 to 100"):
         Request(tokens=[7], repetition_penalty=1e-300)
     with refuses(UserError, "protect=((1, 3),)", "(0, 40)", "2 tokens"):

@@ -212,7 +212,8 @@ def test_each_of_the_most_probable_tokens_has_its_name(fallback, best):
     ("change", "param", "words"),
     [
         ({"prompt": [1, 2, 400]}, "prompt", ["259"]),
-        ({"prompt": ["a", "b"]}, "prompt", ["2 prompts: expected one"]),
+        ({"prompt": ["a"] * 257}, "prompt", ["257 prompts: expected at most 256"]),
+        ({"prompt": ["a", ""]}, "prompt[1]", ["empty"]),
         ({"prompt": ""}, "prompt", ["empty"]),
         ({"n": 65}, "n", ["65", "64"]),
         ({"protect": [[0, 9]]}, None, ["protect=((0, 9),)", "5 tokens"]),
