@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from dataclasses import fields, replace
 from itertools import accumulate, pairwise
@@ -16,6 +17,7 @@ from ag.serve.request import Prompt, Request, Token
 from ag.serve.scheduler import Scheduler
 
 TEXT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
+RESERVED = 1024  # tokens for which admission keeps blocks, of an answer that has no limit of its own
 
 _PARAMETERS = {field.name for field in fields(Request)}
 
@@ -61,10 +63,20 @@ class Prompts:
             raise ApiError(400, "the prompt is empty: expected one token or more.", param)
         if not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
             raise ApiError(400, f"{param}: expected tokens of 0 to {self._vocabulary - 1}.", param)
+        longest = self._longest(asked, len(tokens), param)
+        if asked.min_tokens > longest:
+            raise ApiError(
+                400, f"min_tokens={asked.min_tokens}: expected at most {longest}, the most tokens here.", "min_tokens"
+            )
+        wrong = [token for token in asked.stop_token_ids if token >= self._vocabulary]
+        if wrong:
+            message = f"stop_token_ids: {wrong[0]}: expected tokens of 0 to {self._vocabulary - 1}."
+            raise ApiError(400, message, "stop_token_ids")
         same = {name: getattr(asked, name) for name in type(asked).model_fields if name in _PARAMETERS}
         other: dict[str, Any] = {
             "tokens": tokens,
-            "max_tokens": self._longest(asked, len(tokens), param),
+            "max_tokens": longest,
+            "reserved": None if asked.longest else RESERVED,
             "top_k": max(asked.top_k, 0),
             "logit_bias": asked.biases(self._vocabulary),
             "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
@@ -79,7 +91,7 @@ class Prompts:
 
     def _longest(self, asked: Asked, prompt: int, param: str) -> int:
         """Return the limit of an answer in tokens, for a prompt of this number of tokens."""
-        most, context = self.limits.answer_tokens, self._context
+        most, context = self.limits.answer_tokens or sys.maxsize, self._context
         room = most if context is None else context - prompt
         if room < 1:
             raise ApiError(

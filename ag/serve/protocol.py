@@ -26,12 +26,10 @@ LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -150,13 +148,20 @@ class Asked(_Part):
     top_k: int = Field(0, ge=-1)  # -1 and 0 mean no limit
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] = Field(default_factory=list)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    return_token_ids: bool = False
 
     #: The parameters that OpenAI's API has.
     known: ClassVar[frozenset[str]]
@@ -349,7 +354,8 @@ class Form:
     def chunk(self, piece: Piece) -> str:
         """Return a piece of an answer as a chunk of a stream."""
         text = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
-        return self._json([self._choice(piece, text)])
+        first = self._chat and piece.number == 0
+        return self._json([self._choice(piece, text)], **(self._of_prompt(piece.prompt) if first else {}))
 
     def last(self, used: Used) -> str:
         """Return the last chunk of a stream, with the numbers of tokens."""
@@ -361,10 +367,10 @@ class Form:
         for piece in answers:
             message = {"role": "assistant", "content": piece.text, "refusal": None}
             choices.append(self._choice(piece, {"message": message} if self._chat else {"text": piece.text}))
-        of_prompt = self._of_prompt(answers[0]) if self._chat else {}
+        of_prompt = self._of_prompt(answers[0].prompt) if self._chat else {}
         return self._json(choices, object="chat.completion", usage=_usage(used), **of_prompt)
 
-    def _json(self, choices: list[dict[str, Any]], object: str = "chat.completion.chunk", **more: Any) -> str:
+    def _json(self, choices: list[dict[str, Any]], *, object: str = "chat.completion.chunk", **more: Any) -> str:
         kind = object if self._chat else "text_completion"
         fields = {"object": kind, "choices": choices, **more, **self._head}
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
@@ -380,15 +386,19 @@ class Form:
                 text = {"text": "".join(token.text for token in piece.prompt) + piece.text}
         if self.asked.best is not None:
             logprobs = self._of_chat(tokens) if self._chat else self._of_text(tokens)
-        of_prompt = {} if self._chat else self._of_prompt(piece)
-        return {"index": piece.number, "logprobs": logprobs, "finish_reason": piece.reason, **text, **of_prompt}
+        ids = {"token_ids": [token.id for token in piece.tokens]} if self.asked.return_token_ids else {}
+        more = ids if self._chat else ids | self._of_prompt(piece.prompt)
+        return {"index": piece.number, "logprobs": logprobs, "finish_reason": piece.reason, **text, **more}
 
-    def _of_prompt(self, piece: Piece) -> dict[str, Any]:
-        """Return the tokens of a prompt with their log-probabilities as far as requested, in the form of vLLM."""
-        if self.asked.prompt_logprobs is None or piece.prompt is None:
+    def _of_prompt(self, prompt: Sequence[Token] | None) -> dict[str, Any]:
+        """Return the tokens of a prompt and their log-probabilities as far as requested, in the form of vLLM."""
+        if prompt is None:
             return {}
+        ids = {"prompt_token_ids": [token.id for token in prompt]} if self.asked.return_token_ids else {}
+        if self.asked.prompt_logprobs is None:
+            return ids
         rows: list[dict[int, Any] | None] = []
-        for token in piece.prompt:
+        for token in prompt:
             best = token.best[: self.asked.prompt_logprobs]
             ranked = [(other, logprob, rank) for rank, (other, logprob) in enumerate(best, 1)]
             values = {
@@ -396,7 +406,7 @@ class Form:
                 for other, logprob, rank in [*ranked, (token.id, token.logprob, token.rank)]
             }
             rows.append(values if token.rank else None)
-        return {"prompt_logprobs": rows}
+        return ids | {"prompt_logprobs": rows}
 
     # ---- log-probabilities
 

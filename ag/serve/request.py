@@ -25,14 +25,22 @@ class Request:
     Attributes:
         tokens: ids of the prompt.
         max_tokens: most tokens of an answer; 0 reads the prompt alone.
+        reserved: tokens of an answer for which admission keeps blocks; a longer answer takes free blocks, and ends
+            where an otherwise empty pool has none. None means ``max_tokens``.
         temperature: divides logits before sampling; 0 means greedy decoding.
         top_p: sample from the most probable tokens whose probabilities sum to this.
         top_k: sample from this number of the most probable tokens; 0 means no limit.
         min_p: sample from tokens at least ``min_p`` times as probable as the most probable one.
         repetition_penalty: divides the logits of tokens that occurred before, 0.01 to 100.
+        frequency_penalty: is subtracted from the logit of a token for each time that the answer has it, -2 to 2.
+        presence_penalty: is subtracted once from the logit of each token that the answer has, -2 to 2.
         logit_bias: numbers that are added to logits, by token.
         seed: of sampling; None means a different one for each answer.
         stop: texts that end an answer and are not part of it.
+        stop_token_ids: tokens that end an answer, beside those of the model, and whose texts are not part of it.
+        include_stop_str_in_output: True if what ends an answer is part of its text.
+        ignore_eos: True if the model's own end tokens do not end an answer.
+        min_tokens: tokens of an answer before which nothing but ``max_tokens`` ends it.
         continues: True for an answer that continues the prompt's text; False for a new text, whose first word has no
             space in front.
         logprobs: number of the most probable tokens to return at each place, with log-probabilities; None means no
@@ -49,14 +57,21 @@ class Request:
 
     tokens: Sequence[int]
     max_tokens: int = 128
+    reserved: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
     continues: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -74,12 +89,21 @@ class Request:
         require(self, "top_k", self.top_k >= 0, "0 or more")
         require(self, "min_p", 0 <= self.min_p <= 1, "0 to 1")
         require(self, "repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100")
+        for name in ("frequency_penalty", "presence_penalty"):
+            require(self, name, -2 <= getattr(self, name) <= 2, "-2 to 2")
+        expected = f"0 to max_tokens={self.max_tokens}"
+        require(self, "min_tokens", 0 <= self.min_tokens <= self.max_tokens, expected)
         require(self, "stop", all(self.stop), "texts that are not empty")
         for name in ("logprobs", "prompt_logprobs"):
             require(self, name, getattr(self, name) is None or getattr(self, name) >= 0, "0 or more, or None")
         require(self, "n", self.n >= 1, "1 or more")
         inside = all(0 <= first < behind <= len(self.tokens) for first, behind in self.protect)
         require(self, "protect", inside, f"pairs such as (0, 40), within the {len(self.tokens)} tokens of the prompt")
+
+    @property
+    def expected(self) -> int:
+        """Tokens of an answer for which admission keeps blocks."""
+        return self.max_tokens if self.reserved is None else min(self.reserved, self.max_tokens)
 
     def marks(self) -> Tensor:
         """Return which tokens of the prompt are protected, ``[T]`` bool."""

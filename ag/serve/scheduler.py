@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,6 +51,7 @@ class _Answer:
     text: Tensor  # ids ``[T]`` on the CPU, of the prompt and of the answer so far
     since: float  # time of submission, in seconds of the scheduler's clock
     need: Need  # blocks that it may take
+    ends: Set[int]  # tokens that end it
     read: int = 0  # tokens of the text that the model has read, while the answer is in the batch
 
     @property
@@ -180,10 +181,21 @@ class Scheduler:
         self._check(request, need)
         text, now = torch.tensor(request.tokens, dtype=torch.long), self._clock()
         answers = []
+        ends = {*request.stop_token_ids} | (set() if request.ignore_eos else self.ends)
+        special = {self.vocabulary.special[text] for text in request.stop if text in self.vocabulary.special}
         for number in range(request.n):
-            detokenizer = Detokenizer(self.vocabulary, request.stop, request.continues)
-            stream, sampler = Stream(detokenizer, hear and partial(hear, number)), Sampler(request, number)
-            answers.append(_Answer(next(self._numbers), request, stream, sampler, text, now, need))
+            detokenizer = Detokenizer(
+                self.vocabulary,
+                request.stop,
+                include_stop=request.include_stop_str_in_output,
+                least=request.min_tokens,
+                continues=request.continues,
+            )
+            stream, sampler = (
+                Stream(detokenizer, hear and partial(hear, number)),
+                Sampler(request, number, ends | special),
+            )
+            answers.append(_Answer(next(self._numbers), request, stream, sampler, text, now, need, ends))
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped
@@ -277,7 +289,7 @@ class Scheduler:
         blocks, size = max(need.reading, need.writing * request.n), self.pool.block_nbytes()
         if blocks > self.pool.capacity:
             raise UserError(
-                f"{len(request.tokens)} tokens and {request.n} answers of {request.max_tokens} may take "
+                f"{len(request.tokens)} tokens and {request.n} answers of {request.expected} may take "
                 f"{blocks * size} bytes, and the pool has {self.pool.capacity * size}: expected no more than that; "
                 "shorten one of them, keep less, or make a larger pool."
             )
@@ -440,16 +452,21 @@ class Scheduler:
             self._finish(answer, None, error)
             return False
         answer.text = torch.cat([answer.text, torch.tensor([token.id])])
-        answer.stream.put(replace(token, place=detokenizer.length, text=detokenizer.add(token.id)))
+        ended, place = token.id in answer.ends, detokenizer.length
+        spoken = answer.request.include_stop_str_in_output or not ended
+        answer.stream.put(replace(token, place=place, text=detokenizer.add(token.id) if spoken else ""))
         self.counts.tokens += 1
         if answer.written == 1:
             self.counts.started += 1
             self.counts.first_seconds += self._clock() - answer.since
-        if token.id in self.ends or detokenizer.stopped:
+        if ended or detokenizer.stopped:
             self._finish(answer, "stop")
         elif answer.written >= answer.request.max_tokens:
             self._finish(answer, "length")
         else:
+            if answer.written == answer.request.expected:  # longer than its reserve
+                answer.request = replace(answer.request, reserved=2 * answer.written)
+                answer.need = self._admission.need(answer.request)
             return True
         if self._prefixes is not None:
             with self._lock:
@@ -474,7 +491,8 @@ class Scheduler:
         alone = len(self._running) == 1 and reading is None
         self._remove(places)
         if alone:
-            self._finish(newest, None, error)
+            unlimited = newest.request.reserved is not None
+            self._finish(newest, "length" if unlimited else None, None if unlimited else error)
             return
         self.counts.preempted += len(preempted)
         for answer in reversed(preempted):

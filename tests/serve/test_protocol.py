@@ -111,14 +111,9 @@ def test_values_that_are_too_large(change):
 
 def test_parameters_are_those_of_openai():
     """And a few more. Each neutral parameter is one of OpenAI's API."""
-    own = {
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "protect",
-        "stream",
-        "prompt_logprobs",
-    }  # the last declared by its subclasses
+    own = {"top_k", "min_p", "repetition_penalty", "protect", "stream"}  # the last declared by its subclasses
+    own |= {"stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "return_token_ids"}
+    own |= {"prompt_logprobs"}
     assert set(ChatAsked.model_fields) - ChatAsked.known == own | {"chat_template_kwargs"}
     assert set(CompletionAsked.model_fields) - CompletionAsked.known == own
     assert set(NEUTRAL) <= ChatAsked.known | CompletionAsked.known

@@ -17,7 +17,7 @@ from ag.serve.sampler import processors
 from ag.serve.scheduler import Busy
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
-from tests.support.served import alone, finish, read, text
+from tests.support.served import alone, finish, options, read, text
 
 POLICIES = {
     "full": ag.policy("full"),
@@ -45,7 +45,10 @@ def pool_of(model, blocks):
     [("every", 14), ("flags", 14)] + [pytest.param(x, 24, marks=pytest.mark.slow) for x in ("snapkv", "streaming_llm")],
 )
 def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, name, count):
-    """Random requests in a pool that is too small: some wait, some share prefixes, some are cancelled."""
+    """Random requests in a pool that is too small: some wait, some share prefixes, some are cancelled.
+
+    Each has options of its own.
+    """
     model, policy, draw = model_for(tiny_llama, name), POLICIES[name], random.Random(0)
     pool = pool_of(model, 106)
     scheduler = Scheduler(model, tiny_tokenizer, policy, pool, prefill_tokens=24)
@@ -53,7 +56,7 @@ def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, nam
     requests, streams = [], []
     for number in range(count):
         tokens = draw.choice([*systems, []]) + text(draw, draw.randrange(1, 40))
-        requests.append(Request(tokens=tokens, max_tokens=draw.randrange(1, 24)))
+        requests.append(Request(tokens=tokens, max_tokens=draw.randrange(12, 24), **options(draw)))
         streams += scheduler.submit(requests[-1])
         if number % 5 == 4:
             streams[-draw.randrange(1, 4)].cancel()
@@ -157,7 +160,19 @@ def test_several_answers_share_a_prompt(tiny_llama, tiny_tokenizer):
     model, draw = model_for(tiny_llama, "full"), random.Random(2)
     pool = ag.Pool(model, 2**22)
     drawn = Request(
-        tokens=text(draw, 70), max_tokens=12, temperature=1.5, top_p=0.95, top_k=90, min_p=1e-4, seed=3, n=3, logprobs=2
+        tokens=text(draw, 70),
+        max_tokens=12,
+        temperature=1.5,
+        top_p=0.95,
+        top_k=90,
+        min_p=1e-4,
+        seed=3,
+        n=3,
+        logprobs=2,
+        frequency_penalty=0.7,
+        presence_penalty=-0.3,
+        min_tokens=12,
+        repetition_penalty=1.2,
     )
     found = []
     for others in (0, 4):
@@ -210,6 +225,27 @@ def test_what_ends_an_answer(tiny_llama, tiny_tokenizer):
     begun = read(late)
     assert late.reason == "timeout" and 0 < len(begun) < 24 and begun == answer[: len(begun)]
     assert (read(forced), forced.reason) == ([7, 7], "length")
+    assert pool.free == pool.capacity
+
+
+def test_an_answer_without_a_limit_takes_what_is_free(tiny_llama, tiny_tokenizer):
+    """Beyond its reserve it is preempted for an older one, loses no token, and ends where the pool does."""
+    model, draw = model_for(tiny_llama, "full"), random.Random(10)
+    pool = pool_of(model, 60)
+    scheduler = Scheduler(model, tiny_tokenizer, "full", pool)
+    requests = [
+        Request(tokens=text(draw, 30), max_tokens=450, reserved=reserved, ignore_eos=True) for reserved in (4, 4, None)
+    ]
+    with refuses(UserError, "450", "pool"):
+        scheduler.submit(requests.pop())
+    streams = [stream for request in requests for stream in scheduler.submit(request)]
+    scheduler.step()
+    assert len(scheduler._running) == 2
+    finish(scheduler)
+    assert scheduler.counts.preempted and [stream.reason for stream in streams] == ["length"] * 2
+    for request, stream in zip(requests, streams, strict=True):
+        found = read(stream)
+        assert 100 < len(found) < 450 and found == alone(model, "full", replace(request, max_tokens=len(found)))
     assert pool.free == pool.capacity
 
 

@@ -144,6 +144,26 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(tiny, served):
     assert service.scheduler.counts.ended["stop"] == ended + 2  # not as cancelled answers
 
 
+def test_what_else_ends_an_answer(tiny, client):
+    """Tokens by their ids, and texts that become part of the answer; neither before ``min_tokens``."""
+    ids = alone(tiny, POLICY, Request(tokens=TOKENIZER("tell me")["input_ids"], max_tokens=30))
+    place = next(place for place in range(6, 30) if ids[place] not in ids[:place])
+    fields = {"model": "tiny", "prompt": "tell me", "max_tokens": 30, "temperature": 0}
+    more = {"return_token_ids": True, "stop_token_ids": [ids[place]]}
+    [whole] = client.completions.create(**fields, extra_body=more).choices
+    assert (whole.text, whole.finish_reason) == (said(ids[:place]), "stop")
+    assert (whole.token_ids, whole.prompt_token_ids) == (ids[: place + 1], TOKENIZER("tell me")["input_ids"])
+    [later] = client.completions.create(**fields, extra_body=more | {"min_tokens": place + 2}).choices
+    assert later.token_ids[:place] == ids[:place] and ids[place] not in later.token_ids[place : place + 2]
+    text = said(ids)
+    stop, end = text[5:7], text.index(text[5:7]) + 2
+    more = {"include_stop_str_in_output": True}
+    pieces = client.completions.create(**fields, stop=stop, stream=True, extra_body=more)
+    assert "".join(piece.choices[0].text for piece in pieces) == text[:end]
+    [later] = client.completions.create(**fields, stop=stop, extra_body=more | {"min_tokens": 25}).choices
+    assert later.text.startswith(said(ids[:25]))
+
+
 def test_sampled_answers(client):
     fields = {"model": "tiny", "prompt": "once", "max_tokens": 12, "temperature": 1.3, "top_p": 0.9, "n": 2, "seed": 4}
     more = {"top_k": 60, "min_p": 0.001, "repetition_penalty": 1.1}
