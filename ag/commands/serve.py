@@ -43,6 +43,9 @@ class ServeConfig(SharedPolicy):
     prompt_lookup: int = key(
         0, "draft tokens per step, divided among all answers and looked up in their own text; 0 means none", low=0
     )
+    origins: list[str] = key(
+        [], "pages that may use the server from a browser (CORS), such as https://chat.example; * means all"
+    )
     body_bytes: int = key(2**20, "longest body of a request", low=1)
     answer_tokens: int | None = key(
         None, "longest answer in tokens; null means what the context of the model has left", low=1

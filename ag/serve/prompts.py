@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 import uuid
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 from ag.commands.serve import ServeConfig
 from ag.errors import UserError
-from ag.model.chat import Chat, spans
+from ag.model.chat import Chat, reads, spans
 from ag.serve.detokenizer import Detokenizer
-from ag.serve.protocol import ApiError, Asked, ChatAsked, CompletionAsked
+from ag.serve.protocol import ApiError, Asked, Body, ChatAsked, CompletionAsked, DetokenizeAsked, TokenizeAsked
 from ag.serve.request import Prompt, Request, Token
 from ag.serve.scheduler import Scheduler
 
@@ -34,21 +35,27 @@ class Prompts:
         model = scheduler.model.config.get_text_config()
         self.tokenizer, self.limits = scheduler.tokenizer, limits
         self._texts, self._batch, self._queue = scheduler.vocabulary, scheduler.batch, scheduler.queue
-        self._context: int | None = getattr(model, "max_position_embeddings", None)
+        #: Most tokens of a text; None means that the model has no limit.
+        self.context: int | None = getattr(model, "max_position_embeddings", None)
         self._vocabulary = int(model.vocab_size)
 
-    def __call__(self, asked: Asked) -> list[Prompt]:
-        """Return the requests, one for each prompt.
+    def __call__(self, asked: Body) -> list[Prompt] | dict[str, Any]:
+        """Return the requests, one for each prompt, or what ``/tokenize`` and ``/detokenize`` return.
 
         Raises:
             ApiError: for parameters that this model, its tokenizer or its chat template cannot serve.
             UserError: for a value out of range.
         """
+        if isinstance(asked, DetokenizeAsked):
+            self._check(asked.tokens, "tokens")
+            return {"prompt": self.tokenizer.decode(asked.tokens)}
+        if isinstance(asked, TokenizeAsked):
+            return self._tokenized(asked)
+        assert isinstance(asked, ChatAsked | CompletionAsked)
         if asked.n > self._batch:
             raise ApiError(400, f"n={asked.n}: expected at most {self._batch} here.", "n")
         if isinstance(asked, ChatAsked):
-            return [Prompt(self._request(asked, *self._chat(asked), "messages"))]
-        assert isinstance(asked, CompletionAsked)
+            return [Prompt(self._request(asked, *self._of_chat(asked), asked.text))]
         texts = asked.prompts
         if len(texts) > self._queue:
             raise ApiError(400, f"{len(texts)} prompts: expected at most {self._queue} here.", "prompt")
@@ -61,17 +68,13 @@ class Prompts:
         """Return the request of one prompt, which the parameter ``param`` holds."""
         if not tokens:
             raise ApiError(400, "the prompt is empty: expected one token or more.", param)
-        if not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-            raise ApiError(400, f"{param}: expected tokens of 0 to {self._vocabulary - 1}.", param)
+        self._check(tokens, param)
+        self._check(asked.stop_token_ids, "stop_token_ids")
         longest = self._longest(asked, len(tokens), param)
         if asked.min_tokens > longest:
             raise ApiError(
                 400, f"min_tokens={asked.min_tokens}: expected at most {longest}, the most tokens here.", "min_tokens"
             )
-        wrong = [token for token in asked.stop_token_ids if token >= self._vocabulary]
-        if wrong:
-            message = f"stop_token_ids: {wrong[0]}: expected tokens of 0 to {self._vocabulary - 1}."
-            raise ApiError(400, message, "stop_token_ids")
         same = {name: getattr(asked, name) for name in type(asked).model_fields if name in _PARAMETERS}
         other: dict[str, Any] = {
             "tokens": tokens,
@@ -80,7 +83,7 @@ class Prompts:
             "top_k": max(asked.top_k, 0),
             "logit_bias": asked.biases(self._vocabulary),
             "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
-            "continues": isinstance(asked, CompletionAsked),
+            "continues": not isinstance(asked, ChatAsked) or asked.continue_final_message,
             "logprobs": asked.best,
             "prompt_logprobs": asked.best_of_prompt,
             "protect": tuple((first, behind) for first, behind in protect),
@@ -89,11 +92,27 @@ class Prompts:
         }
         return Request(**(same | other))
 
+    def _check(self, tokens: Sequence[int], param: str) -> None:
+        """Refuse tokens outside of the vocabulary."""
+        wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
+        if wrong:
+            raise ApiError(400, f"{param}: {wrong[0]}: expected tokens of 0 to {self._vocabulary - 1}.", param)
+
+    def _tokenized(self, asked: TokenizeAsked) -> dict[str, Any]:
+        """Return the tokens of a text or a chat, in the form of vLLM."""
+        if asked.prompt is None:
+            text, special = self._chat(asked)[1], bool(asked.add_special_tokens)
+        else:
+            text, special = asked.prompt, asked.add_special_tokens is not False
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        names = self.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": names}
+
     def _longest(self, asked: Asked, prompt: int, param: str) -> int:
         """Return the limit of an answer in tokens, for a prompt of this number of tokens."""
-        most, context = self.limits.answer_tokens or sys.maxsize, self._context
+        most, context = self.limits.answer_tokens or sys.maxsize, self.context
         room = most if context is None else context - prompt
-        if room < 1:
+        if room < (0 if asked.longest is not None and asked.longest[1] == 0 else 1):
             raise ApiError(
                 400,
                 f"the prompt has {prompt} tokens: expected fewer than {context}, the context of the model; shorten it.",
@@ -129,34 +148,44 @@ class Prompts:
 
     # ---- chats
 
-    def _chat(self, asked: ChatAsked) -> tuple[list[int], Any]:
-        """Return the token ids of a chat, and its protected spans."""
+    def _chat(self, asked: ChatAsked) -> tuple[Chat, str]:
+        """Return a chat and its text by the template."""
         if self.tokenizer.chat_template is None:
-            raise ApiError(400, "the model has no chat template: use /v1/completions.", "messages")
+            raise ApiError(400, "the model has no chat template: use /v1/completions.", asked.text)
         try:
-            chat, text = self._rendered(Chat([message.for_template() for message in asked.messages], asked.variables))
-            self._check_rendered(chat)
-            without = "tools" in asked.variables and replace(chat, variables=asked.chat_template_kwargs)
-            if without and without.text(self.tokenizer) == text:
+            messages, variables = [message.for_template() for message in asked.messages], asked.variables
+            chat, text = self._rendered(Chat(messages, variables, asked.continue_final_message), asked.opened)
+            self._check_rendered(chat, asked.opened)
+            effort = asked.reasoning_effort is not None
+            if effort and not reads(self.tokenizer, "reasoning_effort", variables.get("tools")):
+                message = "the chat template of the model has no reasoning_effort: leave it out."
+                raise ApiError(400, message, asked.effort)
+            without = "tools" in variables and replace(chat, variables={**variables, "tools": None})
+            if without and without.text(self.tokenizer, asked.opened) == text:
                 raise ApiError(400, "the chat template of the model leaves tools out: leave them out too.", "tools")
         except UserError as error:
-            raise ApiError(400, str(error), "messages") from None
+            raise ApiError(400, str(error), asked.text) from None
+        return chat, text
+
+    def _of_chat(self, asked: ChatAsked) -> tuple[list[int], Any]:
+        """Return the token ids of a chat, and its protected spans."""
+        chat, text = self._chat(asked)
         parts = self.limits.protect if asked.protect is None else asked.protect
-        protect = spans(self.tokenizer, chat, parts) if parts else ()
+        protect = spans(self.tokenizer, chat, parts, asked.opened) if parts else ()
         # the template writes the special tokens itself
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], protect
 
-    def _rendered(self, chat: Chat) -> tuple[Chat, str]:
+    def _rendered(self, chat: Chat, opened: bool) -> tuple[Chat, str]:
         """Return the chat and its text, with empty contents for tool calls where the template needs a content."""
         try:
-            return chat, chat.text(self.tokenizer)
+            return chat, chat.text(self.tokenizer, opened)
         except UserError:
             filled = replace(chat, messages=[{"content": ""} | message for message in chat.messages])
             if filled == chat:
                 raise
-            return filled, filled.text(self.tokenizer)
+            return filled, filled.text(self.tokenizer, opened)
 
-    def _check_rendered(self, chat: Chat) -> None:
+    def _check_rendered(self, chat: Chat, opened: bool) -> None:
         """Refuse tool calls and results of tools that the template leaves out.
 
         A random word takes the place of each of them, and has to appear in the text.
@@ -171,7 +200,7 @@ class Prompts:
                 word = words[f"messages[{place}].tool_calls[{number}]"] = uuid.uuid4().hex
                 called = call | {"function": call["function"] | {"arguments": {"text": word}}}
                 message["tool_calls"] = [*message.get("tool_calls", []), called]
-        text = replace(chat, messages=messages).text(self.tokenizer) if words else ""
+        text = replace(chat, messages=messages).text(self.tokenizer, opened) if words else ""
         for param, word in words.items():
             if word not in text:
                 raise ApiError(

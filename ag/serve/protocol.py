@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
+from openai.types.shared import ReasoningEffort
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from ag.errors import nearest
-from ag.model.chat import Part, for_template
+from ag.model.chat import Part as ChatPart
+from ag.model.chat import for_template
 from ag.serve.answers import Piece, Used
 from ag.serve.detokenizer import Vocabulary
 from ag.serve.request import Token
@@ -23,7 +25,7 @@ from ag.serve.request import Token
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
 
 #: Unsupported parameters of OpenAI's API, with the values under which they change nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, Sequence[Any]] = {
     "audio": (),
     "best_of": (1,),
     "function_call": ("none", "auto"),
@@ -67,27 +69,27 @@ class ApiError(Exception):
 # ---- requests
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
     """A part of a request, without unknown parameters and without conversion of types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class TextPart(_Part):
+class TextPart(Part):
     """A part of a message's content: text."""
 
     type: Literal["text"]
     text: str
 
 
-class Function(_Part):
+class Function(Part):
     """The function of a tool call."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class ToolCall(_Part):
+class ToolCall(Part):
     """A call of a tool by the assistant."""
 
     id: str | None = None
@@ -96,7 +98,7 @@ class ToolCall(_Part):
     index: int | None = Field(None, exclude=True)  # clients that join a stream leave it in
 
 
-class Message(_Part):
+class Message(Part):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -123,7 +125,7 @@ class Message(_Part):
         return for_template(message)
 
 
-class StreamOptions(_Part):
+class StreamOptions(Part):
     """Options of a stream."""
 
     include_usage: bool = False
@@ -134,14 +136,24 @@ Ids = Annotated[list[int], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Asked(_Part):
-    """The parameters of chats and of texts; null stands for the default.
+class Body(Part):
+    """The parameters of a request; null stands for the default."""
+
+    model: str
+
+    #: The parameters that OpenAI's API has.
+    known: ClassVar[frozenset[str]] = frozenset()
+    #: Parameters that are not supported, with the values under which they change nothing.
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = NEUTRAL
+
+
+class Asked(Body):
+    """The parameters of chats and of texts.
 
     A parameter that :class:`ag.serve.Request` has under the same name is copied there. A new parameter of sampling is
     therefore a field here, a field there, and a line in :func:`ag.serve.sampler.processors`.
     """
 
-    model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -163,8 +175,8 @@ class Asked(_Part):
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool = False
 
-    #: The parameters that OpenAI's API has.
-    known: ClassVar[frozenset[str]]
+    #: The parameter that holds the prompt.
+    text: ClassVar[str]
 
     @property
     def longest(self) -> tuple[str, int] | None:
@@ -214,6 +226,9 @@ class Asked(_Part):
 class ChatAsked(Asked):
     """The parameters of ``/v1/chat/completions``."""
 
+    text = "messages"
+    #: The parameter that holds how much the model thinks.
+    effort: ClassVar[str] = "reasoning_effort"
     known = frozenset(chat_params.CompletionCreateParamsBase.__annotations__)
 
     messages: list[Message] = Field(min_length=1)
@@ -223,7 +238,24 @@ class ChatAsked(Asked):
     tools: list[dict[str, Any]] = Field(default_factory=list)  # for the chat template
     tool_choice: Literal["none", "auto"] = "auto"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # variables of the chat template
-    protect: list[Part] | None = None  # parts that are never evicted; None means the server's protect=
+    reasoning_effort: ReasoningEffort = None  # another one
+    add_generation_prompt: bool | None = None  # None means that the chat ends with the opening of an answer
+    continue_final_message: bool = False
+    protect: list[ChatPart] | None = None  # parts that are never evicted; None means the server's protect=
+
+    @field_validator("reasoning_effort")
+    @classmethod
+    def _is_told_once(cls, effort: ReasoningEffort, others: ValidationInfo) -> ReasoningEffort:
+        if "reasoning_effort" in others.data.get("chat_template_kwargs", {}):
+            raise PydanticCustomError("alone", "chat_template_kwargs has it too; leave one of them out")
+        return effort
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _is_not_opened(cls, continued: bool, others: ValidationInfo) -> bool:
+        if continued and others.data.get("add_generation_prompt"):
+            raise PydanticCustomError("alone", "needs add_generation_prompt=false; leave one of them out")
+        return continued
 
     @field_validator("top_logprobs")
     @classmethod
@@ -236,7 +268,13 @@ class ChatAsked(Asked):
     def variables(self) -> dict[str, Any]:
         """The variables of the chat template, tools among them."""
         tools = self.tools if self.tool_choice == "auto" else []
-        return self.chat_template_kwargs | ({"tools": tools} if tools else {})
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return self.chat_template_kwargs | effort | ({"tools": tools} if tools else {})
+
+    @property
+    def opened(self) -> bool:
+        """Whether the chat ends with the opening of an answer."""
+        return not self.continue_final_message and self.add_generation_prompt is not False
 
     @property
     def longest(self) -> tuple[str, int] | None:
@@ -253,6 +291,7 @@ class ChatAsked(Asked):
 class CompletionAsked(Asked):
     """The parameters of ``/v1/completions``."""
 
+    text = "prompt"
     known = frozenset(CompletionCreateParamsBase.__annotations__)
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
@@ -279,7 +318,31 @@ class CompletionAsked(Asked):
         return cast("Sequence[str | list[int]]", [self.prompt] if one else self.prompt)
 
 
-def parse(kind: type[Asked], body: bytes) -> Any:
+class TokenizeAsked(ChatAsked):
+    """The parameters of ``/tokenize``: a text, or those of a chat, in the form of vLLM."""
+
+    model: str = ""  # the server's
+    messages: list[Message] = Field(default_factory=list)
+    prompt: str | None = Field(None, validate_default=True)
+    add_special_tokens: bool | None = None  # None means those of a text, and none in a chat
+    return_token_strs: bool = False
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_one(cls, prompt: str | None, others: ValidationInfo) -> str | None:
+        if (prompt is None) != bool(others.data.get("messages")):
+            raise PydanticCustomError("alone", "expected either prompt or messages")
+        return prompt
+
+
+class DetokenizeAsked(Body):
+    """The parameters of ``/detokenize``, in the form of vLLM."""
+
+    model: str = ""  # the server's
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def parse(kind: type[Body], body: bytes) -> Any:
     """Read the body of a request.
 
     Raises:
@@ -296,17 +359,22 @@ def parse(kind: type[Asked], body: bytes) -> Any:
         if name not in kind.known:
             hint = nearest(name, kind.model_fields)
             raise ApiError(400, f"{name[:80]!r} is an unknown parameter{hint or '.'}", name[:80], "unknown_parameter")
-        if name not in IGNORED and values[name] not in NEUTRAL.get(name, ()):
+        if name not in IGNORED and values[name] not in kind.neutral.get(name, ()):
             raise ApiError(400, f"{name} is not supported by this server: leave it out.", name, "unsupported_parameter")
         del values[name]
-    for message in values["messages"] if isinstance(values.get("messages"), list) else []:
-        if isinstance(message, dict):  # OpenAI's client adds empty fields to the assistant's messages
-            for name in [name for name, value in message.items() if value is None or value == [] and name != "content"]:
-                del message[name]
+    for message in _objects(values.get("messages", values.get("input"))):
+        for part in (message, *_objects(message.get("content"))):  # OpenAI's client adds empty fields
+            for name in [name for name, value in part.items() if value is None or value == [] and name != "content"]:
+                del part[name]
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         raise _refusal(error) from None
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """Return the objects of a list."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def _refusal(error: ValidationError) -> ApiError:
@@ -346,20 +414,22 @@ class Form:
         self._head = {"id": name, "created": int(time.time()), "model": asked.model}
         self._echoed: dict[int, int] = {}  # characters of the repeated prompt, by answer
 
-    def begin(self) -> list[str]:
-        """Return the first chunks of a stream: of a chat the role of each answer."""
+    def begin(self) -> str:
+        """Return the first events of a stream: of a chat the role of each answer."""
         role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return [self._json([{"index": number, **role}]) for number in range(self.asked.n)] if self._chat else []
+        roles = range(self.asked.n) if self._chat else ()
+        return "".join(_event(self._json([{"index": number, **role}])) for number in roles)
 
     def chunk(self, piece: Piece) -> str:
-        """Return a piece of an answer as a chunk of a stream."""
+        """Return a piece of an answer as an event of a stream."""
         text = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
         first = self._chat and piece.number == 0
-        return self._json([self._choice(piece, text)], **(self._of_prompt(piece.prompt) if first else {}))
+        return _event(self._json([self._choice(piece, text)], **(self._of_prompt(piece.prompt) if first else {})))
 
-    def last(self, used: Used) -> str:
-        """Return the last chunk of a stream, with the numbers of tokens."""
-        return self._json([], usage=_usage(used))
+    def end(self, used: Used) -> str:
+        """Return the last events of a stream, with the numbers of tokens if they were requested."""
+        asked = self.asked.stream_options.include_usage
+        return (_event(self._json([], usage=_usage(used))) if asked else "") + _event("[DONE]")
 
     def whole(self, answers: Sequence[Piece], used: Used) -> str:
         """Return the answers, each in one piece, with the numbers of tokens."""
@@ -440,6 +510,10 @@ class Form:
             names.setdefault(self.text_of(other), other)
         texts = {other: text for text, other in names.items()}
         return {texts.get(other, f"token_id:{other}"): _finite(value) for other, value in values.items()}
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
 
 
 def _finite(logprob: float | None) -> float:

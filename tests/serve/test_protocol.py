@@ -114,6 +114,7 @@ def test_parameters_are_those_of_openai():
     own = {"top_k", "min_p", "repetition_penalty", "protect", "stream"}  # the last declared by its subclasses
     own |= {"stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "return_token_ids"}
     own |= {"prompt_logprobs"}
-    assert set(ChatAsked.model_fields) - ChatAsked.known == own | {"chat_template_kwargs"}
+    of_chats = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+    assert set(ChatAsked.model_fields) - ChatAsked.known == own | of_chats
     assert set(CompletionAsked.model_fields) - CompletionAsked.known == own
     assert set(NEUTRAL) <= ChatAsked.known | CompletionAsked.known
