@@ -6,12 +6,12 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ag.errors import UserError
 from ag.serve.request import Event, Prompt, Stream, Token
@@ -35,6 +35,7 @@ class Piece:
     tokens: tuple[Token, ...] = ()  # the tokens of that text
     reason: Literal["stop", "length"] | None = None  # why the answer ended; None means that it goes on
     prompt: tuple[Token, ...] | None = None  # the tokens of the prompt; None in all but the first piece of an answer
+    kept: Mapping[str, Any] | None = None  # the policy and the share of the prompt that stays; as ``prompt``
 
 
 class Used(NamedTuple):
@@ -124,8 +125,11 @@ class Answers:
                     continue
                 piece = Piece(number, event.text, tuple(going[number]))
                 going[number].clear()
-            yield replace(piece, prompt=self._prompt(number)) if number in first else piece
-            first.discard(number)
+            if number in first:
+                first.remove(number)
+                kept = {"policy": self._prompts[number].policy, "kept": self._streams[number].kept}
+                piece = replace(piece, prompt=self._prompt(number), kept=kept)
+            yield piece
 
     def _prompt(self, number: int) -> tuple[Token, ...]:
         """Return the tokens of the prompt of an answer, with texts and log-probabilities as far as requested."""
@@ -152,8 +156,9 @@ class Answers:
         async for new in self:
             if new is not None:
                 old = found[new.number]
-                prompt = old.prompt if new.prompt is None else new.prompt
-                found[new.number] = Piece(new.number, old.text + new.text, old.tokens + new.tokens, new.reason, prompt)
+                prompt, kept = (old.prompt, old.kept) if new.prompt is None else (new.prompt, new.kept)
+                text, tokens = old.text + new.text, old.tokens + new.tokens
+                found[new.number] = Piece(new.number, text, tokens, new.reason, prompt, kept)
         return found
 
     def close(self) -> None:

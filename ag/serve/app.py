@@ -33,11 +33,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ag.commands.serve import ServeConfig
 from ag.engine.block_pool import PoolFullError
-from ag.engine.policy import Policy
 from ag.errors import UserError
 from ag.serve.answers import Answers, WaitedError, where
 from ag.serve.metrics import Metrics, Status, as_text
-from ag.serve.prompts import Prompts
+from ag.serve.prompts import Prompts, policy_text
 from ag.serve.protocol import (
     ApiError,
     Body,
@@ -360,7 +359,12 @@ class Service(Endpoints):
                 for message in as_messages(JSONResponse(found)):
                     yield message
                 return
-            answers = Answers(found, self.scheduler, self._metrics.timed)
+            try:
+                answers = Answers(found, self.scheduler, self._metrics.timed)
+            except (Busy, StoppedError):
+                raise
+            except UserError as error:  # too long for the pool
+                raise ApiError(400, str(error), asked.longest[0] if asked.longest else asked.text) from None
             if asked.stream:
                 yield EVENTS
                 async for event in self._events(answers, form):
@@ -431,11 +435,6 @@ def as_messages(response: Response) -> list[Message]:
 
 
 # ---- the live page
-
-
-def policy_text(chosen: Policy) -> str:
-    """Return the text of a policy with its budget."""
-    return str(chosen.spec) + (f" {chosen.budget}" if chosen.budget else "")
 
 
 def page() -> tuple[str, str]:

@@ -6,10 +6,14 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
 from ag.commands.serve import ServeConfig
+from ag.engine.cache import EvictionCache
+from ag.engine.policy import Policy, policy
+from ag.engine.spec import PolicySpec
 from ag.errors import UserError
 from ag.model.chat import Chat, reads, spans
 from ag.serve.detokenizer import Detokenizer
@@ -18,6 +22,7 @@ from ag.serve.request import Prompt, Request, Token
 from ag.serve.scheduler import Scheduler
 
 TEXT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
+POLICIES = 64  # policies of requests that are remembered
 RESERVED = 1024  # tokens for which admission keeps blocks, of an answer that has no limit of its own
 
 _PARAMETERS = {field.name for field in fields(Request)}
@@ -35,6 +40,8 @@ class Prompts:
         model = scheduler.model.config.get_text_config()
         self.tokenizer, self.limits = scheduler.tokenizer, limits
         self._texts, self._batch, self._queue = scheduler.vocabulary, scheduler.batch, scheduler.queue
+        self._model, self._own = scheduler.model, scheduler.policy
+        self._policy = lru_cache(POLICIES)(self._made)
         #: Most tokens of a text; None means that the model has no limit.
         self.context: int | None = getattr(model, "max_position_embeddings", None)
         self._vocabulary = int(model.vocab_size)
@@ -55,7 +62,8 @@ class Prompts:
         if asked.n > self._batch:
             raise ApiError(400, f"n={asked.n}: expected at most {self._batch} here.", "n")
         if isinstance(asked, ChatAsked):
-            return [Prompt(self._request(asked, *self._of_chat(asked), asked.text))]
+            request = self._request(asked, *self._of_chat(asked), asked.text)
+            return [Prompt(request, self._policy_text(request))]
         texts = asked.prompts
         if len(texts) > self._queue:
             raise ApiError(400, f"{len(texts)} prompts: expected at most {self._queue} here.", "prompt")
@@ -70,6 +78,9 @@ class Prompts:
             raise ApiError(400, "the prompt is empty: expected one token or more.", param)
         self._check(tokens, param)
         self._check(asked.stop_token_ids, "stop_token_ids")
+        if not all(0 <= first < behind <= len(tokens) for first, behind in protect):
+            message = f"ag.protect: expected pairs such as [0, 40], within the {len(tokens)} tokens of the prompt."
+            raise ApiError(400, message, "ag.protect")
         longest = self._longest(asked, len(tokens), param)
         if asked.min_tokens > longest:
             raise ApiError(
@@ -86,11 +97,45 @@ class Prompts:
             "continues": not isinstance(asked, ChatAsked) or asked.continue_final_message,
             "logprobs": asked.best,
             "prompt_logprobs": asked.best_of_prompt,
+            "policy": self._policy(asked.ag.policy, asked.ag.budget) if asked.ag else None,
+            "kept": asked.ag is not None,
             "protect": tuple((first, behind) for first, behind in protect),
             "wait_seconds": self.limits.wait_seconds,
             "answer_seconds": self.limits.answer_seconds,
         }
         return Request(**(same | other))
+
+    def _made(self, text: str | None, budget: int | float | None) -> Policy | None:
+        """Return the policy of a request; None means the server's.
+
+        What the request leaves out is as in the server's policy. Gates are those of the server.
+        """
+        own, param = self._own, "ag.budget" if text is None else "ag.policy"
+        if text is None and budget is None:
+            return None
+        try:
+            spec = own.spec if text is None else PolicySpec.parse(text)
+            if spec.path not in (None, own.spec.path):
+                raise UserError(f"ag.policy={text!r:.80}: expected no path: gates are those of the server.")
+            same = spec.resolved().scorer == own.spec.resolved().scorer
+            evicts = spec.takes_budget
+            param = "ag.budget" if evicts and budget is None and own.budget is None and not spec.bare else param
+            param = "ag.budget" if budget is not None and not evicts else param
+            made = policy(
+                replace(spec, path=None),
+                budget if budget is not None or not evicts else own.budget,
+                own.schedule if evicts else "prefill",
+                **(own.options if same and evicts else {}),
+            )
+            if made.by_gates and own.gates is not None:
+                made = replace(made, gates=own.gates, spec=replace(spec, path=own.spec.path)).trained_with(own.gates)
+            EvictionCache(self._model, made)  # refuses what the model lacks
+            return made
+        except UserError as error:
+            raise ApiError(400, str(error), param) from None
+
+    def _policy_text(self, request: Request) -> str:
+        return policy_text(request.policy or self._own)
 
     def _check(self, tokens: Sequence[int], param: str) -> None:
         """Refuse tokens outside of the vocabulary."""
@@ -141,10 +186,10 @@ class Prompts:
         elif asked.echo:
             reader = Detokenizer(self._texts, special=True)
             pieces = [reader.add(token) for token in ids]
-        request = self._request(asked, ids, asked.protect, param)
+        request = self._request(asked, ids, asked.ag.protect if asked.ag else (), param)
         places = accumulate(map(len, pieces), initial=0)
         echo = tuple(Token(*each) for each in zip(ids, pieces, places, strict=False))
-        return Prompt(request, echo if asked.echo else ())
+        return Prompt(request, self._policy_text(request), echo if asked.echo else ())
 
     # ---- chats
 
@@ -170,7 +215,8 @@ class Prompts:
     def _of_chat(self, asked: ChatAsked) -> tuple[list[int], Any]:
         """Return the token ids of a chat, and its protected spans."""
         chat, text = self._chat(asked)
-        parts = self.limits.protect if asked.protect is None else asked.protect
+        given = None if asked.ag is None else asked.ag.protect
+        parts = self.limits.protect if given is None else given
         protect = spans(self.tokenizer, chat, parts, asked.opened) if parts else ()
         # the template writes the special tokens itself
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], protect
@@ -209,3 +255,8 @@ class Prompts:
                     "assistant or the user.",
                     param,
                 )
+
+
+def policy_text(chosen: Policy) -> str:
+    """Return the text of a policy with its budget."""
+    return str(chosen.spec) + (f" {chosen.budget}" if chosen.budget else "")

@@ -136,6 +136,25 @@ Ids = Annotated[list[int], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
+class Extensions(Part):
+    """What this server adds to OpenAI's API: how a request is evicted."""
+
+    policy: str | None = None  # None means the server's
+    budget: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = None  # tokens, or a share
+
+
+class ChatExtensions(Extensions):
+    """The same of a chat."""
+
+    protect: list[ChatPart] | None = None  # parts that are never evicted; None means the server's protect=
+
+
+class TextExtensions(Extensions):
+    """The same of a text."""
+
+    protect: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=list)  # spans
+
+
 class Body(Part):
     """The parameters of a request; null stands for the default."""
 
@@ -177,6 +196,7 @@ class Asked(Body):
 
     #: The parameter that holds the prompt.
     text: ClassVar[str]
+    ag: Extensions | None = None
 
     @property
     def longest(self) -> tuple[str, int] | None:
@@ -241,7 +261,7 @@ class ChatAsked(Asked):
     reasoning_effort: ReasoningEffort = None  # another one
     add_generation_prompt: bool | None = None  # None means that the chat ends with the opening of an answer
     continue_final_message: bool = False
-    protect: list[ChatPart] | None = None  # parts that are never evicted; None means the server's protect=
+    ag: ChatExtensions | None = None
 
     @field_validator("reasoning_effort")
     @classmethod
@@ -298,7 +318,7 @@ class CompletionAsked(Asked):
     max_tokens: int | None = Field(None, ge=0)  # 0 reads the prompt alone
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
-    protect: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=list)  # spans
+    ag: TextExtensions | None = None
 
     @property
     def best(self) -> int | None:
@@ -424,7 +444,7 @@ class Form:
         """Return a piece of an answer as an event of a stream."""
         text = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
         first = self._chat and piece.number == 0
-        return _event(self._json([self._choice(piece, text)], **(self._of_prompt(piece.prompt) if first else {})))
+        return _event(self._json([self._choice(piece, text)], **(self._of_prompt(piece) if first else {})))
 
     def end(self, used: Used) -> str:
         """Return the last events of a stream, with the numbers of tokens if they were requested."""
@@ -437,7 +457,7 @@ class Form:
         for piece in answers:
             message = {"role": "assistant", "content": piece.text, "refusal": None}
             choices.append(self._choice(piece, {"message": message} if self._chat else {"text": piece.text}))
-        of_prompt = self._of_prompt(answers[0].prompt) if self._chat else {}
+        of_prompt = self._of_prompt(answers[0]) if self._chat else {}
         return self._json(choices, object="chat.completion", usage=_usage(used), **of_prompt)
 
     def _json(self, choices: list[dict[str, Any]], *, object: str = "chat.completion.chunk", **more: Any) -> str:
@@ -457,18 +477,21 @@ class Form:
         if self.asked.best is not None:
             logprobs = self._of_chat(tokens) if self._chat else self._of_text(tokens)
         ids = {"token_ids": [token.id for token in piece.tokens]} if self.asked.return_token_ids else {}
-        more = ids if self._chat else ids | self._of_prompt(piece.prompt)
+        more = ids if self._chat else ids | self._of_prompt(piece)
         return {"index": piece.number, "logprobs": logprobs, "finish_reason": piece.reason, **text, **more}
 
-    def _of_prompt(self, prompt: Sequence[Token] | None) -> dict[str, Any]:
-        """Return the tokens of a prompt and their log-probabilities as far as requested, in the form of vLLM."""
-        if prompt is None:
+    def _of_prompt(self, piece: Piece) -> dict[str, Any]:
+        """Return what was requested of a prompt: tokens and log-probabilities in the form of vLLM, and what stays."""
+        if piece.prompt is None:
             return {}
-        ids = {"prompt_token_ids": [token.id for token in prompt]} if self.asked.return_token_ids else {}
+        ids: dict[str, Any] = (
+            {"prompt_token_ids": [token.id for token in piece.prompt]} if self.asked.return_token_ids else {}
+        )
+        ids |= {} if self.asked.ag is None else {"ag": piece.kept}
         if self.asked.prompt_logprobs is None:
             return ids
         rows: list[dict[int, Any] | None] = []
-        for token in prompt:
+        for token in piece.prompt:
             best = token.best[: self.asked.prompt_logprobs]
             ranked = [(other, logprob, rank) for rank, (other, logprob) in enumerate(best, 1)]
             values = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag.engine.masks import marked
+from ag.engine.policy import Policy
 from ag.errors import UserError, require
 from ag.serve.detokenizer import Detokenizer
 
@@ -47,6 +48,8 @@ class Request:
             log-probabilities at all.
         prompt_logprobs: the same for the tokens of the prompt, which is then read without a cached prefix.
         n: number of answers.
+        policy: under which it is answered; None means the scheduler's.
+        kept: True if the stream says how much of the prompt stays.
         protect: half-open spans (start, end) of the prompt's tokens that no policy evicts.
         wait_seconds: longest time until the prompt is read; None means no limit.
         answer_seconds: longest time until the answer ends; None means no limit.
@@ -76,6 +79,8 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    policy: Policy | None = None
+    kept: bool = False
     protect: tuple[tuple[int, int], ...] = ()
     wait_seconds: float | None = None
     answer_seconds: float | None = None
@@ -138,6 +143,7 @@ class Prompt:
     """A request of a client."""
 
     request: Request
+    policy: str = ""  # under which it is answered
     echo: tuple[Token, ...] = ()  # the tokens of the prompt with their texts, if the answer repeats the prompt
 
 
@@ -164,6 +170,8 @@ class Stream:
         self.prompt: tuple[Token, ...] = ()
         #: Tokens of the prompt that were taken from a cached prefix; known before the first event.
         self.shared = 0
+        #: Share of the (token, KV head) pairs of the prompt that stays behind it, if requested; as ``prompt``.
+        self.kept: float | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         #: Passes an event to the reader.
         self.put = hear or self._events.put

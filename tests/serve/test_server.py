@@ -236,8 +236,8 @@ def test_each_of_the_most_probable_tokens_has_its_name(fallback, best):
         ({"prompt": ["a", ""]}, "prompt[1]", ["empty"]),
         ({"prompt": ""}, "prompt", ["empty"]),
         ({"n": 65}, "n", ["65", "64"]),
-        ({"protect": [[0, 9]]}, None, ["protect=((0, 9),)", "5 tokens"]),
-        ({"prompt": "x" * 400, "max_tokens": 90, "n": 4}, None, ["pool", "shorten"]),
+        ({"ag": {"protect": [[0, 9]]}}, "ag.protect", ["[0, 40]", "5 tokens"]),
+        ({"prompt": "x" * 400, "max_tokens": 90, "n": 4}, "max_tokens", ["pool", "shorten"]),
     ],
 )
 def test_refused_parameters(client, change, param, words):
@@ -315,12 +315,12 @@ def test_protected_tokens(scheduler, monkeypatch):
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     chat = {"model": "tiny", "messages": messages, "max_tokens": 2}
     with asked(scheduler, protect=["system"]) as (client, _, _):
-        client.completions.create(**BODY, extra_body={"protect": [[0, 2], [4, 5]]})
+        client.completions.create(**BODY, extra_body={"ag": {"protect": [[0, 2], [4, 5]]}})
         for more in ({}, {"protect": ["template"]}, {"protect": []}):
-            client.chat.completions.create(**chat, extra_body=more)
+            client.chat.completions.create(**chat, extra_body={"ag": more})
         with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(**chat, extra_body={"protect": ["user"]})
-    assert refused.value.param == "protect[0]"
+            client.chat.completions.create(**chat, extra_body={"ag": {"protect": ["user"]}})
+    assert refused.value.param == "ag.protect[0]"
     # system: Be kind.\nuser: Hi\nassistant:
     spans = [((0, 2), (4, 5)), ((8, 16),), ((0, 8), (16, 23), (25, 36)), ()]
     assert [request.protect for request in requests] == spans

@@ -74,7 +74,7 @@ def test_models_and_version(served):
 
 def test_the_last_message_is_continued(tiny, served):
     fields = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": 8}
-    more = {"continue_final_message": True, "protect": ["template"]}
+    more = {"continue_final_message": True, "ag": {"protect": ["template"]}}
     [choice] = served[0].chat.completions.create(**fields, extra_body=more).choices
     assert choice.message.content == answer_of(tiny, "user: Hi\nassistant: Well, I", 8)
 
@@ -150,3 +150,45 @@ def test_responses(tiny, served, said_so_far):
 def test_responses_that_are_refused(served, change, param):
     answer = served[1].post("/v1/responses", json={"model": "tiny", "input": "Hi"} | change)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+# ---- extensions
+
+
+def test_a_request_has_a_policy_of_its_own(tiny, served):
+    """Beside others under the server's; the answer says what stays of the prompt."""
+    fields = {"model": "tiny", "prompt": ["What is it, and why? " * 3] * 2, "temperature": 0, "max_tokens": 8}
+    ids = TOKENIZER(fields["prompt"][0])["input_ids"]
+    for own, policy, kept in (
+        ({"policy": "h2o", "budget": 0.25}, ag.policy("h2o", 0.25), 15 / 63),
+        ({"policy": "snapkv", "budget": 40}, ag.policy("snapkv", 40), 40 / 63),
+        ({}, ag.policy("full"), 1),
+    ):
+        expected = said(alone(tiny, policy, Request(tokens=ids, max_tokens=8)))
+        for choice in served[0].completions.create(**fields, extra_body={"ag": own}).choices:
+            assert choice.text == expected
+            assert choice.ag == {"policy": " ".join(map(str, own.values())) or "full", "kept": pytest.approx(kept)}
+    chat = {"model": "tiny", "messages": CHAT[:1], "max_tokens": 2, "ag": {"policy": "knorm", "budget": 4}}
+    answer = served[1].post("/v1/chat/completions", json=chat).json()
+    assert answer["ag"]["policy"] == "knorm 4" and 0 < answer["ag"]["kept"] < 1
+    assert "ag" not in served[1].post("/v1/chat/completions", json={**chat, "ag": None}).json()
+
+
+@pytest.mark.parametrize(
+    ("own", "param", "word"),
+    [
+        ({"policy": "h3o", "budget": 4}, "ag.policy", "h2o"),
+        ({"policy": "h2o"}, "ag.budget", "needs a budget"),
+        ({"policy": "full", "budget": 4}, "ag.budget", "nothing is evicted"),
+        ({"budget": 4}, "ag.budget", "nothing is evicted"),
+        ({"policy": "h2o", "budget": 0}, "ag.budget", "0"),
+        ({"policy": "gates", "budget": 4}, "ag.policy", "no gates"),
+        ({"policy": "gates:/etc", "budget": 4}, "ag.policy", "no path"),
+        ({"share": 0.3}, "ag.share", "Extra"),
+        ("h2o", "ag", "h2o"),
+    ],
+)
+def test_policies_that_are_refused(served, own, param, word):
+    answer = served[1].post("/v1/completions", json={"model": "tiny", "prompt": "x", "ag": own})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and word in error["message"]

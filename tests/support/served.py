@@ -60,6 +60,7 @@ def options(draw: random.Random) -> dict[str, Any]:
         "logprobs": draw.randrange(3),
         "reserved": draw.randrange(1, 9),
         "include_stop_str_in_output": True,
+        "policy": draw.choice([ag.policy("full"), ag.policy("h2o", 12, "every"), ag.policy("snapkv", 0.5, window=2)]),
     }
     return {name: drawn[name] for name in draw.sample([*drawn], draw.randrange(5))}
 
