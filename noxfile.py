@@ -58,15 +58,16 @@ def tests(session: nox.Session, old: tuple[str, ...] | None) -> None:
 
     Which torch comes (CPU or CUDA) is pip's to say, by PIP_EXTRA_INDEX_URL.
     """
+    wanted = ".[dev,clients]" if "--all" in session.posargs else ".[dev]"
     if old is None:
-        session.install("--upgrade", "--upgrade-strategy", "eager", "-e", ".[dev]")
+        session.install("--upgrade", "--upgrade-strategy", "eager", "-e", wanted)
         check(session)
         return
     loose = {name for package in old for name in FOLLOWING[package]}
     pins = [line for line in Path("constraints.txt").read_text().splitlines() if line.partition("==")[0] not in loose]
     constraints = Path(session.create_tmp()) / "constraints.txt"
     constraints.write_text("\n".join([*pins, *(f"{package}=={OLDEST[package]}" for package in old)]) + "\n")
-    session.install("-c", str(constraints), "-e", ".[dev]")
+    session.install("-c", str(constraints), "-e", wanted)
     check(session)
 
 

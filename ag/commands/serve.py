@@ -43,8 +43,13 @@ class ServeConfig(SharedPolicy):
     prompt_lookup: int = key(
         0, "draft tokens per step, divided among all answers and looked up in their own text; 0 means none", low=0
     )
+    origins: list[str] = key(
+        [], "pages that may use the server from a browser (CORS), such as https://chat.example; * means all"
+    )
     body_bytes: int = key(2**20, "longest body of a request", low=1)
-    answer_tokens: int = key(1024, "longest answer in tokens; also the default of a chat", low=1)
+    answer_tokens: int | None = key(
+        None, "longest answer in tokens; null means what the context of the model has left", low=1
+    )
     wait_seconds: float = key(60.0, "longest time that a request waits before its prompt is read", low=0)
     answer_seconds: float = key(600.0, "longest time from a request to the end of its answer, which is then cut", low=0)
 

@@ -46,10 +46,12 @@ class Chat:
     Attributes:
         messages: messages of :func:`for_template`.
         variables: variables of the chat template, such as ``tools`` or ``enable_thinking``.
+        continued: True if the text ends within the last message, which an answer then continues.
     """
 
     messages: list[Message]
     variables: Mapping[str, Any] = field(default_factory=dict)
+    continued: bool = False
 
     @classmethod
     def read(cls, path: str | Path) -> Chat:
@@ -78,7 +80,8 @@ class Chat:
         Raises:
             UserError: without a template, for a variable with the name of an argument, or where the template refuses.
         """
-        return str(self._apply(tokenizer, tokenize=False, add_generation_prompt=opened))
+        ends = {"continue_final_message": True} if self.continued else {"add_generation_prompt": opened}
+        return str(self._apply(tokenizer, tokenize=False, **ends))
 
     def tokens(self, tokenizer: Any) -> tuple[list[int], Offsets, Mask | None]:
         """Return the tokens of the text, their offsets, and the template's marks of the assistant's tokens, or None."""
@@ -143,18 +146,25 @@ def variables(row: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"tools is a list (or its JSON) and chat_template_kwargs an object: {error}.") from error
 
 
+def reads(tokenizer: Any, name: str, tools: Any = None) -> bool:
+    """Whether the chat template has a variable of this name."""
+    tokens = Environment(autoescape=True).lexer.tokenize(str(tokenizer.get_chat_template(tools=tools)))
+    return any(token.type == "name" and token.value == name for token in tokens)
+
+
 def is_marked(tokenizer: Any, tools: Any = None) -> bool:
     """Whether the chat template marks the tokens of the assistant (``{% generation %}``)."""
     return MARKED.search(str(tokenizer.get_chat_template(tools=tools))) is not None
 
 
-def spans(tokenizer: Any, chat: Chat, parts: Collection[str]) -> list[tuple[int, int]]:
+def spans(tokenizer: Any, chat: Chat, parts: Collection[str], opened: bool = True) -> list[tuple[int, int]]:
     """Return the spans of tokens of parts of a chat before an answer, for :meth:`ag.EvictionCache.protect`.
 
     Args:
         tokenizer: a fast tokenizer, which gives the offsets of tokens.
         chat: the chat, whose text is tokenised without further special tokens.
         parts: ``template``: the text around the messages, with tools and their calls; ``system``: system messages.
+        opened: whether the text ends with the opening of the answer.
 
     Raises:
         UserError: for another part, a tokenizer that is not fast, or a template that changes a message.
@@ -166,7 +176,7 @@ def spans(tokenizer: Any, chat: Chat, parts: Collection[str]) -> list[tuple[int,
             )
     if not tokenizer.is_fast:
         raise UserError(f"protect={next(iter(parts))}: {type(tokenizer).__name__} does not say where tokens are.")
-    found = _Rendered(tokenizer, chat, opened=True, otherwise="protect spans of tokens such as 0-40")
+    found = _Rendered(tokenizer, chat, opened, otherwise="protect spans of tokens such as 0-40")
     roles = [message["role"] for message in chat.messages]
     found.check([turn for turn, role in enumerate(roles) if "template" in parts or role in parts], ["content"])
     of_part = np.full(len(found.text), "template", dtype=object)

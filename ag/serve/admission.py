@@ -57,7 +57,7 @@ class Admission:
 
     def need(self, request: Request) -> Need:
         """Return the bound of one answer, its prompt included; its last token is never read and takes no block."""
-        policy, prompt, read = self.policy, len(request.tokens), request.max_tokens - 1
+        policy, prompt, read = self.policy, len(request.tokens), max(request.expected - 1, 0)
         again, marks = self._reread(request), request.marks()
         # the most tokens per KV head, as a mean over heads, while the prompt is read in chunks and afterwards
         reading, writing = prompt, prompt + read

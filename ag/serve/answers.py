@@ -6,14 +6,15 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from ag.errors import UserError
-from ag.serve.request import Event, Request, Token
+from ag.serve.request import Event, Prompt, Stream, Token
 from ag.serve.scheduler import Scheduler
 
 logger = logging.getLogger("ag.serve")
@@ -29,43 +30,72 @@ class WaitedError(UserError):
 class Piece:
     """A part of an answer."""
 
-    number: int  # index of the answer among the ``n`` answers to the request
+    number: int  # index of the answer among the answers to all prompts, those to the first prompt first
     text: str = ""  # new text
     tokens: tuple[Token, ...] = ()  # the tokens of that text
     reason: Literal["stop", "length"] | None = None  # why the answer ended; None means that it goes on
+    prompt: tuple[Token, ...] | None = None  # the tokens of the prompt; None in all but the first piece of an answer
+    kept: Mapping[str, Any] | None = None  # the policy and the share of the prompt that stays; as ``prompt``
+
+
+class Used(NamedTuple):
+    """Numbers of tokens."""
+
+    read: int  # of the prompts
+    written: int  # of the answers so far
+    cached: int  # of the prompts, taken from a cached prefix
 
 
 class Answers:
-    """The answers to one request, as an asynchronous iterator of pieces.
+    """The answers to the prompts of one request, as an asynchronous iterator of pieces.
 
     Args:
-        request: the request.
+        prompts: the prompts.
         scheduler: generates the answers in another thread.
         timed: is called with the seconds of each token and whether it is the first one of its answer.
 
     Raises:
-        Busy: when the queue is full.
+        Busy: when the queue is full; none of the prompts is read then.
         StoppedError: when the scheduler has stopped or failed.
-        UserError: for a request that no empty pool and no context could hold.
+        UserError: for a prompt that no empty pool and no context could hold.
     """
 
-    def __init__(self, request: Request, scheduler: Scheduler, timed: Callable[[float, bool], None]) -> None:
-        self.request = request
-        #: Generated tokens of all answers so far.
-        self.written = 0
+    def __init__(self, prompts: Sequence[Prompt], scheduler: Scheduler, timed: Callable[[float, bool], None]) -> None:
+        self._prompts = [prompt for prompt in prompts for _ in range(prompt.request.n)]  # by answer
+        self._read = sum(len(prompt.request.tokens) for prompt in prompts)
+        self._written = 0
         self._since = time.monotonic()
         self._timed, self._loop = timed, asyncio.get_running_loop()
         self._last: dict[int, float] = {}  # time of the last token of each answer
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._streams = scheduler.submit(request, self._receive)
+        self._streams: list[Stream] = []
+        try:
+            for prompt in prompts:
+                self._streams += scheduler.submit(prompt.request, partial(self._receive, len(self._streams)))
+        except Exception:
+            self._cancel()
+            raise
 
-    def _receive(self, number: int, event: Event) -> None:
-        """Queue an event of an answer; called in the scheduler's thread, which does not wait for the reader."""
+    @property
+    def used(self) -> Used:
+        """The numbers of tokens so far."""
+        first = {id(prompt): stream for prompt, stream in zip(self._prompts, self._streams, strict=True)}
+        return Used(self._read, self._written, sum(stream.shared for stream in first.values()))
+
+    def _receive(self, first: int, number: int, event: Event) -> None:
+        """Queue an event of an answer; called in the scheduler's thread, which does not wait for the reader.
+
+        Args:
+            first: index of the first answer to the same prompt.
+            number: index of the answer among the answers to the same prompt.
+            event: a token, an error or the end.
+        """
+        number += first
         if isinstance(event, Token):
             now = time.monotonic()
             self._timed(now - self._last.get(number, self._since), number not in self._last)
             self._last[number] = now
-            self.written += 1
+            self._written += 1
         with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
 
@@ -76,7 +106,8 @@ class Answers:
             WaitedError: when an answer did not begin in time.
             Exception: the error that ended an answer.
         """
-        going: dict[int, list[Token]] = {number: [] for number in range(self.request.n)}  # tokens without text so far
+        going: dict[int, list[Token]] = {number: [] for number in range(len(self._streams))}  # without text so far
+        first = set(going)  # answers without a piece so far
         while going:
             try:
                 async with asyncio.timeout(SILENCE_SECONDS):
@@ -87,18 +118,33 @@ class Answers:
             if isinstance(event, Exception):
                 raise event
             if event is None:
-                yield self._end(number, going.pop(number))
+                piece = self._end(number, going.pop(number))
             else:
                 going[number].append(event)
-                if event.text and not self._streams[number].text.stopped:
-                    yield Piece(number, event.text, tuple(going[number]))
-                    going[number].clear()
+                if not event.text or self._streams[number].text.stopped:
+                    continue
+                piece = Piece(number, event.text, tuple(going[number]))
+                going[number].clear()
+            if number in first:
+                first.remove(number)
+                kept = {"policy": self._prompts[number].policy, "kept": self._streams[number].kept}
+                piece = replace(piece, prompt=self._prompt(number), kept=kept)
+            yield piece
+
+    def _prompt(self, number: int) -> tuple[Token, ...]:
+        """Return the tokens of the prompt of an answer, with texts and log-probabilities as far as requested."""
+        echo, scores = self._prompts[number].echo, self._streams[number].prompt
+        if not echo or not scores:
+            return echo or scores or tuple(map(Token, self._prompts[number].request.tokens))
+        return tuple(replace(score, text=one.text, place=one.place) for one, score in zip(echo, scores, strict=True))
 
     def _end(self, number: int, tokens: list[Token]) -> Piece:
         """Return the last piece of an answer: the text that was held back, without a stop text and its tokens."""
         stream = self._streams[number]
         if stream.reason == "timeout" and number not in self._last:
-            raise WaitedError(f"no token came within {self.request.wait_seconds} seconds: ask again later.")
+            raise WaitedError(
+                f"no token came within {self._prompts[number].request.wait_seconds} seconds: ask again later."
+            )
         text = "".join(token.text for token in tokens) + stream.text.rest()
         if stream.text.stopped:
             tokens = [token for token in tokens if token.place < stream.text.given]
@@ -106,20 +152,25 @@ class Answers:
 
     async def whole(self) -> list[Piece]:
         """Return each answer as one piece."""
-        found = [Piece(number) for number in range(self.request.n)]
+        found = [Piece(number) for number in range(len(self._streams))]
         async for new in self:
             if new is not None:
                 old = found[new.number]
-                found[new.number] = Piece(new.number, old.text + new.text, old.tokens + new.tokens, new.reason)
+                prompt, kept = (old.prompt, old.kept) if new.prompt is None else (new.prompt, new.kept)
+                text, tokens = old.text + new.text, old.tokens + new.tokens
+                found[new.number] = Piece(new.number, text, tokens, new.reason, prompt, kept)
         return found
 
     def close(self) -> None:
         """Cancel the answers that have not ended, so that their blocks are freed, and write a line into the log."""
+        self._cancel()
+        ends = "+".join(stream.reason or "open" for stream in self._streams)
+        seconds = time.monotonic() - self._since
+        logger.info("%d tokens read, %d written, %.2f s, %s", self._read, self._written, seconds, ends)
+
+    def _cancel(self) -> None:
         for stream in self._streams:
             stream.cancel()
-        read, seconds = len(self.request.tokens), time.monotonic() - self._since
-        ends = "+".join(stream.reason or "open" for stream in self._streams)
-        logger.info("%d tokens read, %d written, %.2f s, %s", read, self.written, seconds, ends)
 
 
 def where(error: BaseException) -> str:

@@ -11,31 +11,45 @@ import logging
 import re
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict
 from importlib.resources import files
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
 from openai.types import Model
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ag.commands.serve import ServeConfig
 from ag.engine.block_pool import PoolFullError
-from ag.engine.policy import Policy
 from ag.errors import UserError
 from ag.serve.answers import Answers, WaitedError, where
 from ag.serve.metrics import Metrics, Status, as_text
-from ag.serve.prompts import Prompts
-from ag.serve.protocol import ApiError, Asked, ChatAsked, CompletionAsked, Form, parse
+from ag.serve.prompts import Prompts, policy_text
+from ag.serve.protocol import (
+    ApiError,
+    Body,
+    ChatAsked,
+    CompletionAsked,
+    DetokenizeAsked,
+    Form,
+    TokenizeAsked,
+    parse,
+)
+from ag.serve.responses import ResponseForm, ResponsesAsked
 from ag.serve.scheduler import Busy, Scheduler, StoppedError
+from ag.versions import versions
 
 logger = logging.getLogger("ag.serve")
 
@@ -54,7 +68,13 @@ EVENTS: Message = {
     ],
 }
 #: The parameters of a request, by path.
-ASKED: dict[str, type[Asked]] = {"/v1/chat/completions": ChatAsked, "/v1/completions": CompletionAsked}
+ASKED: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatAsked,
+    "/v1/completions": CompletionAsked,
+    "/v1/responses": ResponsesAsked,
+    "/tokenize": TokenizeAsked,
+    "/detokenize": DetokenizeAsked,
+}
 
 
 class Endpoints(ABC):
@@ -63,19 +83,19 @@ class Endpoints(ABC):
     Args:
         name: of the model, for clients.
         policy: text of the policy, for the live page.
-        body: most bytes of a request's body.
+        limits: limits of requests.
         most: most open requests: bodies that arrive and answers that are generated or sent.
         api_key: the key that clients have to send; None means that no key is needed.
     """
 
-    def __init__(self, name: str, policy: str, body: int, most: int, api_key: str | None) -> None:
+    def __init__(self, name: str, policy: str, limits: ServeConfig, most: int, api_key: str | None) -> None:
         self.name, self.policy, self.api_key = name, policy, api_key
         self.began = int(time.time())
         #: True while the server stops: new requests are refused.
         self.draining = False
         #: Open requests for answers.
         self.open = 0
-        self._longest_body, self._most, self._page = body, most, page()
+        self.limits, self._most, self._page = limits, most, page()
 
     def app(self) -> FastAPI:
         """Return the app; :meth:`lifespan` runs around it."""
@@ -83,6 +103,7 @@ class Endpoints(ABC):
         guarded = APIRouter(dependencies=[Depends(self._check_key)])
         for path in ASKED:
             guarded.add_api_route(path, self.answer, methods=["POST"])
+        guarded.add_api_route("/version", self.version, methods=["GET"])
         guarded.add_api_route("/v1/models", self.models, methods=["GET"])
         guarded.add_api_route("/v1/models/{name:path}", self.models, methods=["GET"])
         guarded.add_api_route("/metrics", self.metrics, methods=["GET"])
@@ -90,6 +111,10 @@ class Endpoints(ABC):
         app.include_router(guarded)
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/", self.page, methods=["GET"])  # its script sends the key
+        app.add_middleware(RequestIds)
+        if self.limits.origins:  # outside, as it writes into the headers
+            allowed: Any = {"allow_origins": self.limits.origins, "expose_headers": ["X-Request-Id"]}
+            app.add_middleware(CORSMiddleware, allow_methods=["*"], allow_headers=["*"], **allowed)
         app.add_exception_handler(ApiError, _refuse)
         app.add_exception_handler(HTTPException, _refuse)
         return app
@@ -114,6 +139,10 @@ class Endpoints(ABC):
         """
 
     # ---- status
+
+    async def version(self) -> Response:
+        """Return the version of the package."""
+        return JSONResponse({"version": versions("ag")["ag"]})
 
     async def health(self) -> Response:
         """Return 200 while requests are accepted, else 503."""
@@ -142,6 +171,8 @@ class Endpoints(ABC):
     async def models(self, name: str | None = None) -> Response:
         """Return the model of this name, or a list of the only model."""
         model = Model(id=self.name, created=self.began, object="model", owned_by="ag").model_dump()
+        with suppress(ApiError):  # without a replica it is not known
+            model["max_model_len"] = (await self.status()).context
         if name is None:
             return JSONResponse({"object": "list", "data": [model]})
         self.check_model(name)
@@ -169,8 +200,8 @@ class Endpoints(ABC):
         self.open -= 1
 
     def check_model(self, name: str) -> None:
-        """Refuse a request for another model."""
-        if name != self.name:
+        """Refuse a request for another model; "" stands for this one."""
+        if name not in ("", self.name):
             raise ApiError(404, f"model={name[:200]!r}: expected {self.name!r}.", "model", "model_not_found")
 
     async def _check_key(self, http: Http) -> None:
@@ -193,7 +224,7 @@ class Endpoints(ABC):
             raise ApiError(503, "the server is stopping: ask another one.", code="draining", retry=RETRY_SECONDS)
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "expected the header Content-Type: application/json.")  # forms of other sites lack it
-        limit = self._longest_body
+        limit = self.limits.body_bytes
         body, length = bytearray(), 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -208,6 +239,28 @@ class Endpoints(ABC):
         if length > limit:
             raise ApiError(413, f"the body has more than {limit} bytes, which is the most that is read.")
         return bytes(body)
+
+
+class RequestIds:
+    """Adds the header ``X-Request-Id`` to every response: that of the request, or a new one.
+
+    Args:
+        app: of ASGI.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        given = Headers(scope=scope).get("x-request-id") if scope["type"] == "http" else None
+        name = (b"x-request-id", (given or uuid.uuid4().hex).encode("latin-1"))
+
+        async def named(message: Message) -> None:
+            more = {"headers": [*message["headers"], name]} if message["type"] == "http.response.start" else {}
+            await send({**message, **more})
+
+        await self._app(scope, receive, named)
 
 
 class MessagesResponse(Response):
@@ -259,8 +312,8 @@ class Service(Endpoints):
 
     def __init__(self, scheduler: Scheduler, name: str, limits: ServeConfig, api_key: str | None = None) -> None:
         most = 2 * (scheduler.queue + scheduler.batch)
-        super().__init__(name, policy_text(scheduler.policy), limits.body_bytes, most, api_key)
-        self.prompts = Prompts(scheduler.tokenizer, scheduler.model.config, limits, scheduler.batch)
+        super().__init__(name, policy_text(scheduler.policy), limits, most, api_key)
+        self.prompts = Prompts(scheduler, limits)
         self.scheduler, self._metrics = scheduler, Metrics(scheduler.snapshot)
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._encoder = ThreadPoolExecutor(1, "encoder")  # one thread, as a tokenizer cannot encode two texts at once
@@ -286,23 +339,38 @@ class Service(Endpoints):
 
     async def status(self) -> Status:
         """Return the status of the scheduler."""
-        return Status(self.scheduler.snapshot(), [*self._metrics.collect()], not self.scheduler.failed)
+        return Status(
+            self.scheduler.snapshot(), [*self._metrics.collect()], not self.scheduler.failed, self.prompts.context
+        )
 
     async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message]:
         """Answer the body of a request: yield ASGI messages, a start and then parts of a body. Errors are messages."""
         answers: Answers | None = None
         try:
-            asked: Asked = parse(ASKED[path], body)
+            asked = parse(ASKED[path], body)
             self.check_model(asked.model)
-            request = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, asked)
-            answers = Answers(request, self.scheduler, self._metrics.timed)
-            form = Form(asked, self.scheduler.vocabulary)
+            form: Form | ResponseForm
+            if isinstance(asked, ResponsesAsked):
+                form, asked = ResponseForm(asked), asked.as_chat()
+            else:
+                form = Form(asked, self.scheduler.vocabulary)
+            found = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, asked)
+            if isinstance(found, dict):
+                for message in as_messages(JSONResponse(found)):
+                    yield message
+                return
+            try:
+                answers = Answers(found, self.scheduler, self._metrics.timed)
+            except (Busy, StoppedError):
+                raise
+            except UserError as error:  # too long for the pool
+                raise ApiError(400, str(error), asked.longest[0] if asked.longest else asked.text) from None
             if asked.stream:
                 yield EVENTS
                 async for event in self._events(answers, form):
                     yield {"type": "http.response.body", "body": event.encode(), "more_body": True}
             else:
-                whole = form.whole(await answers.whole(), len(request.tokens), answers.written)
+                whole = form.whole(await answers.whole(), answers.used)
                 for message in as_messages(Response(whole, media_type="application/json")):
                     yield message
         except Exception as error:
@@ -312,16 +380,13 @@ class Service(Endpoints):
             if answers is not None:
                 answers.close()
 
-    async def _events(self, answers: Answers, form: Form) -> AsyncIterator[str]:
+    async def _events(self, answers: Answers, form: Form | ResponseForm) -> AsyncIterator[str]:
         """Yield the server-sent events of a stream."""
         try:
-            for part in form.begin():
-                yield f"data: {part}\n\n"
+            yield form.begin()
             async for piece in answers:
-                yield ": waiting\n\n" if piece is None else f"data: {form.chunk(piece)}\n\n"
-            if form.asked.stream_options.include_usage:
-                yield f"data: {form.last(len(answers.request.tokens), answers.written)}\n\n"
-            yield "data: [DONE]\n\n"
+                yield ": waiting\n\n" if piece is None else form.chunk(piece)
+            yield form.end(answers.used)
         except Exception as error:
             yield error_event(error)
 
@@ -370,11 +435,6 @@ def as_messages(response: Response) -> list[Message]:
 
 
 # ---- the live page
-
-
-def policy_text(chosen: Policy) -> str:
-    """Return the text of a policy with its budget."""
-    return str(chosen.spec) + (f" {chosen.budget}" if chosen.budget else "")
 
 
 def page() -> tuple[str, str]:

@@ -31,8 +31,9 @@ from ag.config.recipes import resolve
 from ag.continuation import read_policy
 from ag.errors import UserError
 from ag.serve.answers import WaitedError
-from ag.serve.app import Endpoints, api_error, as_messages, error_event, policy_text, refusal
+from ag.serve.app import Endpoints, api_error, as_messages, error_event, refusal
 from ag.serve.metrics import Status, labelled
+from ag.serve.prompts import policy_text
 from ag.serve.scheduler import StoppedError
 from ag.serve.snapshot import together
 from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving
@@ -105,8 +106,8 @@ class Front(Endpoints):
     """
 
     def __init__(self, replicas: DeploymentHandle[Replica], config: ServeConfig, policy: str, api_key: str | None):
-        super().__init__(str(config.name), policy, config.body_bytes, FRONT_REQUESTS, api_key)
-        self._replicas, self._wait_seconds = replicas, config.wait_seconds
+        super().__init__(str(config.name), policy, config, FRONT_REQUESTS, api_key)
+        self._replicas = replicas
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self.app()
@@ -125,6 +126,7 @@ class Front(Endpoints):
             together([one.snapshot for one in answered.values()]),
             labelled({name: one.figures for name, one in answered.items()}),
             any(one.works for one in answered.values()),
+            next(iter(answered.values())).context,
         )
 
     async def drain(self) -> int:
@@ -165,7 +167,7 @@ class Front(Endpoints):
             await asyncio.sleep(pause)
             answer: Any = self._replicas.options(stream=True, session_id=session).ask.remote(path, body)
             try:
-                async with asyncio.timeout(self._wait_seconds):
+                async with asyncio.timeout(self.limits.wait_seconds):
                     await anext(answer)  # a replica has received the request
                 return await anext(answer), answer
             except (RayActorError, DeploymentUnavailableError):
@@ -175,7 +177,9 @@ class Front(Endpoints):
                 answer.cancel()
                 if not isinstance(error, TimeoutError):
                     raise
-                raise WaitedError(f"no replica came within {self._wait_seconds} seconds: ask again later.") from None
+                raise WaitedError(
+                    f"no replica came within {self.limits.wait_seconds} seconds: ask again later."
+                ) from None
         raise StoppedError("the replicas that were asked have ended: ask again later.")
 
 

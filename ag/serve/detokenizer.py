@@ -69,13 +69,26 @@ class Detokenizer:
 
     Args:
         vocabulary: of the tokenizer.
-        stop: texts, not empty, that end the answer and are not part of it. A special token is found by its id.
+        stop: texts, not empty, that end the answer. A special token is found by its id.
+        include_stop: True if the text that ends the answer is part of it.
+        least: tokens of the answer before which no text ends it.
         continues: True if the answer continues a text, so that its first word may begin with a space.
+        special: True if special tokens have a text, as in a prompt.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), continues: bool = False) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        least: int = 0,
+        continues: bool = False,
+        special: bool = False,
+    ) -> None:
         self._vocabulary, self._stop, self._begins = vocabulary, tuple(stop), not continues
-        self._ends = {vocabulary.special[text] for text in stop if text in vocabulary.special}
+        self._special = {token: text.encode() for text, token in vocabulary.special.items()} if special else {}
+        self._ends = {vocabulary.special[text]: text for text in stop if text in vocabulary.special}
+        self._include_stop, self._least = include_stop, least
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # text that is held back
         #: Characters so far, including those held back.
@@ -87,19 +100,23 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """Add the next token; returns the text that became final."""
-        if token in self._ends:
+        self._least -= 1
+        if token in self._ends and self._least < 0:
             self.stopped = True
+            self._held += self._ends[token] if self._include_stop else ""
             return self.rest()
         found = self._vocabulary.bytes_of(token)
         if found and self._begins:
             found, self._begins = self._vocabulary.bytes_of(token, first=True), False
-        new = self._bytes.decode(found)
+        new = self._bytes.decode(self._special.get(token, found))
         self.length += len(new)
         self._held += new
-        places = [place for text in self._stop if (place := self._held.find(text)) >= 0]
+        stop = self._stop if self._least < 0 else ()
+        places = [(place, text) for text in stop if (place := self._held.find(text)) >= 0]
         if places:
+            place, text = min(places)
             self.stopped = True
-            self._held = self._held[: min(places)]
+            self._held = self._held[: place + len(text) * self._include_stop]
             return self.rest()
         return self._give(len(self._held) - max((_begun(self._held, text) for text in self._stop), default=0))
 

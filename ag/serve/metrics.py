@@ -22,6 +22,7 @@ class Status(NamedTuple):
     snapshot: Snapshot  # of the scheduler
     figures: list[Metric]  # for Prometheus
     works: bool  # False when every scheduler has failed
+    context: int | None  # most tokens of a text that the model takes; None means that there is no limit
 
 
 class Metrics:

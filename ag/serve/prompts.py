@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 from ag.commands.serve import ServeConfig
+from ag.engine.cache import EvictionCache
+from ag.engine.policy import Policy, policy
+from ag.engine.spec import PolicySpec
 from ag.errors import UserError
-from ag.model.chat import Chat, spans
-from ag.serve.protocol import ApiError, Asked, ChatAsked, CompletionAsked
-from ag.serve.request import Request
+from ag.model.chat import Chat, reads, spans
+from ag.serve.detokenizer import Detokenizer
+from ag.serve.protocol import ApiError, Asked, Body, ChatAsked, CompletionAsked, DetokenizeAsked, TokenizeAsked
+from ag.serve.request import Prompt, Request, Token
+from ag.serve.scheduler import Scheduler
 
 TEXT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
+POLICIES = 64  # policies of requests that are remembered
+RESERVED = 1024  # tokens for which admission keeps blocks, of an answer that has no limit of its own
 
 _PARAMETERS = {field.name for field in fields(Request)}
 
@@ -21,55 +32,136 @@ class Prompts:
     """Makes the requests of a scheduler from the parameters of clients.
 
     Args:
-        tokenizer: of the model.
-        model: configuration of the model.
+        scheduler: that answers them.
         limits: limits of requests.
-        batch: most answers at once.
     """
 
-    def __init__(self, tokenizer: Any, model: Any, limits: ServeConfig, batch: int) -> None:
-        self.tokenizer, self.limits, self._batch = tokenizer, limits, batch
-        self._context: int | None = getattr(model.get_text_config(), "max_position_embeddings", None)
-        self._vocabulary = int(model.get_text_config().vocab_size)
+    def __init__(self, scheduler: Scheduler, limits: ServeConfig) -> None:
+        model = scheduler.model.config.get_text_config()
+        self.tokenizer, self.limits = scheduler.tokenizer, limits
+        self._texts, self._batch, self._queue = scheduler.vocabulary, scheduler.batch, scheduler.queue
+        self._model, self._own = scheduler.model, scheduler.policy
+        self._policy = lru_cache(POLICIES)(self._made)
+        #: Most tokens of a text; None means that the model has no limit.
+        self.context: int | None = getattr(model, "max_position_embeddings", None)
+        self._vocabulary = int(model.vocab_size)
 
-    def __call__(self, asked: Asked) -> Request:
-        """Return the request.
+    def __call__(self, asked: Body) -> list[Prompt] | dict[str, Any]:
+        """Return the requests, one for each prompt, or what ``/tokenize`` and ``/detokenize`` return.
 
         Raises:
             ApiError: for parameters that this model, its tokenizer or its chat template cannot serve.
             UserError: for a value out of range.
         """
+        if isinstance(asked, DetokenizeAsked):
+            self._check(asked.tokens, "tokens")
+            return {"prompt": self.tokenizer.decode(asked.tokens)}
+        if isinstance(asked, TokenizeAsked):
+            return self._tokenized(asked)
+        assert isinstance(asked, ChatAsked | CompletionAsked)
         if asked.n > self._batch:
             raise ApiError(400, f"n={asked.n}: expected at most {self._batch} here.", "n")
-        tokens, protect = self._chat(asked) if isinstance(asked, ChatAsked) else self._text(asked)
+        if isinstance(asked, ChatAsked):
+            request = self._request(asked, *self._of_chat(asked), asked.text)
+            return [Prompt(request, self._policy_text(request))]
+        texts = asked.prompts
+        if len(texts) > self._queue:
+            raise ApiError(400, f"{len(texts)} prompts: expected at most {self._queue} here.", "prompt")
+        return [
+            self._text(asked, text, "prompt" if len(texts) == 1 else f"prompt[{place}]")
+            for place, text in enumerate(texts)
+        ]
+
+    def _request(self, asked: Asked, tokens: list[int], protect: Any, param: str) -> Request:
+        """Return the request of one prompt, which the parameter ``param`` holds."""
         if not tokens:
-            raise ApiError(400, "the prompt is empty: expected one token or more.", "prompt")
-        if not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-            raise ApiError(400, f"prompt: expected tokens of 0 to {self._vocabulary - 1}.", "prompt")
+            raise ApiError(400, "the prompt is empty: expected one token or more.", param)
+        self._check(tokens, param)
+        self._check(asked.stop_token_ids, "stop_token_ids")
+        if not all(0 <= first < behind <= len(tokens) for first, behind in protect):
+            message = f"ag.protect: expected pairs such as [0, 40], within the {len(tokens)} tokens of the prompt."
+            raise ApiError(400, message, "ag.protect")
+        longest = self._longest(asked, len(tokens), param)
+        if asked.min_tokens > longest:
+            raise ApiError(
+                400, f"min_tokens={asked.min_tokens}: expected at most {longest}, the most tokens here.", "min_tokens"
+            )
         same = {name: getattr(asked, name) for name in type(asked).model_fields if name in _PARAMETERS}
         other: dict[str, Any] = {
             "tokens": tokens,
-            "max_tokens": self._longest(asked, len(tokens)),
+            "max_tokens": longest,
+            "reserved": None if asked.longest else RESERVED,
             "top_k": max(asked.top_k, 0),
             "logit_bias": asked.biases(self._vocabulary),
             "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
-            "continues": isinstance(asked, CompletionAsked),
+            "continues": not isinstance(asked, ChatAsked) or asked.continue_final_message,
             "logprobs": asked.best,
+            "prompt_logprobs": asked.best_of_prompt,
+            "policy": self._policy(asked.ag.policy, asked.ag.budget) if asked.ag else None,
+            "kept": asked.ag is not None,
             "protect": tuple((first, behind) for first, behind in protect),
             "wait_seconds": self.limits.wait_seconds,
             "answer_seconds": self.limits.answer_seconds,
         }
         return Request(**(same | other))
 
-    def _longest(self, asked: Asked, prompt: int) -> int:
+    def _made(self, text: str | None, budget: int | float | None) -> Policy | None:
+        """Return the policy of a request; None means the server's.
+
+        What the request leaves out is as in the server's policy. Gates are those of the server.
+        """
+        own, param = self._own, "ag.budget" if text is None else "ag.policy"
+        if text is None and budget is None:
+            return None
+        try:
+            spec = own.spec if text is None else PolicySpec.parse(text)
+            if spec.path not in (None, own.spec.path):
+                raise UserError(f"ag.policy={text!r:.80}: expected no path: gates are those of the server.")
+            same = spec.resolved().scorer == own.spec.resolved().scorer
+            evicts = spec.takes_budget
+            param = "ag.budget" if evicts and budget is None and own.budget is None and not spec.bare else param
+            param = "ag.budget" if budget is not None and not evicts else param
+            made = policy(
+                replace(spec, path=None),
+                budget if budget is not None or not evicts else own.budget,
+                own.schedule if evicts else "prefill",
+                **(own.options if same and evicts else {}),
+            )
+            if made.by_gates and own.gates is not None:
+                made = replace(made, gates=own.gates, spec=replace(spec, path=own.spec.path)).trained_with(own.gates)
+            EvictionCache(self._model, made)  # refuses what the model lacks
+            return made
+        except UserError as error:
+            raise ApiError(400, str(error), param) from None
+
+    def _policy_text(self, request: Request) -> str:
+        return policy_text(request.policy or self._own)
+
+    def _check(self, tokens: Sequence[int], param: str) -> None:
+        """Refuse tokens outside of the vocabulary."""
+        wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
+        if wrong:
+            raise ApiError(400, f"{param}: {wrong[0]}: expected tokens of 0 to {self._vocabulary - 1}.", param)
+
+    def _tokenized(self, asked: TokenizeAsked) -> dict[str, Any]:
+        """Return the tokens of a text or a chat, in the form of vLLM."""
+        if asked.prompt is None:
+            text, special = self._chat(asked)[1], bool(asked.add_special_tokens)
+        else:
+            text, special = asked.prompt, asked.add_special_tokens is not False
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        names = self.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": names}
+
+    def _longest(self, asked: Asked, prompt: int, param: str) -> int:
         """Return the limit of an answer in tokens, for a prompt of this number of tokens."""
-        most, context = self.limits.answer_tokens, self._context
+        most, context = self.limits.answer_tokens or sys.maxsize, self.context
         room = most if context is None else context - prompt
-        if room < 1:
+        if room < (0 if asked.longest is not None and asked.longest[1] == 0 else 1):
             raise ApiError(
                 400,
                 f"the prompt has {prompt} tokens: expected fewer than {context}, the context of the model; shorten it.",
-                asked.text,
+                param,
                 "context_length_exceeded",
             )
         least = min(room, most)
@@ -81,46 +173,65 @@ class Prompts:
             raise ApiError(400, message, name, None if number > most else "context_length_exceeded")
         return number
 
-    def _text(self, asked: Asked) -> tuple[list[int], Any]:
-        """Return the token ids of a text, and its protected spans."""
-        assert isinstance(asked, CompletionAsked)
-        prompt = asked.prompt
-        if isinstance(prompt, list) and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                raise ApiError(400, f"{len(prompt)} prompts: expected one; send the others by themselves.", "prompt")
-            prompt = prompt[0]
-        return self.tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt, asked.protect
+    def _text(self, asked: CompletionAsked, text: str | list[int], param: str) -> Prompt:
+        """Return the request of a text or its token ids, which the parameter ``param`` holds."""
+        ids: list[int]
+        ids, pieces = ([], []) if isinstance(text, str) else (text, [])
+        if isinstance(text, str):
+            found = self.tokenizer(text, return_offsets_mapping=asked.echo, verbose=False)
+            ids = found["input_ids"]
+            # special tokens that the tokenizer adds lie at 0
+            starts = [*accumulate((first for first, _ in found.get("offset_mapping", ())), max), len(text)]
+            pieces = [text[first:behind] for first, behind in pairwise([0, *starts[1:]])]
+        elif asked.echo:
+            reader = Detokenizer(self._texts, special=True)
+            pieces = [reader.add(token) for token in ids]
+        request = self._request(asked, ids, asked.ag.protect if asked.ag else (), param)
+        places = accumulate(map(len, pieces), initial=0)
+        echo = tuple(Token(*each) for each in zip(ids, pieces, places, strict=False))
+        return Prompt(request, self._policy_text(request), echo if asked.echo else ())
 
     # ---- chats
 
-    def _chat(self, asked: ChatAsked) -> tuple[list[int], Any]:
-        """Return the token ids of a chat, and its protected spans."""
+    def _chat(self, asked: ChatAsked) -> tuple[Chat, str]:
+        """Return a chat and its text by the template."""
         if self.tokenizer.chat_template is None:
-            raise ApiError(400, "the model has no chat template: use /v1/completions.", "messages")
+            raise ApiError(400, "the model has no chat template: use /v1/completions.", asked.text)
         try:
-            chat, text = self._rendered(Chat([message.for_template() for message in asked.messages], asked.variables))
-            self._check_rendered(chat)
-            without = "tools" in asked.variables and replace(chat, variables=asked.chat_template_kwargs)
-            if without and without.text(self.tokenizer) == text:
+            messages, variables = [message.for_template() for message in asked.messages], asked.variables
+            chat, text = self._rendered(Chat(messages, variables, asked.continue_final_message), asked.opened)
+            self._check_rendered(chat, asked.opened)
+            effort = asked.reasoning_effort is not None
+            if effort and not reads(self.tokenizer, "reasoning_effort", variables.get("tools")):
+                message = "the chat template of the model has no reasoning_effort: leave it out."
+                raise ApiError(400, message, asked.effort)
+            without = "tools" in variables and replace(chat, variables={**variables, "tools": None})
+            if without and without.text(self.tokenizer, asked.opened) == text:
                 raise ApiError(400, "the chat template of the model leaves tools out: leave them out too.", "tools")
         except UserError as error:
-            raise ApiError(400, str(error), "messages") from None
-        parts = self.limits.protect if asked.protect is None else asked.protect
-        protect = spans(self.tokenizer, chat, parts) if parts else ()
+            raise ApiError(400, str(error), asked.text) from None
+        return chat, text
+
+    def _of_chat(self, asked: ChatAsked) -> tuple[list[int], Any]:
+        """Return the token ids of a chat, and its protected spans."""
+        chat, text = self._chat(asked)
+        given = None if asked.ag is None else asked.ag.protect
+        parts = self.limits.protect if given is None else given
+        protect = spans(self.tokenizer, chat, parts, asked.opened) if parts else ()
         # the template writes the special tokens itself
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], protect
 
-    def _rendered(self, chat: Chat) -> tuple[Chat, str]:
+    def _rendered(self, chat: Chat, opened: bool) -> tuple[Chat, str]:
         """Return the chat and its text, with empty contents for tool calls where the template needs a content."""
         try:
-            return chat, chat.text(self.tokenizer)
+            return chat, chat.text(self.tokenizer, opened)
         except UserError:
             filled = replace(chat, messages=[{"content": ""} | message for message in chat.messages])
             if filled == chat:
                 raise
-            return filled, filled.text(self.tokenizer)
+            return filled, filled.text(self.tokenizer, opened)
 
-    def _check_rendered(self, chat: Chat) -> None:
+    def _check_rendered(self, chat: Chat, opened: bool) -> None:
         """Refuse tool calls and results of tools that the template leaves out.
 
         A random word takes the place of each of them, and has to appear in the text.
@@ -135,7 +246,7 @@ class Prompts:
                 word = words[f"messages[{place}].tool_calls[{number}]"] = uuid.uuid4().hex
                 called = call | {"function": call["function"] | {"arguments": {"text": word}}}
                 message["tool_calls"] = [*message.get("tool_calls", []), called]
-        text = replace(chat, messages=messages).text(self.tokenizer) if words else ""
+        text = replace(chat, messages=messages).text(self.tokenizer, opened) if words else ""
         for param, word in words.items():
             if word not in text:
                 raise ApiError(
@@ -144,3 +255,8 @@ class Prompts:
                     "assistant or the user.",
                     param,
                 )
+
+
+def policy_text(chosen: Policy) -> str:
+    """Return the text of a policy with its budget."""
+    return str(chosen.spec) + (f" {chosen.budget}" if chosen.budget else "")

@@ -5,33 +5,33 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
+from openai.types.shared import ReasoningEffort
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from ag.errors import nearest
-from ag.model.chat import Part, for_template
-from ag.serve.answers import Piece
+from ag.model.chat import Part as ChatPart
+from ag.model.chat import for_template
+from ag.serve.answers import Piece, Used
 from ag.serve.detokenizer import Vocabulary
 from ag.serve.request import Token
 
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
 
 #: Unsupported parameters of OpenAI's API, with the values under which they change nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, Sequence[Any]] = {
     "audio": (),
     "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -69,27 +69,27 @@ class ApiError(Exception):
 # ---- requests
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
     """A part of a request, without unknown parameters and without conversion of types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class TextPart(_Part):
+class TextPart(Part):
     """A part of a message's content: text."""
 
     type: Literal["text"]
     text: str
 
 
-class Function(_Part):
+class Function(Part):
     """The function of a tool call."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class ToolCall(_Part):
+class ToolCall(Part):
     """A call of a tool by the assistant."""
 
     id: str | None = None
@@ -98,7 +98,7 @@ class ToolCall(_Part):
     index: int | None = Field(None, exclude=True)  # clients that join a stream leave it in
 
 
-class Message(_Part):
+class Message(Part):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -125,7 +125,7 @@ class Message(_Part):
         return for_template(message)
 
 
-class StreamOptions(_Part):
+class StreamOptions(Part):
     """Options of a stream."""
 
     include_usage: bool = False
@@ -136,31 +136,67 @@ Ids = Annotated[list[int], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Asked(_Part):
-    """The parameters of chats and of texts; null stands for the default.
+class Extensions(Part):
+    """What this server adds to OpenAI's API: how a request is evicted."""
+
+    policy: str | None = None  # None means the server's
+    budget: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = None  # tokens, or a share
+
+
+class ChatExtensions(Extensions):
+    """The same of a chat."""
+
+    protect: list[ChatPart] | None = None  # parts that are never evicted; None means the server's protect=
+
+
+class TextExtensions(Extensions):
+    """The same of a text."""
+
+    protect: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=list)  # spans
+
+
+class Body(Part):
+    """The parameters of a request; null stands for the default."""
+
+    model: str
+
+    #: The parameters that OpenAI's API has.
+    known: ClassVar[frozenset[str]] = frozenset()
+    #: Parameters that are not supported, with the values under which they change nothing.
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = NEUTRAL
+
+
+class Asked(Body):
+    """The parameters of chats and of texts.
 
     A parameter that :class:`ag.serve.Request` has under the same name is copied there. A new parameter of sampling is
     therefore a field here, a field there, and a line in :func:`ag.serve.sampler.processors`.
     """
 
-    model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)  # -1 and 0 mean no limit
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] = Field(default_factory=list)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    return_token_ids: bool = False
 
     #: The parameter that holds the prompt.
     text: ClassVar[str]
-    #: The parameters that OpenAI's API has.
-    known: ClassVar[frozenset[str]]
+    ag: Extensions | None = None
 
     @property
     def longest(self) -> tuple[str, int] | None:
@@ -171,6 +207,18 @@ class Asked(_Part):
     def best(self) -> int | None:
         """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
         raise NotImplementedError
+
+    @property
+    def best_of_prompt(self) -> int | None:
+        """The same at each place of the prompt."""
+        return self.prompt_logprobs
+
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _is_whole(cls, number: int | None, others: ValidationInfo) -> int | None:
+        if number is not None and others.data.get("stream"):
+            raise PydanticCustomError("alone", "needs stream=false; leave one of them out")
+        return number
 
     @field_validator("stream_options")
     @classmethod
@@ -199,6 +247,8 @@ class ChatAsked(Asked):
     """The parameters of ``/v1/chat/completions``."""
 
     text = "messages"
+    #: The parameter that holds how much the model thinks.
+    effort: ClassVar[str] = "reasoning_effort"
     known = frozenset(chat_params.CompletionCreateParamsBase.__annotations__)
 
     messages: list[Message] = Field(min_length=1)
@@ -208,7 +258,24 @@ class ChatAsked(Asked):
     tools: list[dict[str, Any]] = Field(default_factory=list)  # for the chat template
     tool_choice: Literal["none", "auto"] = "auto"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # variables of the chat template
-    protect: list[Part] | None = None  # parts that are never evicted; None means the server's protect=
+    reasoning_effort: ReasoningEffort = None  # another one
+    add_generation_prompt: bool | None = None  # None means that the chat ends with the opening of an answer
+    continue_final_message: bool = False
+    ag: ChatExtensions | None = None
+
+    @field_validator("reasoning_effort")
+    @classmethod
+    def _is_told_once(cls, effort: ReasoningEffort, others: ValidationInfo) -> ReasoningEffort:
+        if "reasoning_effort" in others.data.get("chat_template_kwargs", {}):
+            raise PydanticCustomError("alone", "chat_template_kwargs has it too; leave one of them out")
+        return effort
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _is_not_opened(cls, continued: bool, others: ValidationInfo) -> bool:
+        if continued and others.data.get("add_generation_prompt"):
+            raise PydanticCustomError("alone", "needs add_generation_prompt=false; leave one of them out")
+        return continued
 
     @field_validator("top_logprobs")
     @classmethod
@@ -221,7 +288,13 @@ class ChatAsked(Asked):
     def variables(self) -> dict[str, Any]:
         """The variables of the chat template, tools among them."""
         tools = self.tools if self.tool_choice == "auto" else []
-        return self.chat_template_kwargs | ({"tools": tools} if tools else {})
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return self.chat_template_kwargs | effort | ({"tools": tools} if tools else {})
+
+    @property
+    def opened(self) -> bool:
+        """Whether the chat ends with the opening of an answer."""
+        return not self.continue_final_message and self.add_generation_prompt is not False
 
     @property
     def longest(self) -> tuple[str, int] | None:
@@ -242,16 +315,54 @@ class CompletionAsked(Asked):
     known = frozenset(CompletionCreateParamsBase.__annotations__)
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=0)  # 0 reads the prompt alone
+    echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
-    protect: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=list)  # spans
+    ag: TextExtensions | None = None
 
     @property
     def best(self) -> int | None:
         """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
         return self.logprobs
 
+    @property
+    def best_of_prompt(self) -> int | None:
+        """The same at each place of the prompt."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in wanted if number is not None), default=None)
 
-def parse(kind: type[Asked], body: bytes) -> Any:
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, as texts or token ids."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return cast("Sequence[str | list[int]]", [self.prompt] if one else self.prompt)
+
+
+class TokenizeAsked(ChatAsked):
+    """The parameters of ``/tokenize``: a text, or those of a chat, in the form of vLLM."""
+
+    model: str = ""  # the server's
+    messages: list[Message] = Field(default_factory=list)
+    prompt: str | None = Field(None, validate_default=True)
+    add_special_tokens: bool | None = None  # None means those of a text, and none in a chat
+    return_token_strs: bool = False
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_one(cls, prompt: str | None, others: ValidationInfo) -> str | None:
+        if (prompt is None) != bool(others.data.get("messages")):
+            raise PydanticCustomError("alone", "expected either prompt or messages")
+        return prompt
+
+
+class DetokenizeAsked(Body):
+    """The parameters of ``/detokenize``, in the form of vLLM."""
+
+    model: str = ""  # the server's
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def parse(kind: type[Body], body: bytes) -> Any:
     """Read the body of a request.
 
     Raises:
@@ -268,17 +379,22 @@ def parse(kind: type[Asked], body: bytes) -> Any:
         if name not in kind.known:
             hint = nearest(name, kind.model_fields)
             raise ApiError(400, f"{name[:80]!r} is an unknown parameter{hint or '.'}", name[:80], "unknown_parameter")
-        if name not in IGNORED and values[name] not in NEUTRAL.get(name, ()):
+        if name not in IGNORED and values[name] not in kind.neutral.get(name, ()):
             raise ApiError(400, f"{name} is not supported by this server: leave it out.", name, "unsupported_parameter")
         del values[name]
-    for message in values["messages"] if isinstance(values.get("messages"), list) else []:
-        if isinstance(message, dict):  # OpenAI's client adds empty fields to the assistant's messages
-            for name in [name for name, value in message.items() if value is None or value == [] and name != "content"]:
-                del message[name]
+    for message in _objects(values.get("messages", values.get("input"))):
+        for part in (message, *_objects(message.get("content"))):  # OpenAI's client adds empty fields
+            for name in [name for name, value in part.items() if value is None or value == [] and name != "content"]:
+                del part[name]
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         raise _refusal(error) from None
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """Return the objects of a list."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def _refusal(error: ValidationError) -> ApiError:
@@ -316,39 +432,74 @@ class Form:
         self.asked, self.text_of, self._chat = asked, vocabulary.text, isinstance(asked, ChatAsked)
         name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": name, "created": int(time.time()), "model": asked.model}
+        self._echoed: dict[int, int] = {}  # characters of the repeated prompt, by answer
 
-    def begin(self) -> list[str]:
-        """Return the first chunks of a stream: of a chat the role of each answer."""
+    def begin(self) -> str:
+        """Return the first events of a stream: of a chat the role of each answer."""
         role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return [self._json([{"index": number, **role}]) for number in range(self.asked.n)] if self._chat else []
+        roles = range(self.asked.n) if self._chat else ()
+        return "".join(_event(self._json([{"index": number, **role}])) for number in roles)
 
     def chunk(self, piece: Piece) -> str:
-        """Return a piece of an answer as a chunk of a stream."""
+        """Return a piece of an answer as an event of a stream."""
         text = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
-        return self._json([self._choice(piece, text)])
+        first = self._chat and piece.number == 0
+        return _event(self._json([self._choice(piece, text)], **(self._of_prompt(piece) if first else {})))
 
-    def last(self, prompt: int, written: int) -> str:
-        """Return the last chunk of a stream, with the numbers of tokens."""
-        return self._json([], usage=_usage(prompt, written))
+    def end(self, used: Used) -> str:
+        """Return the last events of a stream, with the numbers of tokens if they were requested."""
+        asked = self.asked.stream_options.include_usage
+        return (_event(self._json([], usage=_usage(used))) if asked else "") + _event("[DONE]")
 
-    def whole(self, answers: Sequence[Piece], prompt: int, written: int) -> str:
+    def whole(self, answers: Sequence[Piece], used: Used) -> str:
         """Return the answers, each in one piece, with the numbers of tokens."""
         choices = []
         for piece in answers:
             message = {"role": "assistant", "content": piece.text, "refusal": None}
             choices.append(self._choice(piece, {"message": message} if self._chat else {"text": piece.text}))
-        return self._json(choices, object="chat.completion", usage=_usage(prompt, written))
+        of_prompt = self._of_prompt(answers[0]) if self._chat else {}
+        return self._json(choices, object="chat.completion", usage=_usage(used), **of_prompt)
 
-    def _json(self, choices: list[dict[str, Any]], object: str = "chat.completion.chunk", **more: Any) -> str:
+    def _json(self, choices: list[dict[str, Any]], *, object: str = "chat.completion.chunk", **more: Any) -> str:
         kind = object if self._chat else "text_completion"
         fields = {"object": kind, "choices": choices, **more, **self._head}
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
 
     def _choice(self, piece: Piece, text: dict[str, Any]) -> dict[str, Any]:
-        logprobs = None
+        logprobs, tokens = None, piece.tokens
+        if isinstance(self.asked, CompletionAsked) and self.asked.echo:
+            shift = sum(len(token.text) for token in piece.prompt or ())
+            shift = self._echoed.setdefault(piece.number, shift)
+            tokens = tuple(replace(token, place=shift + token.place) for token in tokens)
+            if piece.prompt is not None:
+                tokens = piece.prompt + tokens
+                text = {"text": "".join(token.text for token in piece.prompt) + piece.text}
         if self.asked.best is not None:
-            logprobs = self._of_chat(piece.tokens) if self._chat else self._of_text(piece.tokens)
-        return {"index": piece.number, "logprobs": logprobs, "finish_reason": piece.reason, **text}
+            logprobs = self._of_chat(tokens) if self._chat else self._of_text(tokens)
+        ids = {"token_ids": [token.id for token in piece.tokens]} if self.asked.return_token_ids else {}
+        more = ids if self._chat else ids | self._of_prompt(piece)
+        return {"index": piece.number, "logprobs": logprobs, "finish_reason": piece.reason, **text, **more}
+
+    def _of_prompt(self, piece: Piece) -> dict[str, Any]:
+        """Return what was requested of a prompt: tokens and log-probabilities in the form of vLLM, and what stays."""
+        if piece.prompt is None:
+            return {}
+        ids: dict[str, Any] = (
+            {"prompt_token_ids": [token.id for token in piece.prompt]} if self.asked.return_token_ids else {}
+        )
+        ids |= {} if self.asked.ag is None else {"ag": piece.kept}
+        if self.asked.prompt_logprobs is None:
+            return ids
+        rows: list[dict[int, Any] | None] = []
+        for token in piece.prompt:
+            best = token.best[: self.asked.prompt_logprobs]
+            ranked = [(other, logprob, rank) for rank, (other, logprob) in enumerate(best, 1)]
+            values = {
+                other: {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.text_of(other)}
+                for other, logprob, rank in [*ranked, (token.id, token.logprob, token.rank)]
+            }
+            rows.append(values if token.rank else None)
+        return ids | {"prompt_logprobs": rows}
 
     # ---- log-probabilities
 
@@ -365,8 +516,8 @@ class Form:
     def _of_text(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {
             "tokens": [self.text_of(token.id) for token in tokens],
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [self._best(token) for token in tokens],
+            "token_logprobs": [_finite(token.logprob) if token.rank else None for token in tokens],
+            "top_logprobs": [self._best(token) if token.rank else None for token in tokens],
             "text_offset": [token.place for token in tokens],
         }
 
@@ -376,7 +527,7 @@ class Form:
         The key of the chosen token is its text, as in ``tokens``. Of other tokens with the same text the most probable
         one has the text as its key, and the others have ``token_id:N``.
         """
-        values = dict(token.best) | {token.id: token.logprob}
+        values = dict(token.best[: self.asked.best]) | {token.id: token.logprob}
         names: dict[str, int] = {}
         for other in [token.id, *values]:
             names.setdefault(self.text_of(other), other)
@@ -384,9 +535,18 @@ class Form:
         return {texts.get(other, f"token_id:{other}"): _finite(value) for other, value in values.items()}
 
 
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
 def _finite(logprob: float | None) -> float:
     return max(logprob or 0.0, LOWEST)
 
 
-def _usage(prompt: int, written: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+def _usage(used: Used) -> dict[str, Any]:
+    return {
+        "prompt_tokens": used.read,
+        "completion_tokens": used.written,
+        "total_tokens": used.read + used.written,
+        "prompt_tokens_details": {"cached_tokens": used.cached},
+    }

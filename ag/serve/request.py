@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag.engine.masks import marked
+from ag.engine.policy import Policy
 from ag.errors import UserError, require
 from ag.serve.detokenizer import Detokenizer
 
@@ -24,20 +25,31 @@ class Request:
 
     Attributes:
         tokens: ids of the prompt.
-        max_tokens: most tokens of an answer.
+        max_tokens: most tokens of an answer; 0 reads the prompt alone.
+        reserved: tokens of an answer for which admission keeps blocks; a longer answer takes free blocks, and ends
+            where an otherwise empty pool has none. None means ``max_tokens``.
         temperature: divides logits before sampling; 0 means greedy decoding.
         top_p: sample from the most probable tokens whose probabilities sum to this.
         top_k: sample from this number of the most probable tokens; 0 means no limit.
         min_p: sample from tokens at least ``min_p`` times as probable as the most probable one.
         repetition_penalty: divides the logits of tokens that occurred before, 0.01 to 100.
+        frequency_penalty: is subtracted from the logit of a token for each time that the answer has it, -2 to 2.
+        presence_penalty: is subtracted once from the logit of each token that the answer has, -2 to 2.
         logit_bias: numbers that are added to logits, by token.
         seed: of sampling; None means a different one for each answer.
         stop: texts that end an answer and are not part of it.
+        stop_token_ids: tokens that end an answer, beside those of the model, and whose texts are not part of it.
+        include_stop_str_in_output: True if what ends an answer is part of its text.
+        ignore_eos: True if the model's own end tokens do not end an answer.
+        min_tokens: tokens of an answer before which nothing but ``max_tokens`` ends it.
         continues: True for an answer that continues the prompt's text; False for a new text, whose first word has no
             space in front.
         logprobs: number of the most probable tokens to return at each place, with log-probabilities; None means no
             log-probabilities at all.
+        prompt_logprobs: the same for the tokens of the prompt, which is then read without a cached prefix.
         n: number of answers.
+        policy: under which it is answered; None means the scheduler's.
+        kept: True if the stream says how much of the prompt stays.
         protect: half-open spans (start, end) of the prompt's tokens that no policy evicts.
         wait_seconds: longest time until the prompt is read; None means no limit.
         answer_seconds: longest time until the answer ends; None means no limit.
@@ -48,17 +60,27 @@ class Request:
 
     tokens: Sequence[int]
     max_tokens: int = 128
+    reserved: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
     continues: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
+    policy: Policy | None = None
+    kept: bool = False
     protect: tuple[tuple[int, int], ...] = ()
     wait_seconds: float | None = None
     answer_seconds: float | None = None
@@ -66,17 +88,27 @@ class Request:
     def __post_init__(self) -> None:
         if not self.tokens:
             raise UserError("Request: tokens is empty: expected a prompt of one token or more.")
-        require(self, "max_tokens", self.max_tokens >= 1, "1 or more")
+        require(self, "max_tokens", self.max_tokens >= 0, "0 or more")
         require(self, "temperature", self.temperature >= 0, "0 or more")
         require(self, "top_p", 0 < self.top_p <= 1, "above 0, at most 1")
         require(self, "top_k", self.top_k >= 0, "0 or more")
         require(self, "min_p", 0 <= self.min_p <= 1, "0 to 1")
         require(self, "repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100")
+        for name in ("frequency_penalty", "presence_penalty"):
+            require(self, name, -2 <= getattr(self, name) <= 2, "-2 to 2")
+        expected = f"0 to max_tokens={self.max_tokens}"
+        require(self, "min_tokens", 0 <= self.min_tokens <= self.max_tokens, expected)
         require(self, "stop", all(self.stop), "texts that are not empty")
-        require(self, "logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more, or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            require(self, name, getattr(self, name) is None or getattr(self, name) >= 0, "0 or more, or None")
         require(self, "n", self.n >= 1, "1 or more")
         inside = all(0 <= first < behind <= len(self.tokens) for first, behind in self.protect)
         require(self, "protect", inside, f"pairs such as (0, 40), within the {len(self.tokens)} tokens of the prompt")
+
+    @property
+    def expected(self) -> int:
+        """Tokens of an answer for which admission keeps blocks."""
+        return self.max_tokens if self.reserved is None else min(self.reserved, self.max_tokens)
 
     def marks(self) -> Tensor:
         """Return which tokens of the prompt are protected, ``[T]`` bool."""
@@ -86,15 +118,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an answer.
+    """A token of an answer or of a prompt.
 
     Attributes:
         id: in the vocabulary.
         text: text that became final with this token; "" while it may be part of a character or of a stop text.
-        place: characters of the answer before the token.
-        logprob: its log-probability under the model, before any change to the logits; None means that ``logprobs`` was
-            not requested.
+        place: characters of the answer, or of the prompt, before the token.
+        logprob: its log-probability under the model, before any change to the logits; None means that it was not
+            requested, or that nothing precedes the token.
         best: the most probable tokens and their log-probabilities, if requested.
+        rank: 1 for the most probable token; 0 means that ``logprob`` is None.
     """
 
     id: int
@@ -102,6 +135,16 @@ class Token:
     place: int = 0
     logprob: float | None = None
     best: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request of a client."""
+
+    request: Request
+    policy: str = ""  # under which it is answered
+    echo: tuple[Token, ...] = ()  # the tokens of the prompt with their texts, if the answer repeats the prompt
 
 
 #: Events of a stream: tokens, then an error, or None at a normal end.
@@ -123,6 +166,12 @@ class Stream:
         self.reason: Reason | None = None
         #: Whether :meth:`cancel` was called.
         self.cancelled = False
+        #: The tokens of the prompt with their log-probabilities, if requested; complete before the first event.
+        self.prompt: tuple[Token, ...] = ()
+        #: Tokens of the prompt that were taken from a cached prefix; known before the first event.
+        self.shared = 0
+        #: Share of the (token, KV head) pairs of the prompt that stays behind it, if requested; as ``prompt``.
+        self.kept: float | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         #: Passes an event to the reader.
         self.put = hear or self._events.put

@@ -6,9 +6,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -27,8 +27,8 @@ from ag.errors import UserError
 from ag.serve.admission import Admission, Need
 from ag.serve.detokenizer import Detokenizer, Vocabulary
 from ag.serve.prefix_cache import PrefixCache, key_of
-from ag.serve.request import Event, Reason, Request, Stream
-from ag.serve.sampler import Sampler
+from ag.serve.request import Event, Reason, Request, Stream, Token
+from ag.serve.sampler import Sampler, scored
 from ag.serve.snapshot import Counts, Running, Snapshot
 
 
@@ -51,6 +51,8 @@ class _Answer:
     text: Tensor  # ids ``[T]`` on the CPU, of the prompt and of the answer so far
     since: float  # time of submission, in seconds of the scheduler's clock
     need: Need  # blocks that it may take
+    ends: Set[int]  # tokens that end it
+    batch: _Batch  # that it joins
     read: int = 0  # tokens of the text that the model has read, while the answer is in the batch
 
     @property
@@ -87,10 +89,41 @@ class _Prompt:
     read: int  # tokens read so far, ``shared`` among them
     shared: int  # tokens of a cached prefix, which were not read again
     mark: int  # length at which the prefix is cached for other texts; 0 means that it is not
+    scores: list[Token] = field(default_factory=list)  # the tokens that were read, if their likelihood was requested
+
+    @property
+    def best(self) -> int | None:
+        """Number of the most probable tokens to return at each place; None means that no likelihood is missing."""
+        first = self.answers[0]
+        return None if first.stream.prompt else first.request.prompt_logprobs
+
+
+class _Batch:
+    """The running answers under one policy, in one cache.
+
+    Args:
+        model: causal language model.
+        policy: of the answers.
+        pool: of their blocks.
+        prefill_tokens: most tokens of a prompt that are read at once.
+        prompt_lookup: most draft tokens of a step.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, policy: Policy, pool: Pool, prefill_tokens: int, prompt_lookup: int
+    ) -> None:
+        self.policy, self.cache = policy, EvictionCache(model, policy, pool=pool)
+        self.next = StepRunner(model, self.cache)
+        self.drafts = prompt_lookup if self.cache.is_croppable else 0
+        self.running: list[_Answer] = []  # in the order of the cache's sequences
+        self.at_once = _reads_at_once(self.cache)
+        #: None means that the cache of a prefix depends on what follows it, so that none is shared.
+        self.prefixes = None if self.at_once or policy.block is not None else PrefixCache(pool)
+        self.admission = Admission(self.cache, model.config, sys.maxsize if self.at_once else prefill_tokens)
 
 
 class Scheduler:
-    """Answers requests with one model, under one policy, from one pool of blocks.
+    """Answers requests with one model from one pool of blocks, under one policy or that of each request.
 
     Requests are admitted in order of arrival, each as soon as the blocks that it may take are free. Prompts are read in
     chunks between the steps of the batch; a common prefix of several prompts is read once, and cached until its blocks
@@ -100,14 +133,14 @@ class Scheduler:
     Args:
         model: causal language model in evaluation mode.
         tokenizer: its tokenizer, a fast one.
-        spec: the policy, or its text; see :func:`ag.policy`.
+        spec: the policy of requests without their own, or its text; see :func:`ag.policy`.
         pool: holds the keys and values of all requests.
         budget: of a policy given as text: tokens per KV head, or a share of each prompt.
         prefill_tokens: most prompt tokens that are read between two steps of the batch.
         batch: most answers in the batch.
         queue: most queued requests.
-        prompt_lookup: most draft tokens of a step, all answers together, found by prompt lookup decoding. A policy that
-            evicts generated tokens cannot reject drafts, and has none.
+        prompt_lookup: most draft tokens of a step, all answers of a policy together, found by prompt lookup decoding. A
+            policy that evicts generated tokens cannot reject drafts, and has none.
         clock: returns seconds, for the time limits of requests.
 
     Raises:
@@ -134,10 +167,9 @@ class Scheduler:
         self.prefill_tokens, self.batch, self.queue = prefill_tokens, batch, queue
         self.counts = Counts()
         self._clock, self._numbers = clock, count()
-        self._cache = EvictionCache(model, self.policy, pool=pool)  # of the batch
-        self._next = StepRunner(model, self._cache)
-        self._drafts = prompt_lookup if self._cache.is_croppable else 0
-        self._running: list[_Answer] = []  # the batch, in the order of the cache's sequences
+        self._made = partial(_Batch, model, pool=pool, prefill_tokens=prefill_tokens, prompt_lookup=prompt_lookup)
+        self._main = self._made(self.policy)
+        self._batches = {self.policy: self._main}
         self._reading: _Prompt | None = None
         self._waiting: deque[list[_Answer]] = deque()  # queued answers, by request
         self._crowded = False  # True from a preemption until an answer leaves the batch; nothing is admitted then
@@ -146,10 +178,6 @@ class Scheduler:
         self._stopped: StoppedError | None = None  # the error that ends every answer
         #: True when :meth:`run` has raised.
         self.failed = False
-        self._at_once = _reads_at_once(self._cache)
-        #: None means that the cache of a prefix depends on what follows it, so that none is shared.
-        self._prefixes = None if self._at_once or self.policy.block is not None else PrefixCache(pool)
-        self._admission = Admission(self._cache, model.config, sys.maxsize if self._at_once else prefill_tokens)
         ends = model.generation_config.eos_token_id if model.generation_config is not None else None
         #: Ids of tokens that end a text.
         self.ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
@@ -169,22 +197,38 @@ class Scheduler:
             StoppedError: when the scheduler has stopped or failed.
             UserError: for a request that no empty pool and no context could hold.
         """
-        need = self._admission.need(request)
+        policy = self.policy if request.policy is None else request.policy.with_tokenizer(self.tokenizer)
+        batch = self._batches.get(policy) or self._made(policy)
+        need = batch.admission.need(request)
         self._check(request, need)
         text, now = torch.tensor(request.tokens, dtype=torch.long), self._clock()
         answers = []
+        ends = {*request.stop_token_ids} | (set() if request.ignore_eos else self.ends)
+        special = {self.vocabulary.special[text] for text in request.stop if text in self.vocabulary.special}
         for number in range(request.n):
-            detokenizer = Detokenizer(self.vocabulary, request.stop, request.continues)
-            stream, sampler = Stream(detokenizer, hear and partial(hear, number)), Sampler(request, number)
-            answers.append(_Answer(next(self._numbers), request, stream, sampler, text, now, need))
+            detokenizer = Detokenizer(
+                self.vocabulary,
+                request.stop,
+                include_stop=request.include_stop_str_in_output,
+                least=request.min_tokens,
+                continues=request.continues,
+            )
+            stream, sampler = (
+                Stream(detokenizer, hear and partial(hear, number)),
+                Sampler(request, number, ends | special),
+            )
+            answers.append(_Answer(next(self._numbers), request, stream, sampler, text, now, need, ends, batch))
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped
             if len(self._waiting) >= self.queue:
                 raise Busy(f"{len(self._waiting)} requests wait, the most that the queue takes: try again later.")
+            batch = self._batches.setdefault(policy, batch)
+            for answer in answers:
+                answer.batch = batch
             self._waiting.append(answers)
-            if self._prefixes is not None:
-                self._prefixes.remember(answers[0].key())
+            if batch.prefixes is not None:
+                batch.prefixes.remember(answers[0].key())
             self._lock.notify()
         return [answer.stream for answer in answers]
 
@@ -219,6 +263,11 @@ class Scheduler:
         """True while an answer is not complete."""
         return bool(self._running or self._reading or self._waiting)
 
+    @property
+    def _running(self) -> list[_Answer]:
+        """The running answers under all policies."""
+        return [answer for batch in [*self._batches.values()] for answer in batch.running]
+
     def snapshot(self) -> Snapshot:
         """Return the state after the last step, with the current length of the queue. Any thread may call this."""
         with self._lock:
@@ -228,31 +277,48 @@ class Scheduler:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Read up to ``prefill_tokens`` of prompts, then decode one token of each answer of the batch."""
+        """Read up to ``prefill_tokens`` of prompts, then decode one token of each running answer."""
         self._end_unwanted()
         tokens = self.prefill_tokens
         while tokens > 0 and (self._reading is not None or self._admit()):
             assert self._reading is not None
             tokens -= self._prefill(self._reading, tokens)
-        if self._running:
-            self._decode()
+        for batch in [*self._batches.values()]:
+            if batch.running:
+                self._decode(batch)
+        if len(self._batches) > 1:
+            self._drop_unused()
         self._show()
+
+    def _drop_unused(self) -> None:
+        """Drop the batches of policies that no answer has, but for the scheduler's own."""
+        with self._lock:
+            going = [*self._running, *(answer for answers in self._waiting for answer in answers)]
+            going += [] if self._reading is None else self._reading.answers
+            used = {id(self._main), *(id(answer.batch) for answer in going)}
+            unused = [batch for batch in self._batches.values() if id(batch) not in used]
+            self._batches = {policy: batch for policy, batch in self._batches.items() if id(batch) in used}
+        for batch in unused:
+            while batch.prefixes is not None and batch.prefixes.drop():
+                pass
 
     def _show(self) -> None:
         """Store the state for :meth:`snapshot`, as one object that other threads may read."""
-        held, now = self._cache.store.held.float().mean(2).T.tolist(), self._clock()
+        batches, now = [*self._batches.values()], self._clock()
+        prefixes = [batch.prefixes for batch in batches if batch.prefixes is not None]
         self._shown = Snapshot(
             waiting=0,
             reading=0 if self._reading is None else len(self._reading.answers),
             running=tuple(
                 Running(x.number, len(x.request.tokens), x.written, now - x.since, tuple(layers))
-                for x, layers in zip(self._running, held, strict=True)
+                for batch in batches
+                for x, layers in zip(batch.running, batch.cache.store.held.float().mean(2).T.tolist(), strict=True)
             ),
             blocks=self.pool.capacity,
             free=self.pool.free,
             block_nbytes=self.pool.block_nbytes(),
-            prefixes=0 if self._prefixes is None else len(self._prefixes),
-            prefix_blocks=0 if self._prefixes is None else self._prefixes.num_blocks,
+            prefixes=sum(map(len, prefixes)),
+            prefix_blocks=sum(each.num_blocks for each in prefixes),
             counts=replace(self.counts, ended=self.counts.ended.copy()),
         )
 
@@ -270,7 +336,7 @@ class Scheduler:
         blocks, size = max(need.reading, need.writing * request.n), self.pool.block_nbytes()
         if blocks > self.pool.capacity:
             raise UserError(
-                f"{len(request.tokens)} tokens and {request.n} answers of {request.max_tokens} may take "
+                f"{len(request.tokens)} tokens and {request.n} answers of {request.expected} may take "
                 f"{blocks * size} bytes, and the pool has {self.pool.capacity * size}: expected no more than that; "
                 "shorten one of them, keep less, or make a larger pool."
             )
@@ -281,10 +347,13 @@ class Scheduler:
             if not self._waiting:
                 return False
             answers = self._waiting[0]
-            need = self._admission.need(answers[0].request)  # flags: the estimate is better than at submission
+            need = answers[0].batch.admission.need(
+                answers[0].request
+            )  # flags: the estimate is better than at submission
             wanted = max(need.reading, need.writing * len(answers))
-            fits = sum(answer.need.writing for answer in self._running) + wanted <= self.pool.capacity
-            if self._running and (self._crowded or not fits or len(self._running) + len(answers) > self.batch):
+            running = self._running
+            fits = sum(answer.need.writing for answer in running) + wanted <= self.pool.capacity
+            if running and (self._crowded or not fits or len(running) + len(answers) > self.batch):
                 return False
             self._waiting.popleft()
         for answer in answers:
@@ -295,15 +364,16 @@ class Scheduler:
     def _prompt(self, answers: list[_Answer]) -> _Prompt:
         """Return the prompt of some answers, read up to the end of a cached prefix."""
         first, cache, shared, mark = answers[0], None, 0, 0
-        if self._prefixes is not None:
+        prefixes = first.batch.prefixes
+        if prefixes is not None:
             key = first.key()[: len(first.prompt)]
             with self._lock:
-                found = self._prefixes.find(key)
-                mark = 0 if self._crowded else self._prefixes.common(key)
+                found = None if first.request.prompt_logprobs is not None else prefixes.find(key)
+                mark = 0 if self._crowded else prefixes.common(key)
             if found is not None:
                 cache, shared = deepcopy(found.cache), len(found.key)
         if cache is None:
-            cache = EvictionCache(self.model, self.policy, pool=self.pool)
+            cache = EvictionCache(self.model, first.batch.policy, pool=self.pool)
         cache.expect(torch.ones(1, len(first.prompt), dtype=torch.bool), first.prompt[None])
         cache.protect(first.request.protect)
         return _Prompt(answers, cache, read=shared, shared=shared, mark=mark if mark > shared else 0)
@@ -312,11 +382,16 @@ class Scheduler:
 
     def _prefill(self, prompt: _Prompt, tokens: int) -> int:
         """Read a chunk of a prompt; at its end its answers join the batch. Returns the number of tokens read."""
-        text, until = prompt.answers[0].prompt, prompt.mark or None
-        part = text[prompt.read : until][: None if self._at_once else tokens]
+        first, until, best = prompt.answers[0], prompt.mark or None, prompt.best
+        text, batch = first.prompt, first.batch
+        part = text[prompt.read : until][: None if batch.at_once else tokens]
         try:
             ids = part[None].to(self.model.device)
-            out = self.model(input_ids=ids, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1)
+            keep = 1 if best is None else 0  # 0 means all logits
+            out = self.model(input_ids=ids, past_key_values=prompt.cache, use_cache=True, logits_to_keep=keep)
+            if best is not None:
+                following = text[prompt.read + 1 :][: len(part)]
+                prompt.scores += scored(out.logits[0, : len(following)], following, best)
             prompt.read += len(part)
             if prompt.read == prompt.mark:
                 self._cache_prefix(prompt)
@@ -324,8 +399,12 @@ class Scheduler:
                 return len(part)
             self.counts.prompts += len(text) - prompt.shared
             self.counts.reused += prompt.shared
-            self._admission.learn(prompt.cache, len(text))
+            batch.admission.learn(prompt.cache, len(text))
+            kept = prompt.cache.kept_share() if first.request.kept else None
             for answer in list(prompt.answers):
+                answer.stream.shared, answer.stream.kept = prompt.shared, kept
+                if best is not None:
+                    answer.stream.prompt = (Token(int(text[0])), *prompt.scores)
                 fork = prompt.cache if answer is prompt.answers[-1] else deepcopy(prompt.cache)
                 self._begin(prompt, answer, fork, out.logits[0, -1].float().cpu())
         except PoolFullError as error:
@@ -340,59 +419,63 @@ class Scheduler:
         """Cache the prefix read so far, if the pool holds the rest of the prompt and its answers beside it."""
         read, prompt.mark, first = prompt.mark, 0, prompt.answers[0]
         rest = first.need.reading * (len(first.prompt) - read) // len(first.prompt)
-        if self._prefixes is not None and self.pool.free >= rest + first.need.writing * len(prompt.answers):
-            self._prefixes.add(first.key()[:read], deepcopy(prompt.cache))
+        prefixes = first.batch.prefixes
+        if prefixes is not None and self.pool.free >= rest + first.need.writing * len(prompt.answers):
+            prefixes.add(first.key()[:read], deepcopy(prompt.cache))
 
     def _begin(self, prompt: _Prompt, answer: _Answer, cache: EvictionCache, logits: Tensor) -> None:
         """Sample the first token of an answer, unless it was preempted, and add the answer to the batch."""
         answer.read = len(answer.request.tokens)
-        if answer.written or self._add(answer, logits):
-            self._cache.add(cache)
-            self._running.append(answer)
+        if answer.request.max_tokens == 0:
+            self._finish(answer, "length")
+            cache.reset()
+        elif answer.written or self._add(answer, logits):
+            answer.batch.cache.add(cache)
+            answer.batch.running.append(answer)
         else:
             cache.reset()
         prompt.answers.remove(answer)
 
     # ---- decoding
 
-    def _decode(self) -> None:
-        """Decode a token of each answer, and more where drafts are right.
+    def _decode(self, batch: _Batch) -> None:
+        """Decode a token of each answer of a batch, and more where drafts are right.
 
         A preempted answer first reads its own tokens again.
         """
-        drafts = self._drafts // len(self._running)
-        coming = [answer.coming(drafts) for answer in self._running]
+        drafts = batch.drafts // len(batch.running)
+        coming = [answer.coming(drafts) for answer in batch.running]
         try:
-            logits = self._step(coming)
+            logits = self._step(batch, coming)
         except PoolFullError as error:
-            self._preempt(error)
+            self._preempt(batch, error)
             return
         except Exception as error:
-            self._fail(self._running, self._cache, error)
+            self._fail(batch.running, batch.cache, error)
             return
         self.counts.steps += 1
         over, wrong = [], []
-        for place, (answer, tokens, after) in enumerate(zip(self._running, coming, logits, strict=True)):
+        for answer, tokens, after in zip(batch.running, coming, logits, strict=True):
             end = answer.read + len(tokens)
             drafted = end - min(end, len(answer.text))
             if not self._take(answer, tokens, after):
-                over.append(place)
+                over.append(answer)
             wrong.append(end - answer.read)
             self.counts.drafted += drafted
             self.counts.accepted += drafted - wrong[-1]
-        self._cache.crop(wrong)
+        batch.cache.crop(wrong)
         self._remove(over)
 
-    def _step(self, coming: list[Tensor]) -> list[Tensor]:
+    def _step(self, batch: _Batch, coming: list[Tensor]) -> list[Tensor]:
         """Read tokens ``[T_i]`` of each answer i; returns the logits ``[T_i, V]`` after each of them, on the CPU."""
         width = max(map(len, coming))
         ids = torch.stack([F.pad(tokens, (width - len(tokens), 0)) for tokens in coming]).to(self.model.device)
         if width == 1:
-            return [*self._next(ids).float().cpu()[:, None]]
+            return [*batch.next(ids).float().cpu()[:, None]]
         real = torch.stack([torch.arange(width) >= width - len(tokens) for tokens in coming])
-        seen = self._cache.valid
+        seen = batch.cache.valid
         mask = torch.cat([seen, real.to(seen.device)], 1)
-        out = self.model(input_ids=ids, attention_mask=mask, past_key_values=self._cache, use_cache=True)
+        out = self.model(input_ids=ids, attention_mask=mask, past_key_values=batch.cache, use_cache=True)
         return [x[width - len(tokens) :] for x, tokens in zip(out.logits.float().cpu(), coming, strict=True)]
 
     def _take(self, answer: _Answer, read: Tensor, logits: Tensor) -> bool:
@@ -423,41 +506,47 @@ class Scheduler:
             self._finish(answer, None, error)
             return False
         answer.text = torch.cat([answer.text, torch.tensor([token.id])])
-        answer.stream.put(replace(token, place=detokenizer.length, text=detokenizer.add(token.id)))
+        ended, place = token.id in answer.ends, detokenizer.length
+        spoken = answer.request.include_stop_str_in_output or not ended
+        answer.stream.put(replace(token, place=place, text=detokenizer.add(token.id) if spoken else ""))
         self.counts.tokens += 1
         if answer.written == 1:
             self.counts.started += 1
             self.counts.first_seconds += self._clock() - answer.since
-        if token.id in self.ends or detokenizer.stopped:
+        if ended or detokenizer.stopped:
             self._finish(answer, "stop")
         elif answer.written >= answer.request.max_tokens:
             self._finish(answer, "length")
         else:
+            if answer.written == answer.request.expected:  # longer than its reserve
+                answer.request = replace(answer.request, reserved=2 * answer.written)
+                answer.need = answer.batch.admission.need(answer.request)
             return True
-        if self._prefixes is not None:
+        if answer.batch.prefixes is not None:
             with self._lock:
-                self._prefixes.remember(answer.key())
+                answer.batch.prefixes.remember(answer.key())
         return False
 
     # ---- preemption
 
-    def _preempt(self, error: PoolFullError) -> None:
+    def _preempt(self, batch: _Batch, error: PoolFullError) -> None:
         """Free the blocks of the newest answer and queue it first; its text so far is read again later.
 
-        A step that broke off in the middle leaves the whole cache invalid: every answer of the batch is preempted.
+        A step of a batch that broke off in the middle leaves the whole cache invalid: all of its answers are preempted.
         """
-        oldest_first = sorted(range(len(self._running)), key=lambda place: self._running[place].since)
-        newest, reading = self._running[oldest_first[-1]], self._reading
+        oldest_first = sorted(self._running, key=lambda answer: answer.since)
+        newest, reading = oldest_first[-1], self._reading
         if reading is not None and reading.answers[0].since >= newest.since:
             self._put_off(reading, error)
-            if not self._cache.broken:
+            if not batch.cache.broken:
                 return
-        places = oldest_first if self._cache.broken else oldest_first[-1:]
-        preempted = [self._running[place] for place in places]
-        alone = len(self._running) == 1 and reading is None
-        self._remove(places)
+        broken = batch.cache.broken
+        preempted = [answer for answer in oldest_first if answer.batch is batch] if broken else [newest]
+        alone = len(oldest_first) == 1 and reading is None
+        self._remove(preempted)
         if alone:
-            self._finish(newest, None, error)
+            unlimited = newest.request.reserved is not None
+            self._finish(newest, "length" if unlimited else None, None if unlimited else error)
             return
         self.counts.preempted += len(preempted)
         for answer in reversed(preempted):
@@ -491,7 +580,7 @@ class Scheduler:
             if not self._reading.answers:
                 self._reading.cache.reset()
                 self._reading = None
-        self._remove([place for place, answer in enumerate(self._running) if self._unwanted(answer)])
+        self._remove([answer for answer in self._running if self._unwanted(answer)])
 
     def _unwanted(self, answer: _Answer, waiting: bool = False) -> bool:
         """End an answer if it was cancelled or is past a time limit; returns whether it ended."""
@@ -510,11 +599,11 @@ class Scheduler:
         answer.stream.reason = reason
         answer.stream.put(error)
 
-    def _remove(self, places: list[int]) -> None:
-        """Remove sequences from the batch."""
-        if places:
-            self._cache.remove(places)
-            self._running = [answer for place, answer in enumerate(self._running) if place not in places]
+    def _remove(self, answers: list[_Answer]) -> None:
+        """Remove answers from their batches."""
+        for batch in {id(answer.batch): answer.batch for answer in answers}.values():
+            batch.cache.remove([place for place, answer in enumerate(batch.running) if answer in answers])
+            batch.running = [answer for answer in batch.running if answer not in answers]
             self._crowded = False
 
     def _fail(self, answers: list[_Answer], cache: EvictionCache, error: Exception) -> None:

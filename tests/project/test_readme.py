@@ -119,10 +119,13 @@ def test_command_is_one_that_the_tests_cover(words, capsys, monkeypatch, tmp_pat
         policies = getattr(config, "policies", None) or getattr(config, "policy", None) or []
         for text in [policies] if isinstance(policies, str) else policies:
             assert ag.engine.PolicySpec.parse(text)
-    elif program == "ag.evaluate.lm_eval":
+    elif program in ("ag.evaluate.lm_eval", "lm_eval"):
         harness = pytest.importorskip("lm_eval._cli", reason="needs lm_eval: .venv/bin/pip install -e '.[lm_eval]'")
-        monkeypatch.setattr(sys, "argv", ["lm_eval", *words[3:]])
+        monkeypatch.setattr(sys, "argv", ["lm_eval", *words[3 if words[0] == "python" else 1 :]])
         told = harness.HarnessCLI().parse_args()
+        if words[0] == "lm_eval":
+            assert told.model == "local-completions" and "base_url" in told.model_args
+            return
         assert told.model == "ag"
         options = {name: value for name, value in told.model_args.items() if name not in ("pretrained", "policy")}
         assert ag.policy(told.model_args["policy"], **options)

@@ -82,7 +82,7 @@ def test_no_answer_takes_more_than_it_is_admitted_with(tiny_llama, tiny_mistral,
     for request in requests:
         part = draw.randrange(7, 50)
         scheduler = Scheduler(model, tiny_tokenizer, policy, ag.Pool(model, 2**22), prefill_tokens=part)
-        need = scheduler._admission.need(request)
+        need = scheduler._main.admission.need(request)
         reading, writing = peaks(scheduler, [request], monkeypatch)
         assert reading <= max(need.reading, need.writing) and writing <= need.writing
         needs.append((need, reading, writing))
@@ -100,11 +100,11 @@ def test_flags_are_admitted_with_what_they_kept_before(tiny_llama, tiny_tokenize
     size = ag.Pool(model, 2**14).block_nbytes()
     scheduler = Scheduler(model, tiny_tokenizer, "flags", ag.Pool(model, blocks * size))
     request = Request(tokens=[7 + i % 90 for i in range(90)], max_tokens=2)
-    whole = scheduler._admission.need(request)
+    whole = scheduler._main.admission.need(request)
     assert whole.writing == 3 * 2 * 6
     scheduler.submit(request)
     scheduler.step()
-    share = scheduler._admission._kept / 90
+    share = scheduler._main.admission._kept / 90
     assert 0.1 < share < 0.7
     rows, tokens = 6, int(1.25 * 90 * share) + 1
-    assert scheduler._admission.need(request).writing == rows * (tokens + 15) // 16 < whole.writing
+    assert scheduler._main.admission.need(request).writing == rows * (tokens + 15) // 16 < whole.writing

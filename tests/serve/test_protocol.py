@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
 
-from ag.serve.protocol import NEUTRAL, ApiError, ChatAsked, CompletionAsked, parse  # noqa: E402
+from ag.serve.protocol import (  # noqa: E402
+    NEUTRAL,
+    ApiError,
+    ChatAsked,
+    CompletionAsked,
+    DetokenizeAsked,
+    TokenizeAsked,
+    parse,
+)
+from ag.serve.responses import ResponsesAsked  # noqa: E402
 from tests.support.reasoning import TOOLS  # noqa: E402
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -46,7 +55,10 @@ def test_any_bytes(kind, body):
 def test_any_values(kind, data):
     names = st.sampled_from([*kind.model_fields, *kind.known]) | st.text(max_size=8)
     changed = data.draw(st.dictionaries(names, VALUES, max_size=4))
-    assert refusal(kind, changed) is None or changed
+    found, again = (refusal(kind, dict(rows)) for rows in (changed.items(), reversed(changed.items())))
+    assert found is None or changed
+    if found is None or found.code != "invalid_json":  # which says at what column
+        assert (found and found.body) == (again and again.body)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +67,8 @@ def test_any_values(kind, data):
         (CompletionAsked, {"prompt": [[]]}, "prompt[0]", ["[]", "at least 1 item"]),
         (CompletionAsked, {"prompt": 3}, "prompt", ["3", "a valid string or a valid list"]),
         (CompletionAsked, {"temperature": "hot"}, "temperature", ["hot", "number"]),
-        (CompletionAsked, {"echo": True}, "echo", ["not supported"]),
+        (CompletionAsked, {"suffix": "x"}, "suffix", ["not supported"]),
+        (CompletionAsked, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ["stream=false"]),
         (CompletionAsked, {"stream_options": {"include_usage": False}}, "stream_options", ["stream=true"]),
         (CompletionAsked, {"repetition_penalty": 1e-300}, "repetition_penalty", ["1e-300", "0.01"]),
         (ChatAsked, {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content", ["required"]),
@@ -72,6 +85,20 @@ def test_any_values(kind, data):
             ["image_url", "text"],
         ),
         (ChatAsked, {"top_logprobs": 3}, "top_logprobs", ["3", "logprobs=true"]),
+        (ChatAsked, {"max_tokens": 0}, "max_tokens", ["0", "greater than or equal to 1"]),
+        (ChatAsked, {"echo": True}, "echo", ["unknown"]),
+        (
+            ChatAsked,
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            ["add_generation_prompt=false"],
+        ),
+        (
+            ChatAsked,
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "reasoning_effort",
+            ["chat_template_kwargs"],
+        ),
         (ChatAsked, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice", ["'auto'"]),
         (ChatAsked, dict.fromkeys("zyxwvutsrqpfedcbah", 1), "a", ["'a' is an unknown parameter"]),
     ],
@@ -108,9 +135,69 @@ def test_values_that_are_too_large(change):
     assert refusal(CompletionAsked, f'{{"model": "m", "prompt": "x", {change}}}'.encode())
 
 
+#: Values of each type of JSON, and the types that each parameter takes, by their first letters.
+TYPED = {"s": ["", "x"], "b": [True], "i": [7], "f": [7.5], "l": [[], [None]], "o": [{}, {"x": 7}]}
+TEXT = "messages:l prompt:sl model:s input:sl tokens:l instructions:s stop:sl tools:l tool_choice:s reasoning_effort:s"
+FLAG = "stream:b echo:b ignore_eos:b include_stop_str_in_output:b return_token_ids:b continue_final_message:b"
+FLAG += " add_generation_prompt:b add_special_tokens:b return_token_strs:b logprobs:bi"
+COUNT = "max_tokens:i max_completion_tokens:i max_output_tokens:i min_tokens:i n:i seed:i top_k:i top_logprobs:i"
+NUMBER = "temperature:if top_p:if min_p:if repetition_penalty:if frequency_penalty:if presence_penalty:if"
+OTHER = "prompt_logprobs:i stop_token_ids:l logit_bias:o stream_options:o chat_template_kwargs:o ag:o reasoning:o"
+TYPES = dict(each.split(":") for part in (TEXT, FLAG, COUNT, NUMBER, OTHER) for each in part.split())
+#: Values out of range.
+OUTSIDE = {
+    "best_of": [2, 0],
+    "frequency_penalty": [2.1, -2.1],
+    "logit_bias": [{"7": 101}, {"7": "x"}, {"-1": 1}, {"100": 1}, {"x": 1}],
+    "logprobs": [-1, 21],
+    "max_completion_tokens": [0, -1],
+    "max_tokens": [-1],
+    "min_p": [-0.1, 1.1],
+    "min_tokens": [-1],
+    "n": [0, 129],
+    "presence_penalty": [2.1, -2.1],
+    "prompt": [[], [[]], ["x", 7], [7, "x"], [7.5], [[7], "x"]],
+    "prompt_logprobs": [-1, 21],
+    "reasoning_effort": ["much"],
+    "repetition_penalty": [0, 101],
+    "seed": [2**63],
+    "stop": [[""], ["x"] * 17, "x" * 1001, [7]],
+    "stop_token_ids": [[-1], ["x"]],
+    "temperature": [-0.1, 2.1],
+    "top_k": [-2],
+    "top_logprobs": [-1, 21],
+    "top_p": [0, 1.1],
+}
+KINDS = RIGHT | {
+    TokenizeAsked: {"prompt": "x"},
+    DetokenizeAsked: {"tokens": [7]},
+    ResponsesAsked: {"model": "m", "input": "x"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_of_a_wrong_type_or_out_of_range(kind):
+    """Is refused by its own name, whatever else is wrong behind it."""
+    names = {*kind.model_fields, *(name for name in NEUTRAL if kind in RIGHT)}
+    assert set(kind.model_fields) <= TYPES.keys()
+    for name in sorted(names):
+        wrong = [value for letter in TYPED if letter not in TYPES.get(name, "sbiflo") for value in TYPED[letter]]
+        for value in wrong + OUTSIDE.get(name, []) * (kind in RIGHT):
+            if name == "max_tokens" and value == 0 or name == "logprobs" and value is True and kind is ChatAsked:
+                continue
+            with pytest.raises(ApiError) as refused:
+                asked = parse(kind, json.dumps(KINDS[kind] | {name: value}).encode())
+                asked.biases(100)
+            assert refused.value.status == 400 and refused.value.param.partition("[")[0].split(".")[0] == name
+            assert name in str(refused.value) or name == "stream_options", str(refused.value)
+
+
 def test_parameters_are_those_of_openai():
     """And a few more. Each neutral parameter is one of OpenAI's API."""
-    own = {"top_k", "min_p", "repetition_penalty", "protect", "stream"}  # the last declared by its subclasses
-    assert set(ChatAsked.model_fields) - ChatAsked.known == own | {"chat_template_kwargs"}
+    own = {"top_k", "min_p", "repetition_penalty", "ag", "stream"}  # the last declared by its subclasses
+    own |= {"stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "return_token_ids"}
+    own |= {"prompt_logprobs"}
+    of_chats = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+    assert set(ChatAsked.model_fields) - ChatAsked.known == own | of_chats
     assert set(CompletionAsked.model_fields) - CompletionAsked.known == own
     assert set(NEUTRAL) <= ChatAsked.known | CompletionAsked.known

@@ -17,7 +17,7 @@ from ag.serve.sampler import processors
 from ag.serve.scheduler import Busy
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
-from tests.support.served import alone, finish, read, text
+from tests.support.served import alone, finish, options, read, text
 
 POLICIES = {
     "full": ag.policy("full"),
@@ -45,7 +45,10 @@ def pool_of(model, blocks):
     [("every", 14), ("flags", 14)] + [pytest.param(x, 24, marks=pytest.mark.slow) for x in ("snapkv", "streaming_llm")],
 )
 def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, name, count):
-    """Random requests in a pool that is too small: some wait, some share prefixes, some are cancelled."""
+    """Random requests in a pool that is too small: some wait, some share prefixes, some are cancelled.
+
+    Each has options of its own.
+    """
     model, policy, draw = model_for(tiny_llama, name), POLICIES[name], random.Random(0)
     pool = pool_of(model, 106)
     scheduler = Scheduler(model, tiny_tokenizer, policy, pool, prefill_tokens=24)
@@ -53,7 +56,7 @@ def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, nam
     requests, streams = [], []
     for number in range(count):
         tokens = draw.choice([*systems, []]) + text(draw, draw.randrange(1, 40))
-        requests.append(Request(tokens=tokens, max_tokens=draw.randrange(1, 24)))
+        requests.append(Request(tokens=tokens, max_tokens=draw.randrange(12, 24), **options(draw)))
         streams += scheduler.submit(requests[-1])
         if number % 5 == 4:
             streams[-draw.randrange(1, 4)].cancel()
@@ -61,10 +64,11 @@ def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, nam
             scheduler.step()
     finish(scheduler)
     for request, stream in zip(requests, streams, strict=True):
-        found, wanted = read(stream), alone(model, policy, request)
+        found, wanted = read(stream), alone(model, request.policy or policy, request)
         assert found == wanted[: len(found)]
         assert stream.reason == "cancelled" or (len(found) == len(wanted) and stream.reason in ("stop", "length"))
     counts = scheduler.counts
+    assert {request.policy for request in requests} > {None} and [*scheduler._batches] == [scheduler.policy]
     assert counts.reused and counts.ended.total() == count and 0 < counts.ended["cancelled"] <= count // 5
     assert pool.free < pool.capacity and pool.has(pool.capacity)  # prefixes give way
 
@@ -88,7 +92,7 @@ def test_a_preempted_answer_loses_no_token(tiny_llama, tiny_tokenizer, monkeypat
     model, policy, draw = model_for(tiny_llama, name), POLICIES[name], random.Random(1)
     pool = pool_of(model, 86 if name == "full" else 40)
     scheduler = Scheduler(model, tiny_tokenizer, policy, pool)
-    monkeypatch.setattr(scheduler._admission, "need", lambda request: Need(0, 0))
+    monkeypatch.setattr(scheduler._main.admission, "need", lambda request: Need(0, 0))
     requests = [Request(tokens=text(draw, 40), max_tokens=60) for _ in range(8)]
     streams = [stream for request in requests for stream in scheduler.submit(request)]
     finish(scheduler)
@@ -103,9 +107,11 @@ def test_a_step_without_room_for_copies_loses_no_token(tiny_llama, tiny_tokenize
     model, policy, draw = model_for(tiny_llama, "every"), ag.policy("h2o", 48, "every"), random.Random(9)
     pool, broken = pool_of(model, 44), []
     scheduler = Scheduler(model, tiny_tokenizer, policy, pool)
-    monkeypatch.setattr(scheduler._admission, "need", lambda request: Need(0, 0))
+    monkeypatch.setattr(scheduler._main.admission, "need", lambda request: Need(0, 0))
     preempt = scheduler._preempt
-    monkeypatch.setattr(scheduler, "_preempt", lambda error: (broken.append(scheduler._cache.broken), preempt(error)))
+    monkeypatch.setattr(
+        scheduler, "_preempt", lambda batch, error: (broken.append(batch.cache.broken), preempt(batch, error))
+    )
     request = Request(tokens=text(draw, 40), max_tokens=40, n=4)
     streams = scheduler.submit(request)
     finish(scheduler)
@@ -134,7 +140,7 @@ def test_drafts_change_no_answer(tiny_llama, tiny_tokenizer, name):
             for _ in range(5):
                 scheduler.step()
             if number == 3:
-                scheduler._preempt(PoolFullError("full"))
+                scheduler._preempt(scheduler._main, PoolFullError("full"))
         finish(scheduler)
         found.append([read(stream) for stream in streams])
         assert scheduler.counts.preempted and pool.free == pool.capacity
@@ -157,7 +163,19 @@ def test_several_answers_share_a_prompt(tiny_llama, tiny_tokenizer):
     model, draw = model_for(tiny_llama, "full"), random.Random(2)
     pool = ag.Pool(model, 2**22)
     drawn = Request(
-        tokens=text(draw, 70), max_tokens=12, temperature=1.5, top_p=0.95, top_k=90, min_p=1e-4, seed=3, n=3, logprobs=2
+        tokens=text(draw, 70),
+        max_tokens=12,
+        temperature=1.5,
+        top_p=0.95,
+        top_k=90,
+        min_p=1e-4,
+        seed=3,
+        n=3,
+        logprobs=2,
+        frequency_penalty=0.7,
+        presence_penalty=-0.3,
+        min_tokens=12,
+        repetition_penalty=1.2,
     )
     found = []
     for others in (0, 4):
@@ -213,6 +231,27 @@ def test_what_ends_an_answer(tiny_llama, tiny_tokenizer):
     assert pool.free == pool.capacity
 
 
+def test_an_answer_without_a_limit_takes_what_is_free(tiny_llama, tiny_tokenizer):
+    """Beyond its reserve it is preempted for an older one, loses no token, and ends where the pool does."""
+    model, draw = model_for(tiny_llama, "full"), random.Random(10)
+    pool = pool_of(model, 36)
+    scheduler = Scheduler(model, tiny_tokenizer, "full", pool)
+    requests = [
+        Request(tokens=text(draw, 30), max_tokens=450, reserved=reserved, ignore_eos=True) for reserved in (4, 4, None)
+    ]
+    with refuses(UserError, "450", "pool"):
+        scheduler.submit(requests.pop())
+    streams = [stream for request in requests for stream in scheduler.submit(request)]
+    scheduler.step()
+    assert len(scheduler._running) == 2
+    finish(scheduler)
+    assert scheduler.counts.preempted and [stream.reason for stream in streams] == ["length"] * 2
+    for request, stream in zip(requests, streams, strict=True):
+        found = read(stream)
+        assert 40 < len(found) < 450 and found == alone(model, "full", replace(request, max_tokens=len(found)))
+    assert pool.free == pool.capacity
+
+
 def test_an_error_ends_one_request_only(tiny_llama, tiny_tokenizer, monkeypatch):
     model, draw = model_for(tiny_llama, "full"), random.Random(4)
     pool = ag.Pool(model, 2**22)
@@ -263,8 +302,8 @@ def test_what_is_refused(tiny_llama, tiny_tokenizer):
     model = model_for(tiny_llama, "full")
     pool = ag.Pool(model, 2**18)
     scheduler = Scheduler(model, tiny_tokenizer, "full", pool, queue=2)
-    with refuses(UserError, "max_tokens=0", "1 or more"):
-        Request(tokens=[7], max_tokens=0)
+    with refuses(UserError, "max_tokens=-1", "0 or more"):
+        Request(tokens=[7], max_tokens=-1)
     with refuses(UserError, "repetition_penalty=1e-300", "0.01 to 100"):
         Request(tokens=[7], repetition_penalty=1e-300)
     with refuses(UserError, "protect=((1, 3),)", "(0, 40)", "2 tokens"):

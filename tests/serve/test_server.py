@@ -144,6 +144,26 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(tiny, served):
     assert service.scheduler.counts.ended["stop"] == ended + 2  # not as cancelled answers
 
 
+def test_what_else_ends_an_answer(tiny, client):
+    """Tokens by their ids, and texts that become part of the answer; neither before ``min_tokens``."""
+    ids = alone(tiny, POLICY, Request(tokens=TOKENIZER("tell me")["input_ids"], max_tokens=30))
+    place = next(place for place in range(6, 30) if ids[place] not in ids[:place])
+    fields = {"model": "tiny", "prompt": "tell me", "max_tokens": 30, "temperature": 0}
+    more = {"return_token_ids": True, "stop_token_ids": [ids[place]]}
+    [whole] = client.completions.create(**fields, extra_body=more).choices
+    assert (whole.text, whole.finish_reason) == (said(ids[:place]), "stop")
+    assert (whole.token_ids, whole.prompt_token_ids) == (ids[: place + 1], TOKENIZER("tell me")["input_ids"])
+    [later] = client.completions.create(**fields, extra_body=more | {"min_tokens": place + 2}).choices
+    assert later.token_ids[:place] == ids[:place] and ids[place] not in later.token_ids[place : place + 2]
+    text = said(ids)
+    stop, end = text[5:7], text.index(text[5:7]) + 2
+    more = {"include_stop_str_in_output": True}
+    pieces = client.completions.create(**fields, stop=stop, stream=True, extra_body=more)
+    assert "".join(piece.choices[0].text for piece in pieces) == text[:end]
+    [later] = client.completions.create(**fields, stop=stop, extra_body=more | {"min_tokens": 25}).choices
+    assert later.text.startswith(said(ids[:25]))
+
+
 def test_sampled_answers(client):
     fields = {"model": "tiny", "prompt": "once", "max_tokens": 12, "temperature": 1.3, "top_p": 0.9, "n": 2, "seed": 4}
     more = {"top_k": 60, "min_p": 0.001, "repetition_penalty": 1.1}
@@ -212,11 +232,12 @@ def test_each_of_the_most_probable_tokens_has_its_name(fallback, best):
     ("change", "param", "words"),
     [
         ({"prompt": [1, 2, 400]}, "prompt", ["259"]),
-        ({"prompt": ["a", "b"]}, "prompt", ["2 prompts: expected one"]),
+        ({"prompt": ["a"] * 257}, "prompt", ["257 prompts: expected at most 256"]),
+        ({"prompt": ["a", ""]}, "prompt[1]", ["empty"]),
         ({"prompt": ""}, "prompt", ["empty"]),
         ({"n": 65}, "n", ["65", "64"]),
-        ({"protect": [[0, 9]]}, None, ["protect=((0, 9),)", "5 tokens"]),
-        ({"prompt": "x" * 400, "max_tokens": 90, "n": 4}, None, ["pool", "shorten"]),
+        ({"ag": {"protect": [[0, 9]]}}, "ag.protect", ["[0, 40]", "5 tokens"]),
+        ({"prompt": "x" * 400, "max_tokens": 90, "n": 4}, "max_tokens", ["pool", "shorten"]),
     ],
 )
 def test_refused_parameters(client, change, param, words):
@@ -294,12 +315,12 @@ def test_protected_tokens(scheduler, monkeypatch):
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     chat = {"model": "tiny", "messages": messages, "max_tokens": 2}
     with asked(scheduler, protect=["system"]) as (client, _, _):
-        client.completions.create(**BODY, extra_body={"protect": [[0, 2], [4, 5]]})
+        client.completions.create(**BODY, extra_body={"ag": {"protect": [[0, 2], [4, 5]]}})
         for more in ({}, {"protect": ["template"]}, {"protect": []}):
-            client.chat.completions.create(**chat, extra_body=more)
+            client.chat.completions.create(**chat, extra_body={"ag": more})
         with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(**chat, extra_body={"protect": ["user"]})
-    assert refused.value.param == "protect[0]"
+            client.chat.completions.create(**chat, extra_body={"ag": {"protect": ["user"]}})
+    assert refused.value.param == "ag.protect[0]"
     # system: Be kind.\nuser: Hi\nassistant:
     spans = [((0, 2), (4, 5)), ((8, 16),), ((0, 8), (16, 23), (25, 36)), ()]
     assert [request.protect for request in requests] == spans

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import ag
@@ -23,9 +24,45 @@ def alone(model: PreTrainedModel, policy: Any, request: Request) -> list[int]:
     cache.protect(request.protect)
     ids = torch.tensor([request.tokens])  # a 0 among them is no padding
     told: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": request.max_tokens}
+    assert model.generation_config is not None
+    own = [] if request.ignore_eos else [model.generation_config.eos_token_id]
+    told |= {"eos_token_id": [*own, *request.stop_token_ids] or None, "repetition_penalty": request.repetition_penalty}
+    told |= {"sequence_bias": [[[token], bias] for token, bias in request.logit_bias.items()] or None}
+    told |= {"min_new_tokens": request.min_tokens or None, "logits_processor": [lowered(request)]}
     out = model.generate(ids, past_key_values=cache, do_sample=False, **told)  # type: ignore[operator]
     answer: list[int] = out[0, len(request.tokens) :].tolist()
     return answer
+
+
+def lowered(request: Request) -> Any:
+    """What ``model.generate`` does to the logits under OpenAI's penalties, token by token."""
+
+    def lower(ids: Tensor, logits: Tensor) -> Tensor:
+        answer, logits = ids[0, len(request.tokens) :].tolist(), logits.clone()
+        for token in set(answer):
+            logits[0, token] -= request.presence_penalty + request.frequency_penalty * answer.count(token)
+        return logits
+
+    return lower
+
+
+def options(draw: random.Random) -> dict[str, Any]:
+    """Some options of a request at random, each of which may change its answer."""
+    drawn = {
+        "frequency_penalty": draw.uniform(-2, 2),
+        "presence_penalty": draw.uniform(-2, 2),
+        "repetition_penalty": draw.uniform(0.5, 2),
+        "stop_token_ids": tuple(text(draw, 30)),
+        "ignore_eos": True,
+        "min_tokens": draw.randrange(1, 12),
+        "logit_bias": {5: draw.uniform(0, 3)} | {token: draw.uniform(-3, 3) for token in text(draw, 3)},
+        "prompt_logprobs": draw.randrange(3),
+        "logprobs": draw.randrange(3),
+        "reserved": draw.randrange(1, 9),
+        "include_stop_str_in_output": True,
+        "policy": draw.choice([ag.policy("full"), ag.policy("h2o", 12, "every"), ag.policy("snapkv", 0.5, window=2)]),
+    }
+    return {name: drawn[name] for name in draw.sample([*drawn], draw.randrange(5))}
 
 
 def finish(scheduler: Scheduler, steps: int = 9000) -> None:

@@ -1,0 +1,194 @@
+"""Endpoints beside chats and texts, and what pages and programs send and read."""
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
+pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
+
+from openai.types.responses import Response  # noqa: E402
+
+import ag  # noqa: E402
+from ag.serve import Request, Scheduler  # noqa: E402
+from tests.support.asked import asked  # noqa: E402
+from tests.support.http_server import TEMPLATE, VOCABULARY, byte_tokenizer, said  # noqa: E402
+from tests.support.served import alone  # noqa: E402
+
+TOKENIZER = byte_tokenizer()
+ORIGIN = {"Origin": "https://chat.example"}
+EFFORT = "{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}"
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, I"}]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_llama):
+    return tiny_llama(vocab_size=VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def served(tiny):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = EFFORT + TEMPLATE
+    with asked(Scheduler(tiny, tokenizer, "full", ag.Pool(tiny, 2**22)), origins=[ORIGIN["Origin"]]) as found:
+        yield found
+
+
+def answer_of(model, text, tokens):
+    return said(alone(model, "full", Request(tokens=TOKENIZER(text)["input_ids"], max_tokens=tokens)))
+
+
+# ---- tokens
+
+
+def test_tokens_of_texts_and_chats(served):
+    _, http, service = served
+    ids, chat = TOKENIZER("Hi é")["input_ids"], {"messages": CHAT[:1], "add_generation_prompt": False}
+    found = http.post("/tokenize", json={"model": "tiny", "prompt": "Hi é", "return_token_strs": True}).json()
+    assert found == {
+        "count": len(ids),
+        "max_model_len": service.scheduler.model.config.max_position_embeddings,
+        "tokens": ids,
+        "token_strs": TOKENIZER.convert_ids_to_tokens(ids),
+    }
+    assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "Hi é"}
+    for more, text in (({}, "user: Hi\n"), ({"add_generation_prompt": True}, "user: Hi\nassistant:")):
+        assert TOKENIZER.decode(http.post("/tokenize", json=chat | more).json()["tokens"]) == text
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", chat | {"prompt": "x"}, "prompt"),
+        ("/detokenize", {"tokens": [3, 999]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ):
+        answer = http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_models_and_version(served):
+    client, http, service = served
+    [model] = client.models.list()
+    assert model.max_model_len == service.scheduler.model.config.max_position_embeddings
+    assert http.get("/version").json().keys() == {"version"}
+
+
+# ---- chats
+
+
+def test_the_last_message_is_continued(tiny, served):
+    fields = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": 8}
+    more = {"continue_final_message": True, "ag": {"protect": ["template"]}}
+    [choice] = served[0].chat.completions.create(**fields, extra_body=more).choices
+    assert choice.message.content == answer_of(tiny, "user: Hi\nassistant: Well, I", 8)
+
+
+def test_reasoning_effort_is_for_templates_that_have_it(tiny, served):
+    fields = {"model": "tiny", "messages": CHAT[:1], "temperature": 0, "max_tokens": 8, "reasoning_effort": "low"}
+    [choice] = served[0].chat.completions.create(**fields).choices
+    assert choice.message.content == answer_of(tiny, "lowuser: Hi\nassistant:", 8)
+    unknown = asked(Scheduler(tiny, byte_tokenizer(), "full", ag.Pool(tiny, 2**20)))
+    with unknown as (client, *_), pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**fields)
+    assert refused.value.param == "reasoning_effort"
+
+
+# ---- headers
+
+
+def test_request_ids_and_pages_of_other_addresses(served):
+    """Every answer has them, also a stream and a refusal."""
+    http = served[1]
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+    for change in ({}, {"stream": True}, {"stream": True}, {"n": 0}):
+        answer = http.post("/v1/completions", json=body | change, headers=ORIGIN | {"X-Request-Id": "mine"})
+        assert answer.headers.get_list("x-request-id") == ["mine"]
+        assert answer.headers.get_list("access-control-allow-origin") == [ORIGIN["Origin"]]
+    one, other = (http.get("/health", headers={"Origin": "https://other.example"}) for _ in range(2))
+    assert one.headers["x-request-id"] != other.headers["x-request-id"]
+    assert "access-control-allow-origin" not in one.headers
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    allowed = http.options("/v1/chat/completions", headers=ORIGIN | asks | {"Authorization": ""})
+    assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == ORIGIN["Origin"]
+
+
+# ---- responses
+
+
+@pytest.mark.parametrize("said_so_far", ["Hi", [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]])
+def test_responses(tiny, served, said_so_far):
+    client, http, _ = served
+    fields = {"model": "tiny", "input": said_so_far, "instructions": "Be kind.", "temperature": 0}
+    expected = answer_of(tiny, "system: Be kind.\nuser: Hi\nassistant:", 9)
+    whole = client.responses.create(**fields, max_output_tokens=9)
+    assert (whole.output_text, whole.status, whole.incomplete_details.reason) == (
+        expected,
+        "incomplete",
+        "max_output_tokens",
+    )
+    assert whole.usage.output_tokens == 9
+    Response.model_validate(http.post("/v1/responses", json=fields | {"max_output_tokens": 9}).json(), strict=True)
+    with client.responses.stream(**fields, max_output_tokens=9) as stream:
+        events = list(stream)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected
+    assert events[0].type == "response.created" and events[-1].response.output_text == expected
+    assert [event.sequence_number for event in events] == sorted({event.sequence_number for event in events})
+    turn = [{"role": "user", "content": "Hi"}, *(one.model_dump() for one in whole.output)]
+    turn.append({"role": "user", "content": "So?"})
+    again = client.responses.create(model="tiny", input=turn, temperature=0, max_output_tokens=2)
+    assert again.output_text == answer_of(tiny, f"user: Hi\nassistant: {expected}\nuser: So?\nassistant:", 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"input": "x" * 600}, "input"),
+    ],
+)
+def test_responses_that_are_refused(served, change, param):
+    answer = served[1].post("/v1/responses", json={"model": "tiny", "input": "Hi"} | change)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+# ---- extensions
+
+
+def test_a_request_has_a_policy_of_its_own(tiny, served):
+    """Beside others under the server's; the answer says what stays of the prompt."""
+    fields = {"model": "tiny", "prompt": ["What is it, and why? " * 3] * 2, "temperature": 0, "max_tokens": 8}
+    ids = TOKENIZER(fields["prompt"][0])["input_ids"]
+    for own, policy, kept in (
+        ({"policy": "h2o", "budget": 0.25}, ag.policy("h2o", 0.25), 15 / 63),
+        ({"policy": "snapkv", "budget": 40}, ag.policy("snapkv", 40), 40 / 63),
+        ({}, ag.policy("full"), 1),
+    ):
+        expected = said(alone(tiny, policy, Request(tokens=ids, max_tokens=8)))
+        for choice in served[0].completions.create(**fields, extra_body={"ag": own}).choices:
+            assert choice.text == expected
+            assert choice.ag == {"policy": " ".join(map(str, own.values())) or "full", "kept": pytest.approx(kept)}
+    chat = {"model": "tiny", "messages": CHAT[:1], "max_tokens": 2, "ag": {"policy": "knorm", "budget": 4}}
+    answer = served[1].post("/v1/chat/completions", json=chat).json()
+    assert answer["ag"]["policy"] == "knorm 4" and 0 < answer["ag"]["kept"] < 1
+    assert "ag" not in served[1].post("/v1/chat/completions", json={**chat, "ag": None}).json()
+
+
+@pytest.mark.parametrize(
+    ("own", "param", "word"),
+    [
+        ({"policy": "h3o", "budget": 4}, "ag.policy", "h2o"),
+        ({"policy": "h2o"}, "ag.budget", "needs a budget"),
+        ({"policy": "full", "budget": 4}, "ag.budget", "nothing is evicted"),
+        ({"budget": 4}, "ag.budget", "nothing is evicted"),
+        ({"policy": "h2o", "budget": 0}, "ag.budget", "0"),
+        ({"policy": "gates", "budget": 4}, "ag.policy", "no gates"),
+        ({"policy": "gates:/etc", "budget": 4}, "ag.policy", "no path"),
+        ({"share": 0.3}, "ag.share", "Extra"),
+        ("h2o", "ag", "h2o"),
+    ],
+)
+def test_policies_that_are_refused(served, own, param, word):
+    answer = served[1].post("/v1/completions", json={"model": "tiny", "prompt": "x", "ag": own})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and word in error["message"]
