@@ -143,12 +143,12 @@ def _measured(
         log = lm_logits(loss.model, hidden[losses.response_positions(labels)]).float().log_softmax(-1)
         drawn = log.detach().exp().multinomial(1)
         log.gather(1, drawn).sum().backward(retain_graph=not whole)
-        cost = torch.stack(list(watching.square.values()))
+        cost = torch.stack([watching.square[layer] for layer in context.hidden])  # a backward pass begins at the end
         if not whole:
             teacher = loss.hidden_of(context, tokens, Reply(context, {})).detach()
             divergence = losses.token_kl(loss.model, hidden, teacher, labels)[0]
             divergence.sum().backward()
-            cost = cost + torch.stack(list(watching.linear.values()))
+            cost = cost + torch.stack([watching.linear[layer] for layer in context.hidden])
     cost, kept = cost / len(drawn), (logits[..., None] > thresholds).float().mean(2)
     return cost, kept, cost[..., len(moves) // 2].sum() if whole else divergence.detach().mean()
 

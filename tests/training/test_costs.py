@@ -1,5 +1,6 @@
 """Costs of heads' thresholds, and the offsets that they give."""
 
+import pytest
 import torch
 
 from ag.model.hooks import AttentionCall
@@ -36,18 +37,23 @@ def test_a_watched_pass_measures_what_each_threshold_changes():
         hold(watching.square[4][:, place], 0.5 * change.square().sum(1), terms * (1 + change.abs().max()))
 
 
-def test_heads_whose_tokens_matter_less_keep_fewer(tiny_llama):
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_head_whose_tokens_do_not_matter_costs_nothing_and_keeps_fewer(tiny_llama, monkeypatch, layer):
     model = tiny_llama().double()
-    with torch.no_grad():  # nothing that head 0 of layer 0 reads reaches the output
-        attention = model.model.layers[0].self_attn
+    with torch.no_grad():  # nothing that head 0 of this layer reads reaches the output
+        attention = model.model.layers[layer].self_attn
         head = attention.head_dim * (attention.config.num_attention_heads // attention.config.num_key_value_heads)
         attention.o_proj.weight[:, :head] = 0
-    module = replay(model)
+    module, measured, cheapest = replay(model), [], costs._cheapest
+    monkeypatch.setattr(costs, "_cheapest", lambda *given: (measured.append(given[0]), cheapest(*given))[1])
     torch.manual_seed(0)
-    before = module.gates.layers["0"].outer.bias.clone()
+    before = module.gates.layers[str(layer)].outer.bias.clone()
     [first, second] = costs.solve(module.gated_loss, [batch(4), batch(4, seed=1)], 2)
-    hold(module.gates.layers["0"].outer.bias - before, first[0] + second[0], 1e-6)
-    assert float(first[0, 0]) == float(first.min()) < 0
+    hold(module.gates.layers[str(layer)].outer.bias - before, first[layer] + second[layer], 1e-6)
+    for cost in measured:
+        nothing = (cost == 0).all(-1).all(0)
+        assert nothing.nonzero().tolist() == [[layer, 0]]
+    assert first[layer, 0] < 0
 
 
 def test_the_cheapest_moves_keep_as_many_tokens():
