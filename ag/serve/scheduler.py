@@ -136,7 +136,8 @@ class Scheduler:
         self._clock, self._numbers = clock, count()
         self._cache = EvictionCache(model, self.policy, pool=pool)  # of the batch
         self._next = StepRunner(model, self._cache)
-        self._drafts = prompt_lookup if self._cache.is_croppable else 0
+        croppable = self._cache.is_croppable and self._cache.states is None  # of each sequence other numbers of tokens
+        self._drafts = prompt_lookup if croppable else 0
         self._running: list[_Answer] = []  # the batch, in the order of the cache's sequences
         self._reading: _Prompt | None = None
         self._waiting: deque[list[_Answer]] = deque()  # queued answers, by request
@@ -240,13 +241,14 @@ class Scheduler:
 
     def _show(self) -> None:
         """Store the state for :meth:`snapshot`, as one object that other threads may read."""
-        held, now = self._cache.store.held.float().mean(2).T.tolist(), self._clock()
+        held = [x.held[layer].float().mean(1).tolist() for layer, x in enumerate(self._cache.store_of)]
+        now = self._clock()
         self._shown = Snapshot(
             waiting=0,
             reading=0 if self._reading is None else len(self._reading.answers),
             running=tuple(
                 Running(x.number, len(x.request.tokens), x.written, now - x.since, tuple(layers))
-                for x, layers in zip(self._running, held, strict=True)
+                for x, *layers in zip(self._running, *held, strict=True)
             ),
             blocks=self.pool.capacity,
             free=self.pool.free,

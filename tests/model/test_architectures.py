@@ -54,6 +54,7 @@ SHARED = {  # two layers with keys and values, two that read them
     **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+UNNAMED = "per_layer_config", "global_head_dim", "num_global_key_value_heads"  # that configurations take all the same
 #: Model types of transformers, with what their configuration needs to be tiny.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llama", "mistral", "mixtral", "ministral", "ministral3", "qwen2", "qwen2_moe"), {}),
@@ -92,7 +93,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention"],
     },
     "gemma3n_text": SHARED | {"altup_num_inputs": 2, "laurel_rank": 4, "intermediate_size": [48] * 4},
-    "gemma4_text": SHARED | {"global_head_dim": 16, "num_global_key_value_heads": 2},
+    "gemma4_text": SHARED | {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     **dict.fromkeys(("lfm3", "bailing_hybrid", "lara_mini"), {"layer_types": ["linear_attention", "full_attention"]}),
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "bailing_hybrid": MLA | {"layer_types": ["linear_attention", "full_attention"]},
@@ -123,7 +124,7 @@ def tiny(name: str, **more: Any) -> Any:
     """A model of a type, as small as its configuration allows, drawn from a seed; ``more`` are words of that."""
     kind = type(AutoConfig.for_model(name))
     known = {word for base in kind.__mro__ for word in getattr(base, "__annotations__", {})}
-    known |= {*inspect.signature(kind.__init__).parameters}
+    known |= {*inspect.signature(kind.__init__).parameters, *UNNAMED}
     given = SMALL | ARCHITECTURES.get(name, {}) | more
     config = kind(**{word: value for word, value in given.items() if word in known})
     config._experts_implementation = "eager"  # the others lack float64, in which bounds are computed
