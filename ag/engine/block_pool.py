@@ -1,4 +1,7 @@
-"""Memory for keys and values: blocks of 16 tokens of one KV head, shared by layers, sequences and caches."""
+"""Memory for keys and values: blocks of 16 tokens of one KV head, shared by layers, sequences and caches.
+
+Where layers have heads of several sizes, blocks of the smaller ones have more tokens, so that all have as many bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -14,10 +18,10 @@ from torch import Tensor, nn
 
 from ag.errors import UserError
 from ag.kernels.codes import Format, KVDtype
-from ag.model.geometry import entry_sizes, fingerprint
+from ag.model.geometry import KVHeads, fingerprint, kv_heads
 from ag.model.hooks import decoder_of, device_of
 
-BLOCK = 16  # tokens
+BLOCK = 16  # tokens of a block; more where other heads of the model are larger
 FIRST = 256  # blocks with which a pool that grows by copying begins
 RESERVES = sys.platform == "linux"
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: address space for which no memory is set aside
@@ -34,29 +38,39 @@ class PoolFullError(UserError):
 
 
 class BlockPool:
-    """Columns ``[P, 16, ...]`` of keys, values, ranks and gate outputs, with a reference count for each block.
+    """Columns of P blocks of keys, values, ranks and gate outputs, with a reference count for each block.
 
     A pool of fixed size takes its memory at once. A growing one reserves address space on a CPU under Linux, whose
     pages the system provides when they are first written; elsewhere its columns are copied into larger ones.
 
     Args:
-        key: a key as the model makes it, ``[..., D]``: type, size and device count.
-        value: a value, ``[..., Dv]``, likewise.
-        kv_dtype: ``float`` stores keys and values in the model's type, ``int8`` stores codes of 8 bits.
+        heads: of the layers whose keys and values it holds.
+        like: a tensor of their type and device.
+        kv_dtype: ``float`` stores keys and values in that type, ``int8`` stores codes of 8 bits.
         nbytes: size of a fixed pool; None makes a pool that grows.
+
+    Raises:
+        UserError: for heads whose keys differ in size by another factor than their values.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, kv_dtype: KVDtype = "float", nbytes: int | None = None) -> None:
-        #: A key and a value of no tokens, ``[0, D]`` and ``[0, Dv]``.
-        self.token = key.new_empty(0, key.shape[-1]), value.new_empty(0, value.shape[-1])
-        self.kv_dtype, self.device, self.fixed = kv_dtype, key.device, nbytes is not None
-        #: Encodes keys and values; None means that they are stored in the model's type.
-        self.format = coded = Format.of(kv_dtype, key, value)
-        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # of a token in each column
-        for name, x, codes in zip(("keys", "values"), self.token, (coded or (None, None))[:2], strict=True):
-            width, dtype = (x.shape[1], x.dtype) if codes is None else (codes.nbytes, torch.uint8)
-            self._shapes[name] = (width,), dtype
-        self._shapes["ranks"] = (), torch.int32
+    def __init__(
+        self, heads: Sequence[KVHeads], like: Tensor, kv_dtype: KVDtype = "float", nbytes: int | None = None
+    ) -> None:
+        self.kv_dtype, self.dtype, self.device, self.fixed = kv_dtype, like.dtype, like.device, nbytes is not None
+        #: Sizes of heads: numbers of a key and of a value.
+        self.sizes = sizes = [*dict.fromkeys((layer.key, layer.value) for layer in heads)]
+        #: Encode keys and values, by size of heads; None means that they are stored in the model's type.
+        self.formats = [Format.of(kv_dtype, *(like.new_empty(0, size) for size in pair)) for pair in sizes]
+        stored = sizes if kv_dtype == "float" else [(x[0].nbytes, x[1].nbytes) for x in self.formats if x is not None]
+        least = math.lcm(*(key for key, _ in stored))
+        #: Tokens of a block, by size of heads.
+        self.tokens = [least // key * -(-BLOCK * max(stored)[0] // least) for key, _ in stored]
+        (keys, values), *others = {(n * key, n * value) for n, (key, value) in zip(self.tokens, stored, strict=True)}
+        if others:
+            raise UserError(f"Layers have keys and values of the sizes {sizes}: expected one ratio of the two.")
+        kind = self.dtype if kv_dtype == "float" else torch.uint8
+        self._shapes = {"keys": (keys, kind), "values": (values, kind)}  # numbers of a block in each column
+        self._shapes |= {f"ranks {n}": (tokens, torch.int32) for n, tokens in enumerate(self.tokens)}
         self._reserved = not self.fixed and RESERVES and self.device.type == "cpu"
         self._maps: dict[str, mmap.mmap] = {}
         self._columns: dict[str, Tensor] = {}
@@ -80,30 +94,21 @@ class BlockPool:
 
     # ---- columns
 
-    @property
-    def keys(self) -> Tensor:
-        """``[P, 16, D]``, or bytes of codes ``[P, 16, n]``."""
-        return self._columns["keys"]
+    def views(self, size: int, gate: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the columns as heads of a size, by its place in :attr:`sizes`, use them.
 
-    @property
-    def values(self) -> Tensor:
-        """``[P, 16, Dv]``, or bytes of codes."""
-        return self._columns["values"]
-
-    @property
-    def ranks(self) -> Tensor:
-        """``[P, 16]`` int32."""
-        return self._columns["ranks"]
-
-    def gate(self, kind: torch.dtype) -> Tensor:
-        """Return the column of gate outputs of a type, ``[P, 16]``; it is made at the first call."""
-        if (name := str(kind)) not in self._columns:
-            self._shapes[name] = (), kind
+        These are keys ``[P, n, D]`` and values ``[P, n, Dv]``, or bytes of codes, ranks ``[P, n]`` int32, and gate
+        outputs ``[P, n]`` of a type, whose column is made at the first call; None without a type.
+        """
+        tokens, name = self.tokens[size], f"{gate} {size}"
+        if gate is not None and name not in self._columns:
+            self._shapes[name] = tokens, gate
             self._columns[name] = self._column(name, self.capacity)
-        return self._columns[name]
+        keys, values = (self._columns[x].unflatten(1, (tokens, -1)) for x in ("keys", "values"))
+        return keys, values, self._columns[f"ranks {size}"], None if gate is None else self._columns[name]
 
     def columns(self) -> list[Tensor]:
-        """Return keys, values, ranks, and gate outputs of each type that is held."""
+        """Return the columns ``[P, n]`` of keys, values, ranks, and gate outputs of each type that is held."""
         return [*self._columns.values()]
 
     def _lay_out(self, blocks: int) -> None:
@@ -112,31 +117,26 @@ class BlockPool:
 
     def _column(self, name: str, blocks: int, before: Tensor | None = None) -> Tensor:
         """Return memory for a column, with what another one of fewer blocks holds."""
-        shape, dtype = self._shapes[name]
+        numbers, dtype = self._shapes[name]
         if self._reserved:
             size, flags = blocks * self._nbytes(name), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
             self._maps[name] = memory = mmap.mmap(-1, size, flags=flags)
-            return torch.frombuffer(memory, dtype=dtype).view(blocks, BLOCK, *shape)
+            return torch.frombuffer(memory, dtype=dtype).view(blocks, numbers)
         with torch.inference_mode(False):  # the next text may be read outside of it
-            column = torch.zeros(blocks, BLOCK, *shape, dtype=dtype, device=self.device)
+            column = torch.zeros(blocks, numbers, dtype=dtype, device=self.device)
         if before is not None:
             column[: len(before)] = before
         return column
 
     def _nbytes(self, name: str) -> int:
         """Return the bytes of a block in a column."""
-        shape, dtype = self._shapes[name]
-        return BLOCK * dtype.itemsize * math.prod(shape)
+        numbers, dtype = self._shapes[name]
+        return numbers * dtype.itemsize
 
     def block_nbytes(self, gate: torch.dtype | None = None) -> int:
         """Return the bytes of a block: keys, values, ranks, and gate outputs of a type where one is given."""
-        own = sum(map(self._nbytes, ("keys", "values", "ranks")))
-        return own + (0 if gate is None else BLOCK * gate.itemsize)
-
-    @property
-    def token_nbytes(self) -> int:
-        """Bytes of a key and a value as the model makes them."""
-        return sum(x.shape[1] * x.element_size() for x in self.token)
+        own = sum(self._nbytes(name) for name in self._shapes if name.startswith(("keys", "values", "ranks")))
+        return own + (0 if gate is None else sum(self.tokens) * gate.itemsize)
 
     @property
     def nbytes(self) -> int:
@@ -200,7 +200,7 @@ class BlockPool:
     def full(self, what: str, blocks: int) -> PoolFullError:
         """Return the error for something that needs this number of blocks."""
         error = PoolFullError(
-            f"The pool is full: {what} {blocks * self.block_nbytes()} bytes ({blocks} blocks of {BLOCK} tokens), and "
+            f"The pool is full: {what} {blocks * self.block_nbytes()} bytes ({blocks} blocks), and "
             f"{self.free * self.block_nbytes()} of {self.capacity * self.block_nbytes()} are free; remove sequences, "
             "reset a cache, keep less, or make a larger pool."
         )
@@ -299,25 +299,22 @@ class Pool(BlockPool):
             raise UserError(f"Pool: kv_dtype={kv_dtype!r}: expected {' or '.join(get_args(KVDtype))}.")
         decoder = decoder_of(model)
         #: Of the model.
-        self.geometry = fingerprint(decoder.config)
-        key, value = (
-            torch.empty(0, size, dtype=decoder.dtype, device=device_of(decoder)) for size in entry_sizes(decoder.config)
-        )
-        super().__init__(key, value, kv_dtype, nbytes)
+        self.geometry = _geometry(decoder)
+        like = torch.empty(0, dtype=decoder.dtype, device=device_of(decoder))
+        super().__init__(kv_heads(decoder.config), like, kv_dtype, nbytes)
         if self.capacity < 1:
             raise UserError(
-                f"Pool: nbytes={nbytes}: expected at least {self.block_nbytes()}, which is one block of {BLOCK} tokens "
-                "of a KV head; give more."
+                f"Pool: nbytes={nbytes}: expected at least {self.block_nbytes()}, which is one block of "
+                f"{self.tokens[0]} tokens of a KV head; give more."
             )
 
     def check(self, decoder: Any) -> None:
         """Refuse a model, by its stack of layers, of another geometry, type or device than the pool was made for."""
-        mine = self.geometry | {"dtype": self.token[0].dtype}
-        for name, value in (fingerprint(decoder.config) | {"dtype": decoder.dtype}).items():
-            if mine[name] != value:
+        for name, value in _geometry(decoder).items():
+            if self.geometry[name] != value:
                 raise UserError(
-                    f"Pool: it was made for a model with {name}={mine[name]}, and this one has {value}; make one with "
-                    "ag.Pool(model, nbytes)."
+                    f"Pool: it was made for a model with {name}={self.geometry[name]}, and this one has {value}; make "
+                    "one with ag.Pool(model, nbytes)."
                 )
         devices = {device_of(layer) for layer in decoder.layers}
         if devices != {self.device}:
@@ -325,3 +322,8 @@ class Pool(BlockPool):
                 f"Pool: it is on {self.device}, and layers of the model on {', '.join(sorted(map(str, devices)))}: "
                 "expected one device; make one with ag.Pool(model, nbytes) where the model is, or leave pool out."
             )
+
+
+def _geometry(decoder: Any) -> dict[str, Any]:
+    config = decoder.config
+    return fingerprint(config) | {"dtype": decoder.dtype, "kv_heads": [tuple(layer) for layer in kv_heads(config)]}

@@ -17,7 +17,7 @@ from ag.engine.block_pool import BlockPool, Pool
 from ag.engine.checks import attached, check_add, check_needs, fitted
 from ag.engine.evictor import Evictor
 from ag.engine.held import Held
-from ag.engine.kv_store import KVStore
+from ag.engine.kv_store import stores_of
 from ag.engine.layer import Layer
 from ag.engine.policy import Option, Policy, policy
 from ag.engine.positions import ROTATIONS
@@ -25,7 +25,7 @@ from ag.engine.reconstruction import ReconstructionPass
 from ag.engine.sequences import SequenceState
 from ag.engine.spec import PolicySpec
 from ag.errors import UserError
-from ag.model.geometry import attention_layers, chunk_size, entry_sizes, fingerprint, shared_layers
+from ag.model.geometry import attention_layers, chunk_size, fingerprint, kv_heads, shared_layers
 from ag.model.hooks import decoder_of, device_of, instrument
 from ag.model.hybrid import HoldsStates, States
 from ag.model.support import check_attention, check_ranks
@@ -81,18 +81,16 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         turned = ROTATIONS.get(self.policy.positions)
         self.rotation = None if turned is None else turned(self.decoder)
         config = self.decoder.config
-        geometry, device = fingerprint(config), device_of(self.decoder.layers[0])
+        self.heads, windowed = kv_heads(config), fingerprint(config)["windowed_layers"]
         if pool is None:
             kind_held = self.decoder.dtype if self.rotation is None else self.rotation.dtype(self.decoder.dtype)
-            key, value = (torch.empty(0, n, dtype=kind_held, device=device) for n in entry_sizes(config))
-            self.pool = BlockPool(key, value, self.policy.kv_dtype)
+            like = torch.empty(0, dtype=kind_held, device=device_of(self.decoder.layers[0]))
+            self.pool = BlockPool(self.heads, like, self.policy.kv_dtype)
         else:
             self.pool = pool
         if self.rotation is not None:
             self.rotation.check(self.pool)
-        self.kv_heads, self.num_layers = geometry["num_kv_heads"], geometry["num_layers"]
-        windowed = geometry["windowed_layers"]
-        self.sharing = [index for index in range(self.num_layers) if index not in windowed]
+        self.sharing = [index for index in range(len(self.heads)) if index not in windowed]
         self.chunk, places = chunk_size(config), attention_layers(config)
         self.readers = [places.index(source) for source in shared_layers(config).values()]
         self.reset()
@@ -102,15 +100,17 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         gates, kind = self.gates, None
         if gates is not None:
             kind = torch.bool if self.policy.budget is None else torch.float32
-        self.store = KVStore(self.pool, self.num_layers, self.kv_heads, kind, self.rotation)
+        self.store_of = stores_of(self.pool, self.heads, kind, self.rotation)
+        self.stores = [*dict.fromkeys(self.store_of)]
         self.sequences = SequenceState(self.policy, self.chunk)
-        self.evictor = None if self.policy.budget is None else Evictor(self.policy, self.sharing)
+        numbers = [layer.number for layer in self.heads]
+        self.evictor = None if self.policy.budget is None else Evictor(self.policy, self.sharing, numbers)
         rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
         self.reconstruction = None if rereader is None else ReconstructionPass(rereader)
         mine = () if gates is None else gates.layer_indices
         self.layers = [
             Layer(self.policy, self.decoder, index, gates if index in mine else None, self.readers.count(index))
-            for index in range(self.num_layers)
+            for index in range(len(self.heads))
         ]
         self.states = States.of(self.decoder.config)
         self.batch, self._new, self.broken, self._length, self.kind = None, None, False, 0, None
@@ -124,7 +124,9 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         """Fork: another continuation of the same text, which shares the blocks."""
         new = object.__new__(type(self))  # copy.copy would ask __reduce__
         vars(new).update(vars(self), batch=None)
-        new.store, new.sequences = self.store.fork(), copy.deepcopy(self.sequences, {id(self.policy): self.policy})
+        new.sequences = copy.deepcopy(self.sequences, {id(self.policy): self.policy})
+        forks = {store: store.fork() for store in self.stores}
+        new.stores, new.store_of = [*forks.values()], [forks[store] for store in self.store_of]
         new.layers = [layer.fork() for layer in self.layers]
         if self.evictor is not None:
             new.evictor = self.evictor.fork()
@@ -189,16 +191,18 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             remove = -operator.index(tokens_to_remove)
             if remove < 0:
                 raise UserError(f"crop({-remove}): expected a negative number: crop(-n) forgets the last n columns.")
-        if remove == 0 or (not isinstance(remove, int) and not any(remove)) or not self.seen_tokens:
-            return
+        columns = remove if isinstance(remove, int) else (None if any(remove) else 0)
+        if columns == 0 or not self.seen_tokens:
+            return self.crop_states(0)
         self.check_whole()
         self.look()
-        if self.states is not None:
-            self._refuse_going_back("crop")
+        self.check_going_back("crop", columns, self.seen_tokens)
         tokens = self.sequences.crop(remove)
+        self.crop_states(columns or 0)
         if self.rotation is not None:
-            self.rotation.crop(self.store, self.sequences.num_tokens + tokens, self.sequences.num_tokens)
-        self.store.truncate(tokens)
+            self.rotation.crop(self.store_of, self.sequences.num_tokens + tokens, self.sequences.num_tokens)
+        for store in self.stores:
+            store.truncate(tokens)
         for layer in self.layers:
             layer.gate_memory.crop(self.sequences.num_tokens)
 
@@ -227,8 +231,7 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
 
     def activate_past_recording(self) -> None:
         """Prepare for drafts that :meth:`crop` takes back; refuse a policy that may evict what is then wanted back."""
-        if self.states is not None:
-            self._refuse_going_back("drafts")
+        self.check_going_back("drafts", 0, self.seen_tokens)
         if not self.is_croppable:
             what = "repeats a prompt before anything follows it"
             if self.policy.steps is not None:
@@ -237,18 +240,14 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
                 f"{self.policy!r} {what}; generate without an assistant model and prompt lookup, or use another policy "
                 "with the schedule prefill."
             )
-
-    def _refuse_going_back(self, what: str) -> NoReturn:
-        raise UserError(
-            f"{what}: {type(self.decoder).__name__} has layers of linear attention or convolutions, whose states "
-            "cannot go back: expected no token to be taken back; call cache.reset() and read the text again."
-        )
+        if self.states is not None:
+            self.states.record(True)
 
     @property
     def is_croppable(self) -> bool:
         """Whether drafts can be taken back; ``model.generate`` reads it after the prompt."""
         evicts_later = self.policy.rereads or self.policy.steps is not None
-        return self.states is None and (self.policy.scorer is None or not evicts_later)
+        return (self.states is None or self.states.go_back) and (self.policy.scorer is None or not evicts_later)
 
     # ---- other sequences
 
@@ -260,7 +259,8 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         places = torch.arange(len(self.sequences), device=device)[indices, ...].cpu()
         self.look()
         self.sequences.select(places)
-        self.store.select(places)
+        for store in self.stores:
+            store.select(places)
         for layer in self.layers:
             layer.select(places)
         if self.states is not None:
@@ -315,7 +315,8 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         self.look()
         other.look()
         self.sequences.add(other.sequences)
-        self.store.add(other.store)
+        for rows, more in zip(self.stores, other.stores, strict=True):
+            rows.add(more)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.observation_window.join(theirs.observation_window)
             mine.gate_memory.join(theirs.gate_memory)

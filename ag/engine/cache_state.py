@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ag.engine.block_pool import BLOCK
 from ag.engine.forward import Forward
 from ag.engine.kv_store import KVStore
 from ag.engine.layer import EXPIRED, Layer
@@ -33,9 +32,9 @@ def state_of(cache: Forward) -> dict[str, Any]:
     """Return all that later passes depend on: tensors, numbers, and tuples and dicts of these."""
     return {
         "sequences": _state_of_sequences(cache.sequences),
-        "held": cache.store.held,
-        "owned": cache.store.owned,
-        "layers": {str(part.index): _state_of_layer(cache.store, part) for part in cache.layers},
+        "held": [store.held for store in cache.stores],
+        "owned": [store.owned for store in cache.stores],
+        "layers": {str(part.index): _state_of_layer(cache.store_of[part.index], part) for part in cache.layers},
         "budgets": None if cache.evictor is None else cache.evictor.budgets.state_dict(),
         "states": None if cache.states is None else cache.states.tensors,
     }
@@ -56,20 +55,20 @@ def _state_of_layer(store: KVStore, part: Layer) -> dict[str, Any]:
 
 def restore(cache: Forward, state: Mapping[str, Any]) -> None:
     """Give a fresh cache its state; raises where parts do not fit each other, before a kernel works in them."""
-    held, owned, layers = state["held"], state["owned"], state["layers"]
+    layers, batch = state["layers"], len(state["sequences"]["num_tokens"])
     _restore_sequences(cache.sequences, state["sequences"])
     cache.sequences.next_ranks = cache.sequences.next_ranks.to(cache.pool.device)
-    store, batch = cache.store, len(cache.sequences)
     _require("layers", [*layers] == [str(part.index) for part in cache.layers])
-    for name, counts in (("held", held), ("owned", owned)):
-        _require(name, counts.dtype == torch.long and counts.shape == (len(layers), batch, store.kv_heads))
-    _require("held", bool(((held >= 0) & (held <= cache.sequences.num_tokens[:, None])).all()))
-    needed = -(-held // BLOCK)
-    _require("owned", bool(((owned >= needed) & (owned <= needed + EXPIRED // BLOCK + 2)).all()))
-    store.start(batch)
-    store.allocate(slice(None), owned)
-    store.held.copy_(held)
-    store.lengths.copy_(held)
+    for store, held, owned in zip(cache.stores, state["held"], state["owned"], strict=True):
+        for name, counts in (("held", held), ("owned", owned)):
+            _require(name, counts.dtype == torch.long and counts.shape == (len(layers), batch, store.kv_heads))
+        _require("held", bool(((held >= 0) & (held <= cache.sequences.num_tokens[:, None] * store.here)).all()))
+        needed = -(-held // store.block)
+        _require("owned", bool(((owned >= needed) & (owned <= needed + EXPIRED // store.block + 2)).all()))
+        store.start(batch)
+        store.allocate(slice(None), owned)
+        store.held.copy_(held)
+        store.lengths.copy_(held)
     for part, said in zip(cache.layers, layers.values(), strict=True):
         _restore_layer(cache, part, _moved(said, cache.pool.device))
     _require("states", (state["states"] is None) == (cache.states is None))
@@ -84,7 +83,8 @@ def restore(cache: Forward, state: Mapping[str, Any]) -> None:
 
 
 def _restore_layer(cache: Forward, part: Layer, said: Mapping[str, Any]) -> None:
-    store, slots = cache.store, int(cache.store.held[part.index].max())
+    store = cache.store_of[part.index]
+    slots = int(store.held[part.index].max())
     columns, places = _rows(store, part.index)
     for name, column in columns.items():
         x = said["tokens"][name]
@@ -145,9 +145,9 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _rows(store: KVStore, layer: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the pool's columns by name, flat over slots, and the places of a layer's tokens in them, row after row."""
-    pool, places = store.pool, store.places(layer)
+    """Return a layer's columns by name, flat over slots, and the places of a layer's tokens in them, row after row."""
+    pages, places = store.pages(layer), store.places(layer)
     there = torch.arange(places.shape[-1], device=places.device) < store.lengths[layer][..., None]
-    columns = {"keys": pool.keys, "values": pool.values, "ranks": pool.ranks}
-    columns |= {} if store.gate_type is None else {"gate": pool.gate(store.gate_type)}
+    columns = {"keys": pages.keys, "values": pages.values, "ranks": pages.ranks}
+    columns |= {} if pages.gate is None else {"gate": pages.gate}
     return {name: x.flatten(0, 1) for name, x in columns.items()}, places[there]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -53,19 +54,20 @@ class Evictor:
     Args:
         policy: with a scorer and a budget.
         layers: indices of the layers that share the budget, ascending.
+        kv_heads: KV heads of each layer of the model.
     """
 
-    def __init__(self, policy: Policy, layers: list[int]) -> None:
+    def __init__(self, policy: Policy, layers: list[int], kv_heads: Sequence[int]) -> None:
         assert policy.scorer is not None
-        self.policy, self.scorer, self.budgets = policy, policy.scorer, LayerBudgets(layers)
+        self.policy, self.scorer, self.budgets = policy, policy.scorer, LayerBudgets(layers, kv_heads)
         kind = type(self.scorer)
         plain = kind.second is Scorer.second and kind.protected is Scorer.protected  # limits say what is protected
         self._counts_prompt = plain and isinstance(policy.allocator, Uniform)
         self._counts_later = plain and not policy.allocator.compares_heads
         #: Whether the host counted what the step at hand keeps, so that it is the same operations at each step.
         self.counted = False
-        self._step: Limits | None = None  # of such a step, on the device in the same memory at each
-        self._kept = torch.zeros(0)  # [L, B, Hkv] long on the host, tokens of all layers after such a step
+        self._step: dict[KVStore, Limits] = {}  # of such a step, on the device in the same memory at each
+        self._kept: dict[KVStore, Tensor] = {}  # [L, B, Hkv] long on the host, tokens of all layers after such a step
         self._settled: tuple[Any, dict[int, Tensor]] = None, {}  # the layers' budgets, and the same on the host
         self._found: Tensor | None = None  # [n] int32 on the device, layers in which a score was not finite
         self._steps = 0  # evicting steps since the host looked there
@@ -73,54 +75,56 @@ class Evictor:
     def fork(self) -> Evictor:
         """Return a copy for another continuation of the same text."""
         new = copy(self)
-        new.budgets, new._step, new._found = deepcopy(self.budgets), None, None
+        new.budgets, new._step, new._kept, new._found = deepcopy(self.budgets), {}, {}, None
         return new
 
     # ---- a pass
 
-    def begin_step(self, batch: ForwardBatch, store: KVStore, window: int | None) -> None:
+    def begin_step(self, batch: ForwardBatch, stores: Sequence[KVStore], window: int | None) -> None:
         """Count what a step keeps of all layers, and put it where the kernel reads it.
 
-        ``store.held`` counts the new tokens; ``window`` is that of the layers that share the budget.
+        ``held`` of the stores counts the new tokens; ``window`` is that of the layers that share the budget.
         """
-        self.counted = batch.evict is not None and self._counts_later and store.rotation is None
+        self.counted = batch.evict is not None and self._counts_later and stores[0].rotation is None
         if not self.counted:
             return
-        layers, old = self.budgets.layers, self._step
-        limits = self._limits(batch, store, layers, window)
-        self._kept = store.held.clone()
-        self._kept[layers] = limits.kept
-        store.make_own(slice(None), self._kept)
-        if old is None or old.kept.shape != limits.kept.shape:
-            self._step = limits.on(store.table.device)
-        else:
+        layers = self.budgets.layers
+        for store in stores:
+            limits, old = self._limits(batch, store, layers, window), self._step.get(store)
+            self._kept[store] = kept = store.held.clone()
+            kept[layers] = limits.kept
+            store.make_own(slice(None), kept)
+            if old is None or old.kept.shape != limits.kept.shape:
+                self._step[store] = limits.on(store.table.device)
+                continue
             for there, here in zip(old[1:], limits[1:], strict=True):
                 there.copy_(here, non_blocking=True)  # the host does not wait, as its memory is not pinned
 
-    def evict(self, seen: AttentionStats, batch: ForwardBatch, store: KVStore, records: Records) -> None:
+    def evict(self, seen: AttentionStats, batch: ForwardBatch, stores: Sequence[KVStore], records: Records) -> None:
         """Let the scorer note the pass, and drop what exceeds the budget, from earlier layers too where layers compete.
 
-        ``records`` are those of the slots that the scorer sees, to which it may add.
+        ``stores`` hold the rows of each layer; ``records`` are those of the slots that the scorer sees, to which it may
+        add.
         """
         assert batch.evict is not None
+        store = stores[seen.layer]
         layer, place, counted = seen.layer, self.budgets.layers.index(seen.layer), batch.step and self.counted
         if not counted and not (self._counts_prompt if batch.is_prefill else self._counts_later):
             due = None if bool(batch.evict.all()) else batch.evict.to(seen.q.device)
             masks = self.decide(seen, due, records)
             store.put_records(layer, records)
             for index, keep in masks.items():
-                kept = keep.sum(-1).cpu()
-                if bool((kept < store.held[index]).any()):
-                    order = seen.keys.order if index == layer else in_order(store.ranks(index))
+                kept, rows = keep.sum(-1).cpu(), stores[index]
+                if bool((kept < rows.held[index]).any()):
+                    order = seen.keys.order if index == layer else in_order(rows.ranks(index))
                     by_slot = keep if order is None else torch.empty_like(keep).scatter_(-1, order, keep)
-                    store.compact(index, by_slot, kept)
+                    rows.compact(index, by_slot, kept)
             return
         if self._found is None:
             self._found = torch.zeros(len(self.budgets.layers), dtype=torch.int32, device=seen.q.device)
         found = self._found[place : place + 1]
         if counted:
-            limits = self._step
-            assert limits is not None
+            limits = self._step[store]
         else:
             limits, place = self._limits(batch, store, [layer], seen.sliding_window).on(seen.q.device), 0
         seen.capacity, sinks, recent_from, expired_to = limits.numbers[place].unbind()
@@ -144,7 +148,7 @@ class Evictor:
         elif bool((limits.kept[0] < store.held[layer]).any()):
             store.compact(layer, worst, limits.kept[0])
 
-    def end_pass(self, batch: ForwardBatch, store: KVStore) -> None:
+    def end_pass(self, batch: ForwardBatch) -> None:
         """Count what a step dropped, and look whether scores were finite.
 
         Raises:
@@ -152,7 +156,8 @@ class Evictor:
                 a step the host looks every 16 evictions, as it waits for the device.
         """
         if batch.step and self.counted:
-            store.set_held(slice(None), self._kept)
+            for store, kept in self._kept.items():
+                store.set_held(slice(None), kept)
         if batch.evict is None:
             return
         self._steps += 1

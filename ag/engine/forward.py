@@ -34,7 +34,9 @@ class Forward(Interceptor):
     policy: Policy
     gates: AttentionGates | None
     pool: BlockPool
-    store: KVStore
+    #: The rows, one for the layers of each kind of KV heads; and the one of each layer.
+    stores: list[KVStore]
+    store_of: list[KVStore]
     sequences: SequenceState
     layers: list[Layer]
     #: Indices of the layers that share the budget: those without a sliding window, where others have one.
@@ -91,6 +93,8 @@ class Forward(Interceptor):
     def saw(self, tokens: Tensor | None) -> None:
         """Note the text ``[B, T]`` after generation; ``model.generate`` calls it. None means that it is not known."""
         self.sequences.saw(tokens)
+        if self.states is not None:  # drafts end
+            self.states.record(False)
         self.look()
 
     def look(self) -> None:
@@ -152,16 +156,17 @@ class Forward(Interceptor):
                 "of one length."
             )
         if fresh:
-            self.store.start(batch)
+            for store in self.stores:
+                store.start(batch)
         elif self.pool.fixed:
             self._check_room(new)
         self.broken, self._length = True, length  # broken until the end of the last pass
         if length == 1 and ready and (attention_mask is None or bool(new.all())):  # a step: all layers get room at once
             self.batch = step = state.step()
-            self.store.make_room(slice(None), step.counts, ahead=BLOCK)
-            self.store.held += 1
+            for store in self.stores:
+                store.make_room(slice(None), step.counts, ahead=BLOCK)
             if self.evictor is not None:
-                self.evictor.begin_step(step, self.store, self.layers[self.sharing[0]].window)
+                self.evictor.begin_step(step, self.stores, self.layers[self.sharing[0]].window)
         else:
             self._new = new
 
@@ -203,7 +208,8 @@ class Forward(Interceptor):
         counts = new.sum(1).cpu()
         if self.policy.block is not None and not self.sequences.ready:  # a chunk is evicted before the next one comes
             counts = counts.minimum(self.policy.block - self.sequences.num_tokens % self.policy.block)
-        needed = self.store.demand(counts, self.sequences.may_evict(counts))
+        evicts = self.sequences.may_evict(counts)
+        needed = sum(store.demand(counts, evicts) for store in self.stores)
         if not self.pool.has(needed):
             self.sequences.take_back(new)
             raise self.pool.full(f"{int(counts.max())} tokens of each of {len(counts)} sequences need", needed)
@@ -229,7 +235,7 @@ class Forward(Interceptor):
     def _positions(self, given: Tensor | None, batch: ForwardBatch) -> Tensor | None:
         """Return the positions that the model rotates the tokens of a pass by; None means those of their columns."""
         state = self.sequences
-        places = None if self.rotation is None else self.rotation.positions(batch, self.store)
+        places = None if self.rotation is None else self.rotation.positions(batch, self.stores)
         if places is not None:
             return places
         plain = given is None and batch.step and bool((state.num_tokens == state.columns).all())
@@ -283,7 +289,7 @@ class Forward(Interceptor):
             )
         batch = self.batch
         assert batch is not None
-        kind, made = self.pool.token[0].dtype, torch.promote_types(call.k.dtype, call.v.dtype)
+        kind, made = self.pool.dtype, torch.promote_types(call.k.dtype, call.v.dtype)
         if torch.promote_types(kind, made) != kind:
             raise UserError(
                 f"EvictionCache: the model computed keys of {call.k.dtype} and values of {call.v.dtype}, which {kind}, "
@@ -295,14 +301,13 @@ class Forward(Interceptor):
         if self.reconstruction is not None and batch.is_prefill:
             self.reconstruction.look(call)
         try:
-            return self.layers[call.layer].run(call, batch, self.store, evictor)
+            return self.layers[call.layer].run(call, batch, self.store_of, evictor)
         except PoolFullError:
             if self.sequences.columns == self._length:  # the text can be read again
-                held, tokens, layers = self.store.num_blocks(), int(batch.counts.max()), len(self.layers)
+                tokens, held = int(batch.counts.max()), sum(store.num_blocks() for store in self.stores)
+                needed = (held + 1) * len(self.layers) // max(call.layer, 1)
                 self.reset()
-                raise self.pool.full(
-                    f"a prompt of {tokens} tokens needs more than", (held + 1) * layers // max(call.layer, 1)
-                ) from None
+                raise self.pool.full(f"a prompt of {tokens} tokens needs more than", needed) from None
             raise
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -311,15 +316,16 @@ class Forward(Interceptor):
         batch, evictor = self.batch, self.evictor
         assert batch is not None
         if evictor is not None:
-            evictor.end_pass(batch, self.store)
+            evictor.end_pass(batch)
         if batch.step:
             for layer in self.layers:
                 if layer.hides:
-                    layer.expire(batch, self.store)
+                    layer.expire(batch, self.store_of[layer.index])
         if batch.ends_prompt:
             self.pool.trim()
             if self.policy.steps is None:  # nothing is scored again
-                self.store.records = [{} for _ in self.layers]
+                for store in self.stores:
+                    store.records = [{} for _ in self.layers]
                 for layer in self.layers:
                     layer.observation_window.reset()
         state, span = self.sequences, self.gates.config.window if self.gates is not None else 0

@@ -34,7 +34,7 @@ class Held(Forward):
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks that are taken, and of the memory of gates; states of other layers do not count."""
-        blocks = self.store.num_blocks() * self.pool.block_nbytes(self.store.gate_type)
+        blocks = sum(store.num_blocks() for store in self.stores) * self.pool.block_nbytes(self.stores[0].gate_type)
         return blocks + sum(part.gate_memory.nbytes for part in self.layers)
 
     @property
@@ -73,7 +73,7 @@ class Held(Forward):
         for layer in range(len(self.layers)):
             ranks = self._ranks(layer)
             held += int(((ranks >= 0) & (ranks < lengths.to(ranks.device)[:, None, None])).sum())
-        seen = int(lengths.sum()) * self.store.kv_heads * len(self.layers)
+        seen = int(lengths.sum()) * sum(store.kv_heads for store in self.store_of)
         return held / seen if seen else 1.0
 
     def report(self, kinds: Mapping[str, Tensor] = MappingProxyType({})) -> Report:
@@ -116,22 +116,24 @@ class Held(Forward):
         for layer in range(len(self.layers)):
             at = self._ranks(layer)
             held += int(counted.to(at.device).gather(1, at.where(at >= 0, self.seen_tokens).flatten(1)).sum())
-        total = int(counted.sum()) * self.store.kv_heads * len(self.layers)
+        total = int(counted.sum()) * sum(store.kv_heads for store in self.store_of)
         return held / total if total else 1.0
 
     def layer_nbytes(self) -> list[int]:
         """Return the bytes of each layer's blocks and of its gate's memory; shared blocks count for each."""
-        size = self.pool.block_nbytes(self.store.gate_type)
-        blocks = self.store.owned.flatten(1).sum(1).tolist()
+        size = self.pool.block_nbytes(self.stores[0].gate_type)
+        blocks = [int(store.owned[layer].sum()) for layer, store in enumerate(self.store_of)]
         return [n * size + part.gate_memory.nbytes for n, part in zip(blocks, self.layers, strict=True)]
 
     def _plain_nbytes(self, part: Layer) -> int:
         """Return the bytes of transformers' own cache for the same columns: in a window, all but the next token's."""
         columns = self.seen_tokens if part.window is None else min(self.seen_tokens, part.window - 1)
-        return len(self.sequences) * self.store.kv_heads * columns * self.pool.token_nbytes
+        number, key, value = self.store_of[part.index].mine
+        return len(self.sequences) * columns * number * (key + value) * self.pool.dtype.itemsize
 
     def _ranks(self, layer: int) -> Tensor:
         """Return the ranks of a layer's tokens ``[B, Hkv, N]``, -1 on free slots and where a token no longer counts."""
-        index, ranks = self.store.ledger(layer)
-        seen = self.layers[layer].visible(self.store, index, ranks, self.sequences.settled)
+        store = self.store_of[layer]
+        index, ranks = store.ledger(layer)
+        seen = self.layers[layer].visible(store, index, ranks, self.sequences.settled)
         return ranks.masked_fill(~seen, -1)

@@ -1,6 +1,8 @@
-"""Keys and values of all layers: a block table and a length for each row, a row being (layer, sequence, KV head)."""
+"""Keys and values: a block table and a length for each row, a row being (layer, sequence, KV head)."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,20 +13,21 @@ from ag.engine.positions import Turned
 from ag.engine.records import Records, fit, joined
 from ag.kernels.kv_compact import Worst, kv_compact
 from ag.kernels.pages import Pages
+from ag.model.geometry import KVHeads
 
 ROWS = "held", "owned", "shared", "table", "lengths"  # what is held of each row, [L, B, Hkv, ...]
 
 
 class KVStore:
-    """Rows of tokens in the blocks of a pool, of all layers at once.
+    """Rows of tokens in the blocks of a pool, of all layers at once whose KV heads are as many and as large.
 
     Slots of a row have no order: each token is stored with its rank. ``held`` counts the tokens of each row on the
-    host, and ``lengths`` on the device.
+    host, and ``lengths`` on the device. In models whose layers differ the rows of other layers stay empty.
 
     Args:
         pool: where blocks come from.
-        layers: number of layers, L.
-        kv_heads: KV heads of each, Hkv.
+        heads: KV heads of each layer of the model.
+        mine: those of the layers that are held here.
         gate: type of the gate output that is stored with each token; None stores none.
         rotation: rotates keys again when others go; None means that they stay as the model rotated them.
     """
@@ -32,15 +35,20 @@ class KVStore:
     def __init__(
         self,
         pool: BlockPool,
-        layers: int,
-        kv_heads: int,
+        heads: Sequence[KVHeads],
+        mine: KVHeads,
         gate: torch.dtype | None = None,
         rotation: Turned | None = None,
     ) -> None:
-        self.rotation = rotation
-        self.pool, self.layers, self.kv_heads, self.gate_type = pool, layers, kv_heads, gate
+        self.rotation, self.heads, self.mine = rotation, heads, mine
+        self.pool, self.layers, self.kv_heads, self.gate_type = pool, len(heads), mine.number, gate
+        self.size = pool.sizes.index((mine.key, mine.value))
+        #: Tokens of a block.
+        self.block = pool.tokens[self.size]
+        #: ``[L, 1, 1]`` long, 1 for layers that are held here, else 0.
+        self.here = torch.tensor([layer == mine for layer in heads]).long()[:, None, None]
         #: The scorer's records of each layer's tokens, float32 ``[B, C.., S]`` by slot, 0 on free slots.
-        self.records: list[Records] = [{} for _ in range(layers)]
+        self.records: list[Records] = [{} for _ in heads]
         self._begin(0)
 
     def _begin(self, batch: int) -> None:
@@ -67,7 +75,7 @@ class KVStore:
 
     def fork(self) -> KVStore:
         """Return a store of the same tokens, which shares all blocks until one of the two writes."""
-        new = KVStore(self.pool, self.layers, self.kv_heads, self.gate_type, self.rotation)
+        new = KVStore(self.pool, self.heads, self.mine, self.gate_type, self.rotation)
         self.shared = self.owned.clone()
         for name in ROWS:
             setattr(new, name, getattr(self, name).clone())
@@ -87,14 +95,14 @@ class KVStore:
     @property
     def slots(self) -> int:
         """Slots of each row in the table, free ones included."""
-        return self.table.shape[-1] * BLOCK
+        return self.table.shape[-1] * self.block
 
     def pages(self, layer: int) -> Pages:
         """Return a layer's rows as kernels take them."""
         if layer not in self._pages:
-            pool, gate = self.pool, None if self.gate_type is None else self.pool.gate(self.gate_type)
             table, lengths = self.table[layer].flatten(0, 1), self.lengths[layer].flatten()
-            self._pages[layer] = Pages(pool.keys, pool.values, pool.ranks, gate, table, lengths, pool.format)
+            columns, coded = self.pool.views(self.size, self.gate_type), self.pool.formats[self.size]
+            self._pages[layer] = Pages(*columns, table, lengths, coded)
         return self._pages[layer]
 
     def blocks(self) -> Tensor:
@@ -115,26 +123,32 @@ class KVStore:
         N is the tokens of the longest row, or with ``whole`` the slots of the table, which no step changes.
         """
         blocks, count = self._table(layer, whole)
-        places = blocks[..., None] * BLOCK + torch.arange(BLOCK, device=blocks.device)
+        places = blocks[..., None] * self.block + torch.arange(self.block, device=blocks.device)
         return places.flatten(-2)[..., :count]
 
     def ranks(self, layer: int, *, whole: bool = False) -> Tensor:
         """Return the rank of each slot's token, ``[B, Hkv, N]`` long, -1 on free slots; see :meth:`places`."""
         blocks, count = self._table(layer, whole)
-        ranks = self.pool.ranks[blocks].flatten(-2)[..., :count].long()  # a block is copied at once
+        ranks = self.pages(layer).ranks[blocks].flatten(-2)[..., :count].long()  # a block is copied at once
         free = torch.arange(count, device=blocks.device) >= self.lengths[layer][..., None]
         return ranks.masked_fill_(free, -1)
+
+    def gates(self, layer: int, places: Tensor) -> Tensor:
+        """Return the gate outputs of a layer's tokens at :meth:`places`."""
+        gate = self.pages(layer).gate
+        assert gate is not None
+        return gate.flatten()[places]
 
     def _table(self, layer: int, whole: bool) -> tuple[Tensor, int]:
         """Return the blocks ``[B, Hkv, W']`` long of a layer's slots, and the number of these slots."""
         table = self.table[layer]
         count = self.slots if whole else max([0, *self.held[layer].flatten().tolist()])
-        return table[..., : -(-count // BLOCK)].long(), count
+        return table[..., : -(-count // self.block)].long(), count
 
     # ---- tokens come
 
     def make_room(self, layers: slice, tokens: Tensor, ahead: int = 0) -> None:
-        """Give the rows of some layers blocks for more tokens, and copies of the shared blocks that these go into.
+        """Count more tokens in the rows of some layers, and give these blocks, and copies of shared ones, for them.
 
         Args:
             layers: of which layers.
@@ -144,12 +158,13 @@ class KVStore:
         Raises ``PoolFullError``, and changes nothing, when the pool is too small.
         """
         ahead = 0 if self.pool.fixed else ahead
-        wide = tokens[:, None].expand(-1, self.kv_heads)
-        owned, held = self.owned[layers], self.held[layers]
-        need = (-(-(held + wide) // BLOCK) - owned).clamp_min(0)
+        wide = tokens[:, None] * self.here[layers]
+        owned, held, block = self.owned[layers], self.held[layers], self.block
+        need = (-(-(held + wide) // block) - owned).clamp_min(0)
         if bool(need.any()):
-            self.allocate(layers, (-(-(held + wide + ahead) // BLOCK) - owned).clamp_min(0).where(need > 0, 0))
-        self._unshare(layers, held // BLOCK, self.shared[layers].where(wide > 0, 0))
+            self.allocate(layers, (-(-(held + wide + ahead) // block) - owned).clamp_min(0).where(need > 0, 0))
+        self._unshare(layers, held // block, self.shared[layers].where(wide > 0, 0))
+        held += wide
 
     def allocate(self, layers: slice, need: Tensor) -> None:
         """Give rows ``need`` ``[L', B, Hkv]`` more blocks."""
@@ -164,9 +179,9 @@ class KVStore:
 
         Where one is due (``evicts``), shared blocks are copied.
         """
-        wide = tokens[:, None].expand(-1, self.kv_heads)
-        fresh = (-(-(self.held + wide) // BLOCK) - self.owned).clamp_min(0)
-        _, copied = self._copied(slice(None), 0 if evicts else self.held // BLOCK, self.shared.where(wide > 0, 0))
+        wide = tokens[:, None] * self.here
+        fresh = (-(-(self.held + wide) // self.block) - self.owned).clamp_min(0)
+        _, copied = self._copied(slice(None), 0 if evicts else self.held // self.block, self.shared.where(wide > 0, 0))
         return int(fresh.sum()) + len(copied)
 
     def _widen(self, blocks: int) -> None:
@@ -243,7 +258,7 @@ class KVStore:
 
     def make_own(self, layers: slice, kept: Tensor) -> None:
         """Replace the shared blocks that change when ``kept`` ``[L', B, Hkv]`` tokens stay by copies."""
-        self._unshare(layers, 0, (-(-kept // BLOCK)).where(kept < self.held[layers], 0))
+        self._unshare(layers, 0, (-(-kept // self.block)).where(kept < self.held[layers], 0))
 
     def drop(self, layer: int, keep: Tensor | Worst) -> None:
         """Do the device's part of :meth:`compact`."""
@@ -257,7 +272,7 @@ class KVStore:
         """Note the lengths ``[L', B, Hkv]`` after tokens went, and free the blocks behind them."""
         self.held[layers] = kept
         spare = min(spare, 1) if self.pool.fixed else spare  # the next token's block stays, which would be taken again
-        wanted, owned = -(-(kept + spare) // BLOCK), self.owned[layers]
+        wanted, owned = -(-(kept + spare) // self.block), self.owned[layers]
         if bool((wanted < owned).any()):
             self.pool.release(self.table[layers].cpu()[self._places(wanted, owned)].long())
             self.owned[layers] = owned.minimum(wanted)
@@ -311,6 +326,14 @@ class KVStore:
         other.records = [{} for _ in range(self.layers)]
         self._moved()
         other._moved()
+
+
+def stores_of(
+    pool: BlockPool, heads: Sequence[KVHeads], gate: torch.dtype | None, rotation: Turned | None
+) -> list[KVStore]:
+    """Return the store of each layer of a model, one for all whose KV heads are alike; see :class:`KVStore`."""
+    stores = {mine: KVStore(pool, heads, mine, gate, rotation) for mine in dict.fromkeys(heads)}
+    return [stores[mine] for mine in heads]
 
 
 def _put(table: Tensor, places: tuple[Tensor, ...], blocks: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -34,7 +35,7 @@ EXPIRED = 64  # tokens that a row may hold beyond what a later query sees, befor
 
 
 class Layer:
-    """The work of one layer in a pass; the rows themselves lie in the cache's store.
+    """The work of one layer in a pass; the rows themselves lie in a store of the cache.
 
     Args:
         policy: of the cache.
@@ -83,11 +84,15 @@ class Layer:
             memory.reset()
         batch.memo["logits", self.index] = logits
 
-    def run(self, call: AttentionCall, batch: ForwardBatch, store: KVStore, evictor: Evictor | None) -> Tensor:
+    def run(
+        self, call: AttentionCall, batch: ForwardBatch, stores: Sequence[KVStore], evictor: Evictor | None
+    ) -> Tensor:
         """Take a pass, and return the attention output ``[B, H, T, Dv]``.
 
-        ``evictor`` decides what goes; None means that this pass evicts nothing from this layer.
+        ``stores`` hold the rows of each layer. ``evictor`` decides what goes; None means that this pass evicts nothing
+        from this layer.
         """
+        store = stores[self.index]
         self.window, self.hides = call.window, call.window is not None or self.flagged is not None
         self.chunk = call.chunk
         counts_held = store.rotation is not None and store.rotation.counts_held
@@ -111,7 +116,7 @@ class Layer:
                 if last:
                     queries = self._look_back(queries, batch, store, last)
                 if batch.evict is not None or needs.every_query:
-                    self._show(placed, batch, store, evictor, queries, weights=weights)
+                    self._show(placed, batch, stores, evictor, queries, weights=weights)
         if self.hides and not batch.step:  # behind a step the cache does it for all layers
             self.expire(batch, store)
         return out.to(call.q.dtype)
@@ -130,15 +135,12 @@ class Layer:
         placed = call if store.rotation is None else store.rotation.place(call, batch, store)
         if not (batch.step or call.shared):  # a step made room in all layers at once
             store.make_room(slice(self.index, self.index + 1), batch.counts)
-            store.held[self.index] += batch.counts[:, None]
         gate, recent, pages = batch.memo.get(("gate", self.index)), self.flagged, store.pages(self.index)
         if self.gates is not None:
             gate = gate if call.shared else self._gate_output(batch)
             recent = None if self._dense(batch) else recent
         if not call.shared:
-            k, v = (
-                x.to(held.dtype) for x, held in zip((placed.k, placed.v), store.pool.token, strict=True)
-            )  # autocast
+            k, v = (x.to(store.pool.dtype) for x in (placed.k, placed.v))  # autocast
             kv_append(pages, k, v, batch.ranks, gate)
             if self.readers:
                 batch.memo["gate", self.index] = gate
@@ -184,20 +186,20 @@ class Layer:
         return q if turns is None else turns.by_place(q, *at), ranks, valid
 
     def evict_later(
-        self, call: AttentionCall, batch: ForwardBatch, store: KVStore, evictor: Evictor, known: Records
+        self, call: AttentionCall, batch: ForwardBatch, stores: Sequence[KVStore], evictor: Evictor, known: Records
     ) -> None:
         """Evict from a prompt that was read before, by ``known`` records of its slots and its remembered queries."""
         queries = self.observation_window.queries
         assert queries is not None
         with self.watch.running(call.q.device):
-            self._show(call, batch, store, evictor, queries, known=known)
+            self._show(call, batch, stores, evictor, queries, known=known)
         self.observation_window.reset()
 
     def _show(
         self,
         call: AttentionCall,
         batch: ForwardBatch,
-        store: KVStore,
+        stores: Sequence[KVStore],
         evictor: Evictor,
         queries: Queries,
         *,
@@ -205,13 +207,14 @@ class Layer:
         known: Records | None = None,
     ) -> None:
         """Show the scorer the held keys and the queries, and evict where it is due."""
+        store = stores[self.index]
         seen = self._seen(call, batch, store, queries)
         seen.weights, slots = weights, seen.keys.shape[-1]
         short = {name: x[..., :slots] for name, x in store.records[self.index].items()}  # a scorer sees no free slots
         short |= known or {}
         seen.recorded = MappingProxyType(short)
         if batch.evict is not None:
-            evictor.evict(seen, batch, store, short)
+            evictor.evict(seen, batch, stores, short)
         else:
             evictor.scorer.note(seen, short)
             store.put_records(self.index, short)
@@ -240,7 +243,7 @@ class Layer:
             ordered=batch.fresh,
             alike=batch.fresh or self.policy.alike,
         )
-        gate = None if store.gate_type is None else self._gates_of(store, places()).masked_fill(~keys.valid, 0.0)
+        gate = None if store.gate_type is None else store.gates(self.index, places()).masked_fill(~keys.valid, 0.0)
         q, ranks, valid = queries
         return AttentionStats(
             keys=keys,
@@ -276,10 +279,6 @@ class Layer:
             return (lengths - 1) // self.policy.block * self.policy.block
         return lengths - (1 if batch.step else batch.counts.to(lengths.device))
 
-    def _gates_of(self, store: KVStore, index: Tensor) -> Tensor:
-        assert store.gate_type is not None
-        return store.pool.gate(store.gate_type).flatten()[index]
-
     # ---- tokens that no later query sees
 
     def expire(self, batch: ForwardBatch, store: KVStore) -> None:
@@ -311,7 +310,7 @@ class Layer:
         """Return the slots whose token some query of a rank from ``query`` ``[B]`` on may see, bool like ``ranks``.
 
         Args:
-            store: rows of all layers.
+            store: the rows.
             index: places of the slots in the pool, ``[B, Hkv, N]``.
             ranks: of their tokens, -1 on free slots.
             query: on the host.
@@ -323,7 +322,7 @@ class Layer:
         if self.chunk is not None:
             keep &= ranks >= first // self.chunk * self.chunk
         if self.flagged is not None and flags:
-            keep &= (ranks > first - self.flagged) | (self._gates_of(store, index) > 0)
+            keep &= (ranks > first - self.flagged) | (store.gates(self.index, index) > 0)
         return keep
 
     # ---- sequences

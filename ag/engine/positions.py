@@ -6,6 +6,7 @@ are rotated on by the difference: rotations add up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -51,22 +52,22 @@ class Turned:
 
     def check(self, pool: BlockPool) -> None:
         """Refuse types in which turns add up to an error."""
-        kind = pool.token[0].dtype
-        if pool.format is not None or self.dtype(kind) != kind:
-            held = pool.kv_dtype if pool.format is not None else str(kind).removeprefix("torch.")
+        kind = pool.dtype
+        if pool.kv_dtype != "float" or self.dtype(kind) != kind:
+            held = pool.kv_dtype if pool.kv_dtype != "float" else str(kind).removeprefix("torch.")
             raise UserError(
                 f"positions={self.name}: keys are turned anew when others go, and held as {held} each turn would lose "
                 "some of them: expected float32; use a model in float32 or a cache without pool=, with "
                 "kv_dtype=float, or positions=original."
             )
 
-    def positions(self, batch: ForwardBatch, store: Any) -> Tensor | None:
+    def positions(self, batch: ForwardBatch, stores: Sequence[Any]) -> Tensor | None:
         """Return the positions ``[B, T]`` of the new tokens for RoPE; None means that the model counts them."""
         return None
 
     def place(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
         """Return a call in the type that is held, with queries and keys at their places among what the layer holds."""
-        q, k, v = (x.to(store.pool.token[0].dtype) for x in (call.q, call.k, call.v))
+        q, k, v = (x.to(store.pool.dtype) for x in (call.q, call.k, call.v))
         return replace(call, q=q, k=k, v=v)
 
     def by_rank(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
@@ -84,7 +85,7 @@ class Turned:
     def close_up(self, store: Any, layer: int, order: Tensor | None) -> None:
         """Turn a layer's keys to the places that they have after tokens went."""
 
-    def crop(self, store: Any, before: Tensor, after: Tensor) -> None:
+    def crop(self, stores: Sequence[Any], before: Tensor, after: Tensor) -> None:
         """Rotate all keys to their positions after sequences of ``before`` tokens ``[B]`` were cropped to ``after``."""
 
     def turn(self, store: Any, layer: int, index: Tensor, further: Tensor) -> None:
@@ -93,7 +94,7 @@ class Turned:
         ``index`` ``[B, Hkv, N]`` says where they lie in the pool, in blocks that no other row shares.
         """
         moved = further != 0
-        at, keys = index[moved], store.pool.keys.flatten(0, 1)
+        at, keys = index[moved], store.pages(layer).keys.flatten(0, 1)
         keys[at] = rotate(self.decoder, keys[at][None, None], further[moved][None, None], layer=layer)[0, 0]
 
 
@@ -110,12 +111,12 @@ class Slots(Turned):
     name = "slot"
     counts_held = True
 
-    def positions(self, batch: ForwardBatch, store: Any) -> Tensor | None:
+    def positions(self, batch: ForwardBatch, stores: Sequence[Any]) -> Tensor | None:
         """Go on behind the longest row of each sequence."""
         came = batch.counts if batch.step else torch.zeros_like(batch.counts)  # a step is counted beforehand
-        batch.memo["behind"] = store.held.amax((0, 2)) - came
+        batch.memo["behind"] = torch.stack([store.held.amax((0, 2)) for store in stores]).amax(0) - came
         columns = torch.arange(batch.ranks.shape[1], device=batch.ranks.device)
-        ends: Tensor = store.lengths.amax((0, 2))
+        ends = torch.stack([store.lengths.amax((0, 2)) for store in stores]).amax(0)
         return ends.long()[:, None] + columns
 
     def place(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
@@ -171,7 +172,7 @@ class Interpolated(Turned):
         self.context: int = decoder.config.max_position_embeddings
         self.stride, self.near = max(self.context // 16, 1), self.context // 2
 
-    def positions(self, batch: ForwardBatch, store: Any) -> Tensor | None:
+    def positions(self, batch: ForwardBatch, stores: Sequence[Any]) -> Tensor | None:
         """Refuse passes in which new tokens would have to be squeezed for later ones."""
         most = self.near - self.stride
         over = (batch.num_tokens > self.context) & (batch.counts > most)
@@ -190,9 +191,9 @@ class Interpolated(Turned):
         self._turn(store, call.layer, batch.num_tokens - batch.counts, batch.num_tokens)
         return super().place(call, batch, store)
 
-    def crop(self, store: Any, before: Tensor, after: Tensor) -> None:
+    def crop(self, stores: Sequence[Any], before: Tensor, after: Tensor) -> None:
         """Turn keys back, where a text is in an earlier part again."""
-        for layer in range(store.layers):
+        for layer, store in enumerate(stores):
             self._turn(store, layer, before, after)
 
     def _turn(self, store: Any, layer: int, before: Tensor, after: Tensor) -> None:

@@ -113,9 +113,9 @@ class ReconstructionPass:
         prompts = [ids[there].tolist() for ids, there in zip(self._ids.cpu(), state.mask.cpu(), strict=True)]
         chunks = [self.scorer.inputs(ids) for ids in prompts]
         self._check_reach(cache, [max((len(ids) for _, ids in row), default=0) for row in chunks])
-        shape = len(prompts), cache.store.kv_heads, max(map(len, prompts))
-        scores = {layer: torch.zeros(shape, device=cache.pool.device) for layer in cache.sharing}
-        with watch.running(cache.pool.device):
+        batch, tokens, device = len(prompts), max(map(len, prompts)), cache.pool.device
+        scores = {n: torch.zeros(batch, cache.heads[n].number, tokens, device=device) for n in cache.sharing}
+        with watch.running(device):
             for parts in zip_longest(*chunks, fillvalue=(range(0), [])):
                 repetition = Repetition(cache, self.scorer, [places for places, _ in parts], scores)
                 repetition.read([ids for _, ids in parts], self._next)
@@ -144,9 +144,9 @@ class ReconstructionPass:
         for layer, scores in measured.scores.items():
             part, call = cache.layers[layer], self._calls[layer]
             part.watch = Stopwatch(part.watch.seconds + measured.seconds / len(measured.scores))
-            part.evict_later(call, batch, cache.store, cache.evictor, {"repeated": scores})
+            part.evict_later(call, batch, cache.store_of, cache.evictor, {"repeated": scores})
         for layer in measured.scores:
-            cache.store.records[layer] = {}
+            cache.store_of[layer].records[layer] = {}
         cache.sequences.note_eviction(everyone, cache.batch.prompts.capacity)
 
 
@@ -193,7 +193,7 @@ class Repetition(Interceptor):
     def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield one pass, which goes on behind the prompt by what the cache's keys are rotated by."""
         turns = self.cache.rotation
-        places = None if turns is None else turns.positions(self.batch, self.cache.store)
+        places = None if turns is None else turns.positions(self.batch, self.cache.stores)
         yield None, given if places is None else places
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
@@ -205,15 +205,15 @@ class Repetition(Interceptor):
         """Attend to the prompt and the repetition so far, measure, and forget the repetition."""
         cache, layer = self.cache, call.layer
         out: Tensor
-        out, _, call = cache.layers[layer].read(call, self.batch, cache.store)
+        out, _, call = cache.layers[layer].read(call, self.batch, cache.store_of[layer])
         if layer in self.scores:
             self._measure(call)
-        cache.store.truncate(self.batch.counts, slice(layer, layer + 1), spare=0)
+        cache.store_of[layer].truncate(self.batch.counts, slice(layer, layer + 1), spare=0)
         return out
 
     def _measure(self, call: AttentionCall) -> None:
         """Measure the attention of a repetition's queries to the chunk that they repeat."""
-        store, heads, paid, own = self.cache.store, call.k.shape[1], self._paid, self.batch.ranks
+        store, heads, paid, own = self.cache.store_of[call.layer], call.k.shape[1], self._paid, self.batch.ranks
         ranks, there = torch.cat([paid, own], 1), torch.cat([paid, own], 1) >= 0
         slots = ranks.clamp_min(0)[:, None].expand(-1, heads, -1)  # nothing went yet: the slot of a token is its rank
         index = store.ledger(call.layer)[0].gather(2, slots)

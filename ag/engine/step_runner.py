@@ -87,7 +87,7 @@ class StepRunner:
         if self._record is None or kind is None:
             return self._run(tokens)
         cache = self.cache
-        memory = cache.store.memory, cache.sequences.next_ranks, cache.sequences.protected
+        memory = *(store.memory for store in cache.stores), cache.sequences.next_ranks, cache.sequences.protected
         if [*map(id, memory)] != [*map(id, self._memory)]:
             self._recorded.clear()
             self._memory, self._tokens = memory, tokens.clone()

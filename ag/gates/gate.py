@@ -282,6 +282,12 @@ class AttentionGates(nn.Module):
         self.adapter: Adapter | None = None
         #: The boundary of each share, of the last validation or the export; None before a validation.
         self.calibration: Calibration | None = None
+        if isinstance(geometry["num_kv_heads"], list):
+            *some, last = geometry["num_kv_heads"]
+            raise UserError(
+                f"AttentionGates: layers have {', '.join(map(str, some))} and {last} KV heads: expected the same "
+                "number in all layers with a gate; use another model, or a policy without gates."
+            )
         kind = gate_kind(config.kind)
         #: Whether scores fall with the age of a token; see :class:`AttentionGate`.
         self.decays = kind.decays

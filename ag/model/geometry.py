@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
@@ -16,56 +16,59 @@ if TYPE_CHECKING:
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
+class KVHeads(NamedTuple):
+    """The KV heads of a layer."""
+
+    number: int
+    key: int  # numbers of a key
+    value: int  # numbers of a value, which has fewer in DeepSeek's attention
+
+
 def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
     """Return the geometry of a base model that gates depend on.
+
+    ``num_kv_heads`` is the number in the layers that may have gates, or a list of numbers where these differ.
 
     Raises:
         UserError: when the configuration is not that of a decoder with attention heads.
     """
     text = model_config.get_text_config()
     try:
-        heads, layers = int(text.num_attention_heads), attention_layers(text)
-        sizes = _sizes(text, layers)
+        heads, each, windowed = int(text.num_attention_heads), kv_heads(text), _alternating_windows(text)
+        gated = {layer.number for index, layer in enumerate(each) if index not in windowed}
         return {
             "model_type": text.model_type,
-            "num_layers": len(layers),
+            "num_layers": len(each),
             "num_heads": heads,
-            "num_kv_heads": sizes["num_key_value_heads"] or heads,
-            "head_dim": sizes["head_dim"] or text.hidden_size // heads,
+            "num_kv_heads": sorted(gated) if len(gated) > 1 else max(gated, default=heads),
+            "head_dim": max(map(_head_dim, _each(text)), default=text.hidden_size // heads),
             "hidden_size": int(text.hidden_size),
-            "windowed_layers": _alternating_windows(text),
+            "windowed_layers": windowed,
         }
     except AttributeError as error:
         raise UserError(f"{type(text).__name__} is not the configuration of a decoder: {error}.") from error
 
 
-def entry_sizes(model_config: PretrainedConfig) -> tuple[int, int]:
-    """Return the sizes of a key and of a value, which differ in DeepSeek's attention."""
-    text, size = model_config.get_text_config(), fingerprint(model_config)["head_dim"]
-    parts = [int(getattr(text, f"qk_{part}_head_dim", None) or 0) for part in ("nope", "rope")]
-    return (sum(parts) if all(parts) else size), int(getattr(text, "v_head_dim", None) or size)
+def kv_heads(model_config: PretrainedConfig) -> list[KVHeads]:
+    """Return the KV heads of each layer with keys and values; in Gemma 4 windowed layers have more and smaller ones."""
+    found = []
+    for layer in _each(model_config.get_text_config()):
+        size, parts = _head_dim(layer), [int(getattr(layer, f"qk_{x}_head_dim", None) or 0) for x in ("nope", "rope")]
+        number = int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
+        value = int(getattr(layer, "v_head_dim", None) or size)
+        found.append(KVHeads(number, sum(parts) if all(parts) else size, value))
+    return found
 
 
-def _sizes(text: PretrainedConfig, layers: list[int]) -> dict[str, int]:
-    """Return the number of KV heads and the largest size of a head, 0 where the configuration does not say.
+def _head_dim(layer: PretrainedConfig) -> int:
+    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
 
-    Layers may have heads of several sizes (Gemma 4), the smaller of which are held with zeros behind them.
 
-    Raises:
-        UserError: when layers have unequal numbers of KV heads.
-    """
+def _each(text: PretrainedConfig) -> list[PretrainedConfig]:
+    """Return the configuration of each layer with keys and values, which may differ in transformers."""
+    layers = attention_layers(text)
     each = getattr(text, "per_layer_config", None) or [text] * (max(layers, default=0) + 1)
-    found = {
-        name: {int(getattr(each[index], name, None) or 0) for index in layers}
-        for name in ("num_key_value_heads", "head_dim")
-    }
-    heads = sorted(found["num_key_value_heads"])
-    if len(heads) > 1:
-        raise UserError(
-            f"{type(text).__name__}: layers have {' and '.join(map(str, heads))} KV heads: expected the same number in "
-            "all; use another model."
-        )
-    return {name: max(values, default=0) for name, values in found.items()}
+    return [each[index] for index in layers]
 
 
 def attention_layers(model_config: PretrainedConfig) -> list[int]:

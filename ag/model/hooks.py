@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.softmax import PLAIN, Softmax
-from ag.model.geometry import attention_layers, chunk_size, fingerprint, has_other_layers, shared_layers
+from ag.model.geometry import attention_layers, chunk_size, has_other_layers, kv_heads, shared_layers
 from ag.model.hybrid import aligned, as_they_came, looking_ahead, masks_by_type, put_back
 from ag.model.products import ThreadedLayers
 from ag.model.rope import rotate as rotate
@@ -112,7 +112,6 @@ class Site(NamedTuple):
     shared: bool  # whether an earlier module made them
     chunk: int | None
     kind: str  # the type of the layer, by which models have masks
-    missing: int  # zeros behind the numbers of a head, where other layers have larger heads
     kv_heads: int
 
 
@@ -232,13 +231,11 @@ def _sites(decoder: Any) -> Iterator[tuple[Site, Any]]:
     places = {index: place for place, index in enumerate(attention_layers(config))}
     shared, types = shared_layers(config), getattr(config, "layer_types", None) or ()
     modules = {index: attention_of(decoder.layers[index]) for index in sorted([*places, *shared])}
-    kv_heads = fingerprint(config)["num_kv_heads"]
-    largest = max(getattr(module, "head_dim", 0) for module in modules.values())
+    heads = kv_heads(config)
     for number, (index, module) in enumerate(modules.items()):
-        kind = types[index] if types else "full_attention"
+        kind, place = types[index] if types else "full_attention", places[shared.get(index, index)]
         chunk = chunk_size(config) if kind == "chunked_attention" else None
-        missing = largest - getattr(module, "head_dim", largest)
-        yield Site(number, places[shared.get(index, index)], index in shared, chunk, kind, missing, kv_heads), module
+        yield Site(number, place, index in shared, chunk, kind, heads[place].number), module
 
 
 def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
@@ -532,10 +529,8 @@ def _attention(
             f"{type(module).__name__} attends with {key.shape[1]} KV heads: expected {ag_site.kv_heads}, as its "
             f"configuration says; {USE_ANOTHER}"
         )
-    order, length, size = ag_interceptor.order, query.shape[2], value.shape[-1]
+    order, length = ag_interceptor.order, query.shape[2]
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
-    if ag_site.missing:
-        query, key, value = (F.pad(x, (0, ag_site.missing)) for x in (query, key, value))
     own = ag_interceptor.masks.get(ag_site.kind)
     if order is not None:
         query, key, value = (aligned(x, order, 2) for x in (query, key, value))
@@ -555,7 +550,7 @@ def _attention(
     )
     if ag_interceptor.attended is not None:
         ag_interceptor.attended[ag_site.number] += 1
-    out = ag_interceptor.attend(call)[..., :size]
+    out = ag_interceptor.attend(call)
     if order is not None:
         out = put_back(out, order, length, 2)
     rate = kwargs.get("dropout", 0.0)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
@@ -32,6 +33,8 @@ class States(Cache):
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(layers=DynamicCache(config=config).layers)
+        #: Whether these are inputs of convolutions alone, of which the newest can be taken back.
+        self.go_back = {*config.layer_types} <= {*ATTENTION, "conv"}
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> States | None:
@@ -44,6 +47,11 @@ class States(Cache):
         """The layers that have a state."""
         return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
 
+    @property
+    def recording(self) -> list[Any]:
+        """The layers that keep more than later tokens need."""
+        return [layer for layer in self.kept if layer.record_past]
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hand keys and values of an attention layer on."""
         return key_states, value_states
@@ -52,7 +60,9 @@ class States(Cache):
     def tensors(self) -> dict[str, Tensor]:
         """The states by a name that says layer, kind and number; they have a row for each sequence."""
         return {
-            f"{index}.{kind}.{number}": state
+            f"{index}.{kind}.{number}": (
+                _newest(state, layer.conv_kernel_size[number]) if layer.record_past and kind == "conv_states" else state
+            )
             for index, layer in enumerate(self.kept)
             for kind in ("conv_states", "recurrent_states")
             for number, state in getattr(layer, kind).items()
@@ -73,10 +83,30 @@ class States(Cache):
             update(state, place)
             layer.has_previous_state[place] = True
 
+    def record(self, on: bool) -> None:
+        """Keep all inputs of convolutions that come from now on, for :meth:`crop`, or those that later ones need."""
+        self.crop()
+        for layer in self.kept:
+            layer.record_past = on
+
+    def recorded(self, columns: int) -> int:
+        """Return how many of the ``columns`` that were read can be taken back."""
+        states = [(x, layer.conv_kernel_size[n]) for layer in self.recording for n, x in layer.conv_states.items()]
+        widths = [(x.shape[-1], size) for x, size in states if x is not None]
+        return min((width if width >= columns else width - size for width, size in widths), default=0)
+
+    def crop(self, columns: int = 0) -> None:
+        """Take the newest columns back, and forget what no later one needs."""
+        for layer in self.recording:
+            for number, x in layer.conv_states.items():
+                if x is not None:
+                    layer.conv_states[number] = _newest(x, layer.conv_kernel_size[number], columns)
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
-        return sum(state.nbytes for state in self.tensors.values())
+        """Bytes of all states, with what is kept to go back."""
+        kinds = [kind for layer in self.kept for kind in (layer.conv_states, layer.recurrent_states)]
+        return sum(x.nbytes for kind in kinds for x in kind.values() if x is not None)
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
@@ -86,6 +116,8 @@ class States(Cache):
 
     def join(self, other: States) -> None:
         """Append the sequences of other states of the same model."""
+        self.crop()
+        other.crop()
         for mine, theirs in zip(self.kept, other.kept, strict=True):
             for name in ("conv_states", "recurrent_states"):
                 rows, more = getattr(mine, name), getattr(theirs, name)
@@ -96,6 +128,7 @@ class HoldsStates(Cache):
     """A cache whose layers that do not attend read and write the states of another one."""
 
     states: States | None
+    decoder: Any
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Return what a layer that does not attend keeps for its convolution; None before its first token."""
@@ -118,8 +151,33 @@ class HoldsStates(Cache):
         return self._kept().has_previous_state(*args, **kwargs)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return False: states do not go back."""
-        return False
+        """Return whether the inputs of a convolution are kept, so that tokens can be taken back."""
+        return self._kept().is_recording_past(layer_idx)
+
+    def crop_states(self, columns: int) -> None:
+        """Take the newest columns of the states back, and forget what no later one needs."""
+        if self.states is not None:
+            self.states.crop(columns)
+
+    def check_going_back(self, what: str, columns: int | None, seen: int) -> None:
+        """Refuse to take ``columns`` of those seen back where states do not; None means unequal numbers of tokens.
+
+        Raises:
+            UserError: for linear attention and state spaces, and for inputs of convolutions that were not recorded.
+        """
+        states, model = self.states, type(self.decoder).__name__
+        if states is not None and not states.go_back:
+            raise UserError(
+                f"{what}: {model} has layers of linear attention, whose states cannot go back: expected no token to be "
+                "taken back; call cache.reset() and read the text again."
+            )
+        recorded = 0 if states is None else states.recorded(seen)
+        if states is not None and (columns is None or columns > recorded):
+            raise UserError(
+                f"{what}: the convolutions of {model} go back by columns of all sequences, here {recorded} at most: "
+                "expected crop(-n), and cache.activate_past_recording() before those columns; else call cache.reset() "
+                "and read the text again."
+            )
 
     def _kept(self) -> States:
         assert self.states is not None
@@ -163,7 +221,7 @@ def as_they_came(columns: Tensor | None, positions: Tensor | None, mask: Tensor 
     if positions is not None:
         *more, _, width = positions.shape
         given = positions.expand(*more, len(columns), width)
-        padded = torch.nn.functional.pad(given, (0, end - first - width), value=0)
+        padded = F.pad(given, (0, end - first - width), value=0)
         positions = padded.new_zeros(padded.shape).scatter(-1, order.expand_as(padded), padded)
     window = torch.arange(first, end, device=columns.device).expand(len(columns), -1)
     return Arranged(window, positions, order[:, : columns.shape[1]], None if bool(there.all()) else there)
@@ -191,6 +249,12 @@ def looking_ahead(masks: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         if bool((seen & later).any()):
             return given
     return {}
+
+
+def _newest(x: Tensor, size: int, columns: int = 0) -> Tensor:
+    """Return the last ``size`` inputs of a convolution ``[B, d, n]`` before the newest columns, zeros before a text."""
+    kept = x[..., : x.shape[-1] - columns][..., -size:]
+    return F.pad(kept, (size - kept.shape[-1], 0)).contiguous()
 
 
 def aligned(x: Tensor, order: Tensor, dim: int) -> Tensor:

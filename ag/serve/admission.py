@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from ag.engine.allocators.uniform import Uniform
-from ag.engine.block_pool import BLOCK
 from ag.engine.cache import EvictionCache
 from ag.engine.layer import EXPIRED
 from ag.model.geometry import attention_layers
@@ -42,8 +41,8 @@ class Admission:
     def __init__(self, cache: EvictionCache, config: PretrainedConfig, part: int) -> None:
         text = config.get_text_config()
         self.policy, self.part = cache.policy, part
-        self._heads: int = text.num_key_value_heads
-        self._windows = _windows(text, cache.num_layers)
+        self._rows = [(store.kv_heads, store.block) for store in cache.store_of]  # of each layer; tokens of a block
+        self._windows = _windows(text, len(cache.heads))
         self._sharing = set(cache.sharing)
         self._flags = self.policy.by_gates and self.policy.budget is None
         self._even = isinstance(self.policy.allocator, Uniform) and not self._flags
@@ -52,7 +51,8 @@ class Admission:
     def learn(self, cache: EvictionCache, tokens: int) -> None:
         """Record what flags have kept of a prompt of this number of tokens."""
         if self._flags:
-            self._kept += float(cache.store.held.double().mean())
+            rows = len(cache.sequences) * sum(store.kv_heads for store in cache.store_of)
+            self._kept += sum(float(store.held.sum()) for store in cache.stores) / rows
             self._read += tokens
 
     def need(self, request: Request) -> Need:
@@ -103,17 +103,18 @@ class Admission:
             whole: tokens per KV head in the other layers without a sliding window.
             lag: tokens that a layer with a sliding window may hold beyond its window.
         """
-        blocks = shared = 0
-        for layer, window in enumerate(self._windows):
+        blocks, shared, sizes = 0, 0, [size for _, size in self._rows]
+        for layer, (window, (heads, size)) in enumerate(zip(self._windows, self._rows, strict=True)):
             seen = whole if window is None else min(whole, window - 1 + lag)
             if layer not in self._sharing or tokens >= whole:
-                blocks += self._heads * -(-seen // BLOCK)
+                blocks += heads * -(-seen // size)
             elif self._even:
-                blocks += self._heads * -(-min(tokens, seen) // BLOCK)
+                blocks += heads * -(-min(tokens, seen) // size)
             else:
-                shared += self._heads
-        # each of the unequal rows may have a last block with one token
-        return blocks + (shared * (tokens + BLOCK - 1)) // BLOCK
+                shared += heads
+        # tokens may lie where blocks have the fewest, and each of the unequal rows may have a last block with one token
+        least, most = min(sizes), max(sizes)
+        return blocks + shared * (tokens * most + (most - 1) * least) // (least * most)
 
 
 def _windows(text: PretrainedConfig, layers: int) -> list[int | None]:

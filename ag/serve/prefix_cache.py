@@ -86,7 +86,7 @@ class PrefixCache:
         return True
 
     def _count(self) -> None:
-        blocks = [torch.zeros(0).long(), *(x.cache.store.blocks() for x in self._prefixes)]
+        blocks = [torch.zeros(0).long(), *(store.blocks() for x in self._prefixes for store in x.cache.stores)]
         self.num_blocks = len(torch.cat(blocks).unique())
 
 

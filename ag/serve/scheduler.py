@@ -114,7 +114,8 @@ class _Batch:
     ) -> None:
         self.policy, self.cache = policy, EvictionCache(model, policy, pool=pool)
         self.next = StepRunner(model, self.cache)
-        self.drafts = prompt_lookup if self.cache.is_croppable else 0
+        croppable = self.cache.is_croppable and self.cache.states is None  # of each sequence other numbers of tokens
+        self.drafts = prompt_lookup if croppable else 0
         self.running: list[_Answer] = []  # in the order of the cache's sequences
         self.at_once = _reads_at_once(self.cache)
         #: None means that the cache of a prefix depends on what follows it, so that none is shared.
@@ -312,7 +313,7 @@ class Scheduler:
             running=tuple(
                 Running(x.number, len(x.request.tokens), x.written, now - x.since, tuple(layers))
                 for batch in batches
-                for x, layers in zip(batch.running, batch.cache.store.held.float().mean(2).T.tolist(), strict=True)
+                for x, *layers in zip(batch.running, *_held(batch.cache), strict=True)
             ),
             blocks=self.pool.capacity,
             free=self.pool.free,
@@ -612,6 +613,11 @@ class Scheduler:
         for answer in answers:
             self._finish(answer, None, error)
         answers.clear()
+
+
+def _held(cache: EvictionCache) -> list[list[float]]:
+    """Return the tokens of each sequence of a cache, by layer, the mean over KV heads."""
+    return [store.held[layer].float().mean(1).tolist() for layer, store in enumerate(cache.store_of)]
 
 
 def _reads_at_once(cache: EvictionCache) -> bool:

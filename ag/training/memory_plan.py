@@ -43,7 +43,7 @@ from ag.errors import UserError, first_line
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.model import base as models
 from ag.model import random_base
-from ag.model.geometry import attention_layers, fingerprint
+from ag.model.geometry import attention_layers, fingerprint, kv_heads
 from ag.model.hooks import decoder_of
 from ag.model.structure import attention_of
 
@@ -157,7 +157,7 @@ def plan(config: Config) -> MemoryPlan:
             "logits or temporary": max(chunk * vocabulary * logit, temporary),
         },
         activations=(plain, kept),
-        kv_cache=2 * shape["num_layers"] * shape["num_kv_heads"] * shape["head_dim"] * length * product,
+        kv_cache=sum(x.number * (x.key + x.value) for x in kv_heads(geometry)) * length * product,
         flops=config.trainer.accumulate * flops,
         tokens=world * config.trainer.accumulate * tokens,
     )

@@ -134,7 +134,7 @@ def test_uneven_heads_are_not_gathered(tiny_llama, monkeypatch):
         cache = ag.EvictionCache(model, *policy)
         with torch.no_grad():
             model(ids, past_key_values=cache)
-            assert any(len(set(held.flatten().tolist())) > 1 for held in cache.store.held)
+            assert any(len(set(held.flatten().tolist())) > 1 for held in cache.stores[0].held)
             with monkeypatch.context() as patch:
                 patch.setattr(layer, "read", lambda *_: pytest.fail("the layer was gathered"))
                 for _ in range(3):

@@ -12,6 +12,7 @@ from ag.engine.block_pool import BLOCK, Pool, PoolFullError
 from ag.engine.kv_store import KVStore
 from ag.errors import UserError
 from ag.gates.attach import attached_gates
+from ag.model.geometry import KVHeads
 from tests.support.batches import columns, row
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
@@ -30,7 +31,8 @@ def test_as_many_blocks_as_the_bytes_hold(tiny_llama):
 
 def test_a_store_may_go_in_the_midst_of_anything(tiny_llama):
     pool = Pool(tiny_llama(), 20 * BLOCK * TOKEN)
-    store = KVStore(pool, 1, 2)
+    heads = KVHeads(2, 16, 16)
+    store = KVStore(pool, [heads], heads)
     store.start(1)
     store.make_room(slice(None), torch.tensor([40]))
     assert pool.free == 20 - 6

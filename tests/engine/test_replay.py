@@ -11,6 +11,7 @@ from ag.engine.step_runner import StepRunner
 from tests.support.batches import columns, padded, positions, row
 from tests.support.gates_for import gates_for
 from tests.support.tape import Recorder
+from tests.support.unlike import unlike_llama
 
 #: By name: what EvictionCache takes, the model, what gates are attached, and the most recordings of one text in 150
 #: steps. The tables move once where all is kept; an interval has two kinds of steps.
@@ -20,6 +21,7 @@ CASES = {
     "h2o": (("h2o", 20, "every"), {}, "llama", None, 1),
     "h2o, int8": (("h2o", 20, "every"), {"kv_dtype": "int8"}, "llama", None, 1),
     "h2o, windowed": (("h2o", 9, "every"), {}, "mistral", None, 1),
+    "h2o, unlike heads": (("h2o", 20, "every"), {}, "unlike", None, 1),
     "h2o, interval": (("h2o", 20, "steps:16"), {}, "llama", None, 4),
     "tova@pyramid": (("tova@pyramid", 0.5, "every"), {}, "llama", None, 1),
     "snapkv": (("snapkv", 20), {"window": 4}, "llama", None, 2),
@@ -30,7 +32,7 @@ CASES = {
     ),
     "heads, interval": (("h2o@heads", 20, "steps:16"), {}, "llama", None, 2),
 }  # fmt: skip
-QUICK = "full", "h2o, int8", "h2o, windowed", "h2o, interval", "flags that look back"
+QUICK = "full", "h2o, int8", "h2o, windowed", "h2o, unlike heads", "h2o, interval", "flags that look back"
 #: Policies of which no step can be recorded: queries that are looked back at move on, and a wrapper may do anything.
 UNSTEADY = {
     "snapkv": (("snapkv", 20, "every"), {"window": 4}),
@@ -41,7 +43,7 @@ UNSTEADY = {
 
 @pytest.fixture(scope="module")
 def models(tiny_llama, tiny_mistral):
-    return {"llama": tiny_llama(), "mistral": tiny_mistral()}
+    return {"llama": tiny_llama(), "mistral": tiny_mistral(), "unlike": unlike_llama()}
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +75,12 @@ def check_same(mine, plain):
     """Two caches hold the same."""
     for name in ("num_tokens", "num_held", "evicted_at"):
         assert torch.equal(getattr(mine.sequences, name), getattr(plain.sequences, name))
-    assert torch.equal(mine.store.held, plain.store.held) and torch.equal(mine.store.lengths, plain.store.lengths)
-    assert torch.equal(mine.store.lengths.long(), mine.store.held)
     assert columns(mine) == columns(plain)
-    for noted, wanted in zip(mine.store.records, plain.store.records, strict=True):
-        assert all(torch.equal(x, wanted[name]) for name, x in noted.items())
+    for ours, theirs in zip(mine.stores, plain.stores, strict=True):
+        assert torch.equal(ours.held, theirs.held) and torch.equal(ours.lengths, theirs.lengths)
+        assert torch.equal(ours.lengths.long(), ours.held)
+        for noted, wanted in zip(ours.records, theirs.records, strict=True):
+            assert all(torch.equal(x, wanted[name]) for name, x in noted.items())
 
 
 @pytest.mark.parametrize(

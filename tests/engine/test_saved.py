@@ -169,8 +169,8 @@ def row_of(layer, value):
 
 #: By name: the cache that is damaged, and how.
 FORGED = {
-    "long rows": ("h2o", forge("held", lambda x: x + 10**6)),
-    "all memory": ("h2o", forge("owned", lambda x: x + 10**6)),
+    "long rows": ("h2o", forge("held.0", lambda x: x + 10**6)),
+    "all memory": ("h2o", forge("owned.0", lambda x: x + 10**6)),
     "precise keys": ("h2o", forge(TOKENS + "keys", lambda x: x.double())),
     "ranks beyond the text": ("h2o", forge(TOKENS + "ranks", lambda x: x.where(x < x.max(), 41))),
     "a token twice": ("h2o", forge(TOKENS + "ranks", lambda x: x.where(x != x[1], x[0]))),

@@ -164,7 +164,7 @@ def test_reset_forgets_all_that_was_recorded(llama, name):
     again = feed(cache, llama, [ROWS[1]], [[23], *[[1]] * STEPS])
     assert again.held == run(llama, policy, [ROWS[1]], [23]).held
     cache = run(llama, make(name, "prefill"), ROWS, PROMPTS).cache  # which remembers nothing, as nothing more goes
-    assert not any(cache.store.records)
+    assert not any(cache.stores[0].records)
     assert not any(x.observation_window.queries or x.gate_memory for x in cache.layers)
 
 
@@ -242,5 +242,5 @@ def test_heads_that_are_evicted_alike_hold_the_same_slots(tiny_llama, name, sche
                 tokens = torch.full((len(cache.sequences), 1), 5)
                 model(tokens, past_key_values=cache)
             for layer in range(3):
-                ranks = cache.store.ranks(layer)
+                ranks = cache.stores[0].ranks(layer)
                 assert torch.equal(ranks, ranks[:, :1].expand_as(ranks))

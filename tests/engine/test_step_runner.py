@@ -86,8 +86,8 @@ def test_the_host_reads_nothing_of_the_device_in_a_step(model, name):
     step = StepRunner(model, cache)
     for number in range(3):
         step(tokens(2, number))
-    store, pool = cache.store, cache.pool
-    there = [pool.keys, pool.values, pool.ranks, store.table, store.lengths, cache.sequences.next_ranks]
+    (store,) = cache.stores
+    there = [*cache.pool.columns(), store.table, store.lengths, cache.sequences.next_ranks]
     there += [cache.sequences.mask, *model.parameters(), *(x for part in store.records for x in part.values())]
     with DeviceMemory(there).running() as seen:
         assert seen.has(step(tokens(2, 3)))
@@ -97,7 +97,7 @@ def test_the_host_reads_nothing_of_the_device_in_a_step(model, name):
     if name == "full":  # heads that compete ask how many of their tokens stayed: a read is noticed
         cache = EvictionCache(model, "h2o@heads", 20, "every")
         model(row(40)[None], past_key_values=cache)
-        with DeviceMemory([cache.store.lengths, cache.pool.ranks, *model.parameters()]).running() as seen:
+        with DeviceMemory([cache.stores[0].lengths, *cache.pool.columns(), *model.parameters()]).running() as seen:
             StepRunner(model, cache)(tokens(1, 0))
         assert seen.reads.count("cpu") >= 3  # once a layer
 
@@ -109,7 +109,7 @@ def test_scores_that_are_not_finite_are_found_within_sixteen_steps(model):
     step = StepRunner(model, cache, record)
     for number in range(20):
         step(tokens(1, number))
-    cache.store.records[1]["sums"][:, :, 6:8] = float("nan")
+    cache.stores[0].records[1]["sums"][:, :, 6:8] = float("nan")
     with refuses(NonFiniteScoreError, "H2O", "layer 1", "finite"):
         for number in range(evictor.LOOK):
             step(tokens(1, number))

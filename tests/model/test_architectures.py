@@ -1,6 +1,7 @@
 """Which architectures of transformers can be trained and served: each with tiny random weights, and the table in docs.
 
-``python -m tests.model.test_architectures`` writes docs/architectures.md anew.
+``python -m tests.model.test_architectures`` writes docs/architectures.md anew: under the newest transformers all of its
+columns but the last, and then under the oldest the last one.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ SHARED = {  # two layers with keys and values, two that read them
     **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+UNNAMED = "per_layer_config", "global_head_dim", "num_global_key_value_heads"  # that configurations take all the same
 #: Model types of transformers, with what their configuration needs to be tiny.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llama", "mistral", "mixtral", "ministral", "ministral3", "qwen2", "qwen2_moe"), {}),
@@ -91,7 +93,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention"],
     },
     "gemma3n_text": SHARED | {"altup_num_inputs": 2, "laurel_rank": 4, "intermediate_size": [48] * 4},
-    "gemma4_text": SHARED | {"global_head_dim": 16, "num_global_key_value_heads": 2},
+    "gemma4_text": SHARED | {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     **dict.fromkeys(("lfm3", "bailing_hybrid", "lara_mini"), {"layer_types": ["linear_attention", "full_attention"]}),
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "bailing_hybrid": MLA | {"layer_types": ["linear_attention", "full_attention"]},
@@ -109,7 +111,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 MORE_THAN_A_HEAD = {"gemma2", "vaultgemma", "granite", "granitemoe", "cohere", "cohere2", "nanochat"}
 #: Windows, caps, sink logits, compressed keys, layers without RoPE, and refusals; the others run nightly.
 BY_DAY = {"gemma2", "gpt_oss", "deepseek_v3", "cohere2", "nemotron", "opt"}
-COLUMNS = ("gates", "`h2o`", "`expected_attention`", "`positions=slot`")
+COLUMNS = ("gates", "`h2o`", "`expected_attention`", "`positions=slot`")  # of the newest transformers
+NEWEST, OLDEST = "5.24", "5.17"  # transformers of the page; its last column is of the oldest
+HERE = ".".join(transformers.__version__.split(".")[:2])
+SAME, ABSENT = "the same", "no such type"  # in the last column
 PROMPT, NEW = 40, 6
 SUMS = 32  # bound of what orders of summation do, in units of what rounding does to the model's own logits
 LARGEST, LENGTH = 3_000_000, 24  # parameters of a model, tokens
@@ -119,7 +124,7 @@ def tiny(name: str, **more: Any) -> Any:
     """A model of a type, as small as its configuration allows, drawn from a seed; ``more`` are words of that."""
     kind = type(AutoConfig.for_model(name))
     known = {word for base in kind.__mro__ for word in getattr(base, "__annotations__", {})}
-    known |= set(inspect.signature(kind.__init__).parameters)
+    known |= {*inspect.signature(kind.__init__).parameters, *UNNAMED}
     given = SMALL | ARCHITECTURES.get(name, {}) | more
     config = kind(**{word: value for word, value in given.items() if word in known})
     config._experts_implementation = "eager"  # the others lack float64, in which bounds are computed
@@ -146,6 +151,8 @@ def trained(model: Any) -> ag.AttentionGates:
         gating = ag.Gating(gates, valid, torch.tensor([PROMPT - 8]))
         logits = model(input_ids=row, gating=gating, use_cache=False).logits
         loss = F.cross_entropy(logits[0, -9:-1].float(), row[0, -8:])
+        if not loss.requires_grad:  # torch refuses such a loss
+            raise UnsupportedModelError(f"{type(model).__name__} does not hand gates on to its decoder")
         optimizer.zero_grad()
         loss.backward()
         assert loss.isfinite()
@@ -221,15 +228,26 @@ def reason(message: str) -> str:
     return re.split(r"[;.] [Uu]se |; expected|: expected", message)[0].rstrip(".")
 
 
-def line(name: str, said: list[str]) -> str:
-    """A line of the table; one outcome stands for all columns."""
-    cells = said * len(COLUMNS) if said == ["yes"] else [*said, *[""] * (len(COLUMNS) - len(said))]
-    return f"| `{name}` | {' | '.join(cells)} |"
+def cells(said: list[str]) -> list[str]:
+    """The outcome by column of the newest transformers; one outcome stands for all of them."""
+    return said * len(COLUMNS) if said == ["yes"] else [*said, *[""] * (len(COLUMNS) - len(said))]
 
 
-def lines_of_page() -> dict[str, str]:
-    found = re.findall(r"^(\| `([\w-]+)` \|.*)$", PAGE.read_text(encoding="utf-8"), re.M)
-    return {name: line for line, name in found if name != "model_type"}
+def last_cell(name: str, newest: list[str]) -> str:
+    """What the last column would say of the transformers that runs, beside the newest's cells."""
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return ABSENT
+    said = outcome(name)
+    if cells(said) == newest:
+        return SAME
+    both = zip(COLUMNS, cells(said), newest, strict=True)
+    return said[0] if len(said) == 1 else "; ".join(f"{column}: {cell}" for column, cell, new in both if cell != new)
+
+
+def rows_of_page() -> dict[str, list[str]]:
+    """The cells of each architecture, the last one of the oldest transformers."""
+    found = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    return {name: [cell.strip() for cell in row.split(" | ")] for name, row in found if name != "model_type"}
 
 
 def by_day(*names: str) -> list[Any]:
@@ -241,18 +259,21 @@ def by_day(*names: str) -> list[Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", by_day(*ARCHITECTURES))
 def test_the_table_in_docs_is_what_runs(name: str) -> None:
-    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    assert lines_of_page()[name] == line(name, outcome(name))
+    *newest, oldest = rows_of_page()[name]
+    found = last_cell(name, newest)
+    assert found in {NEWEST: [SAME], OLDEST: [oldest]}.get(HERE, [SAME, oldest])
 
 
 def test_the_table_in_docs_has_every_architecture() -> None:
-    assert list(lines_of_page()) == list(ARCHITECTURES)
+    assert list(rows_of_page()) == list(ARCHITECTURES)
+    assert all(len(row) == len(COLUMNS) + 1 for row in rows_of_page().values())
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", by_day(*(name for name, row in lines_of_page().items() if "| yes |" in row)))
+@pytest.mark.parametrize("name", by_day(*(name for name, row in rows_of_page().items() if "yes" in row)))
 def test_logits_of_states_are_those_of_the_model(name: str) -> None:
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     model, ids = tiny(name), torch.stack([text(9, 1), text(9, 2)])
     head = model.get_output_embeddings()
     head.weight.mul_(30)  # so that a cap changes logits by more than rounding does
@@ -308,14 +329,15 @@ def test_every_type_of_transformers_is_served_right_or_refused() -> None:
 
 
 def write() -> None:
-    """Write the table of the page anew, and keep what stands before it."""
+    """Write the columns of the transformers that runs anew, and keep what stands before the table."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
-    head = f"| `model_type` | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}\n"
-    before = PAGE.read_text(encoding="utf-8").partition("| `model_type`")[0]
-    lines = []
+    head = f"| `model_type` | {' | '.join(COLUMNS)} | under {OLDEST} |\n|---|{'---|' * (len(COLUMNS) + 1)}\n"
+    before, known, lines = PAGE.read_text(encoding="utf-8").partition("| `model_type`")[0], rows_of_page(), []
     for name in ARCHITECTURES:
-        lines.append(line(name, outcome(name)))
+        *newest, oldest = known.get(name, [""] * (len(COLUMNS) + 1))
+        newest, oldest = (newest, last_cell(name, newest)) if HERE == OLDEST else (cells(outcome(name)), oldest)
+        lines.append(f"| `{name}` | {' | '.join([*newest, oldest])} |")
         print(lines[-1], flush=True)
     PAGE.write_text(before + head + "\n".join(lines) + "\n", encoding="utf-8")
 

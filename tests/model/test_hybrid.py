@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig
 from transformers.cache_utils import Cache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import ag
 from ag import EvictionCache
@@ -15,11 +16,13 @@ from ag.engine import read_prompt
 from ag.errors import UserError
 from ag.gates.attach import attached_gates
 from ag.model.hooks import cache_argument
+from ag.model.hybrid import States
 from ag.model.structure import UnsupportedModelError
 from ag.serve import Request, Scheduler
 from tests.engine.test_parity import serve_logits, train_logits
 from tests.model.test_architectures import SUMS, text, tiny
 from tests.support import batches, served
+from tests.support.batches import positions
 from tests.support.gates_for import gates_for
 
 ALL = [
@@ -184,17 +187,53 @@ def test_answers_of_a_server_are_those_of_each_request_alone(name, tiny_tokenize
     assert scheduler.counts.reused
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("name", kinds(["lfm2", "lfm2_moe", "lfm3"]))
 @torch.no_grad()
-def test_what_states_cannot_do_is_refused_and_nothing_changes(name):
+def test_convolutions_take_drafts_back(name, tmp_path):
+    """Alone and in a padded batch, from a short prompt on; later turns and saved caches hold no more than before."""
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip(f"transformers has no {name}")
+    model, (ids, mask), taken = tiny(name), padded(), []
+    for first, valid in ((ids[:1, :1], mask[:1, :1]), (ids[:1], mask[:1]), (ids, mask)):
+        drafts, caches = text(5, 7).expand(len(first), -1), [EvictionCache(model, "full") for _ in range(2)]
+        caches[0].activate_past_recording()
+        for cache, tokens in zip(caches, (drafts, drafts[:, :2]), strict=True):
+            longer = F.pad(valid, (0, tokens.shape[1]), value=1)
+            model(first, attention_mask=valid, past_key_values=cache)
+            places = positions(longer, tokens.shape[1])
+            model(tokens, attention_mask=longer, position_ids=places, past_key_values=cache)
+        caches[0].crop(-3)
+        caches[0].save(tmp_path / "cache")
+        caches += [EvictionCache.load(tmp_path / "cache", model), copy.deepcopy(caches[0])]
+        longer = F.pad(valid, (0, 3), value=1)
+        options = {"attention_mask": longer, "position_ids": positions(longer, 1)}
+        got, *others = (model(drafts[:, :1], past_key_values=cache, **options).logits for cache in caches)
+        assert all(float((other - got).abs().max()) <= rounding(model) for other in others)
+    row = torch.cat([rows()[0], rows()[0][4:12]])[None]
+    cache, plain = EvictionCache(model, "h2o", 24), EvictionCache(model, "h2o", 24)
+    with pytest.MonkeyPatch.context() as patch:
+        crop = States.crop
+        patch.setattr(States, "crop", lambda states, columns=0: (taken.append(columns), crop(states, columns)))
+        got = model.generate(row, past_key_values=cache, prompt_lookup_num_tokens=3, **words())
+    assert any(taken) and torch.equal(got, model.generate(row, past_key_values=plain, **words()))
+    turn = torch.cat([got, row[:, :9]], 1)
+    assert torch.equal(*(model.generate(turn, past_key_values=one, **words()) for one in (cache, plain)))
+    assert not cache.states.recording and cache.states.nbytes == plain.states.nbytes
+
+
+@pytest.mark.parametrize(("name", "why"), [("qwen3_5_text", "cannot go back"), ("lfm2", "activate_past_recording")])
+@torch.no_grad()
+def test_what_states_cannot_do_is_refused_and_nothing_changes(name, why):
     model, row = tiny(name), rows()[0][None]
     cache = EvictionCache(model, "full")
     model(row, past_key_values=cache)
     want = model(row[:, :1], past_key_values=copy.deepcopy(cache)).logits
-    with pytest.raises(UserError, match="states cannot go back"):
-        cache.crop(-3)
-    with pytest.raises(ValueError, match="states cannot go back|stateful models"):  # which transformers says itself
-        model.generate(row, past_key_values=EvictionCache(model, "full"), prompt_lookup_num_tokens=2, **words())
+    for crop in (-3, [3]):
+        with pytest.raises(UserError, match=why):
+            cache.crop(crop)
+    if name == "qwen3_5_text":
+        with pytest.raises(UserError, match=why):
+            cache.activate_past_recording()
     ids, mask = padded()
     blocks = EvictionCache(model, "h2o", 8, "blocks:8")
     with pytest.raises(UserError, match="blocks of sequences with padding end at different columns"):

@@ -40,7 +40,8 @@ class Scripted(Evictor):
     """A decision whose layers show ready-made brought."""
 
     def __init__(self, allocator: str, brought: list[Candidates], **options: Any) -> None:
-        super().__init__(ag.policy(f"knorm@{allocator}", budget=1, **options), list(range(len(brought))))
+        heads = [x.valid.shape[1] for x in brought]
+        super().__init__(ag.policy(f"knorm@{allocator}", budget=1, **options), [*range(len(brought))], heads)
         self._script: list[Candidates] = brought
 
     def _candidates(self, seen: Any, due: Any, records: Any) -> Candidates:

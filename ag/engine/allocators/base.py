@@ -168,6 +168,7 @@ class LayerBudgets(Attributes):
 
     Attributes:
         layers: indices of the layers that share the budget, ascending.
+        kv_heads: KV heads of each layer of the model.
         open: by layer, candidates of which an allocator may yet take something.
         votes: by layer, what the first score alone would keep of them, by which layers compete.
         settled: by layer, tokens ``[B]`` kept at the end of the prompt, which also bound it while decoding: per KV
@@ -179,6 +180,7 @@ class LayerBudgets(Attributes):
     STATE: ClassVar[Mapping[str, Any]] = {"layers": Sequence, "settled": dict, "over_budget": Tensor | None}
 
     layers: list[int]
+    kv_heads: Sequence[int]
     open: dict[int, Candidates] = field(default_factory=dict)
     votes: dict[int, Candidates] = field(default_factory=dict)
     settled: dict[int, Tensor] = field(default_factory=dict)

@@ -38,8 +38,8 @@ class Global(Allocator):
         The result is that of one decision at the end: what is not among the best so far is not among the best of all.
         """
         budgets.open[layer] = budgets.votes[layer] = candidates
-        allowed, ahead = candidates.capacity * candidates.valid.shape[1], len(budgets.layers) - len(budgets.open)
-        total = sum((vote.capacity * vote.valid.shape[1] for vote in budgets.votes.values()), ahead * allowed)
+        ahead = sum(budgets.kv_heads[x] for x in budgets.layers if x not in budgets.open)
+        total = sum((x.capacity * x.valid.shape[1] for x in budgets.votes.values()), candidates.capacity * ahead)
         best, masks = over_heads([*budgets.votes.values()], self.floor, total), {}
         for other, chosen in zip([*budgets.open], best, strict=True):
             mine, vote = budgets.open[other], budgets.votes[other]
