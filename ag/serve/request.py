@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -38,6 +38,8 @@ class Request:
         logprobs: number of the most probable tokens to return at each place, with log-probabilities; None means no
             log-probabilities at all.
         n: number of answers.
+        grammar: a matcher that has read nothing, of :class:`ag.serve.structured.Grammars`; the answer follows it. None
+            means free text.
         protect: half-open spans (start, end) of the prompt's tokens that no policy evicts.
         wait_seconds: longest time until the prompt is read; None means no limit.
         answer_seconds: longest time until the answer ends; None means no limit.
@@ -59,6 +61,7 @@ class Request:
     continues: bool = True
     logprobs: int | None = None
     n: int = 1
+    grammar: Any = None
     protect: tuple[tuple[int, int], ...] = ()
     wait_seconds: float | None = None
     answer_seconds: float | None = None

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +30,7 @@ from ag.serve.prefix_cache import PrefixCache, key_of
 from ag.serve.request import Event, Reason, Request, Stream
 from ag.serve.sampler import Sampler
 from ag.serve.snapshot import Counts, Running, Snapshot
+from ag.serve.structured import Masks, advance
 
 
 class Busy(UserError):
@@ -51,6 +52,7 @@ class _Answer:
     text: Tensor  # ids ``[T]`` on the CPU, of the prompt and of the answer so far
     since: float  # time of submission, in seconds of the scheduler's clock
     need: Need  # blocks that it may take
+    matcher: Any  # of its grammar, has read what was generated; None means free text
     read: int = 0  # tokens of the text that the model has read, while the answer is in the batch
 
     @property
@@ -76,6 +78,11 @@ class _Answer:
         lookup = PromptLookupCandidateGenerator(num_output_tokens=more, max_length=sys.maxsize)
         found, _ = lookup.get_candidates(cast("Any", self.text[None]))
         return torch.cat([known, found[0, len(self.text) :]])
+
+    def drafts(self, coming: Tensor) -> list[int]:
+        """Return the ids among :meth:`coming` that were looked up."""
+        drafts: list[int] = coming[len(self.text) - self.read :].tolist()
+        return drafts
 
 
 @dataclass(eq=False)
@@ -136,6 +143,7 @@ class Scheduler:
         self._clock, self._numbers = clock, count()
         self._cache = EvictionCache(model, self.policy, pool=pool)  # of the batch
         self._next = StepRunner(model, self._cache)
+        self._masks = Masks(model.config.get_text_config().vocab_size)
         self._drafts = prompt_lookup if self._cache.is_croppable else 0
         self._running: list[_Answer] = []  # the batch, in the order of the cache's sequences
         self._reading: _Prompt | None = None
@@ -176,7 +184,8 @@ class Scheduler:
         for number in range(request.n):
             detokenizer = Detokenizer(self.vocabulary, request.stop, request.continues)
             stream, sampler = Stream(detokenizer, hear and partial(hear, number)), Sampler(request, number)
-            answers.append(_Answer(next(self._numbers), request, stream, sampler, text, now, need))
+            matcher = None if request.grammar is None else request.grammar.deep_copy()
+            answers.append(_Answer(next(self._numbers), request, stream, sampler, text, now, need, matcher))
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped
@@ -315,6 +324,7 @@ class Scheduler:
         text, until = prompt.answers[0].prompt, prompt.mark or None
         part = text[prompt.read : until][: None if self._at_once else tokens]
         try:
+            masks = self._masks.begin([(answer.matcher, []) for answer in prompt.answers])
             ids = part[None].to(self.model.device)
             out = self.model(input_ids=ids, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1)
             prompt.read += len(part)
@@ -325,9 +335,9 @@ class Scheduler:
             self.counts.prompts += len(text) - prompt.shared
             self.counts.reused += prompt.shared
             self._admission.learn(prompt.cache, len(text))
-            for answer in list(prompt.answers):
+            for answer, allowed in zip(list(prompt.answers), masks.result(), strict=True):
                 fork = prompt.cache if answer is prompt.answers[-1] else deepcopy(prompt.cache)
-                self._begin(prompt, answer, fork, out.logits[0, -1].float().cpu())
+                self._begin(prompt, answer, fork, out.logits[0, -1].float().cpu(), next(allowed))
         except PoolFullError as error:
             self._put_off(prompt, error)
             return tokens
@@ -343,10 +353,12 @@ class Scheduler:
         if self._prefixes is not None and self.pool.free >= rest + first.need.writing * len(prompt.answers):
             self._prefixes.add(first.key()[:read], deepcopy(prompt.cache))
 
-    def _begin(self, prompt: _Prompt, answer: _Answer, cache: EvictionCache, logits: Tensor) -> None:
+    def _begin(
+        self, prompt: _Prompt, answer: _Answer, cache: EvictionCache, logits: Tensor, allowed: Tensor | None
+    ) -> None:
         """Sample the first token of an answer, unless it was preempted, and add the answer to the batch."""
         answer.read = len(answer.request.tokens)
-        if answer.written or self._add(answer, logits):
+        if answer.written or self._add(answer, logits, allowed):
             self._cache.add(cache)
             self._running.append(answer)
         else:
@@ -362,8 +374,12 @@ class Scheduler:
         """
         drafts = self._drafts // len(self._running)
         coming = [answer.coming(drafts) for answer in self._running]
+        masks = self._masks.begin(
+            [(x.matcher, x.drafts(tokens)) for x, tokens in zip(self._running, coming, strict=True)]
+        )
         try:
             logits = self._step(coming)
+            allowed = masks.result()
         except PoolFullError as error:
             self._preempt(error)
             return
@@ -372,10 +388,12 @@ class Scheduler:
             return
         self.counts.steps += 1
         over, wrong = [], []
-        for place, (answer, tokens, after) in enumerate(zip(self._running, coming, logits, strict=True)):
+        for place, (answer, tokens, after, masked) in enumerate(
+            zip(self._running, coming, logits, allowed, strict=True)
+        ):
             end = answer.read + len(tokens)
             drafted = end - min(end, len(answer.text))
-            if not self._take(answer, tokens, after):
+            if not self._take(answer, tokens, after, masked):
                 over.append(place)
             wrong.append(end - answer.read)
             self.counts.drafted += drafted
@@ -395,7 +413,7 @@ class Scheduler:
         out = self.model(input_ids=ids, attention_mask=mask, past_key_values=self._cache, use_cache=True)
         return [x[width - len(tokens) :] for x, tokens in zip(out.logits.float().cpu(), coming, strict=True)]
 
-    def _take(self, answer: _Answer, read: Tensor, logits: Tensor) -> bool:
+    def _take(self, answer: _Answer, read: Tensor, logits: Tensor, allowed: Iterator[Tensor | None]) -> bool:
         """Sample after the tokens that were read of an answer; returns whether the answer goes on.
 
         Nothing is sampled after a token that has a successor in the text. A draft is accepted if it is the token that
@@ -405,20 +423,23 @@ class Scheduler:
             answer: its ``read`` advances by the accepted tokens.
             read: ids ``[T]`` of the text, then drafts.
             logits: ``[T, V]`` after each of them.
+            allowed: the tokens that may come next, ``[V]`` bool, after the text and after each draft; None means all.
         """
         for token, after in zip(read, logits, strict=True):
             if answer.text[answer.read] != token:
                 return True
             answer.read += 1
-            if answer.read == len(answer.text) and not self._add(answer, after):
+            if answer.read == len(answer.text) and not self._add(answer, after, next(allowed)):
                 return False
         return True
 
-    def _add(self, answer: _Answer, logits: Tensor) -> bool:
+    def _add(self, answer: _Answer, logits: Tensor, allowed: Tensor | None) -> bool:
         """Sample the next token of an answer; returns whether the answer goes on."""
         detokenizer = answer.stream.text
         try:
-            token = answer.sampler(answer.text, logits)
+            token = answer.sampler(answer.text, logits, allowed)
+            if answer.matcher is not None:
+                advance(answer.matcher, token.id)
         except Exception as error:  # such as invalid probabilities
             self._finish(answer, None, error)
             return False
@@ -428,7 +449,8 @@ class Scheduler:
         if answer.written == 1:
             self.counts.started += 1
             self.counts.first_seconds += self._clock() - answer.since
-        if token.id in self.ends or detokenizer.stopped:
+        complete = answer.matcher is not None and answer.matcher.is_stopped()
+        if token.id in self.ends or detokenizer.stopped or complete:
             self._finish(answer, "stop")
         elif answer.written >= answer.request.max_tokens:
             self._finish(answer, "length")
