@@ -260,7 +260,7 @@ class Service(Endpoints):
     def __init__(self, scheduler: Scheduler, name: str, limits: ServeConfig, api_key: str | None = None) -> None:
         most = 2 * (scheduler.queue + scheduler.batch)
         super().__init__(name, policy_text(scheduler.policy), limits.body_bytes, most, api_key)
-        self.prompts = Prompts(scheduler.tokenizer, scheduler.model.config, limits, scheduler.batch)
+        self.prompts = Prompts(scheduler, limits)
         self.scheduler, self._metrics = scheduler, Metrics(scheduler.snapshot)
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._encoder = ThreadPoolExecutor(1, "encoder")  # one thread, as a tokenizer cannot encode two texts at once
@@ -296,7 +296,7 @@ class Service(Endpoints):
             self.check_model(asked.model)
             request = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, asked)
             answers = Answers(request, self.scheduler, self._metrics.timed)
-            form = Form(asked, self.scheduler.vocabulary)
+            form = Form(asked, self.scheduler.vocabulary, self.prompts.divider(asked, request.tokens))
             if asked.stream:
                 yield EVENTS
                 async for event in self._events(answers, form):

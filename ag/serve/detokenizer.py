@@ -71,10 +71,14 @@ class Detokenizer:
         vocabulary: of the tokenizer.
         stop: texts, not empty, that end the answer and are not part of it. A special token is found by its id.
         continues: True if the answer continues a text, so that its first word may begin with a space.
+        special: True if special tokens have a text, as in a prompt.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), continues: bool = False) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, stop: Sequence[str] = (), continues: bool = False, special: bool = False
+    ) -> None:
         self._vocabulary, self._stop, self._begins = vocabulary, tuple(stop), not continues
+        self._special = {token: text.encode() for text, token in vocabulary.special.items()} if special else {}
         self._ends = {vocabulary.special[text] for text in stop if text in vocabulary.special}
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # text that is held back
@@ -93,7 +97,7 @@ class Detokenizer:
         found = self._vocabulary.bytes_of(token)
         if found and self._begins:
             found, self._begins = self._vocabulary.bytes_of(token, first=True), False
-        new = self._bytes.decode(found)
+        new = self._bytes.decode(self._special.get(token, found))
         self.length += len(new)
         self._held += new
         places = [place for text in self._stop if (place := self._held.find(text)) >= 0]

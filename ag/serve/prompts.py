@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from ag.commands.serve import ServeConfig
@@ -11,6 +13,9 @@ from ag.errors import UserError
 from ag.model.chat import Chat, spans
 from ag.serve.protocol import ApiError, Asked, ChatAsked, CompletionAsked
 from ag.serve.request import Request
+from ag.serve.scheduler import Scheduler
+from ag.serve.structured import Grammars
+from ag.serve.tools import Divider, calls_of
 
 TEXT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 
@@ -21,16 +26,18 @@ class Prompts:
     """Makes the requests of a scheduler from the parameters of clients.
 
     Args:
-        tokenizer: of the model.
-        model: configuration of the model.
+        scheduler: that answers them.
         limits: limits of requests.
-        batch: most answers at once.
     """
 
-    def __init__(self, tokenizer: Any, model: Any, limits: ServeConfig, batch: int) -> None:
-        self.tokenizer, self.limits, self._batch = tokenizer, limits, batch
-        self._context: int | None = getattr(model.get_text_config(), "max_position_embeddings", None)
-        self._vocabulary = int(model.get_text_config().vocab_size)
+    def __init__(self, scheduler: Scheduler, limits: ServeConfig) -> None:
+        model = scheduler.model.config.get_text_config()
+        self.tokenizer, self.limits = scheduler.tokenizer, limits
+        self._texts, self._batch = scheduler.vocabulary, scheduler.batch
+        self._context: int | None = getattr(model, "max_position_embeddings", None)
+        self._vocabulary = int(model.vocab_size)
+        self._grammars = Grammars(self.tokenizer, self._vocabulary, scheduler.ends)
+        self._calls = calls_of(self.tokenizer)
 
     def __call__(self, asked: Asked) -> Request:
         """Return the request.
@@ -54,12 +61,48 @@ class Prompts:
             "logit_bias": asked.biases(self._vocabulary),
             "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
             "continues": isinstance(asked, CompletionAsked),
+            "special": isinstance(asked, ChatAsked) and bool(asked.callable) and self._calls is not None,
             "logprobs": asked.best,
+            "grammar": self._grammar(asked),
             "protect": tuple((first, behind) for first, behind in protect),
             "wait_seconds": self.limits.wait_seconds,
             "answer_seconds": self.limits.answer_seconds,
         }
         return Request(**(same | other))
+
+    # ---- grammars and calls
+
+    def divider(self, asked: Asked, tokens: Sequence[int]) -> Callable[[], Divider] | None:
+        """Return what makes the divider of an answer to a prompt; None means that an answer is content alone."""
+        if not isinstance(asked, ChatAsked) or not asked.callable or self._calls is None:
+            return None
+        tools = asked.variables["tools"]
+        return partial(Divider, self._calls, self.tokenizer.decode(tokens), tools, asked.parallel_tool_calls)
+
+    def _grammar(self, asked: Asked) -> Any:
+        """Return a matcher of the grammar that the answers follow; None means free text."""
+        rule, chat = asked.rule, asked if isinstance(asked, ChatAsked) and asked.callable else None
+        found, forced = None if rule is None else self._compiled(*rule), chat is not None and chat.forced
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(asked, name, None) and (rule or forced):
+                raise ApiError(400, f"{name}: an answer by a grammar excludes it: leave one of them out.", name)
+        if chat is None or not (rule or forced):
+            return found
+        if chat.structured_outputs:
+            message = "structured_outputs excludes calls of tools: leave it out, or set tool_choice='none'."
+            raise ApiError(400, message, "structured_outputs")
+        if self._calls is None or self._calls.before is None:
+            param = "tool_choice" if forced else "response_format"
+            message = f"{param}: how the chat template writes calls is unknown here: leave it out, or the tools."
+            raise ApiError(400, message, param)
+        other = None if forced or rule is None else rule[2]
+        return self._compiled("tools", "lark", self._calls.grammar(chat.callable, other, self._texts.special))
+
+    def _compiled(self, param: str, kind: str, text: str) -> Any:
+        try:
+            return self._grammars(kind, text)
+        except UserError as error:
+            raise ApiError(400, f"{param}: {error}", param) from None
 
     def _longest(self, asked: Asked, prompt: int) -> int:
         """Return the limit of an answer in tokens, for a prompt of this number of tokens."""

@@ -35,6 +35,7 @@ class Request:
         stop: texts that end an answer and are not part of it.
         continues: True for an answer that continues the prompt's text; False for a new text, whose first word has no
             space in front.
+        special: True if special tokens are part of an answer's text.
         logprobs: number of the most probable tokens to return at each place, with log-probabilities; None means no
             log-probabilities at all.
         n: number of answers.
@@ -59,6 +60,7 @@ class Request:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     continues: bool = True
+    special: bool = False
     logprobs: int | None = None
     n: int = 1
     grammar: Any = None

@@ -182,7 +182,7 @@ class Scheduler:
         text, now = torch.tensor(request.tokens, dtype=torch.long), self._clock()
         answers = []
         for number in range(request.n):
-            detokenizer = Detokenizer(self.vocabulary, request.stop, request.continues)
+            detokenizer = Detokenizer(self.vocabulary, request.stop, request.continues, request.special)
             stream, sampler = Stream(detokenizer, hear and partial(hear, number)), Sampler(request, number)
             matcher = None if request.grammar is None else request.grammar.deep_copy()
             answers.append(_Answer(next(self._numbers), request, stream, sampler, text, now, need, matcher))

@@ -11,6 +11,7 @@ pytest.importorskip("openai", reason="needs the server's libraries: pip install 
 from ag.serve.protocol import NEUTRAL, ApiError, ChatAsked, CompletionAsked, parse  # noqa: E402
 from tests.support.reasoning import TOOLS  # noqa: E402
 
+NAMED = {"type": "function", "function": {"name": "snow"}}
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 VALUES = st.recursive(
     PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
@@ -72,7 +73,43 @@ def test_any_values(kind, data):
             ["image_url", "text"],
         ),
         (ChatAsked, {"top_logprobs": 3}, "top_logprobs", ["3", "logprobs=true"]),
-        (ChatAsked, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice", ["'auto'"]),
+        (ChatAsked, {"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", ["'auto'"]),
+        (ChatAsked, {"tools": [{"type": "function"}]}, "tools[0].function", ["required"]),
+        (ChatAsked, {"tools": [{"type": "function", "function": {"name": 3}}]}, "tools[0].function.name", ["string"]),
+        (ChatAsked, {"tool_choice": "required"}, "tool_choice", ["needs tools"]),
+        (ChatAsked, {"tools": TOOLS, "tool_choice": NAMED}, "tool_choice", ["snow", "one of the tools, rain"]),
+        (
+            ChatAsked,
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}},
+            "tool_choice.function.name",
+            ["required"],
+        ),
+        (ChatAsked, {"parallel_tool_calls": "no"}, "parallel_tool_calls", ["boolean"]),
+        (ChatAsked, {"response_format": "json"}, "response_format", ["json"]),
+        (ChatAsked, {"response_format": {"type": "xml"}}, "response_format.type", ["xml", "json_schema"]),
+        (ChatAsked, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", ["json_schema"]),
+        (
+            ChatAsked,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}},
+            "response_format.json_schema.schema",
+            ["[]", "dictionary"],
+        ),
+        (
+            ChatAsked,
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "response_format",
+            ["excludes structured_outputs"],
+        ),
+        (CompletionAsked, {"structured_outputs": {}}, "structured_outputs", ["at least 1"]),
+        (CompletionAsked, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", ["at most 1"]),
+        (
+            CompletionAsked,
+            {"structured_outputs": {"json": 3}},
+            "structured_outputs.json",
+            ["3", "dictionary"],
+        ),
+        (CompletionAsked, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", ["at least 1"]),
+        (CompletionAsked, {"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices", ["not permitted"]),
         (ChatAsked, dict.fromkeys("zyxwvutsrqpfedcbah", 1), "a", ["'a' is an unknown parameter"]),
     ],
 )
@@ -109,8 +146,8 @@ def test_values_that_are_too_large(change):
 
 
 def test_parameters_are_those_of_openai():
-    """And a few more. Each neutral parameter is one of OpenAI's API."""
-    own = {"top_k", "min_p", "repetition_penalty", "protect", "stream"}  # the last declared by its subclasses
+    """And a few more, of which subclasses declare ``stream``. Each neutral parameter is one of OpenAI's API."""
+    own = {"top_k", "min_p", "repetition_penalty", "structured_outputs", "protect", "stream"}
     assert set(ChatAsked.model_fields) - ChatAsked.known == own | {"chat_template_kwargs"}
     assert set(CompletionAsked.model_fields) - CompletionAsked.known == own
     assert set(NEUTRAL) <= ChatAsked.known | CompletionAsked.known
