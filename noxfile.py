@@ -17,14 +17,19 @@ OLDEST = {
     name: re.search(rf"^{name}>=([\d.]+)", "\n".join(PROJECT["dependencies"]), re.MULTILINE)[1]
     for name in ("torch", "transformers")
 }
-#: Pins that fit only the newest torch or transformers; pip finds others beside an older one.
-FOLLOWING = {"torch": ("torch", "setuptools"), "transformers": ("transformers", "tokenizers", "huggingface_hub")}
+#: Pins that fit only the newest torch or transformers, or not instructor; pip finds others.
+FOLLOWING = {
+    "torch": ("torch", "setuptools"),
+    "transformers": ("transformers", "tokenizers", "huggingface_hub"),
+    "instructor": ("jiter", "openai", "rich"),
+}
 CASES = [
     nox.param((), id="pinned"),
     nox.param(None, id="newest"),
     nox.param(("torch", "transformers"), id="oldest"),
     nox.param(("torch",), id="old-torch"),
     nox.param(("transformers",), id="old-transformers"),
+    nox.param(("instructor",), id="clients"),
 ]
 
 nox.options.sessions = ["lint", "types", "tests-3.11(pinned)", "docs", "package"]
@@ -56,18 +61,20 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, old: tuple[str, ...] | None) -> None:
     """Run the tests on the pinned packages, with the oldest torch or transformers that are supported, or without pins.
 
+    The case ``clients`` has the libraries of other clients of the server.
+
     Which torch comes (CPU or CUDA) is pip's to say, by PIP_EXTRA_INDEX_URL.
     """
-    wanted = ".[dev,clients]" if "--all" in session.posargs else ".[dev]"
     if old is None:
-        session.install("--upgrade", "--upgrade-strategy", "eager", "-e", wanted)
+        session.install("--upgrade", "--upgrade-strategy", "eager", "-e", ".[dev]")
         check(session)
         return
     loose = {name for package in old for name in FOLLOWING[package]}
     pins = [line for line in Path("constraints.txt").read_text().splitlines() if line.partition("==")[0] not in loose]
     constraints = Path(session.create_tmp()) / "constraints.txt"
-    constraints.write_text("\n".join([*pins, *(f"{package}=={OLDEST[package]}" for package in old)]) + "\n")
-    session.install("-c", str(constraints), "-e", wanted)
+    pins += [f"{package}=={OLDEST[package]}" for package in old if package in OLDEST]
+    constraints.write_text("\n".join(pins) + "\n")
+    session.install("-c", str(constraints), "-e", ".[dev,clients]" if "instructor" in old else ".[dev]")
     check(session)
 
 

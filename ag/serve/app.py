@@ -349,16 +349,18 @@ class Service(Endpoints):
         try:
             asked = parse(ASKED[path], body)
             self.check_model(asked.model)
-            form: Form | ResponseForm
+            form: Form | ResponseForm | None
             if isinstance(asked, ResponsesAsked):
                 form, asked = ResponseForm(asked), asked.as_chat()
             else:
-                form = Form(asked, self.scheduler.vocabulary)
+                form = None
             found = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, asked)
             if isinstance(found, dict):
                 for message in as_messages(JSONResponse(found)):
                     yield message
                 return
+            if form is None:
+                form = Form(asked, self.scheduler.vocabulary, self.prompts.divider(asked, found[0].request.tokens))
             try:
                 answers = Answers(found, self.scheduler, self._metrics.timed)
             except (Busy, StoppedError):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,6 +20,8 @@ from ag.serve.detokenizer import Detokenizer
 from ag.serve.protocol import ApiError, Asked, Body, ChatAsked, CompletionAsked, DetokenizeAsked, TokenizeAsked
 from ag.serve.request import Prompt, Request, Token
 from ag.serve.scheduler import Scheduler
+from ag.serve.structured import Grammars
+from ag.serve.tools import Divider, calls_of
 
 TEXT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 POLICIES = 64  # policies of requests that are remembered
@@ -45,6 +47,8 @@ class Prompts:
         #: Most tokens of a text; None means that the model has no limit.
         self.context: int | None = getattr(model, "max_position_embeddings", None)
         self._vocabulary = int(model.vocab_size)
+        self._grammars = Grammars(self.tokenizer, self._vocabulary, scheduler.ends)
+        self._calls = calls_of(self.tokenizer)
 
     def __call__(self, asked: Body) -> list[Prompt] | dict[str, Any]:
         """Return the requests, one for each prompt, or what ``/tokenize`` and ``/detokenize`` return.
@@ -99,6 +103,8 @@ class Prompts:
             "prompt_logprobs": asked.best_of_prompt,
             "policy": self._policy(asked.ag.policy, asked.ag.budget) if asked.ag else None,
             "kept": asked.ag is not None,
+            "special": isinstance(asked, ChatAsked) and bool(asked.callable) and self._calls is not None,
+            "grammar": self._grammar(asked),
             "protect": tuple((first, behind) for first, behind in protect),
             "wait_seconds": self.limits.wait_seconds,
             "answer_seconds": self.limits.answer_seconds,
@@ -152,6 +158,40 @@ class Prompts:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         names = self.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": names}
+
+    # ---- grammars and calls
+
+    def divider(self, asked: Asked, tokens: Sequence[int]) -> Callable[[], Divider] | None:
+        """Return what makes the divider of an answer to a prompt; None means that an answer is content alone."""
+        if not isinstance(asked, ChatAsked) or not asked.callable or self._calls is None:
+            return None
+        tools = asked.variables["tools"]
+        return partial(Divider, self._calls, self.tokenizer.decode(tokens), tools, asked.parallel_tool_calls)
+
+    def _grammar(self, asked: Asked) -> Any:
+        """Return a matcher of the grammar that the answers follow; None means free text."""
+        rule, chat = asked.rule, asked if isinstance(asked, ChatAsked) and asked.callable else None
+        found, forced = None if rule is None else self._compiled(*rule), chat is not None and chat.forced
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(asked, name, None) and (rule or forced):
+                raise ApiError(400, f"{name}: an answer by a grammar excludes it: leave one of them out.", name)
+        if chat is None or not (rule or forced):
+            return found
+        if chat.structured_outputs:
+            message = "structured_outputs excludes calls of tools: leave it out, or set tool_choice='none'."
+            raise ApiError(400, message, "structured_outputs")
+        if self._calls is None or self._calls.before is None:
+            param = "tool_choice" if forced else "response_format"
+            message = f"{param}: how the chat template writes calls is unknown here: leave it out, or the tools."
+            raise ApiError(400, message, param)
+        other = None if forced or rule is None else rule[2]
+        return self._compiled("tools", "lark", self._calls.grammar(chat.callable, other, self._texts.special))
+
+    def _compiled(self, param: str, kind: str, text: str) -> Any:
+        try:
+            return self._grammars(kind, text)
+        except UserError as error:
+            raise ApiError(400, f"{param}: {error}", param) from None
 
     def _longest(self, asked: Asked, prompt: int, param: str) -> int:
         """Return the limit of an answer in tokens, for a prompt of this number of tokens."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, cast
 
+from openai.types.chat import ChatCompletionNamedToolChoiceParam
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.shared import ReasoningEffort
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, from_json
+from typing_extensions import TypedDict
 
 from ag.errors import nearest
 from ag.model.chat import Part as ChatPart
@@ -21,6 +25,7 @@ from ag.model.chat import for_template
 from ag.serve.answers import Piece, Used
 from ag.serve.detokenizer import Vocabulary
 from ag.serve.request import Token
+from ag.serve.tools import Divider
 
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
 
@@ -31,8 +36,6 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -125,6 +128,55 @@ class Message(Part):
         return for_template(message)
 
 
+class JsonSchema(Part):
+    """A named JSON schema."""
+
+    name: str
+    description: str | None = None
+    rules: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # an answer follows its schema always
+
+
+class ResponseFormat(Part):
+    """What the text of an answer is."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = Field(None, validate_default=True)
+
+    @field_validator("json_schema")
+    @classmethod
+    def _fits(cls, schema: JsonSchema | None, others: ValidationInfo) -> JsonSchema | None:
+        if (schema is None) == (others.data.get("type") == "json_schema"):
+            raise PydanticCustomError("alone", "goes with type='json_schema', which needs it")
+        return schema
+
+
+class StructuredOutputs(TypedDict, total=False):
+    """The rule that an answer follows, in the form of vLLM."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+    json: str | dict[str, Any]
+    regex: str
+    choice: Annotated[list[str], Field(min_length=1)]
+    grammar: str
+
+
+class ToolFunction(Part):
+    """A function that the assistant may call; the chat template gets all of it."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: Annotated[str, Field(min_length=1)]
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class Tool(Part):
+    """A tool that the assistant may call."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
 class StreamOptions(Part):
     """Options of a stream."""
 
@@ -193,6 +245,7 @@ class Asked(Body):
     stream_options: StreamOptions = StreamOptions()
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool = False
+    structured_outputs: Annotated[StructuredOutputs, Field(min_length=1, max_length=1)] | None = None
 
     #: The parameter that holds the prompt.
     text: ClassVar[str]
@@ -227,6 +280,13 @@ class Asked(Body):
             raise PydanticCustomError("alone", "needs stream=true; leave it out")
         return options
 
+    @property
+    def rule(self) -> tuple[str, str, str] | None:
+        """The rule that the answer follows, as parameter, kind and text of a grammar; None means free text."""
+        for kind, rule in (self.structured_outputs or {}).items():
+            return f"structured_outputs.{kind}", kind, rule if isinstance(rule, str) else json.dumps(rule)
+        return None
+
     def biases(self, vocabulary: int) -> dict[int, float]:
         """Return the number that is added to the logit of each token.
 
@@ -255,8 +315,10 @@ class ChatAsked(Asked):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    tools: list[dict[str, Any]] = Field(default_factory=list)  # for the chat template
-    tool_choice: Literal["none", "auto"] = "auto"
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # variables of the chat template
     reasoning_effort: ReasoningEffort = None  # another one
     add_generation_prompt: bool | None = None  # None means that the chat ends with the opening of an answer
@@ -284,10 +346,39 @@ class ChatAsked(Asked):
             raise PydanticCustomError("alone", "needs logprobs=true; add that, or leave this out")
         return number
 
+    @field_validator("response_format")
+    @classmethod
+    def _is_the_only_rule(cls, asked: ResponseFormat | None, others: ValidationInfo) -> ResponseFormat | None:
+        if asked is not None and asked.type != "text" and others.data.get("structured_outputs"):
+            raise PydanticCustomError("alone", "excludes structured_outputs; leave one of them out")
+        return asked
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _can_be_called(cls, choice: Any, others: ValidationInfo) -> Any:
+        names = [tool.function.name for tool in others.data.get("tools", [])]
+        if choice not in ("none", "auto") and not names:
+            raise PydanticCustomError("alone", "needs tools; add them, or leave this out")
+        if isinstance(choice, dict) and choice["function"]["name"] not in names:
+            raise PydanticCustomError("unknown", f"expected the name of one of the tools, {', '.join(names):.200}")
+        return choice
+
+    @property
+    def callable(self) -> list[Tool]:
+        """The tools that the assistant may call."""
+        if isinstance(self.tool_choice, str):
+            return [] if self.tool_choice == "none" else self.tools
+        return [tool for tool in self.tools if tool.function.name == self.tool_choice["function"]["name"]]
+
+    @property
+    def forced(self) -> bool:
+        """Whether the assistant must call one of them."""
+        return self.tool_choice not in ("none", "auto")
+
     @property
     def variables(self) -> dict[str, Any]:
         """The variables of the chat template, tools among them."""
-        tools = self.tools if self.tool_choice == "auto" else []
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.callable else []
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return self.chat_template_kwargs | effort | ({"tools": tools} if tools else {})
 
@@ -295,6 +386,16 @@ class ChatAsked(Asked):
     def opened(self) -> bool:
         """Whether the chat ends with the opening of an answer."""
         return not self.continue_final_message and self.add_generation_prompt is not False
+
+    @property
+    def rule(self) -> tuple[str, str, str] | None:
+        """The rule that the answer follows, as parameter, kind and text of a grammar; None means free text."""
+        asked = self.response_format
+        if asked is None or asked.type == "text":
+            return super().rule
+        if asked.json_schema is None:
+            return "response_format", "json", '{"type": "object"}'
+        return "response_format.json_schema.schema", "json", json.dumps(asked.json_schema.rules)
 
     @property
     def longest(self) -> tuple[str, int] | None:
@@ -413,7 +514,8 @@ def _refusal(error: ValidationError) -> ApiError:
 
 def _param(place: Sequence[int | str]) -> str:
     """Return the name of a parameter, such as ``messages[0].role``."""
-    names = [part for part in place if isinstance(part, int) or part.isidentifier() and part not in ("str", "list")]
+    kinds = re.compile(r"str|list|[A-Z]\w*")  # of several possible types
+    names = [part for part in place if isinstance(part, int) or part.isidentifier() and not kinds.fullmatch(part)]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
 
 
@@ -426,11 +528,13 @@ class Form:
     Args:
         asked: the parameters of the request.
         vocabulary: the texts of tokens.
+        divider: makes what divides an answer into content, thoughts and calls; None means that it is content alone.
     """
 
-    def __init__(self, asked: Asked, vocabulary: Vocabulary) -> None:
+    def __init__(self, asked: Asked, vocabulary: Vocabulary, divider: Callable[[], Divider] | None = None) -> None:
         self.asked, self.text_of, self._chat = asked, vocabulary.text, isinstance(asked, ChatAsked)
         name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._dividers: dict[int, Divider] | None = None if divider is None else defaultdict(divider)  # by answer
         self._head = {"id": name, "created": int(time.time()), "model": asked.model}
         self._echoed: dict[int, int] = {}  # characters of the repeated prompt, by answer
 
@@ -442,7 +546,7 @@ class Form:
 
     def chunk(self, piece: Piece) -> str:
         """Return a piece of an answer as an event of a stream."""
-        text = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
+        text = {"delta": self._parts(piece)} if self._chat else {"text": piece.text}
         first = self._chat and piece.number == 0
         return _event(self._json([self._choice(piece, text)], **(self._of_prompt(piece) if first else {})))
 
@@ -455,7 +559,10 @@ class Form:
         """Return the answers, each in one piece, with the numbers of tokens."""
         choices = []
         for piece in answers:
-            message = {"role": "assistant", "content": piece.text, "refusal": None}
+            message = {"role": "assistant", "content": "", "refusal": None} | self._parts(piece)
+            for call in message.get("tool_calls", []):
+                del call["index"]  # of streams
+                message["content"] = message["content"] or None
             choices.append(self._choice(piece, {"message": message} if self._chat else {"text": piece.text}))
         of_prompt = self._of_prompt(answers[0]) if self._chat else {}
         return self._json(choices, object="chat.completion", usage=_usage(used), **of_prompt)
@@ -464,6 +571,12 @@ class Form:
         kind = object if self._chat else "text_completion"
         fields = {"object": kind, "choices": choices, **more, **self._head}
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+
+    def _parts(self, piece: Piece) -> dict[str, Any]:
+        """Return the parts of a message that a piece of a chat adds."""
+        if self._dividers is None:
+            return {"content": piece.text} if piece.text else {}
+        return self._dividers[piece.number].add(piece.text, last=piece.reason is not None)
 
     def _choice(self, piece: Piece, text: dict[str, Any]) -> dict[str, Any]:
         logprobs, tokens = None, piece.tokens
@@ -478,7 +591,9 @@ class Form:
             logprobs = self._of_chat(tokens) if self._chat else self._of_text(tokens)
         ids = {"token_ids": [token.id for token in piece.tokens]} if self.asked.return_token_ids else {}
         more = ids if self._chat else ids | self._of_prompt(piece)
-        return {"index": piece.number, "logprobs": logprobs, "finish_reason": piece.reason, **text, **more}
+        called = self._dividers is not None and self._dividers[piece.number].count
+        reason = "tool_calls" if called and piece.reason == "stop" else piece.reason
+        return {"index": piece.number, "logprobs": logprobs, "finish_reason": reason, **text, **more}
 
     def _of_prompt(self, piece: Piece) -> dict[str, Any]:
         """Return what was requested of a prompt: tokens and log-probabilities in the form of vLLM, and what stays."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,12 +44,15 @@ class Request:
         min_tokens: tokens of an answer before which nothing but ``max_tokens`` ends it.
         continues: True for an answer that continues the prompt's text; False for a new text, whose first word has no
             space in front.
+        special: True if special tokens are part of an answer's text.
         logprobs: number of the most probable tokens to return at each place, with log-probabilities; None means no
             log-probabilities at all.
         prompt_logprobs: the same for the tokens of the prompt, which is then read without a cached prefix.
         n: number of answers.
         policy: under which it is answered; None means the scheduler's.
         kept: True if the stream says how much of the prompt stays.
+        grammar: a matcher that has read nothing, of :class:`ag.serve.structured.Grammars`; the answer follows it. None
+            means free text.
         protect: half-open spans (start, end) of the prompt's tokens that no policy evicts.
         wait_seconds: longest time until the prompt is read; None means no limit.
         answer_seconds: longest time until the answer ends; None means no limit.
@@ -76,11 +79,13 @@ class Request:
     ignore_eos: bool = False
     min_tokens: int = 0
     continues: bool = True
+    special: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
     policy: Policy | None = None
     kept: bool = False
+    grammar: Any = None
     protect: tuple[tuple[int, int], ...] = ()
     wait_seconds: float | None = None
     answer_seconds: float | None = None

@@ -41,14 +41,16 @@ class Sampler:
         else:
             self._draw.manual_seed(request.seed + number)
 
-    def __call__(self, text: Tensor, logits: Tensor) -> Token:
+    def __call__(self, text: Tensor, logits: Tensor, allowed: Tensor | None = None) -> Token:
         """Return the token after a text; its own text is empty.
 
         Args:
             text: ids ``[T]`` of the prompt and the answer so far, on the CPU.
             logits: ``[V]`` float32, on the CPU.
+            allowed: the tokens that may be returned, ``[V]`` bool; None means all.
         """
-        scores: Tensor = self._processors(cast("Any", text[None]), cast("Any", logits[None]))[0]
+        open_to = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
+        scores: Tensor = self._processors(cast("Any", text[None]), cast("Any", open_to[None]))[0]
         drawn = scores.argmax() if self._greedy else torch.multinomial(scores.softmax(-1), 1, generator=self._draw)
         if self._best is None:
             return Token(int(drawn))

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +30,7 @@ from ag.serve.prefix_cache import PrefixCache, key_of
 from ag.serve.request import Event, Reason, Request, Stream, Token
 from ag.serve.sampler import Sampler, scored
 from ag.serve.snapshot import Counts, Running, Snapshot
+from ag.serve.structured import Masks, advance
 
 
 class Busy(UserError):
@@ -53,6 +54,7 @@ class _Answer:
     need: Need  # blocks that it may take
     ends: Set[int]  # tokens that end it
     batch: _Batch  # that it joins
+    matcher: Any  # of its grammar, has read what was generated; None means free text
     read: int = 0  # tokens of the text that the model has read, while the answer is in the batch
 
     @property
@@ -78,6 +80,11 @@ class _Answer:
         lookup = PromptLookupCandidateGenerator(num_output_tokens=more, max_length=sys.maxsize)
         found, _ = lookup.get_candidates(cast("Any", self.text[None]))
         return torch.cat([known, found[0, len(self.text) :]])
+
+    def drafts(self, coming: Tensor) -> list[int]:
+        """Return the ids among :meth:`coming` that were looked up."""
+        drafts: list[int] = coming[len(self.text) - self.read :].tolist()
+        return drafts
 
 
 @dataclass(eq=False)
@@ -171,6 +178,7 @@ class Scheduler:
         self._made = partial(_Batch, model, pool=pool, prefill_tokens=prefill_tokens, prompt_lookup=prompt_lookup)
         self._main = self._made(self.policy)
         self._batches = {self.policy: self._main}
+        self._masks = Masks(model.config.get_text_config().vocab_size)
         self._reading: _Prompt | None = None
         self._waiting: deque[list[_Answer]] = deque()  # queued answers, by request
         self._crowded = False  # True from a preemption until an answer leaves the batch; nothing is admitted then
@@ -213,12 +221,15 @@ class Scheduler:
                 include_stop=request.include_stop_str_in_output,
                 least=request.min_tokens,
                 continues=request.continues,
+                special=request.special,
             )
             stream, sampler = (
                 Stream(detokenizer, hear and partial(hear, number)),
                 Sampler(request, number, ends | special),
             )
-            answers.append(_Answer(next(self._numbers), request, stream, sampler, text, now, need, ends, batch))
+            matcher = None if request.grammar is None else request.grammar.deep_copy()
+            number_of = next(self._numbers)
+            answers.append(_Answer(number_of, request, stream, sampler, text, now, need, ends, batch, matcher))
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped
@@ -387,6 +398,7 @@ class Scheduler:
         text, batch = first.prompt, first.batch
         part = text[prompt.read : until][: None if batch.at_once else tokens]
         try:
+            masks = self._masks.begin([(answer.matcher, []) for answer in prompt.answers])
             ids = part[None].to(self.model.device)
             keep = 1 if best is None else 0  # 0 means all logits
             out = self.model(input_ids=ids, past_key_values=prompt.cache, use_cache=True, logits_to_keep=keep)
@@ -402,12 +414,12 @@ class Scheduler:
             self.counts.reused += prompt.shared
             batch.admission.learn(prompt.cache, len(text))
             kept = prompt.cache.kept_share() if first.request.kept else None
-            for answer in list(prompt.answers):
+            for answer, allowed in zip(list(prompt.answers), masks.result(), strict=True):
                 answer.stream.shared, answer.stream.kept = prompt.shared, kept
                 if best is not None:
                     answer.stream.prompt = (Token(int(text[0])), *prompt.scores)
                 fork = prompt.cache if answer is prompt.answers[-1] else deepcopy(prompt.cache)
-                self._begin(prompt, answer, fork, out.logits[0, -1].float().cpu())
+                self._begin(prompt, answer, fork, out.logits[0, -1].float().cpu(), next(allowed))
         except PoolFullError as error:
             self._put_off(prompt, error)
             return tokens
@@ -424,13 +436,15 @@ class Scheduler:
         if prefixes is not None and self.pool.free >= rest + first.need.writing * len(prompt.answers):
             prefixes.add(first.key()[:read], deepcopy(prompt.cache))
 
-    def _begin(self, prompt: _Prompt, answer: _Answer, cache: EvictionCache, logits: Tensor) -> None:
+    def _begin(
+        self, prompt: _Prompt, answer: _Answer, cache: EvictionCache, logits: Tensor, allowed: Tensor | None
+    ) -> None:
         """Sample the first token of an answer, unless it was preempted, and add the answer to the batch."""
         answer.read = len(answer.request.tokens)
         if answer.request.max_tokens == 0:
             self._finish(answer, "length")
             cache.reset()
-        elif answer.written or self._add(answer, logits):
+        elif answer.written or self._add(answer, logits, allowed):
             answer.batch.cache.add(cache)
             answer.batch.running.append(answer)
         else:
@@ -446,8 +460,12 @@ class Scheduler:
         """
         drafts = batch.drafts // len(batch.running)
         coming = [answer.coming(drafts) for answer in batch.running]
+        masks = self._masks.begin(
+            [(x.matcher, x.drafts(tokens)) for x, tokens in zip(batch.running, coming, strict=True)]
+        )
         try:
             logits = self._step(batch, coming)
+            allowed = masks.result()
         except PoolFullError as error:
             self._preempt(batch, error)
             return
@@ -456,10 +474,10 @@ class Scheduler:
             return
         self.counts.steps += 1
         over, wrong = [], []
-        for answer, tokens, after in zip(batch.running, coming, logits, strict=True):
+        for answer, tokens, after, masked in zip(batch.running, coming, logits, allowed, strict=True):
             end = answer.read + len(tokens)
             drafted = end - min(end, len(answer.text))
-            if not self._take(answer, tokens, after):
+            if not self._take(answer, tokens, after, masked):
                 over.append(answer)
             wrong.append(end - answer.read)
             self.counts.drafted += drafted
@@ -479,7 +497,7 @@ class Scheduler:
         out = self.model(input_ids=ids, attention_mask=mask, past_key_values=batch.cache, use_cache=True)
         return [x[width - len(tokens) :] for x, tokens in zip(out.logits.float().cpu(), coming, strict=True)]
 
-    def _take(self, answer: _Answer, read: Tensor, logits: Tensor) -> bool:
+    def _take(self, answer: _Answer, read: Tensor, logits: Tensor, allowed: Iterator[Tensor | None]) -> bool:
         """Sample after the tokens that were read of an answer; returns whether the answer goes on.
 
         Nothing is sampled after a token that has a successor in the text. A draft is accepted if it is the token that
@@ -489,20 +507,23 @@ class Scheduler:
             answer: its ``read`` advances by the accepted tokens.
             read: ids ``[T]`` of the text, then drafts.
             logits: ``[T, V]`` after each of them.
+            allowed: the tokens that may come next, ``[V]`` bool, after the text and after each draft; None means all.
         """
         for token, after in zip(read, logits, strict=True):
             if answer.text[answer.read] != token:
                 return True
             answer.read += 1
-            if answer.read == len(answer.text) and not self._add(answer, after):
+            if answer.read == len(answer.text) and not self._add(answer, after, next(allowed)):
                 return False
         return True
 
-    def _add(self, answer: _Answer, logits: Tensor) -> bool:
+    def _add(self, answer: _Answer, logits: Tensor, allowed: Tensor | None) -> bool:
         """Sample the next token of an answer; returns whether the answer goes on."""
         detokenizer = answer.stream.text
         try:
-            token = answer.sampler(answer.text, logits)
+            token = answer.sampler(answer.text, logits, allowed)
+            if answer.matcher is not None:
+                advance(answer.matcher, token.id)
         except Exception as error:  # such as invalid probabilities
             self._finish(answer, None, error)
             return False
@@ -514,7 +535,8 @@ class Scheduler:
         if answer.written == 1:
             self.counts.started += 1
             self.counts.first_seconds += self._clock() - answer.since
-        if ended or detokenizer.stopped:
+        complete = answer.matcher is not None and answer.matcher.is_stopped()
+        if ended or detokenizer.stopped or complete:
             self._finish(answer, "stop")
         elif answer.written >= answer.request.max_tokens:
             self._finish(answer, "length")

@@ -20,6 +20,7 @@ from ag.serve.protocol import (  # noqa: E402
 from ag.serve.responses import ResponsesAsked  # noqa: E402
 from tests.support.reasoning import TOOLS  # noqa: E402
 
+NAMED = {"type": "function", "function": {"name": "snow"}}
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 VALUES = st.recursive(
     PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
@@ -99,7 +100,43 @@ def test_any_values(kind, data):
             "reasoning_effort",
             ["chat_template_kwargs"],
         ),
-        (ChatAsked, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice", ["'auto'"]),
+        (ChatAsked, {"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", ["'auto'"]),
+        (ChatAsked, {"tools": [{"type": "function"}]}, "tools[0].function", ["required"]),
+        (ChatAsked, {"tools": [{"type": "function", "function": {"name": 3}}]}, "tools[0].function.name", ["string"]),
+        (ChatAsked, {"tool_choice": "required"}, "tool_choice", ["needs tools"]),
+        (ChatAsked, {"tools": TOOLS, "tool_choice": NAMED}, "tool_choice", ["snow", "one of the tools, rain"]),
+        (
+            ChatAsked,
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}},
+            "tool_choice.function.name",
+            ["required"],
+        ),
+        (ChatAsked, {"parallel_tool_calls": "no"}, "parallel_tool_calls", ["boolean"]),
+        (ChatAsked, {"response_format": "json"}, "response_format", ["json"]),
+        (ChatAsked, {"response_format": {"type": "xml"}}, "response_format.type", ["xml", "json_schema"]),
+        (ChatAsked, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", ["json_schema"]),
+        (
+            ChatAsked,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}},
+            "response_format.json_schema.schema",
+            ["[]", "dictionary"],
+        ),
+        (
+            ChatAsked,
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "response_format",
+            ["excludes structured_outputs"],
+        ),
+        (CompletionAsked, {"structured_outputs": {}}, "structured_outputs", ["at least 1"]),
+        (CompletionAsked, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", ["at most 1"]),
+        (
+            CompletionAsked,
+            {"structured_outputs": {"json": 3}},
+            "structured_outputs.json",
+            ["3", "dictionary"],
+        ),
+        (CompletionAsked, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", ["at least 1"]),
+        (CompletionAsked, {"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices", ["not permitted"]),
         (ChatAsked, dict.fromkeys("zyxwvutsrqpfedcbah", 1), "a", ["'a' is an unknown parameter"]),
     ],
 )
@@ -137,12 +174,13 @@ def test_values_that_are_too_large(change):
 
 #: Values of each type of JSON, and the types that each parameter takes, by their first letters.
 TYPED = {"s": ["", "x"], "b": [True], "i": [7], "f": [7.5], "l": [[], [None]], "o": [{}, {"x": 7}]}
-TEXT = "messages:l prompt:sl model:s input:sl tokens:l instructions:s stop:sl tools:l tool_choice:s reasoning_effort:s"
+TEXT = "messages:l prompt:sl model:s input:sl tokens:l instructions:s stop:sl tools:l tool_choice:so reasoning_effort:s"
 FLAG = "stream:b echo:b ignore_eos:b include_stop_str_in_output:b return_token_ids:b continue_final_message:b"
-FLAG += " add_generation_prompt:b add_special_tokens:b return_token_strs:b logprobs:bi"
+FLAG += " parallel_tool_calls:b add_generation_prompt:b add_special_tokens:b return_token_strs:b logprobs:bi"
 COUNT = "max_tokens:i max_completion_tokens:i max_output_tokens:i min_tokens:i n:i seed:i top_k:i top_logprobs:i"
 NUMBER = "temperature:if top_p:if min_p:if repetition_penalty:if frequency_penalty:if presence_penalty:if"
 OTHER = "prompt_logprobs:i stop_token_ids:l logit_bias:o stream_options:o chat_template_kwargs:o ag:o reasoning:o"
+OTHER += " response_format:o structured_outputs:o"
 TYPES = dict(each.split(":") for part in (TEXT, FLAG, COUNT, NUMBER, OTHER) for each in part.split())
 #: Values out of range.
 OUTSIDE = {
@@ -196,7 +234,7 @@ def test_parameters_are_those_of_openai():
     """And a few more. Each neutral parameter is one of OpenAI's API."""
     own = {"top_k", "min_p", "repetition_penalty", "ag", "stream"}  # the last declared by its subclasses
     own |= {"stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "return_token_ids"}
-    own |= {"prompt_logprobs"}
+    own |= {"prompt_logprobs", "structured_outputs"}
     of_chats = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
     assert set(ChatAsked.model_fields) - ChatAsked.known == own | of_chats
     assert set(CompletionAsked.model_fields) - CompletionAsked.known == own

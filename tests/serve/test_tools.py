@@ -71,7 +71,6 @@ def test_the_template_is_told_of_tools_calls_and_thoughts(ask):
     [
         ({"messages": [{"role": "system", "content": "x"}] * 2}, "messages", "one system"),
         ({"messages": [CHAT[1]] * 2 + [{"role": "tool", "content": "x"}]}, "messages", "no such call"),
-        ({"tools": [{"type": "function"}]}, "messages", "template"),
     ],
 )
 def test_what_the_template_refuses(ask, change, param, message):

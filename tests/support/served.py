@@ -19,7 +19,7 @@ def text(draw: random.Random, length: int) -> list[int]:
 
 
 def alone(model: PreTrainedModel, policy: Any, request: Request) -> list[int]:
-    """The answer of ``model.generate``, greedy."""
+    """The answer of ``model.generate``, greedy; a grammar is followed by a new matcher for every token."""
     cache = ag.EvictionCache(model, policy)
     cache.protect(request.protect)
     ids = torch.tensor([request.tokens])  # a 0 among them is no padding
@@ -29,6 +29,10 @@ def alone(model: PreTrainedModel, policy: Any, request: Request) -> list[int]:
     told |= {"eos_token_id": [*own, *request.stop_token_ids] or None, "repetition_penalty": request.repetition_penalty}
     told |= {"sequence_bias": [[[token], bias] for token, bias in request.logit_bias.items()] or None}
     told |= {"min_new_tokens": request.min_tokens or None, "logits_processor": [lowered(request)]}
+    if request.grammar is not None:
+        first = len(request.tokens)
+        told["logits_processor"] += [lambda text, logits: _allowed(_reader(request, text[0, first:]), logits)]
+        told["stopping_criteria"] = [lambda text, _: torch.tensor([_reader(request, text[0, first:]).is_stopped()])]
     out = model.generate(ids, past_key_values=cache, do_sample=False, **told)  # type: ignore[operator]
     answer: list[int] = out[0, len(request.tokens) :].tolist()
     return answer
@@ -63,6 +67,20 @@ def options(draw: random.Random) -> dict[str, Any]:
         "policy": draw.choice([ag.policy("full"), ag.policy("h2o", 12, "every"), ag.policy("snapkv", 0.5, window=2)]),
     }
     return {name: drawn[name] for name in draw.sample([*drawn], draw.randrange(5))}
+
+
+def _reader(request: Request, answer: torch.Tensor) -> Any:
+    """A matcher that has read an answer."""
+    matcher = request.grammar.deep_copy()
+    assert matcher.consume_tokens(answer.tolist())
+    return matcher
+
+
+def _allowed(matcher: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Logits ``[1, V]`` of the tokens that a matcher allows next."""
+    bits = matcher.compute_bitmask()
+    allowed = torch.tensor([[bool(bits[token // 8] >> token % 8 & 1) for token in range(logits.shape[1])]])
+    return logits.masked_fill(~allowed, -torch.inf)
 
 
 def finish(scheduler: Scheduler, steps: int = 9000) -> None:

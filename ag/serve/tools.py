@@ -1,0 +1,183 @@
+"""Calls of tools: how chat templates write them, grammars that force them, and the division of answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+
+_END = r"\s*(?:<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|eom_id\|>|<\|end_of_text\|>|</s>)"
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How a chat template writes calls.
+
+    Attributes:
+        response: the response template of transformers that divides an answer, its special tokens included.
+        before: text of a call up to its arguments, with ``NAME``; None means that no call can be forced.
+        after: text of a call after its arguments.
+    """
+
+    response: Mapping[str, Any]
+    before: str | None = None
+    after: str = ""
+
+    def grammar(self, tools: Sequence[Any], other: str | None, special: Mapping[str, int]) -> str:
+        """Return the text of a grammar for one call.
+
+        Args:
+            tools: the tools that may be called, with a name and the JSON schema of their parameters.
+            other: a JSON schema of answers without a call; None means that a call is required.
+            special: ids of special tokens by their texts.
+        """
+        rules = [] if other is None else [f"other: %json {other}"]
+        for number, tool in enumerate(tools):
+            name = json.dumps(tool.function.name, ensure_ascii=False)[1:-1]
+            before, after = (
+                self._rule(text.replace("NAME", name), special) for text in (self.before or "", self.after)
+            )
+            schema = json.dumps(tool.function.parameters or _NO_PARAMETERS)
+            rules += [f"call{number}: {before} arguments{number} {after}", f"arguments{number}: %json {schema}"]
+        first = [rule.partition(":")[0] for rule in rules if not rule.startswith("arguments")]
+        return "\n".join([f"start: {' | '.join(first)}", *rules])
+
+    @staticmethod
+    def _rule(text: str, special: Mapping[str, int]) -> str:
+        """Return a text as a rule of a grammar, with its special tokens as tokens."""
+        parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+        return " ".join(f"<[{special[x]}]>" if x in special else json.dumps(x, ensure_ascii=False) for x in parts if x)
+
+
+def _calls(before: str, after: str, function: Mapping[str, str], anchor: str = r"\A.*", **calls: Any) -> Calls:
+    """Return how calls are written whose name and arguments are those of a function, in the regions ``calls``."""
+    fields = {
+        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {"content": "json", "transform": {"type": "function", "function": function}} | calls,
+        "content": {"close_pattern": _END},
+    }
+    return Calls({"start_anchor_pattern": anchor, "fields": fields}, before, after)
+
+
+#: Families of chat templates, by a pattern of their text; the first that is found holds.
+FAMILIES: dict[str, Calls] = {
+    # Hermes, Qwen 2.5 and 3, and others since
+    r'<tool_call>[^<]{0,80}?"name': _calls(
+        '<tool_call>\n{"name": "NAME", "arguments": ',
+        "}\n</tool_call>",
+        {"name": "{content.name}", "arguments": "{content.arguments}"},
+        r"\A(?:.*<\|im_start\|>assistant\n|.*)",  # behind it some templates open the thoughts
+        open_pattern=r"\s*<tool_call>",
+        close="</tool_call>",
+        repeats=True,
+    ),
+    # Mistral since its version 11, then those before
+    r"\[ARGS\]": _calls(
+        "[TOOL_CALLS]NAME[ARGS]",
+        "",
+        {"name": "{name}", "arguments": "{content}"},
+        open_pattern=r"\s*\[TOOL_CALLS\](?P<name>[^\[\{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
+        close_pattern=rf"(?=\[TOOL_CALLS\])|{_END}",
+        repeats=True,
+    ),
+    r"\[TOOL_CALLS\]": _calls(
+        '[TOOL_CALLS][{"name": "NAME", "arguments": ',
+        "}]",
+        {"name": "{name}", "arguments": "{arguments}"},
+        open_pattern=r"\s*\[TOOL_CALLS\]",
+        close_pattern=_END,
+        transform_each=True,
+    ),
+    # Llama 3.1 to 3.3: the whole answer is a call
+    r"""'"parameters": '""": _calls(
+        '{"name": "NAME", "parameters": ',
+        "}",
+        {"name": "{content.name}", "arguments": "{content.parameters}"},
+        open_pattern=r'\A\s*(?:<\|python_tag\|>)?(?=\s*\{\s*"name"\s*:)',
+        close_pattern=_END,
+    ),
+}
+
+
+def calls_of(tokenizer: Any) -> Calls | None:
+    """Return how the chat template of a tokenizer writes calls; None means that neither it nor its family says so.
+
+    The tokenizer's own response template comes before that of the family.
+    """
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    family = next((calls for pattern, calls in FAMILIES.items() if re.search(pattern, template)), None)
+    own = getattr(tokenizer, "response_template", None)
+    if own is None:
+        return family
+    return Calls(own) if family is None else Calls(own, family.before, family.after)
+
+
+class Divider:
+    """Divides an answer into its content, its thoughts and its calls, while it is written.
+
+    Args:
+        calls: how the chat template writes calls.
+        prompt: text of the prompt, special tokens included.
+        tools: the tools, as in OpenAI's API.
+        parallel: False leaves out all calls but the first.
+    """
+
+    def __init__(self, calls: Calls, prompt: str, tools: Sequence[Any], parallel: bool) -> None:
+        self._parser: ResponseParser | None = ResponseParser(dict(calls.response), prefix=prompt, tools=[*tools])
+        self._most = None if parallel else 1
+        self._pending = ""  # text since the last part
+        #: Calls so far.
+        self.count = 0
+
+    def add(self, text: str, last: bool = False) -> dict[str, Any]:
+        """Return the new parts of a message of OpenAI's API that a text adds; ``last`` ends the answer.
+
+        What is no valid call becomes content.
+        """
+        self._pending += text
+        if self._parser is None:
+            return self._rest()
+        try:
+            events = self._parser.feed(text)
+            if last:
+                events += self._parser.finalize()[1]
+            return self._parts(events)
+        except (ValueError, KeyError):  # such as calls that are no JSON
+            self._parser = None
+            return self._rest()
+
+    def _rest(self) -> dict[str, Any]:
+        text, self._pending = re.sub(_END, "", self._pending), ""
+        return {"content": text} if text else {}
+
+    def _parts(self, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        parts: dict[str, Any] = {}
+        for event in events:
+            field = event["field"]
+            if event["type"] == "region_close" and field == "tool_calls":
+                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+                parts.setdefault("tool_calls", []).extend(map(self._call, values))
+                self._pending = ""
+            elif event["type"] == "region_chunk" and not event["dirty"]:
+                parts[field] = parts.get(field, "") + event["text"]
+                self._pending = self._pending.partition(event["text"])[2]
+        if "tool_calls" in parts:
+            parts["tool_calls"] = [call for call in parts["tool_calls"] if self._most is None or call["index"] < 1]
+        return parts
+
+    def _call(self, value: Mapping[str, Any]) -> dict[str, Any]:
+        function, arguments = value["function"], value["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        self.count += 1
+        return {
+            "index": self.count - 1,
+            "id": uuid.uuid4().hex[:9],  # Mistral's templates take no others
+            "type": "function",
+            "function": {"name": function["name"], "arguments": text},
+        }

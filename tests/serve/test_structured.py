@@ -1,0 +1,111 @@
+"""Answers that follow a grammar: in a batch as alone, whatever happens to them, and what is refused."""
+
+import json
+import random
+import re
+
+import pytest
+import torch
+
+llguidance = pytest.importorskip("llguidance", reason="needs llguidance: pip install 'ag[structured]'")
+
+import ag  # noqa: E402
+from ag.engine.block_pool import PoolFullError  # noqa: E402
+from ag.errors import UserError  # noqa: E402
+from ag.serve import Request, Scheduler  # noqa: E402
+from ag.serve.structured import Grammars  # noqa: E402
+from tests.support.http_server import VOCABULARY, byte_tokenizer, said  # noqa: E402
+from tests.support.refused import refuses  # noqa: E402
+from tests.support.served import alone, finish, read, text  # noqa: E402
+
+TOKENIZER = byte_tokenizer()
+SCHEMA = {
+    "type": "object",
+    "properties": {"town": {"enum": ["Oslo", "Łódź"]}, "mm": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["town", "mm"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # a random model would write blanks
+}
+#: Grammars by kind, and what says whether a whole answer follows them.
+KINDS = {
+    "json": (json.dumps(SCHEMA), lambda text: {*json.loads(text)} == {"town", "mm"}),
+    "regex": ("(ab|cd){3,20}x?", lambda text: re.fullmatch("(ab|cd){3,20}x?", text)),
+    "choice": ('["Ja 😀", "Jawohl", "nein"]', lambda text: text in ("Ja 😀", "Jawohl", "nein")),
+    "grammar": ('root ::= "(" root ")" | "o"', lambda text: re.fullmatch(r"(\(*)o(\)*)", text)),
+}
+
+
+@pytest.fixture
+def model(tiny_llama):
+    return tiny_llama(num_hidden_layers=2, vocab_size=VOCABULARY, eos_token_id=2, pad_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return Grammars(TOKENIZER, VOCABULARY, {2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "drafts"), [("full", 9), ("every", 0)])
+def test_answers_are_those_of_each_request_alone(model, grammars, name, drafts):
+    """Free and ruled, greedy and sampled; some wait, some are preempted, and some share prefixes."""
+    policy, draw = ag.policy(*{"full": ["full"], "every": ["h2o", 12, "every"]}[name]), random.Random(4)
+    pool = ag.Pool(model, 130 * ag.Pool(model, 2**14).block_nbytes())
+    scheduler = Scheduler(model, TOKENIZER, policy, pool, prefill_tokens=24, prompt_lookup=drafts)
+    system, requests, streams = text(draw, 66), [], []
+    for number in range(10):
+        kind = [None, *KINDS][number % 5]
+        requests.append(
+            Request(
+                tokens=draw.choice([system, []]) + text(draw, draw.randrange(1, 9)) * 3,
+                max_tokens=draw.choice([9, 32, 32]),
+                temperature=draw.choice([0.0, 0.0, 1.0]),
+                seed=number,
+                grammar=kind and grammars(kind, KINDS[kind][0]),
+            )
+        )
+        streams += [(kind, requests[-1], stream) for stream in scheduler.submit(requests[-1])]
+        for _ in range(draw.randrange(5)):
+            scheduler.step()
+        if number % 3 == 2 and len(scheduler._running) > 1:
+            scheduler._preempt(scheduler._main, PoolFullError("full"))
+    finish(scheduler)
+    for kind, request, stream in streams:
+        found = read(stream)
+        if not request.temperature:
+            assert found == alone(model, policy, request), kind
+        if kind and stream.reason == "stop":
+            assert KINDS[kind][1](said(found)), (kind, said(found))
+    counts = scheduler.counts
+    assert counts.preempted and counts.reused and bool(drafts) == bool(counts.accepted)
+    assert {kind for kind, _, stream in streams if stream.reason == "stop"} >= {*KINDS}
+
+
+def test_an_answer_that_leaves_its_grammar_ends_by_an_error(model, grammars, monkeypatch):
+    """Other answers go on."""
+    scheduler = Scheduler(model, TOKENIZER, "full", ag.Pool(model, 2**22))
+    (wrong,) = scheduler.submit(Request(tokens=[7, 8], grammar=grammars("regex", "a+")))
+    (right,) = scheduler.submit(Request(tokens=[7, 8], grammar=grammars("regex", "ab")))
+    monkeypatch.setattr(scheduler._waiting[0][0].sampler, "_processors", lambda text, scores: torch.zeros_like(scores))
+    finish(scheduler)
+    with refuses(UserError, "grammar"):
+        read(wrong)
+    assert said(read(right)) == "ab" and right.reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "word"),
+    [
+        ("json", '{"type": "strin"}', "strin"),
+        ("json", "[", "Expecting"),
+        ("json", "[" * 10**5, "recursion"),
+        ("json", '{}}, {"lark_grammar": "start: /a/"', "Extra"),
+        ("json", '{"not": {}}', "not"),
+        ("regex", "(a", "unclosed"),
+        ("grammar", "start: x", "x"),
+        ("grammar", "?", "name"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(grammars, kind, text, word):
+    with refuses(UserError, f"valid {kind}", word):
+        grammars(kind, text)
