@@ -152,7 +152,7 @@ class HoldsStates(Cache):
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return whether the inputs of a convolution are kept, so that tokens can be taken back."""
-        return self._kept().is_recording_past(layer_idx)
+        return self.states is not None and bool(self.states.is_recording_past(layer_idx))
 
     def crop_states(self, columns: int) -> None:
         """Take the newest columns of the states back, and forget what no later one needs."""

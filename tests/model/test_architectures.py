@@ -108,7 +108,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glm_moe_dsa", "hy_v4"), MLA),
 }
 #: Those whose logits are more than the product of the head: it is scaled, or capped.
-MORE_THAN_A_HEAD = {"gemma2", "vaultgemma", "granite", "granitemoe", "cohere", "cohere2", "nanochat"}
+MORE_THAN_A_HEAD = {"gemma2", "gemma3n_text", "vaultgemma", "granite", "granitemoe", "cohere", "cohere2", "nanochat"}
 #: Windows, caps, sink logits, compressed keys, layers without RoPE, and refusals; the others run nightly.
 BY_DAY = {"gemma2", "gpt_oss", "deepseek_v3", "cohere2", "nemotron", "opt"}
 COLUMNS = ("gates", "`h2o`", "`expected_attention`", "`positions=slot`")  # of the newest transformers
@@ -175,7 +175,7 @@ def served(model: Any, policy: str, **options: Any) -> None:
     more = {"return_dict_in_generate": True, "output_logits": True}
     cache = ag.EvictionCache(model, policy, 0.5, **options)
     both = torch.stack(model.generate(ids, attention_mask=mask, past_key_values=cache, **words, **more).logits)
-    assert 0.45 < cache.kept_share(prompt=True) < 0.8  # half, and all in layers with windows of their own
+    assert 0.45 < cache.kept_share(prompt=True) < 0.85  # half, and all in layers with windows of their own
     for index, row in enumerate(rows):
         alone = ag.EvictionCache(model, policy, 0.5, **options)
         got = torch.stack(model.generate(row[None], past_key_values=alone, **words, **more).logits)[:, 0]
