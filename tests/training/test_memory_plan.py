@@ -167,7 +167,8 @@ def test_nf4_bytes(tmp_path, tiny_llama, tiny_tokenizer):
 @pytest.mark.slow
 def test_replay_has_no_plan(folder):
     with refuses(UserError, "loss.replay=true", "loss.replay=false"):
-        plan(replace(config_of(folder), train="gates", loss=LossConfig(objective="kl", share_high=0.7, replay=True)))
+        loss = LossConfig(objective="kl", share_high=0.7, replay=True)
+        plan(replace(config_of(folder), train="gates", loss=loss, data=DataConfig(kind="text", name="words")))
 
 
 def test_report_of_a_json_file_which_is_enough(folder, tmp_path, capsys):
