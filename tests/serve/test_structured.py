@@ -3,17 +3,21 @@
 import json
 import random
 import re
+import sys
 
 import pytest
 import torch
 
-llguidance = pytest.importorskip("llguidance", reason="needs llguidance: pip install 'ag[structured]'")
+pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
+pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
+pytest.importorskip("llguidance", reason="needs llguidance: pip install 'ag[structured]'")
 
 import ag  # noqa: E402
 from ag.engine.block_pool import PoolFullError  # noqa: E402
 from ag.errors import UserError  # noqa: E402
 from ag.serve import Request, Scheduler  # noqa: E402
 from ag.serve.structured import Grammars  # noqa: E402
+from tests.support.asked import asked  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer, said  # noqa: E402
 from tests.support.refused import refuses  # noqa: E402
 from tests.support.served import alone, finish, read, text  # noqa: E402
@@ -109,3 +113,37 @@ def test_an_answer_that_leaves_its_grammar_ends_by_an_error(model, grammars, mon
 def test_what_is_no_grammar_is_refused(grammars, kind, text, word):
     with refuses(UserError, f"valid {kind}", word):
         grammars(kind, text)
+
+
+TOOL = {"type": "function", "function": {"name": "rain"}}
+WRONG = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
+#: Parameters, the one at fault, and words of the refusal.
+REFUSED = [
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "valid json"),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "valid grammar"),
+    ({"response_format": WRONG}, "response_format.json_schema.schema", "strin"),
+    ({"structured_outputs": {"regex": "a"}, "tools": [TOOL]}, "structured_outputs", "excludes calls"),
+    ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "response_format", "the chat template"),
+]
+
+
+def test_rules_of_requests(model, monkeypatch):
+    """They hold, or are refused by name; without llguidance with the line that installs it."""
+    scheduler = Scheduler(model, byte_tokenizer(), "full", ag.Pool(model, 2**20))
+    scheduler.tokenizer.chat_template = "{{ tools }}{{ messages[0].content }}"
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 20}
+    with asked(scheduler) as (client, http, _):
+        for kind, rule, expected in (("choice", ["yes"], "yes"), ("regex", "a{3}", "aaa"), ("json", {"const": 1}, "1")):
+            rules = {"structured_outputs": {kind: rule}}
+            [choice] = client.completions.create(model="tiny", prompt="x", extra_body=rules).choices
+            assert (choice.text, choice.finish_reason) == (expected, "stop")
+            [choice] = client.chat.completions.create(**chat, extra_body=rules).choices
+            assert (choice.message.content, choice.finish_reason) == (expected, "stop")
+        for change, param, word in REFUSED:
+            error = http.post("/v1/chat/completions", json=chat | change).json()["error"]
+            assert error["param"] == param and word in error["message"], error
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        answer = http.post("/v1/chat/completions", json=chat | {"response_format": {"type": "json_object"}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+    assert "pip install 'ag[structured]'" in answer.json()["error"]["message"]
