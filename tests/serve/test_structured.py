@@ -123,6 +123,8 @@ REFUSED = [
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "valid json"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "valid grammar"),
     ({"response_format": WRONG}, "response_format.json_schema.schema", "strin"),
+    ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens", "leave one of them out"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "leave one of them out"),
     ({"structured_outputs": {"regex": "a"}, "tools": [TOOL]}, "structured_outputs", "excludes calls"),
     ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "response_format", "the chat template"),
 ]
