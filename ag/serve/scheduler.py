@@ -398,7 +398,8 @@ class Scheduler:
         text, batch = first.prompt, first.batch
         part = text[prompt.read : until][: None if batch.at_once else tokens]
         try:
-            masks = self._masks.begin([(answer.matcher, []) for answer in prompt.answers])
+            ends = prompt.read + len(part) == len(text)
+            masks = self._masks.begin([(answer.matcher, []) for answer in prompt.answers] if ends else [])
             ids = part[None].to(self.model.device)
             keep = 1 if best is None else 0  # 0 means all logits
             out = self.model(input_ids=ids, past_key_values=prompt.cache, use_cache=True, logits_to_keep=keep)
@@ -408,7 +409,7 @@ class Scheduler:
             prompt.read += len(part)
             if prompt.read == prompt.mark:
                 self._cache_prefix(prompt)
-            if prompt.read < len(text):
+            if not ends:
                 return len(part)
             self.counts.prompts += len(text) - prompt.shared
             self.counts.reused += prompt.shared

@@ -100,12 +100,10 @@ def _round(loss: ReplayLoss, batches: Iterable[Batch], whole: bool) -> Tensor:
     rows = ((batch, row) for batch in batches for row in range(len(batch["labels"])))
     unit = torch.zeros(())
     for number, (batch, row) in enumerate(rows):
-        prompt, length = int(batch["prompt_length"][row]), int(batch["attention_mask"][row].sum())
-        context = loss.contexts.read(batch["input_ids"][row, :prompt])
+        context, tokens, labels = loss.parts_of(batch, row)
         with torch.no_grad():
             logits = loss.logits_of(context)
         unit = unit if number else losses.global_sum(logits.std()) / losses.world_size()
-        tokens, labels = (batch[name][row, None, prompt:length] for name in ("input_ids", "labels"))
         knot = number % len(KNOTS)
         found = _measured(loss, context, tokens, labels, logits, KNOTS[knot], MOVES.to(unit.device) * unit, whole)
         for total, part in zip(sums, (*found, torch.ones(())), strict=True):

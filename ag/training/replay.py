@@ -31,7 +31,7 @@ from ag.model.hooks import AttentionCall, Interceptor, UnsupportedModelError, de
 from ag.training import losses
 from ag.training.gated_loss import Batch, GatedLoss, Measured, measured_values
 from ag.training.replay_attention import replay_attention
-from ag.training.validation import Validation
+from ag.training.validation import SAMPLES, Validation
 
 SHARES = 2  # drawn for each response, one from each half of the range
 VALIDATED = (0.5, 0.3, 0.2, 0.1)  # shares of a validation
@@ -234,14 +234,11 @@ class ReplayLoss(GatedLoss):
     def replay(self, batch: Batch, row: int, shares: Sequence[float]) -> Replayed:
         """Run the response of a row of a batch under several shares of its context."""
         assert self.gates is not None
-        gates, prompt = self.gates, int(batch["prompt_length"][row])
-        length = int(batch["attention_mask"][row].sum())
-        context = self.contexts.read(batch["input_ids"][row, :prompt])
+        context, tokens, labels = self.parts_of(batch, row)
         logits = self.logits_of(context)
-        flags = torch.stack([ranked_flags(logits, share, gates) for share in shares])
-        tokens = batch["input_ids"][row, prompt:length].expand(len(shares), -1)
-        labels = losses.sampled(batch["labels"][row, None, prompt:length], self.config.loss.sampled_tokens)
-        labels = labels.expand(len(shares), -1)
+        flags = torch.stack([ranked_flags(logits, share, self.gates) for share in shares])
+        labels = losses.sampled(labels, self.config.loss.sampled_tokens)
+        tokens, labels = (x.expand(len(shares), -1) for x in (tokens, labels))
         hidden = self.hidden_of(
             context, tokens, Reply(context, dict(zip(context.hidden, flags.unbind(1), strict=True)))
         )
@@ -251,6 +248,12 @@ class ReplayLoss(GatedLoss):
         divergence, _ = losses.row_means(values, rows, len(shares))
         by_layer = dict(zip(context.hidden, logits, strict=True))
         return Replayed(divergence, flags.detach().mean((0, 2, 3)), hidden, labels, by_layer)
+
+    def parts_of(self, batch: Batch, row: int) -> tuple[Context, Tensor, Tensor]:
+        """Return the context of a row of a batch, and its response: token ids and labels ``[1, R]``."""
+        prompt, length = int(batch["prompt_length"][row]), int(batch["attention_mask"][row].sum())
+        tokens, labels = (batch[name][row, None, prompt:length] for name in ("input_ids", "labels"))
+        return self.contexts.read(batch["input_ids"][row, :prompt]), tokens, labels
 
     def logits_of(self, context: Context) -> Tensor:
         """Return the gate logits ``[L, Hkv, N]`` of a context, of the gated layers in order."""
@@ -307,7 +310,7 @@ class ReplayValidation(Validation):
             context = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros_like(ids)}
             gating = of.gating(context | {"prompt_length": torch.tensor([ids.shape[1]], device=ids.device)}, open=True)
             gating.logits = {layer: x[None] for layer, x in found.logits.items()}
-            self._measure_gates(context, gating, gating, keep_samples and len(self.sample_flags) < 4)
+            self._measure_gates(context, gating, gating, keep_samples and len(self.sample_flags) < SAMPLES)
 
     def compute(self) -> dict[str, Tensor]:
         """Return the measurements by name, and set the calibration of the gates."""
