@@ -54,7 +54,7 @@ def test_attention_is_gated_attention_of_the_last_queries(window):
     hold(found, wanted, terms * float(v.detach().abs().max()))
     weights = torch.randn_like(found)
     ours, theirs = (torch.autograd.grad((x * weights).sum(), (q, k, v, keep)) for x in (found, wanted))
-    largest = float(weights.abs().sum() * v.abs().amax() * (1 + k.abs().amax() + q.abs().amax()).detach())
+    largest = float((weights.abs().sum() * v.abs().amax() * (1 + k.abs().amax() + q.abs().amax())).detach())
     for mine, other in zip(ours, theirs, strict=True):
         part = mine if mine.shape[2] == CONTEXT else mine[:, :, CONTEXT:]
         hold(part, other[:, :, : part.shape[2]] if part is mine else other[:, :, CONTEXT:], terms * largest)
