@@ -209,6 +209,7 @@ def test_a_step_goes_where_the_gradient_points(make):
     assert any(not torch.equal(x, before[name]) for name, x in weights(parts).items())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run(make, tmp_path):
     options = {"data": labelled(4), "lora": True, "per_device_train_batch_size": 2, "save_steps": 2, "logging_steps": 1}
     whole = make(max_steps=4, output_dir=str(tmp_path / "one"), **options)

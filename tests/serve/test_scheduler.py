@@ -42,7 +42,8 @@ def pool_of(model, blocks):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("every", 14), ("flags", 14)] + [pytest.param(x, 24, marks=pytest.mark.slow) for x in ("snapkv", "streaming_llm")],
+    [("every", 14)]
+    + [pytest.param(x, n, marks=pytest.mark.slow) for x, n in (("flags", 14), ("snapkv", 24), ("streaming_llm", 24))],
 )
 def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, name, count):
     """Random requests in a pool that is too small: some wait, some share prefixes, some are cancelled.
@@ -231,6 +232,7 @@ def test_what_ends_an_answer(tiny_llama, tiny_tokenizer):
     assert pool.free == pool.capacity
 
 
+@pytest.mark.slow
 def test_an_answer_without_a_limit_takes_what_is_free(tiny_llama, tiny_tokenizer):
     """Beyond its reserve it is preempted for an older one, loses no token, and ends where the pool does."""
     model, draw = model_for(tiny_llama, "full"), random.Random(10)

@@ -43,6 +43,7 @@ def served(tiny_llama):
         yield client, http
 
 
+@pytest.mark.slow
 def test_openai(served):
     """Schemas and tools made of a pydantic model, whole and streamed."""
     chats, fields = served[0].chat.completions, FIELDS | {"messages": MESSAGES}
