@@ -100,17 +100,22 @@ def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     states = hidden.reshape(1, -1, hidden.shape[-1])
     reader = next(name for name, part in base.named_children() if any(module is decoder for module in part.modules()))
     behind = copy.copy(base)
-    behind._modules = base._modules | {reader: _Read(states)}
+    behind._modules = base._modules | {reader: _Read(states, base._modules[reader])}
     out = type(base).forward(behind, inputs_embeds=states, use_cache=False, return_dict=True)
     logits: Tensor = out.logits
     return logits.view(*hidden.shape[:-1], logits.shape[-1])
 
 
 class _Read:
-    """A stack of layers that returns given states: it is its own output, without other fields."""
+    """A stack of layers that returns given states: it is its own output, without other fields.
 
-    def __init__(self, states: Tensor) -> None:
-        self.last_hidden_state = states
+    Args:
+        states: final hidden states.
+        of: the stack, whose factors the head reads (Falcon-H1).
+    """
+
+    def __init__(self, states: Tensor, of: nn.Module | None) -> None:
+        self.last_hidden_state, self._of = states, of
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Read:
         return self
@@ -118,5 +123,5 @@ class _Read:
     def __getitem__(self, index: int) -> Tensor:
         return (self.last_hidden_state,)[index]
 
-    def __getattr__(self, name: str) -> None:
-        return None
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name, None)

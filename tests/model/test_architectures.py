@@ -108,7 +108,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glm_moe_dsa", "hy_v4"), MLA),
 }
 #: Those whose logits are more than the product of the head: it is scaled, or capped.
-MORE_THAN_A_HEAD = {"gemma2", "gemma3n_text", "vaultgemma", "granite", "granitemoe", "cohere", "cohere2", "nanochat"}
+MORE_THAN_A_HEAD = {"gemma2", "gemma3n_text", "vaultgemma", "granite", "granitemoe", "nanochat", "beam", "minicpm3"}
+MORE_THAN_A_HEAD |= {"cohere", "cohere2", "cohere2_moe"}
 #: Windows, caps, sink logits, compressed keys, layers without RoPE, and refusals; the others run nightly.
 BY_DAY = {"gemma2", "gpt_oss", "deepseek_v3", "cohere2", "nemotron", "opt"}
 COLUMNS = ("gates", "`h2o`", "`expected_attention`", "`positions=slot`")  # of the newest transformers
