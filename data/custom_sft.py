@@ -23,7 +23,7 @@ import numpy as np
 from ag.data.collate import Collator, Row, end_tokens, padding_token, start_tokens
 from ag.data.encode import encode, fitted
 from ag.data.module import Counts, DataModule
-from ag.data.sources import DataError, Record, called, check_fields, dataset_of, held_out
+from ag.data.sources import TOO_DEEP, DataError, Record, called, check_fields, dataset_of, held_out
 from ag.data.templates import Example
 from ag.data.text import Text
 from ag.errors import UserError
@@ -163,7 +163,7 @@ def _chats(
             chat = Chat(system + messages, _without_filled(variables(row)))
             ids, loss = assistant_tokens(tokenizer, chat, _taught(chat, given, place))
         except RecursionError as error:
-            raise DataError(f"{place} has objects inside objects too deep to be read: leave the row out") from error
+            raise DataError(f"{place} {TOO_DEEP}") from error
         except DataError:
             raise
         except UserError as error:

@@ -23,6 +23,7 @@ Record = dict[str, Any]
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz", ".txt")
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of folders that save_to_disk wrote
 LONGEST_CELL = 1 << 30  # characters in a cell of CSV; Python's own bound is 131,072
+TOO_DEEP = "has objects inside objects too deep to be read: leave the row out"
 
 
 class DataError(UserError):
@@ -250,14 +251,18 @@ def _read_json(file: Path) -> Iterator[Record]:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise DataError(f"{file} {place} has half of a surrogate pair: {error}") from error
+        except RecursionError as error:
+            raise DataError(f"{file} {place} {TOO_DEEP}") from error
         yield row
 
 
 def _json(text: str, place: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # a number may be too long, and objects inside objects too deep
+    except ValueError as error:  # a number may be too long
         raise DataError(f"{place} is not JSON that can be read: {error}") from error
+    except RecursionError as error:
+        raise DataError(f"{place} {TOO_DEEP}") from error
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:

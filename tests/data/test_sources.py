@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import sys
 
 import datasets
 import pyarrow
@@ -67,7 +68,7 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path, ending):
         ("train.jsonl", b'{"text": "\xff"}\n', "train.jsonl line 0"),
         ("train.jsonl.gz", gzip.compress(LINE * 1000)[:-9], "train.jsonl.gz line"),
         ("train.jsonl", LINE + b'\n{"prompt": "a", "response": "\\ud83d"}\n', "train.jsonl line 3 surrogates"),
-        ("train.jsonl", LINE + b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "train.jsonl line 2 recursion"),
+        ("train.jsonl", LINE + b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "train.jsonl line 2 deep"),
         ("train.csv", b"\xef\xbb\xbf\n\nprompt,completion\n\na,b\na\n", "train.csv line 6 cells prompt, completion"),
         ("train.csv", b'prompt,completion\na,"b\n', "train.csv CSV line 2"),
         ("data-0.arrow", b"no arrow", "save_to_disk"),
@@ -123,3 +124,15 @@ def test_hub_errors_are_one_sentence(monkeypatch, error, kind):
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with refuses(kind, "some/set", str(error)):
         Source("some/set").read("validation")
+
+
+def test_a_row_at_the_edge_of_what_python_reads_is_read_or_named(tmp_path):
+    """JSON is read and then checked, and the one may stand more levels than the other."""
+    refused = []
+    for depth in range(sys.getrecursionlimit() - 150, sys.getrecursionlimit() + 1):
+        (tmp_path / "train.jsonl").write_text(f'{{"a": {"[" * depth}{"]" * depth}}}\n')
+        try:
+            read(tmp_path)
+        except DataError as error:
+            refused.append(str(error))
+    assert refused and all("line 1 has objects inside objects too deep" in error for error in refused)
