@@ -213,7 +213,7 @@ class Scheduler:
         text, now = torch.tensor(request.tokens, dtype=torch.long), self._clock()
         answers = []
         ends = {*request.stop_token_ids} | (set() if request.ignore_eos else self.ends)
-        special = {self.vocabulary.special[text] for text in request.stop if text in self.vocabulary.special}
+        special = {self.vocabulary.special[stop] for stop in request.stop if stop in self.vocabulary.special}
         for number in range(request.n):
             detokenizer = Detokenizer(
                 self.vocabulary,
@@ -223,10 +223,8 @@ class Scheduler:
                 continues=request.continues,
                 special=request.special,
             )
-            stream, sampler = (
-                Stream(detokenizer, hear and partial(hear, number)),
-                Sampler(request, number, ends | special),
-            )
+            stream = Stream(detokenizer, hear and partial(hear, number))
+            sampler = Sampler(request, number, ends | special)
             matcher = None if request.grammar is None else request.grammar.deep_copy()
             number_of = next(self._numbers)
             answers.append(_Answer(number_of, request, stream, sampler, text, now, need, ends, batch, matcher))
@@ -359,9 +357,8 @@ class Scheduler:
             if not self._waiting:
                 return False
             answers = self._waiting[0]
-            need = answers[0].batch.admission.need(
-                answers[0].request
-            )  # flags: the estimate is better than at submission
+            # flags: the estimate is better than at submission
+            need = answers[0].batch.admission.need(answers[0].request)
             wanted = max(need.reading, need.writing * len(answers))
             running = self._running
             fits = sum(answer.need.writing for answer in running) + wanted <= self.pool.capacity
