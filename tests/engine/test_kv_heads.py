@@ -1,7 +1,6 @@
 """Layers whose KV heads differ in number and in size: a store for each kind, in blocks of one pool."""
 
 import copy
-import random
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from ag.engine.block_pool import BlockPool
 from ag.errors import UserError
 from ag.kernels.pages import read
 from ag.model.geometry import KVHeads
-from ag.serve import Request, Scheduler
 from tests.support import served
 from tests.support.batches import padded, positions, row
 from tests.support.bounds import hold, of_logits
@@ -127,15 +125,7 @@ def test_bytes_are_those_of_the_heads(model):
 
 
 def test_answers_of_a_server_are_those_of_each_request_alone(model, tiny_tokenizer):
-    """Prompts in parts, of which some share a beginning."""
-    draw, policy, pool = random.Random(0), ag.policy("h2o@global", 12), ag.Pool(model, 1 << 18)
-    scheduler = Scheduler(model, tiny_tokenizer, policy, pool, prefill_tokens=24)
-    system = served.text(draw, 80)
-    requests = [Request(tokens=system + served.text(draw, 5 + n), max_tokens=4 + n) for n in range(4)]
-    streams = [stream for request in requests for stream in scheduler.submit(request)]
-    served.finish(scheduler)
-    assert [served.read(stream) for stream in streams] == [served.alone(model, policy, x) for x in requests]
-    assert scheduler.counts.reused
+    served.answers_of_shared_beginnings(model, tiny_tokenizer, ag.policy("h2o@global", 12), ag.Pool(model, 1 << 18))
 
 
 def test_what_does_not_fit_is_refused(model):

@@ -1,7 +1,6 @@
 """Models with layers that do not attend beside layers that do, and other layers of this year's models."""
 
 import copy
-import random
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from ag.gates.attach import attached_gates
 from ag.model.hooks import cache_argument
 from ag.model.hybrid import States
 from ag.model.structure import UnsupportedModelError
-from ag.serve import Request, Scheduler
 from tests.engine.test_parity import serve_logits, train_logits
 from tests.model.test_architectures import SUMS, text, tiny
 from tests.support import batches, served
@@ -175,16 +173,8 @@ def test_served_logits_are_the_trained_ones(name, prefill):
 
 @pytest.mark.parametrize("name", kinds(IN_TURN))
 def test_answers_of_a_server_are_those_of_each_request_alone(name, tiny_tokenizer):
-    """Prompts in parts, of which some share a beginning."""
-    model, draw = tiny(name), random.Random(0)
-    policy, pool = ag.policy("h2o", 12), ag.Pool(model, 1 << 21)
-    scheduler = Scheduler(model, tiny_tokenizer, policy, pool, prefill_tokens=24)
-    system = served.text(draw, 80)
-    requests = [Request(tokens=system + served.text(draw, 5 + n), max_tokens=4 + n) for n in range(4)]
-    streams = [stream for request in requests for stream in scheduler.submit(request)]
-    served.finish(scheduler)
-    assert [served.read(stream) for stream in streams] == [served.alone(model, policy, x) for x in requests]
-    assert scheduler.counts.reused
+    model = tiny(name)
+    served.answers_of_shared_beginnings(model, tiny_tokenizer, ag.policy("h2o", 12), ag.Pool(model, 1 << 21))
 
 
 @pytest.mark.parametrize("name", kinds(["lfm2", "lfm2_moe", "lfm3"]))

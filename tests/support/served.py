@@ -94,3 +94,14 @@ def finish(scheduler: Scheduler, steps: int = 9000) -> None:
 def read(stream: Stream) -> list[int]:
     """The ids of an answer."""
     return [token.id for token in stream]
+
+
+def answers_of_shared_beginnings(model: PreTrainedModel, tokenizer: Any, policy: Any, pool: ag.Pool) -> None:
+    """Assert that answers to prompts that are read in parts, and share a beginning, are those of each alone."""
+    draw, scheduler = random.Random(0), Scheduler(model, tokenizer, policy, pool, prefill_tokens=24)
+    system = text(draw, 80)
+    requests = [Request(tokens=system + text(draw, 5 + n), max_tokens=4 + n) for n in range(4)]
+    streams = [stream for request in requests for stream in scheduler.submit(request)]
+    finish(scheduler)
+    assert [read(stream) for stream in streams] == [alone(model, policy, request) for request in requests]
+    assert scheduler.counts.reused
