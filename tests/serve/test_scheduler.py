@@ -264,7 +264,7 @@ def test_an_error_ends_one_request_only(tiny_llama, tiny_tokenizer, monkeypatch)
     undrawn = scheduler.submit(Request(tokens=[7, 8], temperature=1.0, n=2))
     for answer in scheduler._waiting[-1]:
         monkeypatch.setattr(answer.sampler, "_draw", "no generator")
-    (late,) = scheduler.submit(Request(tokens=[7, 8], max_tokens=6, temperature=1.0))
+    (late,) = scheduler.submit(Request(tokens=[7, 8], max_tokens=6, temperature=1.0, ignore_eos=True))
     scheduler.step()
     monkeypatch.setattr(scheduler._running[-1].sampler, "_draw", "no generator")
     finish(scheduler)
