@@ -91,6 +91,7 @@ def call_seconds(device: torch.device, call: Call, rounds: int) -> tuple[float, 
         try:
             from triton.testing import do_bench_cudagraph
 
+            torch.cuda.synchronize(device)  # it calls on a stream of its own, which does not wait for the operands
             return do_bench_cudagraph(call, return_mode="median") / 1000, "graph"
         except (ImportError, RuntimeError):
             torch.cuda.synchronize(device)

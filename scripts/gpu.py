@@ -87,7 +87,7 @@ def rows(gib: float) -> list[Row]:
 
 def tests() -> list[Row]:
     """Return rows of the smallest case of each kernel, the same under compute-sanitizer, and the files of tests/gpu."""
-    workers = ("-n", str(min(12, os.cpu_count() or 1))) if find_spec("xdist") else ()
+    workers = ("-n", str(min(8, os.cpu_count() or 1))) if find_spec("xdist") else ()
     pytest = ("-m", "pytest", "-m", "gpu", "-q", "-rsfE", "-p", "no:cacheprovider")
     guarded: dict[str, Any] = {"prefix": ("compute-sanitizer", "--tool=memcheck", "--error-exitcode=9")}
     guarded["environment"] = {
@@ -107,7 +107,7 @@ def tests() -> list[Row]:
 def benches(gib: float) -> Iterator[Row]:
     """Yield rows of ``ag.bench``: an 8B geometry in bfloat16, or 1B on a card of less than 72 GiB."""
     large = gib >= 72
-    trained = "4096,8192" if gib >= 130 else "2048,4096" if large else "1024,2048"
+    trained, filled = ("4096,8192", 400_000) if gib >= 130 else ("2048,4096" if large else "1024,2048", 300_000)
     common = (f"model=random:llama-{'8b' if large else '1b'}", "dtype=bfloat16", "device=cuda", "output={out}")
 
     def bench(name: str, seconds: float, words: str) -> Row:
@@ -119,7 +119,7 @@ def benches(gib: float) -> Iterator[Row]:
     yield bench("decode_uneven", 40, f"{decode} {long} uneven=true")
     yield bench("prefill_gates", 130, f"{prefill} policy=[flags] keep=[0.25] sdpa=[flash,cudnn] context=[32768,100000]")
     yield bench("decode_static", 200, f"{decode} context=[131072] uneven=true static=[cudnn,math]")
-    yield bench("memory", 40, "memory rounds=3 steps=32 policy=[random] keep=[0.25] fill=true context=[400000]")
+    yield bench("memory", 40, f"memory rounds=3 steps=32 policy=[random] keep=[0.25] fill=true context=[{filled}]")
     yield bench("train_step", 80, f"train rounds=3 context=[{trained}]")
     yield bench("decode_even", 40, f"{decode} {long}")
     yield bench("decode_uneven_batch_8", 45, f"{decode} context=[32768] batch=[8] uneven=true")

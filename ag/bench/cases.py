@@ -35,7 +35,7 @@ from ag.model.base import add_lora
 from ag.training.module import GatedLM
 
 HELD_GIB = 60  # memory for keys and values; a row has the number of sequences that fit
-FIRST = 3  # tokens that are generated before the clock starts
+FIRST = 40  # tokens that are generated before the clock starts: each row takes another block, so that the pool grows
 TURN = 8  # tokens of a stream that a contestant generates in its turn
 NEVER = -1e4  # gate bias with which every token is evicted
 PLANS = ("lora", "gates", "gates+lora")  # trained parts

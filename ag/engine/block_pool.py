@@ -184,12 +184,17 @@ class BlockPool:
         self._references[found] = 1
         return found
 
+    def reserve(self, count: int) -> None:
+        """Make room for ``count`` more blocks at once, in a pool that grows by copying."""
+        if not (self.fixed or self._reserved) and count > self.free:
+            self._grow(self._used_below - self._holes + count, count)
+
     def _grow(self, blocks: int, needed: int) -> None:
         if self.fixed or self._reserved:
             raise self.full("tokens of a layer need", needed)
-        self.capacity = max(blocks, self.capacity * 5 // 4)
+        self._moved()  # first, so that of the columns before only one lies beside those that are made
+        self.capacity = max(blocks, self.capacity * 9 // 8)
         self._lay_out(self.capacity)
-        self._moved()
 
     def _moved(self) -> None:
         """Let stores forget references to columns, which lie in other memory now."""

@@ -158,6 +158,8 @@ class Forward(Interceptor):
         if fresh:
             for store in self.stores:
                 store.start(batch)
+            if self.policy.budget is None and self.gates is None:  # all that comes stays
+                self.pool.reserve(sum(store.demand(new.sum(1).cpu()) for store in self.stores))
         elif self.pool.fixed:
             self._check_room(new)
         self.broken, self._length = True, length  # broken until the end of the last pass

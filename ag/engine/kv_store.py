@@ -171,7 +171,7 @@ class KVStore:
         owned = self.owned[layers]
         fresh = self.pool.allocate(int(need.sum()))
         self._widen(int((owned + need).max()))
-        _put(self.table[layers], self._places(owned, owned + need).nonzero(as_tuple=True), fresh)
+        _put(self.table[layers], self._places(owned, owned + need), fresh)
         owned += need
 
     def demand(self, tokens: Tensor, evicts: bool = False) -> int:
@@ -194,10 +194,13 @@ class KVStore:
         for records in self.records:
             fit(records, self.slots)
 
-    def _places(self, first: Tensor | int, end: Tensor) -> Tensor:
-        """Return the places of the table in ``[first, end)`` of each row, bool on the CPU."""
-        places = torch.arange(self.table.shape[-1])
-        return (places < end[..., None]) & (places >= torch.as_tensor(first)[..., None])
+    def _places(self, first: Tensor | int, end: Tensor) -> tuple[Tensor, ...]:
+        """Return the indices of the table's places in ``[first, end)`` of each row, on the CPU."""
+        first = torch.as_tensor(first).expand_as(end)
+        counts = (end - first).clamp_min(0).flatten()
+        rows = torch.arange(len(counts)).repeat_interleave(counts)
+        nth = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+        return *torch.unravel_index(rows, end.shape), first.flatten()[rows] + nth
 
     def _unshare(self, layers: slice, first: Tensor | int, end: Tensor) -> None:
         """Replace the shared blocks in ``[first, end)`` of rows by copies, before they are written."""
@@ -217,7 +220,7 @@ class KVStore:
         """Return where blocks in ``[first, end)`` lie in the layers' table that others refer to, and these blocks."""
         if not bool((end > 0).any()):
             return (), torch.zeros(0, dtype=torch.long)
-        at = self._places(first, end).nonzero(as_tuple=True)
+        at = self._places(first, end)
         blocks = self.table[layers].cpu()[at].long()
         order = blocks.argsort(stable=True)  # of rows that share a block with no row elsewhere, the last one keeps it
         nth = torch.arange(len(order)) - torch.searchsorted(blocks[order], blocks[order])

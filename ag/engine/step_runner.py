@@ -32,11 +32,11 @@ class StepRunner:
 
     The host counts and takes blocks before a step. The device then runs the same operations on the same memory, of two
     kinds: a step that evicts, and one that does not. On a card the first step of a kind runs as it is, the second one
-    is recorded as a CUDA graph, and those that follow are replayed. All is recorded anew where memory moved: rows
-    outgrew the block table (it gets room for 128 tokens or an eighth more), sequences came or went, tokens were
-    cropped, other calls of the model read some. Steps of policies and models that cannot be recorded (hybrid models,
-    chunked attention) run as they are, as do evictions in which the host waits for the numbers of tokens that stayed
-    (heads, global).
+    is recorded as a CUDA graph, and those that follow are replayed. Steps are recorded again where the pool grew. All
+    begins anew where rows outgrew the block table (it gets room for 128 tokens or an eighth more), sequences came or
+    went, tokens were cropped, or other calls of the model read some. Steps of policies and models that cannot be
+    recorded (hybrid models, chunked attention) run as they are, as do evictions in which the host waits for the numbers
+    of tokens that stayed (heads, global).
 
     Args:
         model: that the cache was made for, in evaluation mode.
@@ -50,6 +50,7 @@ class StepRunner:
         self._record = cuda_graph if record is None and on_card else record
         self._tokens = torch.empty(0)  # [B, 1], the tokens of a step that is recorded
         self._memory: tuple[object, ...] = ()  # that recorded steps work on
+        self._version = -1  # of the pool's memory
         #: By kind; None means that a step of the kind ran once.
         self._recorded: dict[Hashable, tuple[Tensor, Callable[[], None]] | None] = {}
 
@@ -91,6 +92,9 @@ class StepRunner:
         if [*map(id, memory)] != [*map(id, self._memory)]:
             self._recorded.clear()
             self._memory, self._tokens = memory, tokens.clone()
+        elif cache.pool.version != self._version:  # the pool grew
+            self._recorded = dict.fromkeys(self._recorded)
+        self._version = cache.pool.version
         self._tokens.copy_(tokens)
         if kind not in self._recorded:  # makes what is made once, such as records
             self._recorded[kind] = None
@@ -116,7 +120,7 @@ class StepRunner:
         gates = tuple(part.gate_memory.step_key() for part in cache.layers)
         if None in gates or policy.positions != "original" or cache.states is not None or cache.chunk is not None:
             return None
-        return evicts, cache.pool.version, -(-batch.longest // COLUMNS) if acts else 0, gates
+        return evicts, -(-batch.longest // COLUMNS) if acts else 0, gates
 
     def _run(self, tokens: Tensor) -> Tensor:
         out = self.model(

@@ -1,4 +1,8 @@
-"""Attention to rows in pages in Triton: rows are split into chunks, so that few queries use the whole GPU too."""
+"""Attention to rows in pages in Triton: rows are split into chunks, so that few queries use the whole GPU too.
+
+The lengths of rows exist only on the GPU, and the block table is as wide as the longest row has ever been. So programs
+read the lengths, and share out the tokens that there are: each chunk, of whichever row, has as many.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +30,48 @@ from ag.kernels.tiles import (
     tuned,
 )
 
-CHUNKS = 1024  # chunks of all rows together where the table is full: a few for each processor of a GPU
+CHUNKS = 512  # that all rows are split into, and one more for each: as many as an H100 runs at once
+LEAST = 32 if INTERPRETED else 128  # a chunk has so many tokens, or some times as many, unless a row ends in it
+STRIDE = tl.constexpr(256)  # lengths that are read at once
 PIECE = 1024  # weights that a program normalises
 
 
-@triton.jit(do_not_specialize=["stride", "chunk", "chunks", "blocks", "size", "window", "recent", "T", "GT", "N"])
-def _attend(q, keys, values, gate, table, lengths, at, partial, lse, weights, scale, stride, chunk, chunks, blocks,
-            size, window, recent, T, GT, N, heads, QUERIES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+@triton.jit
+def _chunk(lengths, rows, blocks, chunks, least):
+    """Return the tokens of a chunk: that each of ``blocks`` of queries has about ``chunks / blocks`` of them."""
+    total = tl.cast(0, tl.int64)
+    for n in range(0, rows, STRIDE):
+        row = n + tl.arange(0, STRIDE)
+        total += tl.sum(tl.load(lengths + row, mask=row < rows, other=0).to(tl.int64), 0)
+    return (tl.maximum(tl.cdiv(total * blocks, chunks * least), 1) * least).to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["stride", "rows", "chunks", "least", "blocks", "size", "window", "recent", "T", "GT", "N"]
+)
+def _attend(q, keys, values, gate, table, lengths, at, partial, lse, weights, scale, stride, rows, chunks, least,
+            blocks, size, window, recent, T, GT, N, heads, QUERIES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
             E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr, CODED: tl.constexpr, held, cap,
             ROWS: tl.constexpr):  # fmt: skip
-    """Attend from a block of the GT queries of a row to one chunk of it; chunks behind the row's end write nothing.
+    """Attend from a block of the GT queries of a row to one chunk of it; programs behind the last chunk write nothing.
 
     Logits are stored in ``weights`` ``[R, GT, N]``, unless it is None; the other kernel normalises them.
     """
-    item = tl.program_id(0)
-    piece, block = item % chunks, item // chunks % blocks
-    row = tl.cast(item // chunks // blocks, tl.int64)
-    first, count = piece * chunk, tl.load(lengths + row)
-    if first >= count:
+    item, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    chunk = _chunk(lengths, rows, blocks, chunks, least)
+    row, before, end = 0, 0, 0  # the item's row, and the chunks of the rows before it and of those that were read
+    for n in range(0, rows, STRIDE):
+        others = n + tl.arange(0, STRIDE)
+        held_by = tl.load(lengths + others, mask=others < rows, other=0)
+        ends = end + tl.cumsum(tl.cdiv(held_by, chunk), 0)
+        earlier = (ends <= item) & (others < rows)
+        row += tl.sum(earlier.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(earlier, ends, 0), 0))
+        end = tl.max(ends, 0)
+    if row >= rows:
         return
+    row = tl.cast(row, tl.int64)
+    first, count = (item - before) * chunk, tl.load(lengths + row)
     stop = tl.minimum(first + chunk, count)
     table += row * stride
     start = block * QUERIES
@@ -78,16 +105,16 @@ def _attend(q, keys, values, gate, table, lengths, at, partial, lse, weights, sc
         total, largest, mixed = mix(s, v, total, largest, mixed)
     empty = total == 0.0
     mixed = mixed / tl.where(empty, 1.0, total)[:, None]
-    dims, left = tl.arange(0, EP), (row * chunks + piece) * GT + number
+    dims, left = tl.arange(0, EP), tl.cast(item, tl.int64) * GT + number
     mask = (number < GT)[:, None] & (dims < E)[None, :]
     tl.store(partial + left[:, None] * E + dims[None, :], mixed, mask=mask)
     sums = tl.where(empty, float("-inf"), largest + tl.log2(tl.where(empty, 1.0, total)))
     tl.store(lse + left, sums, mask=number < GT)
 
 
-@triton.jit(do_not_specialize=["chunk", "chunks", "N", "pieces", "T", "H"])
-def _combine(partial, lse, lengths, out, weights, sinks, chunk, chunks, N, pieces, G, T, H, E: tl.constexpr,
-             EP: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["rows", "chunks", "least", "blocks", "N", "pieces", "T", "H"])
+def _combine(partial, lse, lengths, out, weights, sinks, rows, chunks, least, blocks, N, pieces, G, T, H,
+             E: tl.constexpr, EP: tl.constexpr, MANY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """Combine the chunks of one query, of T of a head and of H heads; a row without tokens gives 0.
 
     Each program of a query normalises SLOTS of its ``weights``; the first one writes the output.
@@ -95,14 +122,17 @@ def _combine(partial, lse, lengths, out, weights, sinks, chunk, chunks, N, piece
     query, piece = tl.cast(tl.program_id(0) // pieces, tl.int64), tl.program_id(0) % pieces
     row, head = query // G, query % G
     dims, width = tl.arange(0, EP), tl.where(piece == 0, E, 0)
-    count = tl.load(lengths + row)
-    first = row * chunks
+    count, chunk = tl.load(lengths + row), _chunk(lengths, rows, blocks, chunks, least)
+    first = tl.cast(0, tl.int64)
+    for n in range(0, row, STRIDE):
+        others = n + tl.arange(0, STRIDE)
+        first += tl.sum(tl.cdiv(tl.load(lengths + others, mask=others < row, other=0), chunk), 0)
     stop = first + tl.cdiv(count, chunk)
     total, largest, mixed = 0.0, float("-inf"), tl.zeros([EP], tl.float32)
     if sinks is not None:
         total, largest = 1.0, tl.load(sinks + query // T % H)
-    for n in range(first, stop, CHUNKS):
-        items = n + tl.arange(0, CHUNKS)
+    for n in range(first, stop, MANY):
+        items = n + tl.arange(0, MANY)
         sums = tl.load(lse + items * G + head, mask=items < stop, other=float("-inf"))
         larger = tl.maximum(largest, tl.max(sums, 0))
         finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query may see nothing of a chunk
@@ -138,48 +168,34 @@ def paged_attention(
     softmax: Softmax = PLAIN,
     weigh: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Do what :func:`ag.kernels.paged_attention.paged_attention` does on a GPU, without synchronising.
-
-    The lengths exist only on the GPU: the grid has a program for each chunk of the table's width, and programs behind a
-    row's end return at once.
-    """
+    """Do what :func:`ag.kernels.paged_attention.paged_attention` does on a GPU, without synchronising."""
     (batch, heads, count, dim), (rows, most) = q.shape, pages.table.shape
     page, width = pages.keys.shape[1], pages.channels[1]
     slots, queries = most * page, batch * heads // rows * count
     large = (q.element_size() > 2) + (max(dim, width) > 128)  # so that a block's output fits in registers
     block = min(padded(queries), 16 if INTERPRETED else 64 >> large)
     blocks = triton.cdiv(queries, block)
-    chunk = 32 if INTERPRETED else max(256, triton.next_power_of_2(rows * blocks * slots // CHUNKS + 1))
-    chunks = triton.cdiv(slots, chunk)
+    items = min(CHUNKS // blocks, rows * triton.cdiv(slots, LEAST)) + rows  # at most, a row's last chunk being short
+    shared_out = rows, CHUNKS, LEAST, blocks
     gates = None if pages.gate is None or recent is None else pages.gate.view(torch.uint8)
-    partial = torch.empty(rows * chunks, queries, width, dtype=torch.float32, device=q.device)
-    lse = torch.empty(rows * chunks, queries, dtype=torch.float32, device=q.device)
+    partial = torch.empty(items, queries, width, dtype=torch.float32, device=q.device)
+    lse = torch.empty(items, queries, dtype=torch.float32, device=q.device)
     out = torch.empty(batch, heads, count, width, dtype=q.dtype, device=q.device)
     weights = torch.empty(batch, heads, slots, dtype=torch.float32, device=q.device) if weigh else None
     lengths, longest = pages.lengths.contiguous(), slots if weigh else 0
     piece = 16 if INTERPRETED else PIECE
     pieces = max(1, triton.cdiv(longest, piece))
     with torch.cuda.device_of(q):
-        if chunks:
-            ATTEND[(rows * blocks * chunks,)](
+        if slots:
+            ATTEND[(items * blocks,)](
                 *(q.contiguous(), pages.keys.contiguous(), pages.values.contiguous(), gates, pages.table, lengths),
                 *(None if ranks is None else ranks.int().contiguous(), partial, lse, weights, scaling * LOG2E),
-                *(pages.table.stride(0), chunk, chunks, blocks, size_class(slots), window, recent, count, queries),
-                *(
-                    longest,
-                    rows // batch,
-                    block,
-                    dim,
-                    padded(dim),
-                    width,
-                    padded(width),
-                    page,
-                    pages.format is not None,
-                ),
+                *(pages.table.stride(0), *shared_out, size_class(slots), window, recent, count, queries, longest),
+                *(rows // batch, block, dim, padded(dim), width, padded(width), page, pages.format is not None),
                 *(pages.ranks, cap2(softmax.cap)),
             )
         _combine[(rows * queries * pieces,)](
-            *(partial, lse, lengths, out, weights, logits2(softmax.sinks), chunk, max(chunks, 1), longest, pieces),
+            *(partial, lse, lengths, out, weights, logits2(softmax.sinks), *shared_out, longest, pieces),
             *(queries, count, heads, width, padded(width), 32, piece),
         )
     return out, weights

@@ -104,6 +104,23 @@ def test_recorded_steps_are_those_of_the_model(models, name, lengths, steps):
     assert record.replays >= steps - 2 * len(record.tapes) - asking
 
 
+@torch.no_grad()
+def test_a_pool_that_grows_by_copying(models, monkeypatch):
+    """Steps are recorded anew, without another one that runs as it is."""
+    monkeypatch.setattr("ag.engine.block_pool.RESERVES", False)
+    monkeypatch.setattr("ag.engine.block_pool.FIRST", 1)
+    model, record, steps = models["llama"], Recorder(), 80  # the block table has room for them
+    cache, plain = read(model, ("h2o", 100, "every"), {}, [40])
+    step, versions = StepRunner(model, cache, record), set()
+    for number in range(steps):
+        given = tokens(1, number)
+        assert torch.equal(step(given), plain_step(model, plain, given))
+        versions.add(cache.pool.version)
+    check_same(cache, plain)
+    assert len(record.tapes) >= len(versions) > 2
+    assert record.replays + len(record.tapes) == steps - 2  # the first of each kind, which evicts or not
+
+
 @pytest.mark.parametrize("name", UNSTEADY)
 @torch.no_grad()
 def test_what_cannot_be_recorded_runs_as_it_is(models, name):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.gpu.cases import REHEARSAL
@@ -16,6 +17,14 @@ from tests.gpu.cases import REHEARSAL
 @pytest.fixture(scope="module", autouse=REHEARSAL)
 def undrawn(no_figures: None) -> None:
     """In a rehearsal nothing is drawn: pictures take half the time of a tiny run."""
+
+
+@pytest.fixture(autouse=True)
+def freed() -> Iterator[None]:
+    """Hand torch's spare memory back after each test: processes beside this one test on the same card."""
+    yield
+    if not REHEARSAL:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

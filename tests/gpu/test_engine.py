@@ -136,6 +136,7 @@ def test_evicted_memory_is_free(tiny_llama, card):
     gates, ids = gates_for(model), tokens(1, here(30_000))
     held = {}
     for policy in ("full", "gates"):
+        cache = None  # the memory of the other goes
         if policy == "gates":
             ag.attach(model, gates)
         torch.cuda.empty_cache()
