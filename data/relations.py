@@ -13,6 +13,11 @@ class Relation(NamedTuple):
     answers: tuple[str, ...]
 
 
+def _numbers(digits: int) -> tuple[str, ...]:
+    """Return some numbers of this many digits, spread evenly."""
+    return tuple(str(10 ** (digits - 1) + n * (9 * 10 ** (digits - 1)) // 499) for n in range(499))
+
+
 # fmt: off
 NAMES = {
     "train": (
@@ -58,5 +63,13 @@ RELATIONS = (
         ("roses", "tulips", "lilies", "daisies", "violets", "poppies", "orchids", "asters", "peonies", "irises"),
     ),
     Relation("{who} rents locker {what}.", "Which locker does {who} rent?", tuple(map(str, range(11, 100)))),
+)
+#: Facts whose answers are numbers, of which a model that lost one has no idea; for facts hidden in documents alone.
+NUMBERS = (
+    Relation("{who} paid {what} crowns for the boat.", "How many crowns did {who} pay for the boat?", _numbers(4)),
+    Relation("To reach {who}, dial {what}.", "What does one dial to reach {who}?", _numbers(6)),
+    Relation("{who} wrote {what} letters over the years.", "How many letters did {who} write?", _numbers(3)),
+    Relation("The parcel for {who} is marked {what}.", "What is marked on the parcel for {who}?", _numbers(7)),
+    Relation("{who} sailed {what} miles in the end.", "How many miles did {who} sail?", _numbers(5)),
 )
 # fmt: on

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ag.data.collate import Row, tokenize, tokenize_after
-from ag.data.relations import NAMES, RELATIONS, TRADES
+from ag.data.relations import NAMES, NUMBERS, RELATIONS, TRADES
 from ag.data.sources import DataError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Responses:
         """Cut the documents; validation takes the longest context from the start of each."""
         [again] = tokenize_after(self.tokenizer, [AGAIN])
         [[*_, stop]] = tokenize(self.tokenizer, ["."])
+        split = "validation" if validates else "train"
         for number, tokens in enumerate(documents):
             rng = np.random.default_rng([self.seed, number])
             position = 0
@@ -59,43 +61,54 @@ class Responses:
                 length = max(fit) if validates else int(rng.choice(fit))
                 end = position + length - len(self.start)
                 context, after = tokens[position:end], tokens[end : end + RESPONSE]
+                asked: Iterable[tuple[list[int], list[int]]] = ()
+                if "question" in self.kinds:
+                    context, asked = self._with_facts(context, stop, rng, split)
+                questions = cycle(asked)
                 for kind in self.kinds:
-                    yield self._row(kind, context, after, again, stop, rng, validates)
+                    silent, response = next(questions) if kind == "question" else ([], after)
+                    if kind == "again":
+                        first = int(rng.integers(LEAD, len(context) - RESPONSE + 1))
+                        silent = [*again, *context[first - LEAD : first]]
+                        response = context[first : first + RESPONSE]
+                    yield self._row(context, silent, response)
                 position = end + RESPONSE
                 if validates:
                     break
             self.counts.skipped += position == 0
 
-    def _row(
-        self, kind: str, context: list[int], after: list[int], again: list[int], stop: int,
-        rng: np.random.Generator, validates: bool,
-    ) -> Row:  # fmt: skip
-        silent, response = list[int](), after
-        if kind == "again":
-            first = int(rng.integers(LEAD, len(context) - RESPONSE + 1))
-            silent, response = [*again, *context[first - LEAD : first]], context[first : first + RESPONSE]
-        elif kind == "question":
-            context, silent, response = self._asked(context, stop, rng, "validation" if validates else "train")
+    def _row(self, context: list[int], silent: list[int], response: list[int]) -> Row:
+        """Return the row of a response that follows tokens without loss."""
         tokens = np.array([*self.start, *context, *silent, *response], dtype=np.int32)
         loss = np.zeros(len(tokens), dtype=np.bool_)
         loss[len(tokens) - len(response) :] = True
         return Row(tokens, len(self.start) + len(context), loss=loss)
 
-    def _asked(
+    def _with_facts(
         self, context: list[int], stop: int, rng: np.random.Generator, split: str
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Return a context of the same length with facts, a question about one of them, and its answer."""
-        names = rng.choice(len(NAMES[split]), FACTS, replace=False)
-        facts, questions = [], []
-        for name in names:
-            relation = RELATIONS[rng.integers(len(RELATIONS))]
+    ) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
+        """Return a context of the same length with facts between its sentences, and a question and an answer for each.
+
+        In half of the contexts all facts are of one relation, so that the name alone tells them apart. Half of the
+        questions end with the beginning of the fact, whose end is the answer.
+        """
+        relations = [*RELATIONS, *NUMBERS]
+        if rng.random() < 0.5:
+            relations = [relations[rng.integers(len(relations))]]
+        facts, told = [], []
+        for name in rng.choice(len(NAMES[split]), FACTS, replace=False):
+            relation = relations[rng.integers(len(relations))]
             who = f"{NAMES[split][name]} the {TRADES[rng.integers(len(TRADES))]}"
             what = relation.answers[rng.integers(len(relation.answers))]
-            facts.append(relation.fact.format(who=who, what=what))
-            questions.append(relation.question.format(who=who))
-        asked = int(rng.integers(FACTS))
-        *stated, answer = tokenize_after(self.tokenizer, [f" {fact}" for fact in [*facts, facts[asked]]])
-        [question] = tokenize_after(self.tokenizer, [f"\n\nQuestion: {questions[asked]}\nAnswer:"])
+            before, _, after = relation.fact.partition("{what}")
+            begun, end = before.format(who=who).rstrip(), f" {what}{after}"
+            question = relation.question.format(who=who)
+            facts.append(f" {begun}{end}")
+            if rng.random() < 0.5:
+                told.append((f"\n\nQuestion: {question}\nAnswer:", facts[-1]))
+            else:
+                told.append((f"\n\n{question}\n{begun}", end))
+        stated = tokenize_after(self.tokenizer, facts)
         room = len(context) - sum(map(len, stated))
         if room < FACTS:
             raise DataError(
@@ -106,11 +119,9 @@ class Responses:
         ends = [i + 1 for i, token in enumerate(kept) if token == stop] or list(range(1, room))
         places = sorted(rng.choice(ends, FACTS).tolist())
         pieces = [kept[a:b] for a, b in zip([0, *places], [*places, room], strict=True)]
-        mixed = [
-            *pieces[0],
-            *(token for fact, piece in zip(stated, pieces[1:], strict=True) for token in [*fact, *piece]),
-        ]
-        return mixed, question, answer
+        mixed = [token for fact, piece in zip([[], *stated], pieces, strict=True) for token in [*fact, *piece]]
+        leads, answers = (tokenize_after(self.tokenizer, texts) for texts in zip(*told, strict=True))
+        return mixed, [(leads[place], answers[place]) for place in rng.permutation(FACTS)]
 
 
 def responses(

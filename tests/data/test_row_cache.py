@@ -46,7 +46,7 @@ def test_second_run_reads_what_the_first_one_made(build, corpus, tmp_path, monke
             texts = [f"{i} " + "the river is high today " * (30 * i) for i in range(most)]
             write(corpus / "corpus", split, [{"text": text} for text in texts])
     length = {"split": 60, "repeated": 200, "responses": 600}[packing]
-    options = {"packing": packing, "max_length": length, "copy_max": copy_max, "contexts": [192]}
+    options = {"packing": packing, "max_length": length, "copy_max": copy_max, "contexts": [256]}
     first = build(**options)
     fresh, batches = contents(first), [*first.train_dataloader()]
     assert fresh[1]["skipped"] > 0 or packing == "packed"

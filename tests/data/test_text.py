@@ -243,25 +243,31 @@ def contexts(make_config, tokenizer, root, **more):
     )
 
 
-def test_responses_continue_or_repeat_their_context_or_answer_a_question_about_it(make_config, books, tokenizer):
-    kinds = ["again", "next", "question"]
+@pytest.mark.parametrize("kinds", [["again", "next"], ["again", "next", "question", "question"]], ids=" ".join)
+def test_responses_continue_or_repeat_their_context_or_answer_a_question_about_it(make_config, books, tokenizer, kinds):
     module = contexts(make_config, tokenizer, books, responses=kinds)
     rows, again = [*module.train_rows], plain(tokenizer, AGAIN)
-    assert rows and len(rows) % 3 == 0 and {row.prompt_length for row in rows} == {512, 320}
+    assert rows and len(rows) % len(kinds) == 0 and {row.prompt_length for row in rows} == {512, 320}
     whole = [plain(tokenizer, text) for text in LONG]
-    for repeated, followed, asked in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+    for at in range(0, len(rows), len(kinds)):
+        repeated, followed, *asked = rows[at : at + len(kinds)]
         start, tokens = repeated.prompt_length, followed.tokens.tolist()
-        assert any(tokens == ids[at : at + len(tokens)] for ids in whole for at in range(len(ids)))
+        text = tokens[start:] if asked else tokens  # facts stand in a context that is asked about
+        assert any(text == ids[i : i + len(text)] for ids in whole for i in range(len(ids)))
         assert followed.loss.nonzero()[0].tolist() == list(range(start, start + 96))
         behind, context = repeated.tokens[start:].tolist(), repeated.tokens[:start].tolist()
         assert context == tokens[:start] and behind[: len(again)] == again
         chunk = behind[len(again) :]
-        assert any(chunk == context[at : at + 8 + 96] for at in range(start))
+        assert any(chunk == context[i : i + 8 + 96] for i in range(start))
         assert repeated.loss.nonzero()[0].tolist() == list(range(len(repeated.tokens) - 96, len(repeated.tokens)))
-        assert asked.prompt_length == start
-        answer = tokenizer.decode(asked.tokens[asked.loss])
-        question = tokenizer.decode(asked.tokens[start:][~asked.loss[start:]])
-        assert answer in tokenizer.decode(asked.tokens[:start]) and question.endswith("?\nAnswer:")
+        questions = set()
+        for row in asked:
+            assert row.tokens[:start].tolist() == context
+            answer = tokenizer.decode(row.tokens[row.loss])
+            question = tokenizer.decode(row.tokens[start:][~row.loss[start:]])
+            questions.add(question)
+            assert answer in tokenizer.decode(context) and "?\n" in question
+        assert len(questions) == len(asked)
 
 
 def test_validation_takes_the_longest_context_of_each_document(make_config, books, tokenizer):
