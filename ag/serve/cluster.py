@@ -31,7 +31,7 @@ from ag.config.recipes import resolve
 from ag.continuation import read_policy
 from ag.errors import UserError
 from ag.serve.answers import WaitedError
-from ag.serve.app import Endpoints, api_error, as_messages, error_event, refusal
+from ag.serve.app import Endpoints, api_error, error_event, parts, refusal
 from ag.serve.metrics import Status, labelled
 from ag.serve.prompts import policy_text
 from ag.serve.scheduler import StoppedError
@@ -83,12 +83,12 @@ class Replica:
         if self._service.scheduler.failed:
             raise StoppedError("the scheduler has failed.")
 
-    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | None]:
+    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes | None]:
         """Answer a request as :meth:`Endpoints.ask` does, after a None that says that a replica has received it."""
         yield None
-        async with aclosing(self._service.ask(path, body)) as messages:
-            async for message in messages:
-                yield message
+        async with aclosing(self._service.ask(path, body)) as answered:
+            async for part in answered:
+                yield part
 
     async def status(self) -> tuple[str, Status]:
         """Return the name and the status of this replica."""
@@ -134,21 +134,20 @@ class Front(Endpoints):
         self.draining = True
         return self.open
 
-    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message]:
-        """Forward the body of a request to a replica, and yield the messages of the replica."""
+    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
+        """Forward the body of a request to a replica, and yield the parts of its response."""
         try:
             begin, answer = await self._begun(path, body)
         except UserError as error:
-            for message in as_messages(refusal(error)):
-                yield message
+            for part in parts(refusal(error)):
+                yield part
             return
         try:
             yield begin
-            async for message in answer:
-                yield message
+            async for part in answer:
+                yield part
         except RayActorError:  # in the middle of a stream
-            event = error_event(StoppedError("the replica that wrote this answer has ended: ask again."))
-            yield {"type": "http.response.body", "body": event.encode(), "more_body": True}
+            yield error_event(StoppedError("the replica that wrote this answer has ended: ask again."))
         finally:
             answer.cancel()
 
@@ -156,7 +155,7 @@ class Front(Endpoints):
         """Send a request to a replica, and to another one if that replica dies before it answers.
 
         Returns:
-            The message with status and headers, and an iterator of the further messages.
+            The start of the response, and an iterator of the parts of its body.
 
         Raises:
             StoppedError: when every replica that received the request has ended.

@@ -52,14 +52,11 @@ class ApiError(Exception):
         message: what is wrong, what was expected, and the fix.
         param: the parameter at fault, such as ``messages[0].role``.
         code: a word for programs.
-        retry: seconds after which the client may try again.
     """
 
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, retry: int | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.retry = status, param, code, retry
+        self.status, self.param, self.code = status, param, code
 
     @property
     def body(self) -> dict[str, Any]:
