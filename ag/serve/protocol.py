@@ -42,6 +42,13 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
 }
 #: Parameters that describe the client and change no answer.
 IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "user"}
+#: Parameters that need another one, which is true or false.
+NEEDED = {
+    "prompt_logprobs": ("stream", False),
+    "stream_options": ("stream", True),
+    "top_logprobs": ("logprobs", True),
+    "continue_final_message": ("add_generation_prompt", False),
+}
 
 
 class ApiError(Exception):
@@ -239,19 +246,22 @@ class Asked(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool = False
     structured_outputs: Annotated[StructuredOutputs, Field(min_length=1, max_length=1)] | None = None
 
+    ag: Extensions | None = None
+
     #: The parameter that holds the prompt.
     text: ClassVar[str]
-    ag: Extensions | None = None
+    #: The parameters that limit an answer; the first one that is given holds.
+    limits: ClassVar[Sequence[str]] = ["max_tokens"]
 
     @property
     def longest(self) -> tuple[str, int] | None:
         """Name and value of the limit of the answer in tokens; None means that the request has none."""
-        return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
+        return next(((name, getattr(self, name)) for name in self.limits if getattr(self, name) is not None), None)
 
     @property
     def best(self) -> int | None:
@@ -263,19 +273,15 @@ class Asked(Body):
         """The same at each place of the prompt."""
         return self.prompt_logprobs
 
-    @field_validator("prompt_logprobs")
+    @field_validator(*NEEDED, check_fields=False)
     @classmethod
-    def _is_whole(cls, number: int | None, others: ValidationInfo) -> int | None:
-        if number is not None and others.data.get("stream"):
-            raise PydanticCustomError("alone", "needs stream=false; leave one of them out")
-        return number
-
-    @field_validator("stream_options")
-    @classmethod
-    def _streams(cls, options: StreamOptions, others: ValidationInfo) -> StreamOptions:
-        if options.model_fields_set and not others.data.get("stream"):
-            raise PydanticCustomError("alone", "needs stream=true; leave it out")
-        return options
+    def _has_what_it_needs(cls, value: Any, others: ValidationInfo) -> Any:
+        name = str(others.field_name)
+        other, flag = NEEDED[name]
+        if value != cls.model_fields[name].default and bool(others.data.get(other)) != flag:
+            needed = {"other": other, "flag": json.dumps(flag)}
+            raise PydanticCustomError("alone", "needs {other}={flag}; change that, or leave this out", needed)
+        return value
 
     @property
     def rule(self) -> tuple[str, str, str] | None:
@@ -306,6 +312,7 @@ class ChatAsked(Asked):
     text = "messages"
     #: The parameter that holds how much the model thinks.
     effort: ClassVar[str] = "reasoning_effort"
+    limits = ["max_completion_tokens", "max_tokens"]
     known = frozenset(chat_params.CompletionCreateParamsBase.__annotations__)
 
     messages: list[Message] = Field(min_length=1)
@@ -328,20 +335,6 @@ class ChatAsked(Asked):
         if "reasoning_effort" in others.data.get("chat_template_kwargs", {}):
             raise PydanticCustomError("alone", "chat_template_kwargs has it too; leave one of them out")
         return effort
-
-    @field_validator("continue_final_message")
-    @classmethod
-    def _is_not_opened(cls, continued: bool, others: ValidationInfo) -> bool:
-        if continued and others.data.get("add_generation_prompt"):
-            raise PydanticCustomError("alone", "needs add_generation_prompt=false; leave one of them out")
-        return continued
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _has_logprobs(cls, number: int, others: ValidationInfo) -> int:
-        if number and not others.data.get("logprobs"):
-            raise PydanticCustomError("alone", "needs logprobs=true; add that, or leave this out")
-        return number
 
     @field_validator("response_format")
     @classmethod
@@ -393,12 +386,6 @@ class ChatAsked(Asked):
         if asked.json_schema is None:
             return "response_format", "json", '{"type": "object"}'
         return "response_format.json_schema.schema", "json", json.dumps(asked.json_schema.rules)
-
-    @property
-    def longest(self) -> tuple[str, int] | None:
-        """Name and value of the limit of the answer in tokens; None means that the request has none."""
-        named = self.max_completion_tokens
-        return super().longest if named is None else ("max_completion_tokens", named)
 
     @property
     def best(self) -> int | None:
@@ -549,8 +536,9 @@ class Form:
 
     def end(self, used: Used) -> str:
         """Return the last events of a stream, with the numbers of tokens if they were requested."""
-        asked = self.asked.stream_options.include_usage
-        return (_event(self._json([], usage=_usage(used))) if asked else "") + _event("[DONE]")
+        options = self.asked.stream_options
+        wanted = options is not None and options.include_usage
+        return (_event(self._json([], usage=_usage(used))) if wanted else "") + _event("[DONE]")
 
     def whole(self, answers: Sequence[Piece], used: Used) -> str:
         """Return the answers, each in one piece, with the numbers of tokens."""

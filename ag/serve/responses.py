@@ -83,7 +83,7 @@ class ResponsesAsked(Body):
         return _Chat(
             **same,
             messages=messages,
-            max_completion_tokens=self.max_output_tokens,
+            max_output_tokens=self.max_output_tokens,
             reasoning_effort=self.reasoning.effort,
         )
 
@@ -93,11 +93,9 @@ class _Chat(ChatAsked):
 
     text = "input"
     effort = "reasoning.effort"
+    limits = ["max_output_tokens"]
 
-    @property
-    def longest(self) -> tuple[str, int] | None:
-        named = self.max_completion_tokens
-        return None if named is None else ("max_output_tokens", named)
+    max_output_tokens: int | None
 
 
 class ResponseForm:

@@ -156,7 +156,7 @@ class Answer:
     def __init__(self, begin):
         status = 200 if begin == "late" else begin
         lost, start = ActorUnavailableError("gone", None), {"type": "http.response.start", "status": status}
-        end = lost if begin == "late" else {"type": "http.response.body", "body": b"answer", "more_body": True}
+        end = lost if begin == "late" else b"answer"
         self._messages = iter([None, *([lost] if begin is None else [start | {"headers": []}, end])])
 
     def __aiter__(self):
