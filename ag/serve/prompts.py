@@ -82,6 +82,7 @@ class Prompts:
             raise ApiError(400, "the prompt is empty: expected one token or more.", param)
         self._check(tokens, param)
         self._check(asked.stop_token_ids, "stop_token_ids")
+        self._check([*asked.logit_bias], "logit_bias")
         if not all(0 <= first < behind <= len(tokens) for first, behind in protect):
             message = f"ag.protect: expected pairs such as [0, 40], within the {len(tokens)} tokens of the prompt."
             raise ApiError(400, message, "ag.protect")
@@ -96,7 +97,6 @@ class Prompts:
             "max_tokens": longest,
             "reserved": None if asked.longest else RESERVED,
             "top_k": max(asked.top_k, 0),
-            "logit_bias": asked.biases(self._vocabulary),
             "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
             "continues": not isinstance(asked, ChatAsked) or asked.continue_final_message,
             "logprobs": asked.best,

@@ -188,6 +188,7 @@ class StreamOptions(Part):
     include_obfuscation: Literal[False] = False  # padding, which this server never adds
 
 
+TokenName = Annotated[int, Field(ge=0, strict=False)]  # a key of JSON is a text
 Ids = Annotated[list[int], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -243,7 +244,7 @@ class Asked(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    logit_bias: dict[TokenName, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -289,21 +290,6 @@ class Asked(Body):
         for kind, rule in (self.structured_outputs or {}).items():
             return f"structured_outputs.{kind}", kind, rule if isinstance(rule, str) else json.dumps(rule)
         return None
-
-    def biases(self, vocabulary: int) -> dict[int, float]:
-        """Return the number that is added to the logit of each token.
-
-        Args:
-            vocabulary: size of the vocabulary.
-
-        Raises:
-            ApiError: for a token outside of the vocabulary.
-        """
-        for name in self.logit_bias:
-            if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocabulary):
-                message = f"logit_bias: {name[:80]!r}: expected tokens of 0 to {vocabulary - 1}."
-                raise ApiError(400, message, "logit_bias")
-        return {int(name): bias for name, bias in self.logit_bias.items()}
 
 
 class ChatAsked(Asked):

@@ -20,8 +20,7 @@ from ag.commands.serve import ServeConfig  # noqa: E402
 from ag.errors import UserError  # noqa: E402
 from ag.serve import Request, Scheduler, answers, app  # noqa: E402
 from ag.serve.scheduler import StoppedError  # noqa: E402
-from ag.serve.server import Server  # noqa: E402
-from ag.serve.start import listen  # noqa: E402
+from ag.serve.server import Server, listen  # noqa: E402
 from tests.support.asked import KEY, Connection, asked  # noqa: E402
 from tests.support.byte_fallback import PIECES, bytes_as_tokens, fallback_tokenizer  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer, said  # noqa: E402
@@ -232,6 +231,7 @@ def test_each_of_the_most_probable_tokens_has_its_name(fallback, best):
     ("change", "param", "words"),
     [
         ({"prompt": [1, 2, 400]}, "prompt", ["259"]),
+        ({"logit_bias": {"7": 1, "260": 1}}, "logit_bias", ["260", "259"]),
         ({"prompt": ["a"] * 257}, "prompt", ["257 prompts: expected at most 256"]),
         ({"prompt": ["a", ""]}, "prompt[1]", ["empty"]),
         ({"prompt": ""}, "prompt", ["empty"]),
