@@ -323,6 +323,7 @@ class Service(Endpoints):
         """Answer the body of a request: yield the start of a response (ASGI), then parts of its body; errors too."""
         answers: Answers | None = None
         response: Response | None = None
+        begun = False
         try:
             asked = parse(ASKED[path], body)
             self.check_model(asked.model)
@@ -338,13 +339,19 @@ class Service(Endpoints):
                 answers = self._submitted(asked, found)
                 if asked.stream:
                     yield EVENTS
-                    async for event in self._events(answers, form):
-                        yield event
+                    begun = True
+                    yield form.begin().encode()
+                    async for piece in answers:
+                        yield b": waiting\n\n" if piece is None else form.chunk(piece).encode()
+                    yield form.end(answers.used).encode()
                 else:
                     whole = form.whole(await answers.whole(), answers.used)
                     response = Response(whole, media_type="application/json")
         except Exception as error:
-            response = refusal(error)
+            if begun:
+                yield error_event(error)
+            else:
+                response = refusal(error)
         finally:
             if answers is not None:
                 answers.close()
@@ -358,16 +365,6 @@ class Service(Endpoints):
             raise
         except UserError as error:  # too long for the pool
             raise ApiError(400, str(error), asked.longest[0] if asked.longest else asked.text) from None
-
-    async def _events(self, answers: Answers, form: Form | ResponseForm) -> AsyncIterator[bytes]:
-        """Yield the server-sent events of a stream."""
-        try:
-            yield form.begin().encode()
-            async for piece in answers:
-                yield b": waiting\n\n" if piece is None else form.chunk(piece).encode()
-            yield form.end(answers.used).encode()
-        except Exception as error:
-            yield error_event(error)
 
 
 # ---- errors

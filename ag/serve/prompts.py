@@ -226,7 +226,7 @@ class Prompts:
         elif asked.echo:
             reader = Detokenizer(self._texts, special=True)
             pieces = [reader.add(token) for token in ids]
-        request = self._request(asked, ids, asked.ag.protect if asked.ag else (), param)
+        request = self._request(asked, ids, (asked.ag and asked.ag.protect) or (), param)
         places = accumulate(map(len, pieces), initial=0)
         echo = tuple(Token(*each) for each in zip(ids, pieces, places, strict=False))
         return Prompt(request, self._policy_text(request), echo if asked.echo else ())

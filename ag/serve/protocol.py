@@ -9,7 +9,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, cast
 
 from openai.types.chat import ChatCompletionNamedToolChoiceParam
 from openai.types.chat import completion_create_params as chat_params
@@ -189,27 +189,18 @@ class StreamOptions(Part):
 
 
 TokenName = Annotated[int, Field(ge=0, strict=False)]  # a key of JSON is a text
+Span = Annotated[list[int], Field(min_length=2, max_length=2)]  # of tokens: the first one, and that behind the last
+Protected = TypeVar("Protected")
 Ids = Annotated[list[int], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Extensions(Part):
+class Extensions(Part, Generic[Protected]):
     """What this server adds to OpenAI's API: how a request is evicted."""
 
     policy: str | None = None  # None means the server's
     budget: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = None  # tokens, or a share
-
-
-class ChatExtensions(Extensions):
-    """The same of a chat."""
-
-    protect: list[ChatPart] | None = None  # parts that are never evicted; None means the server's protect=
-
-
-class TextExtensions(Extensions):
-    """The same of a text."""
-
-    protect: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=list)  # spans
+    protect: list[Protected] | None = None  # what is never evicted; None means the server's protect= in a chat
 
 
 class Body(Part):
@@ -252,7 +243,7 @@ class Asked(Body):
     return_token_ids: bool = False
     structured_outputs: Annotated[StructuredOutputs, Field(min_length=1, max_length=1)] | None = None
 
-    ag: Extensions | None = None
+    ag: Extensions[Any] | None = None
 
     #: The parameter that holds the prompt.
     text: ClassVar[str]
@@ -313,7 +304,7 @@ class ChatAsked(Asked):
     reasoning_effort: ReasoningEffort = None  # another one
     add_generation_prompt: bool | None = None  # None means that the chat ends with the opening of an answer
     continue_final_message: bool = False
-    ag: ChatExtensions | None = None
+    ag: Extensions[ChatPart] | None = None
 
     @field_validator("reasoning_effort")
     @classmethod
@@ -389,7 +380,7 @@ class CompletionAsked(Asked):
     max_tokens: int | None = Field(None, ge=0)  # 0 reads the prompt alone
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
-    ag: TextExtensions | None = None
+    ag: Extensions[Span] | None = None
 
     @property
     def best(self) -> int | None:
