@@ -66,16 +66,8 @@ STATUSES: Sequence[tuple[Any, int, str | None]] = (
     (UserError, 400, None),
     (ClientDisconnect, 499, None),  # nobody reads it
 )
-#: The start of a stream of server-sent events, which proxies must not buffer.
-EVENTS: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+#: Headers of a stream of server-sent events, which proxies must not buffer.
+EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 #: The parameters of a request, by path.
 ASKED: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatAsked,
@@ -338,7 +330,7 @@ class Service(Endpoints):
                     form = Form(asked, self.scheduler.vocabulary, self.prompts.divider(asked, found[0].request.tokens))
                 answers = self._submitted(asked, found)
                 if asked.stream:
-                    yield EVENTS
+                    yield start(StreamingResponse((), headers=EVENTS))
                     begun = True
                     yield form.begin().encode()
                     async for piece in answers:
@@ -355,8 +347,9 @@ class Service(Endpoints):
         finally:
             if answers is not None:
                 answers.close()
-        for part in parts(response) if response is not None else ():
-            yield part
+        if response is not None:
+            yield start(response)
+            yield bytes(response.body)
 
     def _submitted(self, asked: Asked, found: list[Prompt]) -> Answers:
         try:
@@ -399,10 +392,9 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed at this request.")
 
 
-def parts(response: Response) -> list[Message | bytes]:
-    """Return the start of a response (ASGI) and its body."""
-    start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
-    return [start, bytes(response.body)]
+def start(response: Response) -> Message:
+    """Return the ASGI message with the status and the headers of a response."""
+    return {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
 
 
 # ---- the live page

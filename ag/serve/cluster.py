@@ -31,7 +31,7 @@ from ag.config.recipes import resolve
 from ag.continuation import read_policy
 from ag.errors import UserError
 from ag.serve.answers import WaitedError
-from ag.serve.app import Endpoints, api_error, error_event, parts, refusal
+from ag.serve.app import Endpoints, api_error, error_event, refusal, start
 from ag.serve.metrics import Status, labelled
 from ag.serve.prompts import policy_text
 from ag.serve.scheduler import StoppedError
@@ -139,8 +139,9 @@ class Front(Endpoints):
         try:
             begin, answer = await self._begun(path, body)
         except UserError as error:
-            for part in parts(refusal(error)):
-                yield part
+            refused = refusal(error)
+            yield start(refused)
+            yield bytes(refused.body)
             return
         try:
             yield begin

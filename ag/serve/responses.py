@@ -134,13 +134,11 @@ class ResponseForm:
     def begin(self) -> str:
         """Return the first events of a stream."""
         opened = self._item | {"status": "in_progress", "content": []}
-        return "".join(
-            [
-                self._event("response.created", response=self._response),
-                self._event("response.in_progress", response=self._response),
-                self._event("response.output_item.added", output_index=0, item=opened),
-                self._event("response.content_part.added", **self._place, part=_part("")),
-            ]
+        return (
+            self._event("response.created", response=self._response)
+            + self._event("response.in_progress", response=self._response)
+            + self._event("response.output_item.added", output_index=0, item=opened)
+            + self._event("response.content_part.added", **self._place, part=_part(""))
         )
 
     def chunk(self, piece: Piece) -> str:
@@ -153,13 +151,11 @@ class ResponseForm:
     def end(self, used: Used) -> str:
         """Return the last events of a stream, with the numbers of tokens."""
         response = self._ended(self._text, self._reason, used)
-        return "".join(
-            [
-                self._event("response.output_text.done", **self._place, text=self._text, logprobs=[]),
-                self._event("response.content_part.done", **self._place, part=_part(self._text)),
-                self._event("response.output_item.done", output_index=0, item=response["output"][0]),
-                self._event(f"response.{response['status']}", response=response),
-            ]
+        return (
+            self._event("response.output_text.done", **self._place, text=self._text, logprobs=[])
+            + self._event("response.content_part.done", **self._place, part=_part(self._text))
+            + self._event("response.output_item.done", output_index=0, item=response["output"][0])
+            + self._event(f"response.{response['status']}", response=response)
         )
 
     def whole(self, answers: Sequence[Piece], used: Used) -> str:
