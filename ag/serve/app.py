@@ -84,19 +84,18 @@ class Endpoints(ABC):
     Args:
         name: of the model, for clients.
         policy: text of the policy, for the live page.
-        limits: limits of requests.
+        config: of the server: limits of requests, and the key that clients have to send.
         most: most open requests: bodies that arrive and answers that are generated or sent.
-        api_key: the key that clients have to send; None means that no key is needed.
     """
 
-    def __init__(self, name: str, policy: str, limits: ServeConfig, most: int, api_key: str | None) -> None:
-        self.name, self.policy, self.api_key = name, policy, api_key
+    def __init__(self, name: str, policy: str, config: ServeConfig, most: int) -> None:
+        self.name, self.policy, self.config = name, policy, config
         self.began = int(time.time())
         #: True while the server stops: new requests are refused.
         self.draining = False
         #: Open requests for answers.
         self.open = 0
-        self.limits, self._most, self._page = limits, most, page()
+        self._most, self._page = most, page()
 
     def app(self) -> FastAPI:
         """Return the app; :meth:`lifespan` runs around it."""
@@ -113,8 +112,8 @@ class Endpoints(ABC):
         app.add_api_route("/health", self.health)
         app.add_api_route("/", self.page)  # its script sends the key
         app.add_middleware(named)
-        if self.limits.origins:  # outside, as it writes into the headers
-            allowed: Any = {"allow_origins": self.limits.origins, "expose_headers": ["X-Request-Id"]}
+        if self.config.origins:  # outside, as it writes into the headers
+            allowed: Any = {"allow_origins": self.config.origins, "expose_headers": ["X-Request-Id"]}
             app.add_middleware(CORSMiddleware, allow_methods=["*"], allow_headers=["*"], **allowed)
         for kind in (ApiError, HTTPException, UserError, ClientDisconnect):
             app.add_exception_handler(kind, _refuse)
@@ -204,10 +203,10 @@ class Endpoints(ABC):
             raise ApiError(404, f"model={name[:200]!r}: expected {self.name!r}.", "model", "model_not_found")
 
     async def _check_key(self, http: Http) -> None:
-        if self.api_key is None:
+        if not self.config.api_key:
             return
         scheme, _, given = http.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("latin-1"), self.api_key.encode())
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self.config.api_key.encode())
         if not right or scheme.lower() != "bearer":
             raise ApiError(
                 401, "expected the header Authorization: Bearer KEY with this server's key.", code="invalid_api_key"
@@ -223,7 +222,7 @@ class Endpoints(ABC):
             raise ApiError(503, "the server is stopping: ask another one.", code="draining")
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "expected the header Content-Type: application/json.")  # forms of other sites lack it
-        limit = self.limits.body_bytes
+        limit = self.config.body_bytes
         body, length = bytearray(), 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -274,14 +273,13 @@ class Service(Endpoints):
     Args:
         scheduler: generates the answers.
         name: of the model, for clients.
-        limits: limits of requests.
-        api_key: the key that clients have to send; None means that no key is needed.
+        config: of the server.
     """
 
-    def __init__(self, scheduler: Scheduler, name: str, limits: ServeConfig, api_key: str | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, name: str, config: ServeConfig) -> None:
         most = 2 * (scheduler.queue + scheduler.batch)
-        super().__init__(name, policy_text(scheduler.policy), limits, most, api_key)
-        self.prompts = Prompts(scheduler, limits)
+        super().__init__(name, policy_text(scheduler.policy), config, most)
+        self.prompts = Prompts(scheduler, config)
         self.scheduler, self._metrics = scheduler, Metrics(scheduler.snapshot)
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._encoder = ThreadPoolExecutor(1, "encoder")  # one thread, as a tokenizer cannot encode two texts at once

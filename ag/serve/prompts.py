@@ -39,14 +39,11 @@ class Prompts:
     """
 
     def __init__(self, scheduler: Scheduler, limits: ServeConfig) -> None:
-        model = scheduler.model.config.get_text_config()
         self.tokenizer, self.limits = scheduler.tokenizer, limits
         self._texts, self._batch, self._queue = scheduler.vocabulary, scheduler.batch, scheduler.queue
         self._model, self._own = scheduler.model, scheduler.policy
         self._policy = lru_cache(POLICIES)(self._made)
-        #: Most tokens of a text; None means that the model has no limit.
-        self.context: int | None = getattr(model, "max_position_embeddings", None)
-        self._vocabulary = int(model.vocab_size)
+        self.context, self._vocabulary = scheduler.context, scheduler.model.config.get_text_config().vocab_size
         self._grammars = Grammars(self.tokenizer, self._vocabulary, scheduler.ends)
         self._calls = calls_of(self.tokenizer)
 

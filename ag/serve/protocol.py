@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 from ag.errors import nearest
 from ag.model.chat import Part as ChatPart
 from ag.model.chat import for_template
-from ag.serve.answers import Piece, Used
+from ag.serve.answers import Piece
 from ag.serve.detokenizer import Vocabulary
 from ag.serve.request import Token
 from ag.serve.tools import Divider
@@ -511,13 +511,13 @@ class Form:
         first = self._chat and piece.number == 0
         return _event(self._json([self._choice(piece, text)], **(self._of_prompt(piece) if first else {})))
 
-    def end(self, used: Used) -> str:
+    def end(self, used: Mapping[str, Any]) -> str:
         """Return the last events of a stream, with the numbers of tokens if they were requested."""
         options = self.asked.stream_options
         wanted = options is not None and options.include_usage
-        return (_event(self._json([], usage=_usage(used))) if wanted else "") + _event("[DONE]")
+        return (_event(self._json([], usage=used)) if wanted else "") + _event("[DONE]")
 
-    def whole(self, answers: Sequence[Piece], used: Used) -> str:
+    def whole(self, answers: Sequence[Piece], used: Mapping[str, Any]) -> str:
         """Return the answers, each in one piece, with the numbers of tokens."""
         choices = []
         for piece in answers:
@@ -527,7 +527,7 @@ class Form:
                 message["content"] = message["content"] or None
             choices.append(self._choice(piece, {"message": message} if self._chat else {"text": piece.text}))
         of_prompt = self._of_prompt(answers[0]) if self._chat else {}
-        return self._json(choices, object="chat.completion", usage=_usage(used), **of_prompt)
+        return self._json(choices, object="chat.completion", usage=used, **of_prompt)
 
     def _json(self, choices: list[dict[str, Any]], *, object: str = "chat.completion.chunk", **more: Any) -> str:
         kind = object if self._chat else "text_completion"
@@ -561,22 +561,20 @@ class Form:
         """Return what was requested of a prompt: tokens and log-probabilities in the form of vLLM, and what stays."""
         if piece.prompt is None:
             return {}
-        ids: dict[str, Any] = (
-            {"prompt_token_ids": [token.id for token in piece.prompt]} if self.asked.return_token_ids else {}
-        )
-        ids |= {} if self.asked.ag is None else {"ag": piece.kept}
-        if self.asked.prompt_logprobs is None:
-            return ids
-        rows: list[dict[int, Any] | None] = []
-        for token in piece.prompt:
-            best = token.best[: self.asked.prompt_logprobs]
-            ranked = [(other, logprob, rank) for rank, (other, logprob) in enumerate(best, 1)]
-            values = {
-                other: {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.text_of(other)}
-                for other, logprob, rank in [*ranked, (token.id, token.logprob, token.rank)]
-            }
-            rows.append(values if token.rank else None)
-        return ids | {"prompt_logprobs": rows}
+        found: dict[str, Any] = {} if self.asked.ag is None else {"ag": piece.kept}
+        if self.asked.return_token_ids:
+            found["prompt_token_ids"] = [token.id for token in piece.prompt]
+        if self.asked.prompt_logprobs is not None:
+            found["prompt_logprobs"] = [self._ranked(token) if token.rank else None for token in piece.prompt]
+        return found
+
+    def _ranked(self, token: Token) -> dict[int, Any]:
+        best = token.best[: self.asked.prompt_logprobs]
+        ranked = [(other, logprob, rank) for rank, (other, logprob) in enumerate(best, 1)]
+        return {
+            other: {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.text_of(other)}
+            for other, logprob, rank in [*ranked, (token.id, token.logprob, token.rank)]
+        }
 
     # ---- log-probabilities
 
@@ -618,12 +616,3 @@ def _event(data: str) -> str:
 
 def _finite(logprob: float | None) -> float:
     return max(logprob or 0.0, LOWEST)
-
-
-def _usage(used: Used) -> dict[str, Any]:
-    return {
-        "prompt_tokens": used.read,
-        "completion_tokens": used.written,
-        "total_tokens": used.read + used.written,
-        "prompt_tokens_details": {"cached_tokens": used.cached},
-    }

@@ -12,7 +12,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from openai.types.shared import ReasoningEffort
 from pydantic import Field
 
-from ag.serve.answers import Piece, Used
+from ag.serve.answers import Piece
 from ag.serve.protocol import Body, ChatAsked, Message, Part
 
 #: Parameters that are not supported, with the values under which they change nothing.
@@ -148,7 +148,7 @@ class ResponseForm:
             return ""
         return self._event("response.output_text.delta", **self._place, delta=piece.text, logprobs=[])
 
-    def end(self, used: Used) -> str:
+    def end(self, used: Mapping[str, Any]) -> str:
         """Return the last events of a stream, with the numbers of tokens."""
         response = self._ended(self._text, self._reason, used)
         return (
@@ -158,20 +158,20 @@ class ResponseForm:
             + self._event(f"response.{response['status']}", response=response)
         )
 
-    def whole(self, answers: Sequence[Piece], used: Used) -> str:
+    def whole(self, answers: Sequence[Piece], used: Mapping[str, Any]) -> str:
         """Return the answer in one piece, with the numbers of tokens."""
         [piece] = answers
         return json.dumps(self._ended(piece.text, piece.reason, used))
 
-    def _ended(self, text: str, reason: str | None, used: Used) -> dict[str, Any]:
+    def _ended(self, text: str, reason: str | None, used: Mapping[str, Any]) -> dict[str, Any]:
         """Return the response at its end."""
         status = "completed" if reason == "stop" else "incomplete"
         usage = {
-            "input_tokens": used.read,
-            "input_tokens_details": {"cached_tokens": used.cached, "cache_write_tokens": 0},
-            "output_tokens": used.written,
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": used["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": used.read + used.written,
+            "total_tokens": used["total_tokens"],
         }
         return self._response | {
             "status": status,

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,21 +34,20 @@ CLOSE_SECONDS = 2  # for connections after the answers
 
 def run(asked: Invocation[ServeConfig]) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code."""
-    config = asked.config
+    config = with_key(asked.config)
     chosen = read_policy(config)
     if asked.dry_run:
         print(f"{chosen.spec}: {config.memory_bytes} bytes, {config.host}:{config.port}")
         return 0
-    api_key = config.api_key or os.environ.get(KEY_VARIABLE) or None
     if config.cluster is not None:
         from ag.serve.cluster import run_on
 
-        return run_on(config.cluster, config, api_key)
-    service = serving(config, api_key)
+        return run_on(config.cluster, config)
+    service = serving(config)
     log()
     listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
-    announce(service.name, host, port, open_to_all=api_key is None)
+    announce(config, service.name, host, port)
     settings = uvicorn.Config(
         service.app(),
         log_config=None,
@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serving(config: ServeConfig, api_key: str | None) -> Service:
+def serving(config: ServeConfig) -> Service:
     """Load the model, and return its endpoints."""
     chosen = read_policy(config)
     model, tokenizer = load(config, chosen.spec.path or config.gates)
@@ -105,13 +105,18 @@ def serving(config: ServeConfig, api_key: str | None) -> Service:
         queue=config.queue,
         prompt_lookup=config.prompt_lookup,
     )
-    return Service(scheduler, config.name or Path(str(model.config.name_or_path)).name, config, api_key)
+    return Service(scheduler, config.name or Path(str(model.config.name_or_path)).name, config)
 
 
-def announce(name: str, host: str, port: int, open_to_all: bool) -> None:
+def with_key(config: ServeConfig) -> ServeConfig:
+    """Return a configuration with the key of the environment, if it has none of its own."""
+    return replace(config, api_key=config.api_key or os.environ.get(KEY_VARIABLE))
+
+
+def announce(config: ServeConfig, name: str, host: str, port: int) -> None:
     """Print the address, and a warning where other machines reach a server without a key."""
     print(f"ag.serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-    if open_to_all and host not in ("127.0.0.1", "::1"):
+    if not config.api_key and host not in ("127.0.0.1", "::1"):
         print(f"ag.serve: warning: host={host} without api_key: everybody who reaches it may ask", file=sys.stderr)
 
 

@@ -402,7 +402,7 @@ def in_loop(scheduler, work):
     """Run ``work(service, app)`` in an event loop, while the service runs."""
 
     async def run():
-        service = app.Service(scheduler, "tiny", ServeConfig(), KEY)
+        service = app.Service(scheduler, "tiny", ServeConfig(api_key=KEY))
         made = service.app()
         async with made.router.lifespan_context(made):
             return await asyncio.wait_for(work(service, made), 60)

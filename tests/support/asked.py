@@ -23,7 +23,7 @@ HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 @contextmanager
 def asked(scheduler: Scheduler, **limits: Any) -> Iterator[tuple[openai.OpenAI, TestClient, Service]]:
     """OpenAI's client of a scheduler's app, a plain one with its key, and the service itself."""
-    service = Service(scheduler, "tiny", ServeConfig(**limits), KEY)
+    service = Service(scheduler, "tiny", ServeConfig(api_key=KEY, **limits))
     with TestClient(service.app(), headers=HEADERS) as http:
         client = openai.OpenAI(base_url="http://testserver/v1", api_key=KEY, max_retries=0, http_client=http)
         yield client, http, service
