@@ -128,7 +128,11 @@ class Endpoints(ABC):
 
     @abstractmethod
     def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
-        """Answer the body of a request: yield the start of a response (ASGI), then parts of its body; errors too."""
+        """Answer the body of a request: yield the start of a response (ASGI), then parts of its body.
+
+        Raises:
+            Exception: of any kind, which :meth:`told` tells the client.
+        """
 
     @abstractmethod
     async def status(self) -> Status:
@@ -185,7 +189,23 @@ class Endpoints(ABC):
 
     async def answer(self, http: Http) -> Response:
         """Answer a chat or a text."""
-        return PartsResponse(cast("AsyncIterator[bytes]", self.ask(http.url.path, await self._body(http))))
+        return PartsResponse(cast("AsyncIterator[bytes]", self.told(http.url.path, await self._body(http))))
+
+    async def told(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
+        """Yield what :meth:`ask` yields; an error is a refusal at the start, and an event later."""
+        begun = False
+        try:
+            async with aclosing(self.ask(path, body)) as parts:
+                async for part in parts:
+                    begun = True
+                    yield part
+        except Exception as error:
+            if begun:
+                yield f"data: {json.dumps(api_error(error).body)}\n\n".encode()
+            else:
+                response = refusal(error)
+                yield start(response)
+                yield bytes(response.body)
 
     async def _count(self) -> AsyncIterator[None]:
         """Count a request as open until its response is sent, or its client has disconnected."""
@@ -310,44 +330,34 @@ class Service(Endpoints):
         )
 
     async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
-        """Answer the body of a request: yield the start of a response (ASGI), then parts of its body; errors too."""
-        answers: Answers | None = None
-        response: Response | None = None
-        begun = False
-        try:
-            asked = parse(ASKED[path], body)
-            self.check_model(asked.model)
-            form: Form | ResponseForm | None = None
-            if isinstance(asked, ResponsesAsked):
-                form, asked = ResponseForm(asked), asked.as_chat()
-            found = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, asked)
-            if isinstance(found, dict):
-                response = JSONResponse(found)
-            else:
-                if form is None:
-                    form = Form(asked, self.scheduler.vocabulary, self.prompts.divider(asked, found[0].request.tokens))
-                answers = self._submitted(asked, found)
-                if asked.stream:
-                    yield start(StreamingResponse((), headers=EVENTS))
-                    begun = True
-                    yield form.begin().encode()
-                    async for piece in answers:
-                        yield b": waiting\n\n" if piece is None else form.chunk(piece).encode()
-                    yield form.end(answers.used).encode()
-                else:
-                    whole = form.whole(await answers.whole(), answers.used)
-                    response = Response(whole, media_type="application/json")
-        except Exception as error:
-            if begun:
-                yield error_event(error)
-            else:
-                response = refusal(error)
-        finally:
-            if answers is not None:
-                answers.close()
-        if response is not None:
+        """Answer the body of a request by the scheduler."""
+        asked = parse(ASKED[path], body)
+        self.check_model(asked.model)
+        form: Form | ResponseForm | None = None
+        if isinstance(asked, ResponsesAsked):
+            form, asked = ResponseForm(asked), asked.as_chat()
+        found = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, asked)
+        if isinstance(found, dict):
+            response: Response = JSONResponse(found)
             yield start(response)
             yield bytes(response.body)
+            return
+        if form is None:
+            form = Form(asked, self.scheduler.vocabulary, self.prompts.divider(asked, found[0].request.tokens))
+        answers = self._submitted(asked, found)
+        try:
+            if asked.stream:
+                yield start(StreamingResponse((), headers=EVENTS))
+                yield form.begin().encode()
+                async for piece in answers:
+                    yield b": waiting\n\n" if piece is None else form.chunk(piece).encode()
+                yield form.end(answers.used).encode()
+            else:
+                response = Response(form.whole(await answers.whole(), answers.used), media_type="application/json")
+                yield start(response)
+                yield bytes(response.body)
+        finally:
+            answers.close()
 
     def _submitted(self, asked: Asked, found: list[Prompt]) -> Answers:
         try:
@@ -370,11 +380,6 @@ def refusal(error: Exception) -> Response:
     found = api_error(error)
     more = {401: {"WWW-Authenticate": "Bearer"}, 429: RETRY, 503: RETRY}
     return JSONResponse(found.body, found.status, more.get(found.status))
-
-
-def error_event(error: Exception) -> bytes:
-    """Return the event for an error inside a stream."""
-    return f"data: {json.dumps(api_error(error).body)}\n\n".encode()
 
 
 def api_error(error: Exception) -> ApiError:

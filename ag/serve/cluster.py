@@ -31,7 +31,7 @@ from ag.config.recipes import resolve
 from ag.continuation import read_policy
 from ag.errors import UserError
 from ag.serve.answers import WaitedError
-from ag.serve.app import Endpoints, api_error, error_event, refusal, start
+from ag.serve.app import Endpoints, api_error
 from ag.serve.metrics import Status, labelled
 from ag.serve.prompts import policy_text
 from ag.serve.scheduler import StoppedError
@@ -84,9 +84,9 @@ class Replica:
             raise StoppedError("the scheduler has failed.")
 
     async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes | None]:
-        """Answer a request as :meth:`Endpoints.ask` does, after a None that says that a replica has received it."""
+        """Answer a request as :meth:`Endpoints.told` does, after a None that says that a replica has received it."""
         yield None
-        async with aclosing(self._service.ask(path, body)) as answered:
+        async with aclosing(self._service.told(path, body)) as answered:
             async for part in answered:
                 yield part
 
@@ -135,19 +135,13 @@ class Front(Endpoints):
 
     async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
         """Forward the body of a request to a replica, and yield the parts of its response."""
-        try:
-            begin, answer = await self._begun(path, body)
-        except UserError as error:
-            refused = refusal(error)
-            yield start(refused)
-            yield bytes(refused.body)
-            return
+        begin, answer = await self._begun(path, body)
         try:
             yield begin
             async for part in answer:
                 yield part
         except RayActorError:  # in the middle of a stream
-            yield error_event(StoppedError("the replica that wrote this answer has ended: ask again."))
+            raise StoppedError("the replica that wrote this answer has ended: ask again.") from None
         finally:
             answer.cancel()
 
