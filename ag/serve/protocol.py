@@ -477,7 +477,7 @@ def _param(place: Sequence[int | str]) -> str:
     """Return the name of a parameter, such as ``messages[0].role``."""
     kinds = re.compile(r"str|list|[A-Z]\w*")  # of several possible types
     names = [part for part in place if isinstance(part, int) or part.isidentifier() and not kinds.fullmatch(part)]
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part:.80}" for part in names).lstrip(".")
 
 
 # ---- answers

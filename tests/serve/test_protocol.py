@@ -163,9 +163,10 @@ def test_neutral_values_are_accepted(kind, change):
     [
         '"seed": 1' + "0" * 9000,
         '"logit_bias": {"1' + "0" * 9000 + '": 1}',
+        '"logit_bias": {"' + "x" * 9000 + '": 1}',
         '"' + "y" * 2000 + '": 1',
     ],
-    ids=["digits", "token", "long name"],
+    ids=["digits", "token", "word", "long name"],
 )
 def test_values_that_are_too_large(change):
     assert refusal(CompletionAsked, f'{{"model": "m", "prompt": "x", {change}}}'.encode())
