@@ -36,19 +36,8 @@ from ag.engine.block_pool import PoolFullError
 from ag.errors import UserError
 from ag.serve.answers import Answers, WaitedError, where
 from ag.serve.metrics import Metrics, Status, as_text
-from ag.serve.prompts import Prompts, policy_text
-from ag.serve.protocol import (
-    ApiError,
-    Asked,
-    Body,
-    ChatAsked,
-    CompletionAsked,
-    DetokenizeAsked,
-    Form,
-    TokenizeAsked,
-    parse,
-)
-from ag.serve.request import Prompt
+from ag.serve.prompts import ASKED, Prompts, policy_text
+from ag.serve.protocol import ApiError, Form, parse
 from ag.serve.responses import ResponseForm, ResponsesAsked
 from ag.serve.scheduler import Busy, Scheduler, StoppedError
 from ag.versions import versions
@@ -68,14 +57,6 @@ STATUSES: Sequence[tuple[Any, int, str | None]] = (
 )
 #: Headers of a stream of server-sent events, which proxies must not buffer.
 EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-#: The parameters of a request, by path.
-ASKED: dict[str, type[Body]] = {
-    "/v1/chat/completions": ChatAsked,
-    "/v1/completions": CompletionAsked,
-    "/v1/responses": ResponsesAsked,
-    "/tokenize": TokenizeAsked,
-    "/detokenize": DetokenizeAsked,
-}
 
 
 class Endpoints(ABC):
@@ -344,7 +325,12 @@ class Service(Endpoints):
             return
         if form is None:
             form = Form(asked, self.scheduler.vocabulary, self.prompts.divider(asked, found[0].request.tokens))
-        answers = self._submitted(asked, found)
+        try:
+            answers = Answers(found, self.scheduler, self._metrics.timed)
+        except (Busy, StoppedError):
+            raise
+        except UserError as error:  # too long for the pool
+            raise ApiError(400, str(error), asked.longest[0] if asked.longest else asked.text) from None
         try:
             if asked.stream:
                 yield start(StreamingResponse((), headers=EVENTS))
@@ -358,14 +344,6 @@ class Service(Endpoints):
                 yield bytes(response.body)
         finally:
             answers.close()
-
-    def _submitted(self, asked: Asked, found: list[Prompt]) -> Answers:
-        try:
-            return Answers(found, self.scheduler, self._metrics.timed)
-        except (Busy, StoppedError):
-            raise
-        except UserError as error:  # too long for the pool
-            raise ApiError(400, str(error), asked.longest[0] if asked.longest else asked.text) from None
 
 
 # ---- errors

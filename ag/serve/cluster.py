@@ -35,8 +35,8 @@ from ag.serve.app import Endpoints, api_error
 from ag.serve.metrics import Status, labelled
 from ag.serve.prompts import policy_text
 from ag.serve.scheduler import StoppedError
-from ag.serve.server import DRAIN_SECONDS, announce, listen, log, serving, with_key
 from ag.serve.snapshot import together
+from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving, with_key
 from ag.versions import versions
 
 try:

@@ -19,6 +19,7 @@ from ag.model.chat import Chat, reads, spans
 from ag.serve.detokenizer import Detokenizer
 from ag.serve.protocol import ApiError, Asked, Body, ChatAsked, CompletionAsked, DetokenizeAsked, TokenizeAsked
 from ag.serve.request import Prompt, Request, Token
+from ag.serve.responses import ResponsesAsked
 from ag.serve.scheduler import Scheduler
 from ag.serve.structured import Grammars
 from ag.serve.tools import Divider, calls_of
@@ -26,6 +27,15 @@ from ag.serve.tools import Divider, calls_of
 TEXT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 POLICIES = 64  # policies of requests that are remembered
 RESERVED = 1024  # tokens for which admission keeps blocks, of an answer that has no limit of its own
+
+#: The parameters of a request, by path.
+ASKED: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatAsked,
+    "/v1/completions": CompletionAsked,
+    "/v1/responses": ResponsesAsked,
+    "/tokenize": TokenizeAsked,
+    "/detokenize": DetokenizeAsked,
+}
 
 _PARAMETERS = {field.name for field in fields(Request)}
 

@@ -20,7 +20,8 @@ from ag.commands.serve import ServeConfig  # noqa: E402
 from ag.errors import UserError  # noqa: E402
 from ag.serve import Request, Scheduler, answers, app  # noqa: E402
 from ag.serve.scheduler import StoppedError  # noqa: E402
-from ag.serve.server import Server, listen  # noqa: E402
+from ag.serve.server import Server  # noqa: E402
+from ag.serve.start import listen  # noqa: E402
 from tests.support.asked import KEY, Connection, asked  # noqa: E402
 from tests.support.byte_fallback import PIECES, bytes_as_tokens, fallback_tokenizer  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer, said  # noqa: E402
