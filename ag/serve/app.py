@@ -241,7 +241,11 @@ class Endpoints(ABC):
 
 
 class PartsResponse(StreamingResponse):
-    """A response made of the parts of :meth:`Endpoints.ask`; a disconnect of the client ends their generator."""
+    """A response made of the parts of :meth:`Endpoints.told`; a disconnect of the client ends their generator."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the parts; under ASGI 2.4 Starlette would see a disconnect at the next part only."""
+        await super().__call__({**scope, "asgi": {"spec_version": "2.3"}}, receive, send)
 
     async def stream_response(self, send: Send) -> None:
         """Send the parts."""
