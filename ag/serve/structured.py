@@ -91,14 +91,16 @@ class Masks:
         Returns:
             For each answer the allowed tokens, ``[V]`` bool, after its text and after each draft; None means all.
         """
-        return self._thread.submit(self._compute, wanted)
+        if any(matcher is not None for matcher, _ in wanted):
+            return self._thread.submit(self._compute, wanted)
+        done: Future[list[Iterator[Tensor | None]]] = Future()
+        done.set_result([repeat(None)] * len(wanted))
+        return done
 
     def _compute(self, wanted: Sequence[tuple[Any, list[int]]]) -> list[Iterator[Tensor | None]]:
-        ruled = [(matcher, drafts) for matcher, drafts in wanted if matcher is not None]
-        if not ruled:
-            return [repeat(None)] * len(wanted)
         from llguidance import numpy as masks
 
+        ruled = [(matcher, drafts) for matcher, drafts in wanted if matcher is not None]
         sizes = [1 + len(drafts) for _, drafts in ruled]
         rows = [(*each, first) for each, first in zip(ruled, accumulate(sizes, initial=0), strict=False)]
         bits = np.zeros((sum(sizes), -(-self._vocabulary // 32)), np.int32)
