@@ -46,8 +46,8 @@ class Connection:
             self.reads.set()
         self._events: asyncio.Queue[Message] = asyncio.Queue()
         headers = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
-        scope["asgi"] = {"version": "3.0", "spec_version": "2.4"}
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        scope |= {"query_string": b"", "asgi": {"version": "3.0", "spec_version": "2.4"}}
         self.come(body if isinstance(body, bytes) else json.dumps(body).encode(), whole)
         self.answer = asyncio.ensure_future(app(scope, self._events.get, self._send))
 
