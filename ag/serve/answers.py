@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ag.errors import UserError
 from ag.serve.request import Event, Prompt, Stream, Token
@@ -36,14 +36,6 @@ class Piece:
     reason: Literal["stop", "length"] | None = None  # why the answer ended; None means that it goes on
     prompt: tuple[Token, ...] | None = None  # the tokens of the prompt; None in all but the first piece of an answer
     kept: Mapping[str, Any] | None = None  # the policy and the share of the prompt that stays; as ``prompt``
-
-
-class Used(NamedTuple):
-    """Numbers of tokens."""
-
-    read: int  # of the prompts
-    written: int  # of the answers so far
-    cached: int  # of the prompts, taken from a cached prefix
 
 
 class Answers:
@@ -77,10 +69,15 @@ class Answers:
             raise
 
     @property
-    def used(self) -> Used:
-        """The numbers of tokens so far."""
+    def used(self) -> dict[str, Any]:
+        """The numbers of tokens so far, as ``usage`` of OpenAI's API."""
         first = {id(prompt): stream for prompt, stream in zip(self._prompts, self._streams, strict=True)}
-        return Used(self._read, self._written, sum(stream.shared for stream in first.values()))
+        return {
+            "prompt_tokens": self._read,
+            "completion_tokens": self._written,
+            "total_tokens": self._read + self._written,
+            "prompt_tokens_details": {"cached_tokens": sum(stream.shared for stream in first.values())},
+        }
 
     def _receive(self, first: int, number: int, event: Event) -> None:
         """Queue an event of an answer; called in the scheduler's thread, which does not wait for the reader.
@@ -152,14 +149,13 @@ class Answers:
 
     async def whole(self) -> list[Piece]:
         """Return each answer as one piece."""
-        found = [Piece(number) for number in range(len(self._streams))]
+        found: dict[int, Piece] = {}
         async for new in self:
             if new is not None:
-                old = found[new.number]
-                prompt, kept = (old.prompt, old.kept) if new.prompt is None else (new.prompt, new.kept)
+                old = found.setdefault(new.number, replace(new, text="", tokens=()))
                 text, tokens = old.text + new.text, old.tokens + new.tokens
-                found[new.number] = Piece(new.number, text, tokens, new.reason, prompt, kept)
-        return found
+                found[new.number] = replace(old, text=text, tokens=tokens, reason=new.reason)
+        return [found[number] for number in sorted(found)]
 
     def close(self) -> None:
         """Cancel the answers that have not ended, so that their blocks are freed, and write a line into the log."""

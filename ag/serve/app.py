@@ -13,16 +13,16 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as Http
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from openai.types import Model
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
@@ -36,17 +36,8 @@ from ag.engine.block_pool import PoolFullError
 from ag.errors import UserError
 from ag.serve.answers import Answers, WaitedError, where
 from ag.serve.metrics import Metrics, Status, as_text
-from ag.serve.prompts import Prompts, policy_text
-from ag.serve.protocol import (
-    ApiError,
-    Body,
-    ChatAsked,
-    CompletionAsked,
-    DetokenizeAsked,
-    Form,
-    TokenizeAsked,
-    parse,
-)
+from ag.serve.prompts import ASKED, Prompts, policy_text
+from ag.serve.protocol import ApiError, Form, parse
 from ag.serve.responses import ResponseForm, ResponsesAsked
 from ag.serve.scheduler import Busy, Scheduler, StoppedError
 from ag.versions import versions
@@ -54,27 +45,18 @@ from ag.versions import versions
 logger = logging.getLogger("ag.serve")
 
 BODY_SECONDS = 30  # longest time for a body to arrive
-RETRY_SECONDS = 5  # of Retry-After
+RETRY = {"Retry-After": "5"}  # seconds
 STOPPING = "the server is stopping: ask again later, or another one."
 READ_MULTIPLE = 16  # a body up to this many times too long is read and dropped, so that its client sees the refusal
-#: The start of a stream of server-sent events, which proxies must not buffer.
-EVENTS: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
-#: The parameters of a request, by path.
-ASKED: dict[str, type[Body]] = {
-    "/v1/chat/completions": ChatAsked,
-    "/v1/completions": CompletionAsked,
-    "/v1/responses": ResponsesAsked,
-    "/tokenize": TokenizeAsked,
-    "/detokenize": DetokenizeAsked,
-}
+#: Status and code of errors; the first kind that fits holds.
+STATUSES: Sequence[tuple[Any, int, str | None]] = (
+    (Busy, 429, "queue_full"),
+    ((StoppedError, WaitedError, PoolFullError), 503, None),
+    (UserError, 400, None),
+    (ClientDisconnect, 499, None),  # nobody reads it
+)
+#: Headers of a stream of server-sent events, which proxies must not buffer.
+EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class Endpoints(ABC):
@@ -83,40 +65,39 @@ class Endpoints(ABC):
     Args:
         name: of the model, for clients.
         policy: text of the policy, for the live page.
-        limits: limits of requests.
+        config: of the server: limits of requests, and the key that clients have to send.
         most: most open requests: bodies that arrive and answers that are generated or sent.
-        api_key: the key that clients have to send; None means that no key is needed.
     """
 
-    def __init__(self, name: str, policy: str, limits: ServeConfig, most: int, api_key: str | None) -> None:
-        self.name, self.policy, self.api_key = name, policy, api_key
+    def __init__(self, name: str, policy: str, config: ServeConfig, most: int) -> None:
+        self.name, self.policy, self.config = name, policy, config
         self.began = int(time.time())
         #: True while the server stops: new requests are refused.
         self.draining = False
         #: Open requests for answers.
         self.open = 0
-        self.limits, self._most, self._page = limits, most, page()
+        self._most, self._page = most, page()
 
     def app(self) -> FastAPI:
         """Return the app; :meth:`lifespan` runs around it."""
         app = FastAPI(lifespan=self.lifespan, openapi_url=None)  # its pages load scripts from other sites
         guarded = APIRouter(dependencies=[Depends(self._check_key)])
         for path in ASKED:
-            guarded.add_api_route(path, self.answer, methods=["POST"])
-        guarded.add_api_route("/version", self.version, methods=["GET"])
-        guarded.add_api_route("/v1/models", self.models, methods=["GET"])
-        guarded.add_api_route("/v1/models/{name:path}", self.models, methods=["GET"])
-        guarded.add_api_route("/metrics", self.metrics, methods=["GET"])
-        guarded.add_api_route("/live", self.live, methods=["GET"])
+            guarded.add_api_route(path, self.answer, methods=["POST"], dependencies=[Depends(self._count)])
+        guarded.add_api_route("/version", self.version)
+        guarded.add_api_route("/v1/models", self.models)
+        guarded.add_api_route("/v1/models/{name:path}", self.models)
+        guarded.add_api_route("/metrics", self.metrics)
+        guarded.add_api_route("/live", self.live)
         app.include_router(guarded)
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/", self.page, methods=["GET"])  # its script sends the key
-        app.add_middleware(RequestIds)
-        if self.limits.origins:  # outside, as it writes into the headers
-            allowed: Any = {"allow_origins": self.limits.origins, "expose_headers": ["X-Request-Id"]}
+        app.add_api_route("/health", self.health)
+        app.add_api_route("/", self.page)  # its script sends the key
+        app.add_middleware(named)
+        if self.config.origins:  # outside, as it writes into the headers
+            allowed: Any = {"allow_origins": self.config.origins, "expose_headers": ["X-Request-Id"]}
             app.add_middleware(CORSMiddleware, allow_methods=["*"], allow_headers=["*"], **allowed)
-        app.add_exception_handler(ApiError, _refuse)
-        app.add_exception_handler(HTTPException, _refuse)
+        for kind in (ApiError, HTTPException, UserError, ClientDisconnect):
+            app.add_exception_handler(kind, _refuse)
         return app
 
     @asynccontextmanager
@@ -127,8 +108,12 @@ class Endpoints(ABC):
     # ---- the part of a scheduler or of replicas
 
     @abstractmethod
-    def ask(self, path: str, body: bytes) -> AsyncGenerator[Message]:
-        """Answer the body of a request: yield ASGI messages, a start and then parts of a body. Errors are messages."""
+    def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
+        """Answer the body of a request: yield the start of a response (ASGI), then parts of its body.
+
+        Raises:
+            Exception: of any kind, which :meth:`told` tells the client.
+        """
 
     @abstractmethod
     async def status(self) -> Status:
@@ -185,19 +170,33 @@ class Endpoints(ABC):
 
     async def answer(self, http: Http) -> Response:
         """Answer a chat or a text."""
+        return PartsResponse(cast("AsyncIterator[bytes]", self.told(http.url.path, await self._body(http))))
+
+    async def told(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
+        """Yield what :meth:`ask` yields; an error is a refusal at the start, and an event later."""
+        begun = False
+        try:
+            async with aclosing(self.ask(path, body)) as parts:
+                async for part in parts:
+                    begun = True
+                    yield part
+        except Exception as error:
+            if begun:
+                yield f"data: {json.dumps(api_error(error).body)}\n\n".encode()
+            else:
+                response = refusal(error)
+                yield start(response)
+                yield bytes(response.body)
+
+    async def _count(self) -> AsyncIterator[None]:
+        """Count a request as open until its response is sent, or its client has disconnected."""
         if self.open >= self._most:
-            raise api_error(Busy(f"{self._most} requests are open, the most that this server takes: try again later."))
+            raise Busy(f"{self._most} requests are open, the most that this server takes: try again later.")
         self.open += 1
         try:
-            return MessagesResponse(self.ask(http.url.path, await self._body(http)), self._close)
-        except BaseException as error:
-            self._close()
-            if isinstance(error, ClientDisconnect):
-                return Response(status_code=499)  # no client reads it
-            raise
-
-    def _close(self) -> None:
-        self.open -= 1
+            yield
+        finally:
+            self.open -= 1
 
     def check_model(self, name: str) -> None:
         """Refuse a request for another model; "" stands for this one."""
@@ -205,10 +204,10 @@ class Endpoints(ABC):
             raise ApiError(404, f"model={name[:200]!r}: expected {self.name!r}.", "model", "model_not_found")
 
     async def _check_key(self, http: Http) -> None:
-        if self.api_key is None:
+        if not self.config.api_key:
             return
         scheme, _, given = http.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("latin-1"), self.api_key.encode())
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self.config.api_key.encode())
         if not right or scheme.lower() != "bearer":
             raise ApiError(
                 401, "expected the header Authorization: Bearer KEY with this server's key.", code="invalid_api_key"
@@ -221,10 +220,10 @@ class Endpoints(ABC):
             ApiError: when the server stops, or the body is not JSON, too long or too slow.
         """
         if self.draining:
-            raise ApiError(503, "the server is stopping: ask another one.", code="draining", retry=RETRY_SECONDS)
+            raise ApiError(503, "the server is stopping: ask another one.", code="draining")
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "expected the header Content-Type: application/json.")  # forms of other sites lack it
-        limit = self.limits.body_bytes
+        limit = self.config.body_bytes
         body, length = bytearray(), 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -241,63 +240,36 @@ class Endpoints(ABC):
         return bytes(body)
 
 
-class RequestIds:
-    """Adds the header ``X-Request-Id`` to every response: that of the request, or a new one.
-
-    Args:
-        app: of ASGI.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+class PartsResponse(StreamingResponse):
+    """A response made of the parts of :meth:`Endpoints.told`; a disconnect of the client ends their generator."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Send the parts; under ASGI 2.4 Starlette would see a disconnect at the next part only."""
+        await super().__call__({**scope, "asgi": {"spec_version": "2.3"}}, receive, send)
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the parts."""
+        async with aclosing(cast("AsyncGenerator[Any]", self.body_iterator)) as parts:
+            await send(await anext(parts))
+            async for part in parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def named(app: ASGIApp) -> ASGIApp:
+    """Return an app that adds the header ``X-Request-Id`` to every response: that of the request, or a new one."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id") if scope["type"] == "http" else None
         name = (b"x-request-id", (given or uuid.uuid4().hex).encode("latin-1"))
 
-        async def named(message: Message) -> None:
+        async def add(message: Message) -> None:
             more = {"headers": [*message["headers"], name]} if message["type"] == "http.response.start" else {}
             await send({**message, **more})
 
-        await self._app(scope, receive, named)
+        await app(scope, receive, add)
 
-
-class MessagesResponse(Response):
-    """A response made of ASGI messages; a disconnect of the client ends their generator.
-
-    Args:
-        messages: a start and parts of a body.
-        close: is called when all are sent, or the client has disconnected.
-    """
-
-    def __init__(self, messages: AsyncGenerator[Message], close: Callable[[], None]) -> None:
-        super().__init__()
-        self._messages, self._end = messages, close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the messages."""
-
-        async def disconnect() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(disconnect())
-        try:
-            await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            sending.cancel()
-            await asyncio.wait([sending])
-            self._end()
-        if not sending.cancelled():
-            sending.result()
-
-    async def _send(self, send: Send) -> None:
-        async with aclosing(self._messages) as messages:
-            async for message in messages:
-                await send(message)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return answer
 
 
 class Service(Endpoints):
@@ -306,14 +278,13 @@ class Service(Endpoints):
     Args:
         scheduler: generates the answers.
         name: of the model, for clients.
-        limits: limits of requests.
-        api_key: the key that clients have to send; None means that no key is needed.
+        config: of the server.
     """
 
-    def __init__(self, scheduler: Scheduler, name: str, limits: ServeConfig, api_key: str | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, name: str, config: ServeConfig) -> None:
         most = 2 * (scheduler.queue + scheduler.batch)
-        super().__init__(name, policy_text(scheduler.policy), limits, most, api_key)
-        self.prompts = Prompts(scheduler, limits)
+        super().__init__(name, policy_text(scheduler.policy), config, most)
+        self.prompts = Prompts(scheduler, config)
         self.scheduler, self._metrics = scheduler, Metrics(scheduler.snapshot)
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._encoder = ThreadPoolExecutor(1, "encoder")  # one thread, as a tokenizer cannot encode two texts at once
@@ -343,54 +314,40 @@ class Service(Endpoints):
             self.scheduler.snapshot(), [*self._metrics.collect()], not self.scheduler.failed, self.prompts.context
         )
 
-    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message]:
-        """Answer the body of a request: yield ASGI messages, a start and then parts of a body. Errors are messages."""
-        answers: Answers | None = None
+    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
+        """Answer the body of a request by the scheduler."""
+        asked = parse(ASKED[path], body)
+        self.check_model(asked.model)
+        form: Form | ResponseForm | None = None
+        if isinstance(asked, ResponsesAsked):
+            form, asked = ResponseForm(asked), asked.as_chat()
+        found = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, asked)
+        if isinstance(found, dict):
+            response: Response = JSONResponse(found)
+            yield start(response)
+            yield bytes(response.body)
+            return
+        if form is None:
+            form = Form(asked, self.scheduler.vocabulary, self.prompts.divider(asked, found[0].request.tokens))
         try:
-            asked = parse(ASKED[path], body)
-            self.check_model(asked.model)
-            form: Form | ResponseForm | None
-            if isinstance(asked, ResponsesAsked):
-                form, asked = ResponseForm(asked), asked.as_chat()
-            else:
-                form = None
-            found = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, asked)
-            if isinstance(found, dict):
-                for message in as_messages(JSONResponse(found)):
-                    yield message
-                return
-            if form is None:
-                form = Form(asked, self.scheduler.vocabulary, self.prompts.divider(asked, found[0].request.tokens))
-            try:
-                answers = Answers(found, self.scheduler, self._metrics.timed)
-            except (Busy, StoppedError):
-                raise
-            except UserError as error:  # too long for the pool
-                raise ApiError(400, str(error), asked.longest[0] if asked.longest else asked.text) from None
+            answers = Answers(found, self.scheduler, self._metrics.timed)
+        except (Busy, StoppedError):
+            raise
+        except UserError as error:  # too long for the pool
+            raise ApiError(400, str(error), asked.longest[0] if asked.longest else asked.text) from None
+        try:
             if asked.stream:
-                yield EVENTS
-                async for event in self._events(answers, form):
-                    yield {"type": "http.response.body", "body": event.encode(), "more_body": True}
+                yield start(StreamingResponse((), headers=EVENTS))
+                yield form.begin().encode()
+                async for piece in answers:
+                    yield b": waiting\n\n" if piece is None else form.chunk(piece).encode()
+                yield form.end(answers.used).encode()
             else:
-                whole = form.whole(await answers.whole(), answers.used)
-                for message in as_messages(Response(whole, media_type="application/json")):
-                    yield message
-        except Exception as error:
-            for message in as_messages(refusal(error)):
-                yield message
+                response = Response(form.whole(await answers.whole(), answers.used), media_type="application/json")
+                yield start(response)
+                yield bytes(response.body)
         finally:
-            if answers is not None:
-                answers.close()
-
-    async def _events(self, answers: Answers, form: Form | ResponseForm) -> AsyncIterator[str]:
-        """Yield the server-sent events of a stream."""
-        try:
-            yield form.begin()
-            async for piece in answers:
-                yield ": waiting\n\n" if piece is None else form.chunk(piece)
-            yield form.end(answers.used)
-        except Exception as error:
-            yield error_event(error)
+            answers.close()
 
 
 # ---- errors
@@ -403,15 +360,8 @@ async def _refuse(http: Http, error: Exception) -> Response:
 def refusal(error: Exception) -> Response:
     """Return the response for an error, in OpenAI's form."""
     found = api_error(error)
-    headers = {} if found.retry is None else {"Retry-After": str(found.retry)}
-    if found.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(found.body, found.status, headers)
-
-
-def error_event(error: Exception) -> str:
-    """Return the event for an error inside a stream."""
-    return f"data: {json.dumps(api_error(error).body)}\n\n"
+    more = {401: {"WWW-Authenticate": "Bearer"}, 429: RETRY, 503: RETRY}
+    return JSONResponse(found.body, found.status, more.get(found.status))
 
 
 def api_error(error: Exception) -> ApiError:
@@ -420,20 +370,16 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, f"{error.detail}.")
-    if isinstance(error, Busy):
-        return ApiError(429, str(error), code="queue_full", retry=RETRY_SECONDS)
-    if isinstance(error, StoppedError | WaitedError | PoolFullError):
-        return ApiError(503, str(error), retry=RETRY_SECONDS)
-    if isinstance(error, UserError):
-        return ApiError(400, str(error))
+    for kind, status, code in STATUSES:
+        if isinstance(error, kind):
+            return ApiError(status, str(error), code=code)
     logger.error("a request failed: %s", where(error))
     return ApiError(500, "the server failed at this request.")
 
 
-def as_messages(response: Response) -> list[Message]:
-    """Return a response as ASGI messages."""
-    start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
-    return [start, {"type": "http.response.body", "body": bytes(response.body), "more_body": True}]
+def start(response: Response) -> Message:
+    """Return the ASGI message with the status and the headers of a response."""
+    return {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
 
 
 # ---- the live page

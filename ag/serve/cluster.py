@@ -26,17 +26,17 @@ from starlette.types import Message
 
 from ag import plugins
 from ag.cluster import LIBRARIES, Room, check_versions, connected, described, resources
-from ag.commands.serve import KEY_VARIABLE, ServeConfig
+from ag.commands.serve import ServeConfig
 from ag.config.recipes import resolve
 from ag.continuation import read_policy
 from ag.errors import UserError
 from ag.serve.answers import WaitedError
-from ag.serve.app import Endpoints, api_error, as_messages, error_event, refusal
+from ag.serve.app import Endpoints, api_error
 from ag.serve.metrics import Status, labelled
 from ag.serve.prompts import policy_text
 from ag.serve.scheduler import StoppedError
 from ag.serve.snapshot import together
-from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving
+from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving, with_key
 from ag.versions import versions
 
 try:
@@ -75,7 +75,7 @@ class Replica:
         torch.set_num_threads(config.cores)
         plugins.load(config.plugins)
         log()
-        self._service = serving(config, None)  # the front checks the key
+        self._service = serving(config)
         self._service.start()
 
     def check_health(self) -> None:
@@ -83,12 +83,12 @@ class Replica:
         if self._service.scheduler.failed:
             raise StoppedError("the scheduler has failed.")
 
-    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | None]:
-        """Answer a request as :meth:`Endpoints.ask` does, after a None that says that a replica has received it."""
+    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes | None]:
+        """Answer a request as :meth:`Endpoints.told` does, after a None that says that a replica has received it."""
         yield None
-        async with aclosing(self._service.ask(path, body)) as messages:
-            async for message in messages:
-                yield message
+        async with aclosing(self._service.told(path, body)) as answered:
+            async for part in answered:
+                yield part
 
     async def status(self) -> tuple[str, Status]:
         """Return the name and the status of this replica."""
@@ -102,11 +102,10 @@ class Front(Endpoints):
         replicas: handle of the replicas.
         config: of the server.
         policy: text of the policy, for the live page.
-        api_key: the key that clients have to send; None means that no key is needed.
     """
 
-    def __init__(self, replicas: DeploymentHandle[Replica], config: ServeConfig, policy: str, api_key: str | None):
-        super().__init__(str(config.name), policy, config, FRONT_REQUESTS, api_key)
+    def __init__(self, replicas: DeploymentHandle[Replica], config: ServeConfig, policy: str) -> None:
+        super().__init__(str(config.name), policy, config, FRONT_REQUESTS)
         self._replicas = replicas
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -134,21 +133,15 @@ class Front(Endpoints):
         self.draining = True
         return self.open
 
-    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message]:
-        """Forward the body of a request to a replica, and yield the messages of the replica."""
-        try:
-            begin, answer = await self._begun(path, body)
-        except UserError as error:
-            for message in as_messages(refusal(error)):
-                yield message
-            return
+    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
+        """Forward the body of a request to a replica, and yield the parts of its response."""
+        begin, answer = await self._begun(path, body)
         try:
             yield begin
-            async for message in answer:
-                yield message
+            async for part in answer:
+                yield part
         except RayActorError:  # in the middle of a stream
-            event = error_event(StoppedError("the replica that wrote this answer has ended: ask again."))
-            yield {"type": "http.response.body", "body": event.encode(), "more_body": True}
+            raise StoppedError("the replica that wrote this answer has ended: ask again.") from None
         finally:
             answer.cancel()
 
@@ -156,7 +149,7 @@ class Front(Endpoints):
         """Send a request to a replica, and to another one if that replica dies before it answers.
 
         Returns:
-            The message with status and headers, and an iterator of the further messages.
+            The start of the response, and an iterator of the parts of its body.
 
         Raises:
             StoppedError: when every replica that received the request has ended.
@@ -167,7 +160,7 @@ class Front(Endpoints):
             await asyncio.sleep(pause)
             answer: Any = self._replicas.options(stream=True, session_id=session).ask.remote(path, body)
             try:
-                async with asyncio.timeout(self.limits.wait_seconds):
+                async with asyncio.timeout(self.config.wait_seconds):
                     await anext(answer)  # a replica has received the request
                 return await anext(answer), answer
             except (RayActorError, DeploymentUnavailableError):
@@ -178,7 +171,7 @@ class Front(Endpoints):
                 if not isinstance(error, TimeoutError):
                     raise
                 raise WaitedError(
-                    f"no replica came within {self.limits.wait_seconds} seconds: ask again later."
+                    f"no replica came within {self.config.wait_seconds} seconds: ask again later."
                 ) from None
         raise StoppedError("the replicas that were asked have ended: ask again later.")
 
@@ -213,11 +206,10 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         UserError: for an unknown key or a value that does not fit.
     """
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in args.items()}
-    config = resolve(ServeConfig, {"cluster": "auto"} | texts)
-    return application(config, config.api_key or os.environ.get(KEY_VARIABLE) or None)
+    return application(with_key(resolve(ServeConfig, {"cluster": "auto"} | texts)))
 
 
-def application(config: ServeConfig, api_key: str | None) -> serve.Application:
+def application(config: ServeConfig) -> serve.Application:
     """Return the application: the front, bound to the replicas."""
     room, (least, *more) = Room.on(config.device, config.cores), config.replicas
     number: dict[str, Any] = {"num_replicas": least}
@@ -250,21 +242,20 @@ def application(config: ServeConfig, api_key: str | None) -> serve.Application:
         **both,
     )
     replicas = model.bind(config, versions(*LIBRARIES))
-    return cast(serve.Application, front.bind(replicas, config, policy_text(read_policy(config)), api_key))
+    return cast(serve.Application, front.bind(replicas, config, policy_text(read_policy(config))))
 
 
-def run_on(address: str, config: ServeConfig, api_key: str | None) -> int:
+def run_on(address: str, config: ServeConfig) -> int:
     """Serve on a cluster until SIGTERM or Ctrl-C; returns the exit code.
 
     Args:
         address: of the cluster, see :data:`ag.cluster.CLUSTER`.
         config: of the server.
-        api_key: the key that clients have to send; None means that no key is needed.
 
     Raises:
         UserError: when there is no such cluster, it has no room or serves already, or no replica could start.
     """
-    made, room, least = application(config, api_key), Room.on(config.device, config.cores), config.replicas[0]
+    made, room, least = application(config), Room.on(config.device, config.cores), config.replicas[0]
     with connected(address):
         if room.hosts(resources()) < least:
             raise UserError(
@@ -279,7 +270,7 @@ def run_on(address: str, config: ServeConfig, api_key: str | None) -> int:
         if APP in serve.status().applications:
             raise UserError(f"cluster={address}: it serves already: `serve shutdown` ends that.")
         try:
-            _serve_until_signal(made, lambda: announce(str(config.name), config.host, port, api_key is None))
+            _serve_until_signal(made, lambda: announce(config, str(config.name), config.host, port))
         finally:
             serve.delete(APP)
             if address == "local":

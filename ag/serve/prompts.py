@@ -19,6 +19,7 @@ from ag.model.chat import Chat, reads, spans
 from ag.serve.detokenizer import Detokenizer
 from ag.serve.protocol import ApiError, Asked, Body, ChatAsked, CompletionAsked, DetokenizeAsked, TokenizeAsked
 from ag.serve.request import Prompt, Request, Token
+from ag.serve.responses import ResponsesAsked
 from ag.serve.scheduler import Scheduler
 from ag.serve.structured import Grammars
 from ag.serve.tools import Divider, calls_of
@@ -26,6 +27,15 @@ from ag.serve.tools import Divider, calls_of
 TEXT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 POLICIES = 64  # policies of requests that are remembered
 RESERVED = 1024  # tokens for which admission keeps blocks, of an answer that has no limit of its own
+
+#: The parameters of a request, by path.
+ASKED: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatAsked,
+    "/v1/completions": CompletionAsked,
+    "/v1/responses": ResponsesAsked,
+    "/tokenize": TokenizeAsked,
+    "/detokenize": DetokenizeAsked,
+}
 
 _PARAMETERS = {field.name for field in fields(Request)}
 
@@ -39,14 +49,11 @@ class Prompts:
     """
 
     def __init__(self, scheduler: Scheduler, limits: ServeConfig) -> None:
-        model = scheduler.model.config.get_text_config()
         self.tokenizer, self.limits = scheduler.tokenizer, limits
         self._texts, self._batch, self._queue = scheduler.vocabulary, scheduler.batch, scheduler.queue
         self._model, self._own = scheduler.model, scheduler.policy
         self._policy = lru_cache(POLICIES)(self._made)
-        #: Most tokens of a text; None means that the model has no limit.
-        self.context: int | None = getattr(model, "max_position_embeddings", None)
-        self._vocabulary = int(model.vocab_size)
+        self.context, self._vocabulary = scheduler.context, scheduler.model.config.get_text_config().vocab_size
         self._grammars = Grammars(self.tokenizer, self._vocabulary, scheduler.ends)
         self._calls = calls_of(self.tokenizer)
 
@@ -82,6 +89,7 @@ class Prompts:
             raise ApiError(400, "the prompt is empty: expected one token or more.", param)
         self._check(tokens, param)
         self._check(asked.stop_token_ids, "stop_token_ids")
+        self._check([*asked.logit_bias], "logit_bias")
         if not all(0 <= first < behind <= len(tokens) for first, behind in protect):
             message = f"ag.protect: expected pairs such as [0, 40], within the {len(tokens)} tokens of the prompt."
             raise ApiError(400, message, "ag.protect")
@@ -96,7 +104,6 @@ class Prompts:
             "max_tokens": longest,
             "reserved": None if asked.longest else RESERVED,
             "top_k": max(asked.top_k, 0),
-            "logit_bias": asked.biases(self._vocabulary),
             "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
             "continues": not isinstance(asked, ChatAsked) or asked.continue_final_message,
             "logprobs": asked.best,
@@ -226,7 +233,7 @@ class Prompts:
         elif asked.echo:
             reader = Detokenizer(self._texts, special=True)
             pieces = [reader.add(token) for token in ids]
-        request = self._request(asked, ids, asked.ag.protect if asked.ag else (), param)
+        request = self._request(asked, ids, (asked.ag and asked.ag.protect) or (), param)
         places = accumulate(map(len, pieces), initial=0)
         echo = tuple(Token(*each) for each in zip(ids, pieces, places, strict=False))
         return Prompt(request, self._policy_text(request), echo if asked.echo else ())

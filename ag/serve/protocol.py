@@ -9,7 +9,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, cast
 
 from openai.types.chat import ChatCompletionNamedToolChoiceParam
 from openai.types.chat import completion_create_params as chat_params
@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 from ag.errors import nearest
 from ag.model.chat import Part as ChatPart
 from ag.model.chat import for_template
-from ag.serve.answers import Piece, Used
+from ag.serve.answers import Piece
 from ag.serve.detokenizer import Vocabulary
 from ag.serve.request import Token
 from ag.serve.tools import Divider
@@ -42,6 +42,13 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
 }
 #: Parameters that describe the client and change no answer.
 IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "user"}
+#: Parameters that need another one, which is true or false.
+NEEDED = {
+    "prompt_logprobs": ("stream", False),
+    "stream_options": ("stream", True),
+    "top_logprobs": ("logprobs", True),
+    "continue_final_message": ("add_generation_prompt", False),
+}
 
 
 class ApiError(Exception):
@@ -52,14 +59,11 @@ class ApiError(Exception):
         message: what is wrong, what was expected, and the fix.
         param: the parameter at fault, such as ``messages[0].role``.
         code: a word for programs.
-        retry: seconds after which the client may try again.
     """
 
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, retry: int | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.retry = status, param, code, retry
+        self.status, self.param, self.code = status, param, code
 
     @property
     def body(self) -> dict[str, Any]:
@@ -184,27 +188,19 @@ class StreamOptions(Part):
     include_obfuscation: Literal[False] = False  # padding, which this server never adds
 
 
+TokenName = Annotated[int, Field(ge=0, strict=False)]  # a key of JSON is a text
+Span = Annotated[list[int], Field(min_length=2, max_length=2)]  # of tokens: the first one, and that behind the last
+Protected = TypeVar("Protected")
 Ids = Annotated[list[int], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Extensions(Part):
+class Extensions(Part, Generic[Protected]):
     """What this server adds to OpenAI's API: how a request is evicted."""
 
     policy: str | None = None  # None means the server's
     budget: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = None  # tokens, or a share
-
-
-class ChatExtensions(Extensions):
-    """The same of a chat."""
-
-    protect: list[ChatPart] | None = None  # parts that are never evicted; None means the server's protect=
-
-
-class TextExtensions(Extensions):
-    """The same of a text."""
-
-    protect: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=list)  # spans
+    protect: list[Protected] | None = None  # what is never evicted; None means the server's protect= in a chat
 
 
 class Body(Part):
@@ -239,22 +235,25 @@ class Asked(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    logit_bias: dict[TokenName, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool = False
     structured_outputs: Annotated[StructuredOutputs, Field(min_length=1, max_length=1)] | None = None
 
+    ag: Extensions[Any] | None = None
+
     #: The parameter that holds the prompt.
     text: ClassVar[str]
-    ag: Extensions | None = None
+    #: The parameters that limit an answer; the first one that is given holds.
+    limits: ClassVar[Sequence[str]] = ["max_tokens"]
 
     @property
     def longest(self) -> tuple[str, int] | None:
         """Name and value of the limit of the answer in tokens; None means that the request has none."""
-        return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
+        return next(((name, getattr(self, name)) for name in self.limits if getattr(self, name) is not None), None)
 
     @property
     def best(self) -> int | None:
@@ -266,19 +265,15 @@ class Asked(Body):
         """The same at each place of the prompt."""
         return self.prompt_logprobs
 
-    @field_validator("prompt_logprobs")
+    @field_validator(*NEEDED, check_fields=False)
     @classmethod
-    def _is_whole(cls, number: int | None, others: ValidationInfo) -> int | None:
-        if number is not None and others.data.get("stream"):
-            raise PydanticCustomError("alone", "needs stream=false; leave one of them out")
-        return number
-
-    @field_validator("stream_options")
-    @classmethod
-    def _streams(cls, options: StreamOptions, others: ValidationInfo) -> StreamOptions:
-        if options.model_fields_set and not others.data.get("stream"):
-            raise PydanticCustomError("alone", "needs stream=true; leave it out")
-        return options
+    def _has_what_it_needs(cls, value: Any, others: ValidationInfo) -> Any:
+        name = str(others.field_name)
+        other, flag = NEEDED[name]
+        if value != cls.model_fields[name].default and bool(others.data.get(other)) != flag:
+            needed = {"other": other, "flag": json.dumps(flag)}
+            raise PydanticCustomError("alone", "needs {other}={flag}; change that, or leave this out", needed)
+        return value
 
     @property
     def rule(self) -> tuple[str, str, str] | None:
@@ -287,21 +282,6 @@ class Asked(Body):
             return f"structured_outputs.{kind}", kind, rule if isinstance(rule, str) else json.dumps(rule)
         return None
 
-    def biases(self, vocabulary: int) -> dict[int, float]:
-        """Return the number that is added to the logit of each token.
-
-        Args:
-            vocabulary: size of the vocabulary.
-
-        Raises:
-            ApiError: for a token outside of the vocabulary.
-        """
-        for name in self.logit_bias:
-            if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocabulary):
-                message = f"logit_bias: {name[:80]!r}: expected tokens of 0 to {vocabulary - 1}."
-                raise ApiError(400, message, "logit_bias")
-        return {int(name): bias for name, bias in self.logit_bias.items()}
-
 
 class ChatAsked(Asked):
     """The parameters of ``/v1/chat/completions``."""
@@ -309,6 +289,7 @@ class ChatAsked(Asked):
     text = "messages"
     #: The parameter that holds how much the model thinks.
     effort: ClassVar[str] = "reasoning_effort"
+    limits = ["max_completion_tokens", "max_tokens"]
     known = frozenset(chat_params.CompletionCreateParamsBase.__annotations__)
 
     messages: list[Message] = Field(min_length=1)
@@ -323,7 +304,7 @@ class ChatAsked(Asked):
     reasoning_effort: ReasoningEffort = None  # another one
     add_generation_prompt: bool | None = None  # None means that the chat ends with the opening of an answer
     continue_final_message: bool = False
-    ag: ChatExtensions | None = None
+    ag: Extensions[ChatPart] | None = None
 
     @field_validator("reasoning_effort")
     @classmethod
@@ -331,20 +312,6 @@ class ChatAsked(Asked):
         if "reasoning_effort" in others.data.get("chat_template_kwargs", {}):
             raise PydanticCustomError("alone", "chat_template_kwargs has it too; leave one of them out")
         return effort
-
-    @field_validator("continue_final_message")
-    @classmethod
-    def _is_not_opened(cls, continued: bool, others: ValidationInfo) -> bool:
-        if continued and others.data.get("add_generation_prompt"):
-            raise PydanticCustomError("alone", "needs add_generation_prompt=false; leave one of them out")
-        return continued
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _has_logprobs(cls, number: int, others: ValidationInfo) -> int:
-        if number and not others.data.get("logprobs"):
-            raise PydanticCustomError("alone", "needs logprobs=true; add that, or leave this out")
-        return number
 
     @field_validator("response_format")
     @classmethod
@@ -398,12 +365,6 @@ class ChatAsked(Asked):
         return "response_format.json_schema.schema", "json", json.dumps(asked.json_schema.rules)
 
     @property
-    def longest(self) -> tuple[str, int] | None:
-        """Name and value of the limit of the answer in tokens; None means that the request has none."""
-        named = self.max_completion_tokens
-        return super().longest if named is None else ("max_completion_tokens", named)
-
-    @property
     def best(self) -> int | None:
         """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
         return self.top_logprobs if self.logprobs else None
@@ -419,7 +380,7 @@ class CompletionAsked(Asked):
     max_tokens: int | None = Field(None, ge=0)  # 0 reads the prompt alone
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
-    ag: TextExtensions | None = None
+    ag: Extensions[Span] | None = None
 
     @property
     def best(self) -> int | None:
@@ -516,7 +477,7 @@ def _param(place: Sequence[int | str]) -> str:
     """Return the name of a parameter, such as ``messages[0].role``."""
     kinds = re.compile(r"str|list|[A-Z]\w*")  # of several possible types
     names = [part for part in place if isinstance(part, int) or part.isidentifier() and not kinds.fullmatch(part)]
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part:.80}" for part in names).lstrip(".")
 
 
 # ---- answers
@@ -550,12 +511,13 @@ class Form:
         first = self._chat and piece.number == 0
         return _event(self._json([self._choice(piece, text)], **(self._of_prompt(piece) if first else {})))
 
-    def end(self, used: Used) -> str:
+    def end(self, used: Mapping[str, Any]) -> str:
         """Return the last events of a stream, with the numbers of tokens if they were requested."""
-        asked = self.asked.stream_options.include_usage
-        return (_event(self._json([], usage=_usage(used))) if asked else "") + _event("[DONE]")
+        options = self.asked.stream_options
+        wanted = options is not None and options.include_usage
+        return (_event(self._json([], usage=used)) if wanted else "") + _event("[DONE]")
 
-    def whole(self, answers: Sequence[Piece], used: Used) -> str:
+    def whole(self, answers: Sequence[Piece], used: Mapping[str, Any]) -> str:
         """Return the answers, each in one piece, with the numbers of tokens."""
         choices = []
         for piece in answers:
@@ -565,7 +527,7 @@ class Form:
                 message["content"] = message["content"] or None
             choices.append(self._choice(piece, {"message": message} if self._chat else {"text": piece.text}))
         of_prompt = self._of_prompt(answers[0]) if self._chat else {}
-        return self._json(choices, object="chat.completion", usage=_usage(used), **of_prompt)
+        return self._json(choices, object="chat.completion", usage=used, **of_prompt)
 
     def _json(self, choices: list[dict[str, Any]], *, object: str = "chat.completion.chunk", **more: Any) -> str:
         kind = object if self._chat else "text_completion"
@@ -599,22 +561,20 @@ class Form:
         """Return what was requested of a prompt: tokens and log-probabilities in the form of vLLM, and what stays."""
         if piece.prompt is None:
             return {}
-        ids: dict[str, Any] = (
-            {"prompt_token_ids": [token.id for token in piece.prompt]} if self.asked.return_token_ids else {}
-        )
-        ids |= {} if self.asked.ag is None else {"ag": piece.kept}
-        if self.asked.prompt_logprobs is None:
-            return ids
-        rows: list[dict[int, Any] | None] = []
-        for token in piece.prompt:
-            best = token.best[: self.asked.prompt_logprobs]
-            ranked = [(other, logprob, rank) for rank, (other, logprob) in enumerate(best, 1)]
-            values = {
-                other: {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.text_of(other)}
-                for other, logprob, rank in [*ranked, (token.id, token.logprob, token.rank)]
-            }
-            rows.append(values if token.rank else None)
-        return ids | {"prompt_logprobs": rows}
+        found: dict[str, Any] = {} if self.asked.ag is None else {"ag": piece.kept}
+        if self.asked.return_token_ids:
+            found["prompt_token_ids"] = [token.id for token in piece.prompt]
+        if self.asked.prompt_logprobs is not None:
+            found["prompt_logprobs"] = [self._ranked(token) if token.rank else None for token in piece.prompt]
+        return found
+
+    def _ranked(self, token: Token) -> dict[int, Any]:
+        best = token.best[: self.asked.prompt_logprobs]
+        ranked = [(other, logprob, rank) for rank, (other, logprob) in enumerate(best, 1)]
+        return {
+            other: {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.text_of(other)}
+            for other, logprob, rank in [*ranked, (token.id, token.logprob, token.rank)]
+        }
 
     # ---- log-probabilities
 
@@ -656,12 +616,3 @@ def _event(data: str) -> str:
 
 def _finite(logprob: float | None) -> float:
     return max(logprob or 0.0, LOWEST)
-
-
-def _usage(used: Used) -> dict[str, Any]:
-    return {
-        "prompt_tokens": used.read,
-        "completion_tokens": used.written,
-        "total_tokens": used.read + used.written,
-        "prompt_tokens_details": {"cached_tokens": used.cached},
-    }

@@ -23,72 +23,42 @@ Reason = Literal["stop", "length", "cancelled", "timeout"]
 class Request:
     """A prompt and how to continue it.
 
-    Attributes:
-        tokens: ids of the prompt.
-        max_tokens: most tokens of an answer; 0 reads the prompt alone.
-        reserved: tokens of an answer for which admission keeps blocks; a longer answer takes free blocks, and ends
-            where an otherwise empty pool has none. None means ``max_tokens``.
-        temperature: divides logits before sampling; 0 means greedy decoding.
-        top_p: sample from the most probable tokens whose probabilities sum to this.
-        top_k: sample from this number of the most probable tokens; 0 means no limit.
-        min_p: sample from tokens at least ``min_p`` times as probable as the most probable one.
-        repetition_penalty: divides the logits of tokens that occurred before, 0.01 to 100.
-        frequency_penalty: is subtracted from the logit of a token for each time that the answer has it, -2 to 2.
-        presence_penalty: is subtracted once from the logit of each token that the answer has, -2 to 2.
-        logit_bias: numbers that are added to logits, by token.
-        seed: of sampling; None means a different one for each answer.
-        stop: texts that end an answer and are not part of it.
-        stop_token_ids: tokens that end an answer, beside those of the model, and whose texts are not part of it.
-        include_stop_str_in_output: True if what ends an answer is part of its text.
-        ignore_eos: True if the model's own end tokens do not end an answer.
-        min_tokens: tokens of an answer before which nothing but ``max_tokens`` ends it.
-        continues: True for an answer that continues the prompt's text; False for a new text, whose first word has no
-            space in front.
-        special: True if special tokens are part of an answer's text.
-        logprobs: number of the most probable tokens to return at each place, with log-probabilities; None means no
-            log-probabilities at all.
-        prompt_logprobs: the same for the tokens of the prompt, which is then read without a cached prefix.
-        n: number of answers.
-        policy: under which it is answered; None means the scheduler's.
-        kept: True if the stream says how much of the prompt stays.
-        grammar: a matcher that has read nothing, of :class:`ag.serve.structured.Grammars`; the answer follows it. None
-            means free text.
-        protect: half-open spans (start, end) of the prompt's tokens that no policy evicts.
-        wait_seconds: longest time until the prompt is read; None means no limit.
-        answer_seconds: longest time until the answer ends; None means no limit.
-
     Raises:
         UserError: for a value out of range.
     """
 
-    tokens: Sequence[int]
-    max_tokens: int = 128
+    tokens: Sequence[int]  # ids of the prompt
+    max_tokens: int = 128  # most tokens of an answer; 0 reads the prompt alone
+    #: Tokens of an answer for which admission keeps blocks; a longer answer takes free blocks, and ends where an
+    #: otherwise empty pool has none. None means ``max_tokens``.
     reserved: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    continues: bool = True
-    special: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
-    policy: Policy | None = None
-    kept: bool = False
+    temperature: float = 0.0  # divides logits before sampling; 0 means greedy decoding
+    top_p: float = 1.0  # sample from the most probable tokens whose probabilities sum to this
+    top_k: int = 0  # sample from this number of the most probable tokens; 0 means no limit
+    min_p: float = 0.0  # sample from tokens at least this times as probable as the most probable one
+    repetition_penalty: float = 1.0  # divides the logits of tokens that occurred before, 0.01 to 100
+    frequency_penalty: float = 0.0  # is subtracted from a logit for each time that the answer has the token, -2 to 2
+    presence_penalty: float = 0.0  # is subtracted once from the logit of each token that the answer has, -2 to 2
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # numbers that are added to logits, by token
+    seed: int | None = None  # of sampling; None means a different one for each answer
+    stop: tuple[str, ...] = ()  # texts that end an answer and are not part of it
+    stop_token_ids: Sequence[int] = ()  # tokens that end an answer, beside the model's; their texts are no part of it
+    include_stop_str_in_output: bool = False  # True if what ends an answer is part of its text
+    ignore_eos: bool = False  # True if the model's own end tokens do not end an answer
+    min_tokens: int = 0  # tokens of an answer before which nothing but ``max_tokens`` ends it
+    continues: bool = True  # the answer continues the prompt's text; False: a new text, whose first word has no space
+    special: bool = False  # True if special tokens are part of an answer's text
+    logprobs: int | None = None  # most probable tokens to return at each place; None means no log-probabilities at all
+    prompt_logprobs: int | None = None  # the same of the prompt, which is then read without a cached prefix
+    n: int = 1  # number of answers
+    policy: Policy | None = None  # under which it is answered; None means the scheduler's
+    kept: bool = False  # True if the stream says how much of the prompt stays
+    #: A matcher that has read nothing, of :class:`ag.serve.structured.Grammars`, which the answer follows. None means
+    #: free text.
     grammar: Any = None
-    protect: tuple[tuple[int, int], ...] = ()
-    wait_seconds: float | None = None
-    answer_seconds: float | None = None
+    protect: tuple[tuple[int, int], ...] = ()  # half-open spans (start, end) of the prompt that no policy evicts
+    wait_seconds: float | None = None  # longest time until the prompt is read; None means no limit
+    answer_seconds: float | None = None  # longest time until the answer ends; None means no limit
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -123,24 +93,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an answer or of a prompt.
+    """A token of an answer or of a prompt."""
 
-    Attributes:
-        id: in the vocabulary.
-        text: text that became final with this token; "" while it may be part of a character or of a stop text.
-        place: characters of the answer, or of the prompt, before the token.
-        logprob: its log-probability under the model, before any change to the logits; None means that it was not
-            requested, or that nothing precedes the token.
-        best: the most probable tokens and their log-probabilities, if requested.
-        rank: 1 for the most probable token; 0 means that ``logprob`` is None.
-    """
-
-    id: int
-    text: str = ""
-    place: int = 0
+    id: int  # in the vocabulary
+    text: str = ""  # that became final with this token; "" while it may be part of a character or of a stop text
+    place: int = 0  # characters of the answer, or of the prompt, before the token
+    #: Its log-probability under the model, before any change to the logits; None means that it was not requested, or
+    #: that nothing precedes the token.
     logprob: float | None = None
-    best: tuple[tuple[int, float], ...] = ()
-    rank: int = 0
+    best: tuple[tuple[int, float], ...] = ()  # the most probable tokens and their log-probabilities, if requested
+    rank: int = 0  # 1 for the most probable token; 0 means that ``logprob`` is None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from openai.types.shared import ReasoningEffort
 from pydantic import Field
 
-from ag.serve.answers import Piece, Used
+from ag.serve.answers import Piece
 from ag.serve.protocol import Body, ChatAsked, Message, Part
 
 #: Parameters that are not supported, with the values under which they change nothing.
@@ -83,7 +83,7 @@ class ResponsesAsked(Body):
         return _Chat(
             **same,
             messages=messages,
-            max_completion_tokens=self.max_output_tokens,
+            max_output_tokens=self.max_output_tokens,
             reasoning_effort=self.reasoning.effort,
         )
 
@@ -93,11 +93,9 @@ class _Chat(ChatAsked):
 
     text = "input"
     effort = "reasoning.effort"
+    limits = ["max_output_tokens"]
 
-    @property
-    def longest(self) -> tuple[str, int] | None:
-        named = self.max_completion_tokens
-        return None if named is None else ("max_output_tokens", named)
+    max_output_tokens: int | None
 
 
 class ResponseForm:
@@ -113,11 +111,9 @@ class ResponseForm:
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": float(int(time.time())),
-            "model": asked.model,
+            **asked.model_dump(include={"model", "instructions", "max_output_tokens", "temperature", "top_p"}),
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
             "metadata": {},
             "output": [],
             "parallel_tool_calls": True,
@@ -125,11 +121,9 @@ class ResponseForm:
             "reasoning": {"effort": asked.reasoning.effort, "summary": None},
             "status": "in_progress",
             "store": False,
-            "temperature": asked.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
-            "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": None,
         }
@@ -140,13 +134,11 @@ class ResponseForm:
     def begin(self) -> str:
         """Return the first events of a stream."""
         opened = self._item | {"status": "in_progress", "content": []}
-        return "".join(
-            [
-                self._event("response.created", response=self._response),
-                self._event("response.in_progress", response=self._response),
-                self._event("response.output_item.added", output_index=0, item=opened),
-                self._event("response.content_part.added", **self._place, part=_part("")),
-            ]
+        return (
+            self._event("response.created", response=self._response)
+            + self._event("response.in_progress", response=self._response)
+            + self._event("response.output_item.added", output_index=0, item=opened)
+            + self._event("response.content_part.added", **self._place, part=_part(""))
         )
 
     def chunk(self, piece: Piece) -> str:
@@ -156,32 +148,30 @@ class ResponseForm:
             return ""
         return self._event("response.output_text.delta", **self._place, delta=piece.text, logprobs=[])
 
-    def end(self, used: Used) -> str:
+    def end(self, used: Mapping[str, Any]) -> str:
         """Return the last events of a stream, with the numbers of tokens."""
         response = self._ended(self._text, self._reason, used)
-        return "".join(
-            [
-                self._event("response.output_text.done", **self._place, text=self._text, logprobs=[]),
-                self._event("response.content_part.done", **self._place, part=_part(self._text)),
-                self._event("response.output_item.done", output_index=0, item=response["output"][0]),
-                self._event(f"response.{response['status']}", response=response),
-            ]
+        return (
+            self._event("response.output_text.done", **self._place, text=self._text, logprobs=[])
+            + self._event("response.content_part.done", **self._place, part=_part(self._text))
+            + self._event("response.output_item.done", output_index=0, item=response["output"][0])
+            + self._event(f"response.{response['status']}", response=response)
         )
 
-    def whole(self, answers: Sequence[Piece], used: Used) -> str:
+    def whole(self, answers: Sequence[Piece], used: Mapping[str, Any]) -> str:
         """Return the answer in one piece, with the numbers of tokens."""
         [piece] = answers
         return json.dumps(self._ended(piece.text, piece.reason, used))
 
-    def _ended(self, text: str, reason: str | None, used: Used) -> dict[str, Any]:
+    def _ended(self, text: str, reason: str | None, used: Mapping[str, Any]) -> dict[str, Any]:
         """Return the response at its end."""
         status = "completed" if reason == "stop" else "incomplete"
         usage = {
-            "input_tokens": used.read,
-            "input_tokens_details": {"cached_tokens": used.cached, "cache_write_tokens": 0},
-            "output_tokens": used.written,
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": used["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": used.read + used.written,
+            "total_tokens": used["total_tokens"],
         }
         return self._response | {
             "status": status,

@@ -81,11 +81,6 @@ class _Answer:
         found, _ = lookup.get_candidates(cast("Any", self.text[None]))
         return torch.cat([known, found[0, len(self.text) :]])
 
-    def drafts(self, coming: Tensor) -> list[int]:
-        """Return the ids among :meth:`coming` that were looked up."""
-        drafts: list[int] = coming[len(self.text) - self.read :].tolist()
-        return drafts
-
 
 @dataclass(eq=False)
 class _Prompt:
@@ -97,12 +92,6 @@ class _Prompt:
     shared: int  # tokens of a cached prefix, which were not read again
     mark: int  # length at which the prefix is cached for other texts; 0 means that it is not
     scores: list[Token] = field(default_factory=list)  # the tokens that were read, if their likelihood was requested
-
-    @property
-    def best(self) -> int | None:
-        """Number of the most probable tokens to return at each place; None means that no likelihood is missing."""
-        first = self.answers[0]
-        return None if first.stream.prompt else first.request.prompt_logprobs
 
 
 class _Batch:
@@ -174,11 +163,14 @@ class Scheduler:
         self.policy, self.vocabulary = made.with_tokenizer(tokenizer), Vocabulary(tokenizer)
         self.prefill_tokens, self.batch, self.queue = prefill_tokens, batch, queue
         self.counts = Counts()
+        text = model.config.get_text_config()
+        #: Most tokens of a text; None means that the model has no limit.
+        self.context: int | None = getattr(text, "max_position_embeddings", None)
         self._clock, self._numbers = clock, count()
         self._made = partial(_Batch, model, pool=pool, prefill_tokens=prefill_tokens, prompt_lookup=prompt_lookup)
         self._main = self._made(self.policy)
         self._batches = {self.policy: self._main}
-        self._masks = Masks(model.config.get_text_config().vocab_size)
+        self._masks = Masks(text.vocab_size)
         self._reading: _Prompt | None = None
         self._waiting: deque[list[_Answer]] = deque()  # queued answers, by request
         self._crowded = False  # True from a preemption until an answer leaves the batch; nothing is admitted then
@@ -336,12 +328,11 @@ class Scheduler:
 
     def _check(self, request: Request, need: Need) -> None:
         """Refuse a request that no context and no empty pool could hold."""
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         wanted = len(request.tokens) + request.max_tokens
-        if context is not None and wanted > context:
+        if self.context is not None and wanted > self.context:
             raise UserError(
                 f"{len(request.tokens)} tokens and an answer of {request.max_tokens} are {wanted}: expected at most "
-                f"{context}, the context of the model; shorten one of them."
+                f"{self.context}, the context of the model; shorten one of them."
             )
         blocks, size = max(need.reading, need.writing * request.n), self.pool.block_nbytes()
         if blocks > self.pool.capacity:
@@ -391,7 +382,8 @@ class Scheduler:
 
     def _prefill(self, prompt: _Prompt, tokens: int) -> int:
         """Read a chunk of a prompt; at its end its answers join the batch. Returns the number of tokens read."""
-        first, until, best = prompt.answers[0], prompt.mark or None, prompt.best
+        first, until = prompt.answers[0], prompt.mark or None
+        best = None if first.stream.prompt else first.request.prompt_logprobs  # a preempted answer has told it
         text, batch = first.prompt, first.batch
         part = text[prompt.read : until][: None if batch.at_once else tokens]
         try:
@@ -459,7 +451,7 @@ class Scheduler:
         drafts = batch.drafts // len(batch.running)
         coming = [answer.coming(drafts) for answer in batch.running]
         masks = self._masks.begin(
-            [(x.matcher, x.drafts(tokens)) for x, tokens in zip(batch.running, coming, strict=True)]
+            [(x.matcher, ids[len(x.text) - x.read :].tolist()) for x, ids in zip(batch.running, coming, strict=True)]
         )
         try:
             logits = self._step(batch, coming)

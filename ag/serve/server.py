@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from types import FrameType
 
-from ag.commands.serve import KEY_VARIABLE, ServeConfig
+from ag.commands.serve import ServeConfig
 from ag.config.command_line import Invocation
 from ag.continuation import read_policy
 from ag.errors import UserError
@@ -15,7 +14,7 @@ try:
     import uvicorn
 
     from ag.serve.app import STOPPING, Service
-    from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving
+    from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving, with_key
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     raise UserError(f"ag.serve needs {missing}: pip install 'ag[serve]'.") from error
@@ -25,21 +24,20 @@ CLOSE_SECONDS = 2  # for connections after the answers
 
 def run(asked: Invocation[ServeConfig]) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code."""
-    config = asked.config
+    config = with_key(asked.config)
     chosen = read_policy(config)
     if asked.dry_run:
         print(f"{chosen.spec}: {config.memory_bytes} bytes, {config.host}:{config.port}")
         return 0
-    api_key = config.api_key or os.environ.get(KEY_VARIABLE) or None
     if config.cluster is not None:
         from ag.serve.cluster import run_on
 
-        return run_on(config.cluster, config, api_key)
-    service = serving(config, api_key)
+        return run_on(config.cluster, config)
+    service = serving(config)
     log()
     listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
-    announce(service.name, host, port, open_to_all=api_key is None)
+    announce(config, service.name, host, port)
     settings = uvicorn.Config(
         service.app(),
         log_config=None,

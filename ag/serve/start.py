@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ag.commands.serve import ServeConfig
+from ag.commands.serve import KEY_VARIABLE, ServeConfig
 from ag.continuation import load, read_policy
 from ag.engine.block_pool import Pool
 from ag.errors import UserError
@@ -19,7 +21,7 @@ from ag.serve.scheduler import Scheduler
 DRAIN_SECONDS = 24.0  # for running answers after SIGTERM; orchestrators kill after 30
 
 
-def serving(config: ServeConfig, api_key: str | None) -> Service:
+def serving(config: ServeConfig) -> Service:
     """Load the model, and return its endpoints."""
     chosen = read_policy(config)
     model, tokenizer = load(config, chosen.spec.path or config.gates)
@@ -33,13 +35,18 @@ def serving(config: ServeConfig, api_key: str | None) -> Service:
         queue=config.queue,
         prompt_lookup=config.prompt_lookup,
     )
-    return Service(scheduler, config.name or Path(str(model.config.name_or_path)).name, config, api_key)
+    return Service(scheduler, config.name or Path(str(model.config.name_or_path)).name, config)
 
 
-def announce(name: str, host: str, port: int, open_to_all: bool) -> None:
+def with_key(config: ServeConfig) -> ServeConfig:
+    """Return a configuration with the key of the environment, if it has none of its own."""
+    return replace(config, api_key=config.api_key or os.environ.get(KEY_VARIABLE))
+
+
+def announce(config: ServeConfig, name: str, host: str, port: int) -> None:
     """Print the address, and a warning where other machines reach a server without a key."""
     print(f"ag.serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-    if open_to_all and host not in ("127.0.0.1", "::1"):
+    if not config.api_key and host not in ("127.0.0.1", "::1"):
         print(f"ag.serve: warning: host={host} without api_key: everybody who reaches it may ask", file=sys.stderr)
 
 

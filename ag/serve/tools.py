@@ -17,17 +17,11 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 @dataclass(frozen=True)
 class Calls:
-    """How a chat template writes calls.
+    """How a chat template writes calls."""
 
-    Attributes:
-        response: the response template of transformers that divides an answer, its special tokens included.
-        before: text of a call up to its arguments, with ``NAME``; None means that no call can be forced.
-        after: text of a call after its arguments.
-    """
-
-    response: Mapping[str, Any]
-    before: str | None = None
-    after: str = ""
+    response: Mapping[str, Any]  # template of transformers that divides an answer, its special tokens included
+    before: str | None = None  # text of a call up to its arguments, with ``NAME``; None: no call can be forced
+    after: str = ""  # text of a call after its arguments
 
     def grammar(self, tools: Sequence[Any], other: str | None, special: Mapping[str, int]) -> str:
         """Return the text of a grammar for one call.

@@ -95,7 +95,7 @@ def test_a_cluster_without_room(monkeypatch):
         monkeypatch.setattr(name, lambda: {"CPU": 4.0})
     config = resolve(ServeConfig, {"model": "smollm2", "cluster": "local", "replicas": "2", "cores": "4096"})
     with refuses(UserError, "replicas=2", "CPU 4", "cpus=4096"):
-        cluster.run_on("local", config, None)
+        cluster.run_on("local", config)
 
 
 def test_the_file_for_serve_deploy():
@@ -156,7 +156,7 @@ class Answer:
     def __init__(self, begin):
         status = 200 if begin == "late" else begin
         lost, start = ActorUnavailableError("gone", None), {"type": "http.response.start", "status": status}
-        end = lost if begin == "late" else {"type": "http.response.body", "body": b"answer", "more_body": True}
+        end = lost if begin == "late" else b"answer"
         self._messages = iter([None, *([lost] if begin is None else [start | {"headers": []}, end])])
 
     def __aiter__(self):
@@ -185,7 +185,7 @@ def test_what_a_replica_does_not_answer_is_asked_of_another_one(begins, status, 
     """After each loss with a longer pause, in which the router notices it. A stream ends with an error."""
     monkeypatch.setattr(cluster, "LOST_SECONDS", 0.02)
     config, replicas = resolve(ServeConfig, {"model": "smollm2", "cluster": "local"}), Replicas(*begins)
-    front = cluster.Front(replicas, config, "h2o", None)
+    front = cluster.Front(replicas, config, "h2o")
     answer = TestClient(front.app()).post("/v1/completions", json={"prompt": "x"})
     assert (answer.status_code, text in answer.text, len(replicas.times)) == (status, True, len(begins))
     waits = [after - before for before, after in zip(replicas.times, replicas.times[1:], strict=False)]

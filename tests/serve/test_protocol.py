@@ -35,7 +35,6 @@ def refusal(kind, body):
     """Parse a body; the refusal, or None."""
     try:
         asked = parse(kind, body if isinstance(body, bytes) else json.dumps(RIGHT[kind] | body).encode())
-        asked.biases(100)
     except ApiError as error:
         assert error.status == 400 and error.body["error"]["message"]
         assert len(str(error)) < 600
@@ -164,9 +163,10 @@ def test_neutral_values_are_accepted(kind, change):
     [
         '"seed": 1' + "0" * 9000,
         '"logit_bias": {"1' + "0" * 9000 + '": 1}',
+        '"logit_bias": {"' + "x" * 9000 + '": 1}',
         '"' + "y" * 2000 + '": 1',
     ],
-    ids=["digits", "token", "long name"],
+    ids=["digits", "token", "word", "long name"],
 )
 def test_values_that_are_too_large(change):
     assert refusal(CompletionAsked, f'{{"model": "m", "prompt": "x", {change}}}'.encode())
@@ -186,7 +186,7 @@ TYPES = dict(each.split(":") for part in (TEXT, FLAG, COUNT, NUMBER, OTHER) for 
 OUTSIDE = {
     "best_of": [2, 0],
     "frequency_penalty": [2.1, -2.1],
-    "logit_bias": [{"7": 101}, {"7": "x"}, {"-1": 1}, {"100": 1}, {"x": 1}],
+    "logit_bias": [{"7": 101}, {"7": "x"}, {"-1": 1}, {"x": 1}],
     "logprobs": [-1, 21],
     "max_completion_tokens": [0, -1],
     "max_tokens": [-1],
@@ -224,8 +224,7 @@ def test_every_parameter_of_a_wrong_type_or_out_of_range(kind):
             if name == "max_tokens" and value == 0 or name == "logprobs" and value is True and kind is ChatAsked:
                 continue
             with pytest.raises(ApiError) as refused:
-                asked = parse(kind, json.dumps(KINDS[kind] | {name: value}).encode())
-                asked.biases(100)
+                parse(kind, json.dumps(KINDS[kind] | {name: value}).encode())
             assert refused.value.status == 400 and refused.value.param.partition("[")[0].split(".")[0] == name
             assert name in str(refused.value) or name == "stream_options", str(refused.value)
 

@@ -232,6 +232,7 @@ def test_each_of_the_most_probable_tokens_has_its_name(fallback, best):
     ("change", "param", "words"),
     [
         ({"prompt": [1, 2, 400]}, "prompt", ["259"]),
+        ({"logit_bias": {"7": 1, "260": 1}}, "logit_bias", ["260", "259"]),
         ({"prompt": ["a"] * 257}, "prompt", ["257 prompts: expected at most 256"]),
         ({"prompt": ["a", ""]}, "prompt[1]", ["empty"]),
         ({"prompt": ""}, "prompt", ["empty"]),
@@ -402,7 +403,7 @@ def in_loop(scheduler, work):
     """Run ``work(service, app)`` in an event loop, while the service runs."""
 
     async def run():
-        service = app.Service(scheduler, "tiny", ServeConfig(), KEY)
+        service = app.Service(scheduler, "tiny", ServeConfig(api_key=KEY))
         made = service.app()
         async with made.router.lifespan_context(made):
             return await asyncio.wait_for(work(service, made), 60)

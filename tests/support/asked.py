@@ -23,7 +23,7 @@ HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 @contextmanager
 def asked(scheduler: Scheduler, **limits: Any) -> Iterator[tuple[openai.OpenAI, TestClient, Service]]:
     """OpenAI's client of a scheduler's app, a plain one with its key, and the service itself."""
-    service = Service(scheduler, "tiny", ServeConfig(**limits), KEY)
+    service = Service(scheduler, "tiny", ServeConfig(api_key=KEY, **limits))
     with TestClient(service.app(), headers=HEADERS) as http:
         client = openai.OpenAI(base_url="http://testserver/v1", api_key=KEY, max_retries=0, http_client=http)
         yield client, http, service
@@ -46,7 +46,8 @@ class Connection:
             self.reads.set()
         self._events: asyncio.Queue[Message] = asyncio.Queue()
         headers = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        scope |= {"query_string": b"", "asgi": {"version": "3.0", "spec_version": "2.4"}}
         self.come(body if isinstance(body, bytes) else json.dumps(body).encode(), whole)
         self.answer = asyncio.ensure_future(app(scope, self._events.get, self._send))
 
