@@ -35,6 +35,19 @@ def test_evicted_memory_is_free(tiny_llama, monkeypatch, copying):
     assert cache.nbytes < 0.9 * 3 * 2 * 1500 * 2 * 16 * 4
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("given", "once"), [(("full",), True), (("streaming_llm", 40), False)])
+def test_a_pool_that_copies_is_made_for_a_prompt_that_stays(tiny_llama, monkeypatch, given, once):
+    """It is as large as the prompt at once; a prompt that is evicted from takes what its layers need in turn."""
+    monkeypatch.setattr("ag.engine.block_pool.RESERVES", False)
+    monkeypatch.setattr("ag.engine.block_pool.FIRST", 1)
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, *given)
+    step(model, cache, row(200)[None], torch.ones(1, 200, dtype=torch.long))
+    assert cache.pool.capacity == cache.pool.num_used
+    assert (cache.pool.version == 1) == once
+
+
 FRESH = "cache.reset()"
 
 
