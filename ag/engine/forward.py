@@ -158,11 +158,11 @@ class Forward(Interceptor):
         if fresh:
             for store in self.stores:
                 store.start(batch)
-            if self.policy.budget is None and self.gates is None:  # all that comes stays
-                self.pool.reserve(sum(store.demand(new.sum(1).cpu()) for store in self.stores))
         elif self.pool.fixed:
             self._check_room(new)
         self.broken, self._length = True, length  # broken until the end of the last pass
+        if fresh and self.policy.budget is None and self.gates is None:  # all that comes stays
+            self.pool.reserve(sum(store.demand(new.sum(1).cpu()) for store in self.stores))
         if length == 1 and ready and (attention_mask is None or bool(new.all())):  # a step: all layers get room at once
             self.batch = step = state.step()
             for store in self.stores:
