@@ -64,7 +64,7 @@ RELATIONS = (
     ),
     Relation("{who} rents locker {what}.", "Which locker does {who} rent?", tuple(map(str, range(11, 100)))),
 )
-#: Facts whose answers are numbers, of which a model that lost one has no idea; for facts hidden in documents alone.
+#: Facts whose answers are numbers, which no model can guess; used for facts that are put into documents.
 NUMBERS = (
     Relation("{who} paid {what} crowns for the boat.", "How many crowns did {who} pay for the boat?", _numbers(4)),
     Relation("To reach {who}, dial {what}.", "What does one dial to reach {who}?", _numbers(6)),

@@ -240,8 +240,7 @@ class BlockPool:
         """Release the blocks of stores that are gone."""
         while self._dropped:
             table, owned, _ = self._holders.pop(self._dropped.pop())
-            places = torch.arange(table.shape[-1])
-            self.release(table.cpu()[places < owned[..., None]].long())
+            self.release(table.cpu()[places_of(0, owned)].long())
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy the contents of blocks ``[n]`` to others."""
@@ -327,6 +326,20 @@ class Pool(BlockPool):
                 f"Pool: it is on {self.device}, and layers of the model on {', '.join(sorted(map(str, devices)))}: "
                 "expected one device; make one with ag.Pool(model, nbytes) where the model is, or leave pool out."
             )
+
+
+def places_of(first: Tensor | int, end: Tensor) -> tuple[Tensor, ...]:
+    """Return the indices of the places ``[first, end)`` in each row of a block table.
+
+    Args:
+        first: ``[L, B, Hkv]`` long on the CPU, or a number for all rows.
+        end: ``[L, B, Hkv]`` long on the CPU.
+    """
+    first = torch.as_tensor(first).expand_as(end)
+    counts = (end - first).clamp_min(0).flatten()
+    rows = torch.arange(len(counts)).repeat_interleave(counts)
+    nth = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    return *torch.unravel_index(rows, end.shape), first.flatten()[rows] + nth
 
 
 def _geometry(decoder: Any) -> dict[str, Any]:

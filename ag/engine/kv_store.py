@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.block_pool import BLOCK, BlockPool
+from ag.engine.block_pool import BLOCK, BlockPool, places_of
 from ag.engine.positions import Turned
 from ag.engine.records import Records, fit, joined
 from ag.kernels.kv_compact import Worst, kv_compact
@@ -107,7 +107,7 @@ class KVStore:
 
     def blocks(self) -> Tensor:
         """Return the blocks that rows refer to, ``[n]`` long on the CPU; a shared one as often as rows share it."""
-        return self.table.cpu()[self._places(0, self.owned)].long()
+        return self.table.cpu()[places_of(0, self.owned)].long()
 
     def num_blocks(self) -> int:
         """Return the number of different blocks that rows refer to."""
@@ -171,7 +171,7 @@ class KVStore:
         owned = self.owned[layers]
         fresh = self.pool.allocate(int(need.sum()))
         self._widen(int((owned + need).max()))
-        _put(self.table[layers], self._places(owned, owned + need), fresh)
+        _put(self.table[layers], places_of(owned, owned + need), fresh)
         owned += need
 
     def demand(self, tokens: Tensor, evicts: bool = False) -> int:
@@ -194,14 +194,6 @@ class KVStore:
         for records in self.records:
             fit(records, self.slots)
 
-    def _places(self, first: Tensor | int, end: Tensor) -> tuple[Tensor, ...]:
-        """Return the indices of the table's places in ``[first, end)`` of each row, on the CPU."""
-        first = torch.as_tensor(first).expand_as(end)
-        counts = (end - first).clamp_min(0).flatten()
-        rows = torch.arange(len(counts)).repeat_interleave(counts)
-        nth = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-        return *torch.unravel_index(rows, end.shape), first.flatten()[rows] + nth
-
     def _unshare(self, layers: slice, first: Tensor | int, end: Tensor) -> None:
         """Replace the shared blocks in ``[first, end)`` of rows by copies, before they are written."""
         table, shared = self.table[layers], self.shared[layers]
@@ -220,7 +212,7 @@ class KVStore:
         """Return where blocks in ``[first, end)`` lie in the layers' table that others refer to, and these blocks."""
         if not bool((end > 0).any()):
             return (), torch.zeros(0, dtype=torch.long)
-        at = self._places(first, end)
+        at = places_of(first, end)
         blocks = self.table[layers].cpu()[at].long()
         order = blocks.argsort(stable=True)  # of rows that share a block with no row elsewhere, the last one keeps it
         nth = torch.arange(len(order)) - torch.searchsorted(blocks[order], blocks[order])
@@ -277,7 +269,7 @@ class KVStore:
         spare = min(spare, 1) if self.pool.fixed else spare  # the next token's block stays, which would be taken again
         wanted, owned = -(-(kept + spare) // self.block), self.owned[layers]
         if bool((wanted < owned).any()):
-            self.pool.release(self.table[layers].cpu()[self._places(wanted, owned)].long())
+            self.pool.release(self.table[layers].cpu()[places_of(wanted, owned)].long())
             self.owned[layers] = owned.minimum(wanted)
         self.shared[layers] = self.shared[layers].minimum(self.owned[layers])
 

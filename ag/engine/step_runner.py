@@ -92,7 +92,7 @@ class StepRunner:
         if [*map(id, memory)] != [*map(id, self._memory)]:
             self._recorded.clear()
             self._memory, self._tokens = memory, tokens.clone()
-        elif cache.pool.version != self._version:  # the pool grew
+        elif cache.pool.version != self._version:  # the pool's memory moved, as when it grew
             self._recorded = dict.fromkeys(self._recorded)
         self._version = cache.pool.version
         self._tokens.copy_(tokens)

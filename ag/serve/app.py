@@ -92,7 +92,7 @@ class Endpoints(ABC):
         app.include_router(guarded)
         app.add_api_route("/health", self.health)
         app.add_api_route("/", self.page)  # its script sends the key
-        app.add_middleware(named)
+        app.add_middleware(with_request_ids)
         if self.config.origins:  # outside, as it writes into the headers
             allowed: Any = {"allow_origins": self.config.origins, "expose_headers": ["X-Request-Id"]}
             app.add_middleware(CORSMiddleware, allow_methods=["*"], allow_headers=["*"], **allowed)
@@ -256,7 +256,7 @@ class PartsResponse(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def named(app: ASGIApp) -> ASGIApp:
+def with_request_ids(app: ASGIApp) -> ASGIApp:
     """Return an app that adds the header ``X-Request-Id`` to every response: that of the request, or a new one."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

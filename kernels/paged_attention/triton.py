@@ -30,15 +30,18 @@ from ag.kernels.tiles import (
     tuned,
 )
 
-CHUNKS = 512  # that all rows are split into, and one more for each: as many as an H100 runs at once
-LEAST = 32 if INTERPRETED else 128  # a chunk has so many tokens, or some times as many, unless a row ends in it
+CHUNKS = 512  # of all rows together, and at most one more for each row; 1024 and 2048 were slower on an H100
+LEAST = 32 if INTERPRETED else 128  # a chunk is a multiple of so many tokens, but for the last one of a row
 STRIDE = tl.constexpr(256)  # lengths that are read at once
 PIECE = 1024  # weights that a program normalises
 
 
 @triton.jit
 def _chunk(lengths, rows, blocks, chunks, least):
-    """Return the tokens of a chunk: that each of ``blocks`` of queries has about ``chunks / blocks`` of them."""
+    """Return the number of tokens of a chunk, a multiple of ``least``.
+
+    ``blocks`` programs read each chunk, one for each block of queries; all rows together have some ``chunks`` programs.
+    """
     total = tl.cast(0, tl.int64)
     for n in range(0, rows, STRIDE):
         row = n + tl.arange(0, STRIDE)
