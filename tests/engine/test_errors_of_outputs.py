@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ag.engine.rows import AttentionRows, Values, attention
-from ag.engine.wrappers.obcache import joint_error, key_error, value_error
+from ag.engine.wrappers.obcache import joint_error, key_error, largest, value_error
 from tests.support.bounds import conditioned, hold
 from tests.support.pairs import covering
 
@@ -95,3 +95,11 @@ HARD = ["flat", "mixed", "sharp", "one key has it all", "two keys have it all", 
 def test_nothing_cancels(kind, rows, size):
     made = hard(*rows, *size)
     hold(summed(kind, *arguments(made))[..., SOME], by_definition(kind, made, SOME), bound_of(kind, made, SOME))
+
+
+@pytest.mark.parametrize("keys", [1, 31, 64, 65, 160])
+@pytest.mark.parametrize("equal", [False, True])
+def test_the_largest_number_of_a_row_is_found(keys, equal):
+    made = torch.rand(2, 3, 50, keys, generator=torch.Generator().manual_seed(keys))
+    rows = made.round() if equal else made
+    assert torch.equal(rows.gather(-1, largest(rows)), rows.amax(-1, keepdim=True))
