@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -89,6 +90,8 @@ def fit(
         ag.callbacks.Stopped: on SIGTERM, SIGUSR1 or Ctrl-C, after a checkpoint.
         KeyboardInterrupt: on Ctrl-C before the first step, and on a second one.
     """
+    if dry_run:  # writes nothing, contexts neither
+        config = replace(config, loss=replace(config.loss, contexts=None))
     check_trainer(config)
     data.check(config.data)
     check_kind(config)

@@ -115,8 +115,8 @@ class Responses:
                 f"data.contexts: a context of {len(context)} tokens has no room for {FACTS} facts: use longer ones, or "
                 "leave question out of data.responses."
             )
-        kept = context[:room]
-        ends = [i + 1 for i, token in enumerate(kept) if token == stop] or list(range(1, room))
+        kept = context[len(context) - room :]  # the end, so that what follows continues it
+        ends = [i + 1 for i, token in enumerate(kept[:-1]) if token == stop] or list(range(1, room))
         places = sorted(rng.choice(ends, FACTS).tolist())
         pieces = [kept[a:b] for a, b in zip([0, *places], [*places, room], strict=True)]
         mixed = [token for fact, piece in zip([[], *stated], pieces, strict=True) for token in [*fact, *piece]]

@@ -17,7 +17,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 OWNERS = {"ag.plan": "ag.fit"}  # commands that take the recipes of another one
 MAY_CHANGE_ON_RESUME = re.compile(
     r"resume|cluster|failures|tflops|output|logger|(wandb|checkpoint|export)\..+|data\.(root|cache|num_workers)"
-    r"|trainer\.(accelerator|max_epochs|max_steps|val_every|val_batches|log_every|collapse_batches|progress)"
+    r"|loss\.contexts|trainer\.(accelerator|max_epochs|max_steps|val_every|val_batches|log_every|collapse_batches|progress)"
 )
 
 

@@ -119,7 +119,7 @@ class GateMemory(Attributes):
         for part in (self.stored, self.new):
             if part is not None:
                 part[1].masked_fill_(part[1] >= counts.to(part[1].device)[:, None], -1)
-        self._seen = int(counts.max())
+        self._seen, self._even = int(counts.max()), self._even and bool((counts == counts[0]).all())
 
     def join(self, other: GateMemory) -> None:
         """Append the sequences of another memory of the same gate."""

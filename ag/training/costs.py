@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,7 +25,7 @@ from ag.training.replay_attention import attention_weights
 
 KNOTS = (0.1, 0.2, 0.3, 0.5)  # shares at which thresholds are measured
 LARGEST = 1.5
-MOVES = torch.linspace(-LARGEST, LARGEST, 31)  # of a head's threshold, in standard deviations of the logits
+MOVES = LARGEST * torch.arange(-15, 16) / 15  # of a head's threshold, in standard deviations of the logits
 LARGEST_LATER = 0.5  # move in a round after the first, whose costs hold near the measured flags alone
 STIFFNESS = 0.02  # relative cost of moving all heads by one standard deviation
 
@@ -96,23 +95,25 @@ def _round(loss: ReplayLoss, batches: Iterable[Batch], whole: bool) -> Tensor:
     gates = loss.gates
     assert gates is not None
     shape = len(KNOTS), len(gates.layers), int(gates.fingerprint["num_kv_heads"]), len(MOVES)
-    sums = [torch.zeros(size) for size in (shape, shape, shape[:1], shape[:1])]  # costs, shares, divergences, rows
-    rows = ((batch, row) for batch in batches for row in range(len(batch["labels"])))
-    unit = torch.zeros(())
+    device = next(gates.parameters()).device
+    # costs, shares, divergences, rows
+    sums = [torch.zeros(size, device=device) for size in (shape, shape, shape[:1], shape[:1])]
+    rows = [(batch, row) for batch in batches for row in range(len(batch["labels"]))]
+    unit = torch.zeros((), device=device)
+    if losses.rank() == 0:  # all ranks move thresholds by the same steps
+        unit = loss.logits_of(loss.parts_of(*rows[0])[0]).detach().std()
+    unit = losses.global_sum(unit)
     for number, (batch, row) in enumerate(rows):
         context, tokens, labels = loss.parts_of(batch, row)
-        with torch.no_grad():
-            logits = loss.logits_of(context)
-        unit = unit if number else losses.global_sum(logits.std()) / losses.world_size()
-        knot = number % len(KNOTS)
-        found = _measured(loss, context, tokens, labels, logits, KNOTS[knot], MOVES.to(unit.device) * unit, whole)
-        for total, part in zip(sums, (*found, torch.ones(())), strict=True):
-            total[knot] += part.cpu()
-    if losses.world_size() > 1:
-        for total in sums:
-            dist.all_reduce(total)
-    times = sums.pop().clamp_min(1)
-    cost, share, divergence = (x / times.view(-1, *[1] * (x.ndim - 1)) for x in sums)
+        place = number * losses.world_size() + losses.rank()  # of the row among those of all ranks
+        knot = (place + place // len(KNOTS)) % len(KNOTS)  # kinds of responses follow each other in a cycle
+        draw = torch.Generator(device).manual_seed(place)
+        found = _measured(loss, context, tokens, labels, KNOTS[knot], MOVES.to(device) * unit, draw, whole)
+        if found is not None:
+            for total, part in zip(sums, (*found, torch.ones(())), strict=True):
+                total[knot] += part.to(device)
+    *sums, times = (losses.global_sum(total).cpu() for total in sums)
+    cost, share, divergence = (x / times.clamp_min(1).view(-1, *[1] * (x.ndim - 1)) for x in sums)
     offset = -float(unit) * _cheapest(cost, share, divergence, LARGEST if whole else LARGEST_LATER)
     with torch.no_grad():
         for place, gate in enumerate(gates.layers.values()):
@@ -122,24 +123,30 @@ def _round(loss: ReplayLoss, batches: Iterable[Batch], whole: bool) -> Tensor:
 
 
 def _measured(
-    loss: ReplayLoss, context: Context, tokens: Tensor, labels: Tensor, logits: Tensor, share: float, moves: Tensor,
-    whole: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    loss: ReplayLoss, context: Context, tokens: Tensor, labels: Tensor, share: float, moves: Tensor,
+    draw: torch.Generator, whole: bool,
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """Return costs and shares ``[L, Hkv, M]`` of the moves of thresholds at a share, and the divergence there.
 
-    With ``whole`` the pass keeps all tokens, and the divergence is what the costs of all heads add up to.
+    With ``whole`` the pass keeps all tokens, and the divergence is what the costs of all heads add up to. None means
+    that the gates choose nothing: the share is that of the protected tokens, or all of a context is kept.
     """
     assert loss.gates is not None
+    with torch.no_grad():
+        logits = loss.logits_of(context)
     flags = ranked_flags(logits, share, loss.gates)
     sure = flags.bool().flatten(0, 1).all(0)
-    thresholds = logits[flags.bool() & ~sure].min() + moves
+    chosen = logits[flags.bool() & ~sure]
+    if not len(chosen):
+        return None
+    thresholds = chosen.min() + moves
     keep = torch.ones_like(flags) if whole else flags
     by_layer = dict(zip(context.hidden, logits.masked_fill(sure, float("inf")), strict=True))
     watching = Watching(context, dict(zip(context.hidden, keep[:, None].clone(), strict=True)), by_layer, thresholds)
     with torch.enable_grad():
         hidden = loss.hidden_of(context, tokens, watching)
         log = lm_logits(loss.model, hidden[losses.response_positions(labels)]).float().log_softmax(-1)
-        drawn = log.detach().exp().multinomial(1)
+        drawn = log.detach().exp().multinomial(1, generator=draw)
         log.gather(1, drawn).sum().backward(retain_graph=not whole)
         cost = torch.stack([watching.square[layer] for layer in context.hidden])  # a backward pass begins at the end
         if not whole:

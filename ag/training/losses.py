@@ -27,6 +27,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """Return the number of this rank, 0 outside distributed training."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def global_sum(value: Tensor) -> Tensor:
     """Sum a tensor over all ranks, without gradient."""
     value = value.detach().clone()

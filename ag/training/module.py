@@ -69,7 +69,8 @@ class GatedLM(L.LightningModule):
         warm = self.config.warmup
         if warm.target == "costs" and self.global_step == 0 and isinstance(self.gated_loss, ReplayLoss):
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            batches = [{name: x.to(self.device) for name, x in row.items()} for row in data.first_rows(warm.rows)]
+            few = self.trainer.world_size if self.trainer.fast_dev_run else warm.rows  # type: ignore[attr-defined]
+            batches = [{name: x.to(self.device) for name, x in row.items()} for row in data.first_rows(few)]
             costs.solve(self.gated_loss, batches, warm.rounds)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

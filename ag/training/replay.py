@@ -106,8 +106,8 @@ class Reply(Interceptor):
 class Contexts:
     """Contexts that a model has read, kept in a folder.
 
-    A file is named by a hash of the model's weights, of the layers whose states it holds, and of the tokens, so that
-    several runs and ranks may share a folder.
+    A file is named by a hash of the model's configuration and weights, of the layers whose states it holds, and of the
+    tokens, so that several runs and ranks may share a folder.
 
     Args:
         model: the model.
@@ -126,9 +126,10 @@ class Contexts:
                 f"{type(decoder).__name__} has layers that do not attend, or that read another layer's keys: expected "
                 "a model whose layers all attend to keys of their own for loss.replay; set loss.replay=false."
             )
-        sums = [f"{name}={float(x.detach().double().sum())}" for name, x in decoder.named_parameters()]
+        sums = [f"{name}={float(x.detach().sum(dtype=torch.float64))}" for name, x in decoder.named_parameters()]
         layers = [gates.config.layer_offset, *gates.layer_indices]
-        self._identity = hashlib.sha256(f"{sums} {layers} {next(model.parameters()).dtype}".encode())
+        about = decoder.config.to_json_string(), sums, layers, next(model.parameters()).dtype
+        self._identity = hashlib.sha256(str(about).encode())
 
     def read(self, tokens: Tensor) -> Context:
         """Return the context of tokens ``[N]``, which the model reads unless the folder has it."""
@@ -186,10 +187,10 @@ def ranked_flags(logits: Tensor, share: float, gates: AttentionGates) -> Tensor:
     sure = (at < sinks) | (at >= length - recent)
     heads = logits.shape[0] * logits.shape[1]
     count = (int(capacity) - int(sure.sum())) * heads
+    rest = logits.detach()[..., ~sure].flatten()
+    if not 0 < count < len(rest):
+        return torch.where(sure, 1.0, 0.0 * logits + float(count > 0))  # a backward pass needs a graph
     with torch.no_grad():
-        rest = logits[..., ~sure].flatten()
-        if not 0 < count < len(rest):
-            return torch.where(sure, 1.0, torch.full_like(logits, float(count > 0)))
         highest = rest.topk(count + 1).values[-2:]
         boundary, width = highest.mean(), SOFTNESS * rest.std()
         slope = torch.sigmoid((logits - boundary) / width)
@@ -219,6 +220,7 @@ class ReplayLoss(GatedLoss):
 
     def _objective(self, batch: Batch, step: int) -> Measured:
         low, high = self.config.loss.share_low, self.config.loss.share_high
+        batch = batch | {"labels": losses.sampled(batch["labels"], self.config.loss.sampled_tokens)}
         places = (torch.arange(SHARES) + torch.rand(SHARES)) / SHARES
         shares = (low * (high / low) ** places).tolist()
         found = [self.replay(batch, row, shares) for row in range(len(batch["labels"]))]
@@ -237,7 +239,6 @@ class ReplayLoss(GatedLoss):
         context, tokens, labels = self.parts_of(batch, row)
         logits = self.logits_of(context)
         flags = torch.stack([ranked_flags(logits, share, self.gates) for share in shares])
-        labels = losses.sampled(labels, self.config.loss.sampled_tokens)
         tokens, labels = (x.expand(len(shares), -1) for x in (tokens, labels))
         hidden = self.hidden_of(
             context, tokens, Reply(context, dict(zip(context.hidden, flags.unbind(1), strict=True)))
@@ -296,8 +297,10 @@ class ReplayValidation(Validation):
         """Measure a batch, and with ``keep_samples`` keep the flags of its first contexts for pictures."""
         of = self.gated_loss
         for row in range(len(batch["labels"])):
-            if not bool((batch["labels"][row] != -100).any()):
-                continue  # a filler row
+            wrong = "choice" in batch and bool(batch["choice"][row] != batch["target"][row])
+            behind = batch["labels"][row, int(batch["prompt_length"][row]) + 1 :]
+            if wrong or not bool((behind != -100).any()):
+                continue  # a choice that is not the answer, a filler row, or one token, which precedes eviction
             found = of.replay(batch, row, VALIDATED)
             nll, _ = losses.token_nll(of.model, found.hidden, found.labels, self.loss.chunk_tokens)
             self.nll.update(nll)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ag.kernels.gated_attention import checked
+
 
 def replay_attention(
     q: Tensor,
@@ -37,7 +39,12 @@ def replay_attention(
     Returns:
         ``[S, H, R, D]``.
     """
-    out: Tensor = _Replay.apply(q, k, v, context_k, context_v, keep, scaling, window)  # type: ignore[no-untyped-call]
+    q, k, v = checked("replay_attention", q, k, v, recent=1)
+    context_k, context_v = context_k.to(q.dtype), context_v.to(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        out: Tensor = _Replay.apply(  # type: ignore[no-untyped-call]
+            q, k, v, context_k, context_v, keep, scaling, window
+        )
     return out
 
 
@@ -64,7 +71,7 @@ class _Replay(torch.autograd.Function):
         far.sub_(top).exp_()
         near.sub_(top).exp_()
         total = far.sum(-1, keepdim=True) + near.sum(-1, keepdim=True)
-        out = (far.to(v.dtype) @ context_v + near.to(v.dtype) @ v) / total.to(v.dtype)
+        out = far.div_(total).to(v.dtype) @ context_v + near.div_(total).to(v.dtype) @ v
         ctx.save_for_backward(q, k, v, context_k, context_v, keep, out, top + total.log())
         ctx.options = scaling, window
         whole: Tensor = out.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
@@ -75,7 +82,7 @@ class _Replay(torch.autograd.Function):
         q, k, v, context_k, context_v, keep, out, lse = ctx.saved_tensors
         scaling, window = ctx.options
         rows, d_out = (x.unflatten(1, (k.shape[1], -1)).flatten(2, 3) for x in (q, grads[0]))
-        delta = (d_out * out).sum(-1, keepdim=True, dtype=lse.dtype)
+        delta = (d_out.to(lse.dtype) * out).sum(-1, keepdim=True)
         far, near = (x.sub_(lse) for x in _logits(rows, k, context_k, scaling, window))
         if keep is not None:
             torch.minimum(far, torch.where(keep == 0, 0.0, float("inf"))[:, :, None].to(far), out=far)
@@ -95,6 +102,8 @@ class _Replay(torch.autograd.Function):
 def _logits(rows: Tensor, k: Tensor, context_k: Tensor, scaling: float, window: int | None) -> tuple[Tensor, Tensor]:
     """Return the logits of ``rows`` ``[S, Hkv, G R, D]`` with the context and with the response, -inf where unseen."""
     wide = torch.promote_types(rows.dtype, torch.float32)
+    if rows.dtype == torch.float16:  # products that are not scaled may overflow
+        rows, scaling = rows * scaling, 1.0
     far, near = ((rows @ keys.mT).to(wide) * scaling for keys in (context_k, k))
     response, context = k.shape[2], context_k.shape[1]
     later = torch.ones(response, response, dtype=torch.bool, device=k.device).triu(1)

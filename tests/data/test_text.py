@@ -252,7 +252,7 @@ def test_responses_continue_or_repeat_their_context_or_answer_a_question_about_i
     for at in range(0, len(rows), len(kinds)):
         repeated, followed, *asked = rows[at : at + len(kinds)]
         start, tokens = repeated.prompt_length, followed.tokens.tolist()
-        text = tokens[start:] if asked else tokens  # facts stand in a context that is asked about
+        text = tokens[start - 8 :] if asked else tokens  # facts stand in a context that is asked about, not at its end
         assert any(text == ids[i : i + len(text)] for ids in whole for i in range(len(ids)))
         assert followed.loss.nonzero()[0].tolist() == list(range(start, start + 96))
         behind, context = repeated.tokens[start:].tolist(), repeated.tokens[:start].tolist()

@@ -107,6 +107,19 @@ def test_a_pass_can_be_taken_back(name, wrong, taken):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["attention", "window"])
+def test_sequences_of_one_length_lose_different_numbers_of_tokens(name):
+    gate, (hidden, ranks, real) = gate_for(name), text(False)
+    memory, counts = GateMemory(gate.config.window), torch.tensor([10, 12, 11])
+    stayed = (ranks[:, :13] < counts[:, None]) | (ranks[:, :13] == 12)
+    for part in (slice(0, 9), slice(9, 12)):
+        read(gate, memory, hidden[:, part], ranks[:, part], real[:, part], False)
+    memory.crop(counts)
+    got = read(gate, memory, hidden[:, 12:13], counts[:, None], real[:, 12:13], False)
+    agree(got, alone(gate, hidden[:, :13], stayed)[:, :, -1:], gate, hidden[:, :13], stayed)
+
+
+@torch.no_grad()
 def test_sequences_change_places():
     gate, (hidden, ranks, real) = gate_for("window"), text(True)
     memory, order = GateMemory(5), torch.tensor([2, 0, 0, 1])

@@ -65,7 +65,8 @@ def test_a_run_with_measured_costs(recipe: Path, tiny_base: Path, tmp_path: Path
 
 
 def test_two_ranks_are_one_with_twice_the_rows(recipe: Path, moved_base: Path, tmp_path: Path) -> None:
-    overrides = ["loss.share_low=0.3", "loss.share_high=0.3"]  # draws depend on the rank
+    costs = ["warmup.target=costs", "warmup.rows=5", "warmup.rounds=2"]
+    overrides = ["loss.share_low=0.3", "loss.share_high=0.3", *costs]  # draws of shares depend on the rank
     ranks = ["trainer.devices=2", "trainer.strategy=ddp", "data.batch_size=1"]
     process = start(f"recipe={recipe}", *overrides, *ranks, f"output={tmp_path / 'two'}")
     one = train(recipe, tmp_path / "one", *overrides)

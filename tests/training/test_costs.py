@@ -57,6 +57,17 @@ def test_a_head_whose_tokens_do_not_matter_costs_nothing_and_keeps_fewer(tiny_ll
     assert first[layer, 0] < 0
 
 
+def test_a_budget_of_protected_tokens_costs_nothing(tiny_llama):
+    module, data = replay(tiny_llama().double()), batch(4)
+    short = data | {name: data[name][:, CONTEXT - 4 :] for name in ("input_ids", "attention_mask", "labels")}
+    short["prompt_length"] = torch.full((4,), 4)
+    before = [x.clone() for x in module.gates.parameters()]
+    assert not bool(costs.solve(module.gated_loss, [short], 1)[0].any())
+    module.gated_loss.replay(short, 0, [0.5]).divergence.sum().backward()
+    assert all(torch.equal(*pair) for pair in zip(before, module.gates.parameters(), strict=True))
+    assert not any(bool(x.grad.any()) for x in module.gates.parameters())
+
+
 def test_the_cheapest_moves_keep_as_many_tokens():
     torch.manual_seed(0)
     share = torch.linspace(0.7, 0.1, len(MOVES)).expand(4, 2, 3, -1).contiguous()

@@ -60,6 +60,29 @@ def test_attention_is_gated_attention_of_the_last_queries(window):
         hold(part, other[:, :, : part.shape[2]] if part is mine else other[:, :, CONTEXT:], terms * largest)
 
 
+def test_autocast_runs_attention_in_its_type():
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, RESPONSE, 8, requires_grad=True)
+    k, v = torch.randn(2, 2, RESPONSE, 8), torch.randn(2, 2, RESPONSE, 8, dtype=torch.bfloat16)
+    far, keep = torch.randn(2, 2, CONTEXT, 8), (torch.rand(2, 2, CONTEXT) > 0.5).float().requires_grad_()
+    given = [x.detach().bfloat16() for x in (q, k, v, *far)]
+    wanted = replay_attention(*given, keep, 0.4)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = replay_attention(q, k, v, *far, keep, 0.4)
+    assert torch.equal(found, wanted)
+    found.sum().backward()
+    assert q.grad.dtype == keep.grad.dtype == torch.float32 and bool(keep.grad.any())
+
+
+def test_products_that_float16_cannot_hold():
+    q, k = torch.full((1, 1, 1, 64), 100.0), torch.full((1, 1, 1, 64), 90.0)
+    v, far = torch.ones(1, 1, 1, 64), torch.full((1, 2, 64), 80.0)
+    q, k, v, far = (x.half() for x in (q, k, v, far))  # the products have 576,000 and 512,000
+    found = replay_attention(q, k, v, far, 2 * torch.ones_like(far), None, 64**-2)
+    wanted = replay_attention(*(x.double() for x in (q, k, v, far, 2 * torch.ones_like(far))), None, 64**-2)
+    hold(found.double(), wanted, 2 * torch.finfo(torch.float16).eps * (64 + 140.7))
+
+
 @pytest.mark.parametrize(
     "gate",
     [
@@ -163,3 +186,24 @@ def test_validation_measures_each_share(tiny_llama):
         total = float(sum(x[place] for x in each))
         hold(float(values[f"kl_at_{share:g}"]), total / 2, EPS32 * total)
     assert module.gates.calibration is not None and len(module.sample_flags) == 2
+
+
+def test_validation_measures_all_tokens_of_right_answers(tiny_llama):
+    module, data = replay(tiny_llama()), batch(rows=3)
+    module.gated_loss.config.loss.sampled_tokens = 2
+    data["choice"], data["target"] = torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1])
+    data["labels"][2, CONTEXT + 1 :] = -100  # its one token precedes eviction
+    module.validation.update(data)
+    values = module.validation.compute()
+    divergence = module.gated_loss.replay(data, 0, VALIDATED).divergence
+    found = torch.stack([values[f"kl_at_{share:g}"] for share in VALIDATED])
+    hold(found, divergence.detach(), 2 * EPS32 * float(divergence.max()))
+    assert bool(values["lm_loss"].isfinite())
+
+
+def test_a_context_is_read_again_for_another_configuration(tiny_llama, tmp_path):
+    model, data = tiny_llama(), batch()
+    for theta in (10_000.0, 500.0):
+        model.config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
+        replay(model, str(tmp_path)).gated_loss.replay(data, 0, [0.4])
+    assert len(list(tmp_path.iterdir())) == 2
