@@ -149,7 +149,7 @@ def leaderboard(comparison: Comparison) -> Table:
         for metric in averaged:
             means = [one.mean for one in found.values() if one.metric == metric]
             known = [mean for mean in means if mean is not None]
-            whole = known and len(known) == len(means)
+            whole = len(known) == metrics[metric]  # other policies' averages are over all tasks of the metric
             cells.append(Cell(f"{fmean(known):.4f}", fmean(known)) if whole else Cell("none"))
         lines.append(cells)
     remarks = [comparison.uninformative(task) for task in summaries]

@@ -103,6 +103,8 @@ def test_averages_are_over_tasks_with_the_same_metric():
     failed = replace(results[1].summary, mean=None, problem="out of memory")
     one_failed = Comparison(Path(), "x", [results[0], replace(results[1], summary=failed, outcomes=[])])
     assert tables.leaderboard(one_failed).lines[0][-1] == ("none", None, "")
+    some = Comparison(Path(), "x", [*results, result("y", None, "b", [1.0], True)])  # y has no row of the task a
+    assert [line[-1].text for line in tables.leaderboard(some).lines] == ["0.6250", "none"]
 
 
 def test_what_differs_between_rows_is_counted():
