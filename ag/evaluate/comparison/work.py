@@ -179,8 +179,11 @@ class Worker:
         self.progress.outcome(first * len(mine))
         rest = samples[first:]
         for index, outcome in cells[0].task.run(self.model, self.tokenizer, policies, rest) if rest else ():
-            if not math.isfinite(outcome.score):
-                raise UserError(f"sample {outcome.sample} has the score {outcome.score}.")
+            for name, value in (("score", outcome.score), *outcome.tags.items()):  # JSON has finite numbers alone
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise UserError(
+                        f"sample {outcome.sample} has the {name} {value}: expected a finite number; try dtype=float32."
+                    )
             mine[index].append(outcome)
             self.progress.outcome()
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]

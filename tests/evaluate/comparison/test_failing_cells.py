@@ -113,14 +113,14 @@ def test_errors_of_memory(error):
 
 
 def test_a_task_that_fails(config, quiet, monkeypatch):
-    """While it reads, by a score that is no number, and by samples that are all too short."""
+    """While it reads, by a score or a tag that is no number, and by samples that are all too short."""
 
     def read(self, tokenizer, max_tokens):
         raise IndexError("no needle")
         yield
 
     def run(self, model, tokenizer, policies, samples):
-        yield 0, Outcome("0", float("nan"), 40, 0.5, 10, 0.0)
+        yield 0, outcomes.pop()
 
     monkeypatch.setattr(tasks.TASKS["needle_single"][0], "read", read)
     comparison = compare(config(policies=["full", "h2o"], budgets=[0.5], tasks=["needle_single", "ppl"]), quiet)
@@ -132,5 +132,7 @@ def test_a_task_that_fails(config, quiet, monkeypatch):
     row = compare(short, quiet).results[0].summary
     assert row.problem.startswith("no sample can be run") and (row.n, row.too_short) == (0, 7)
     monkeypatch.setattr(tasks.TASKS["ppl"][0], "run", run)
-    [result] = compare(config(policies=["full"], samples=1), quiet).results
-    assert result.summary.problem == "sample 0 has the score nan."
+    for name, score, tags in (("kl inf", 1.0, {"nats": 1.0, "kl": float("inf")}), ("score nan", float("nan"), {})):
+        outcomes = [Outcome("0", score, 40, 0.5, 10, 0.0, tags)]
+        [result] = compare(config(policies=["full"], samples=1, output=f"{config().output}/{name}"), quiet).results
+        names(result.summary.problem, f"sample 0 has the {name}: expected a finite number", "dtype=float32")
