@@ -21,7 +21,7 @@ from ag.config.policies import FLAGS, FULL, GATES
 from ag.config.recipes import load_config
 from ag.engine.spec import PolicySpec, named
 from ag.errors import UserError
-from ag.evaluate.comparison.cells import list_cells
+from ag.evaluate.comparison.cells import list_cells, stored
 from ag.evaluate.comparison.compare import compare, log
 from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.tables import OVER, OVER_NOTE, counted
@@ -101,7 +101,11 @@ def translate(config: EvaluateConfig) -> Preset:
             output=str(config.file.with_suffix("")),
             retry=True,
         ),
-        dict(zip(named(list(listed)), listed.values(), strict=True)),
+        {
+            stored(label, held): stored(name, held)
+            for held in config.kv_dtypes
+            for label, name in zip(named(list(listed)), listed.values(), strict=True)
+        },
         recipe,
     )
 

@@ -134,6 +134,17 @@ def test_names_are_those_that_were_given(run):
     assert [cell.label for cell in list_cells(preset.config)] == [*preset.names]
 
 
+def test_each_form_of_keys_and_values_has_a_name(tiny_folder, tmp_path):
+    rows = "".join(json.dumps({"text": text * 12}) + "\n" for text in ("abc def ", "hello you "))
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text(rows)
+    words = [f"model={tiny_folder}", f"root={tmp_path}", "prompt=60", "continuation=8", f"output={tmp_path / 'o.json'}"]
+    assert main([*words, "policies=[full,mine=tova]", "budgets=[0.5]", "kv_dtypes=[float,int8]"]) == 0
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert list(found) == ["full cache", "full cache int8", "mine 0.5", "mine int8 0.5"]
+    assert found["full cache int8"]["kv_bytes"] < found["full cache"]["kv_bytes"]
+
+
 @pytest.mark.parametrize(
     ("train", "budgets", "expected"),
     [

@@ -130,7 +130,7 @@ def list_cells(config: CompareConfig) -> list[Cell]:
             listed = nearest(name, [*specs, *config.policies])
             raise UserError(f"policy_options.{name}: policies= does not list {name!r}{listed}.")
     policies = [
-        (name if held == "float" else f"{name} {held}", one)
+        (stored(name, held), one)
         for held in config.kv_dtypes
         for name, spec in specs.items()
         for one in _policies(name, spec, named_options.get(name, {}), budgets, held, config)
@@ -155,6 +155,11 @@ def list_cells(config: CompareConfig) -> list[Cell]:
                 f"{other.name!r} and {cell.name!r} are the same twice: policies=, budgets=, tasks=; leave one out."
             )
     return cells
+
+
+def stored(name: str, held: KVDtype) -> str:
+    """Return the name of a policy that stores keys and values in a form, for tables."""
+    return name if held == "float" else f"{name} {held}"
 
 
 def _text(one: Policy) -> str:
