@@ -157,7 +157,7 @@ def list_cells(config: CompareConfig) -> list[Cell]:
     return cells
 
 
-def stored(name: str, held: KVDtype) -> str:
+def stored(name: str, held: str) -> str:
     """Return the name of a policy that stores keys and values in a form, for tables."""
     return name if held == "float" else f"{name} {held}"
 

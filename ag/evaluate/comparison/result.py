@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ag.commands.compare import CompareConfig
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison.cells import Cell
+from ag.evaluate.comparison.cells import Cell, stored
 from ag.evaluate.comparison.folder import Ended, Summary, tag_values
 from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error
 from ag.evaluate.inside import View
@@ -107,7 +107,8 @@ class Comparison:
             results.append(Result(summary, outcomes, views, cell.policy.spec))
         shown = {cell.key for cell in cells}
         hidden = [f"{one.summary.task}: {one.summary.name}" for key, one in found.items() if key not in shown]
-        return cls.tested(folder, config.called.get(config.baseline, config.baseline), results, hidden)
+        held = min(config.kv_dtypes, key=lambda held: held != "float", default="float")  # float where it is among them
+        return cls.tested(folder, stored(config.called.get(config.baseline, config.baseline), held), results, hidden)
 
     @classmethod
     def tested(cls, folder: Path, baseline: str, results: list[Result], hidden: Sequence[str] = ()) -> Comparison:

@@ -105,6 +105,14 @@ def test_codes_are_lines_of_their_own(config, quiet):
     assert [(point.x, point.y) for point in mix.points] == best
 
 
+def test_codes_alone_are_compared_with_a_full_cache_of_codes(config, quiet):
+    given = config(policies=["full", "tova"], budgets=[0.5], kv_dtypes=["int8"])
+    full, tova = compare(given, quiet).results
+    assert tova.paired.difference == pytest.approx(tova.summary.mean - full.summary.mean) and full.paired is None
+    given.kv_dtypes = ["int8", "float"]
+    assert compare(given, quiet).baseline == "full"
+
+
 def test_rows_count_the_samples_that_protect_more_than_the_budget(config, quiet, capsys):
     """Of 40 tokens snapkv's window has 32, and 0.1 are 4."""
     named = config(policies=["full", "snapkv", "h2o+vatp"], policy_options={"h2o+vatp": {"sinks": 2}}, budgets=[0.1])
