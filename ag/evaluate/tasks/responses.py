@@ -85,10 +85,20 @@ class Responses(PromptTask):
         return {"name": self.name, "data": asdict(recipe.data), "seed": recipe.seed}
 
     def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
-        """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. A limit of None means the run's number."""
+        """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. A limit of None means the run's number.
+
+        Raises:
+            UserError: the limit reaches into the rows that the run trains on, or see there.
+        """
         recipe = self.recipe()
-        recipe.data.val_samples = limit or recipe.data.val_samples
+        own, recipe.data.val_samples = recipe.data.val_samples, limit or recipe.data.val_samples
         rows = data.build(recipe, tokenizer, max_tokens)
+        if own is not None and rows.counts.held_out > own:
+            raise UserError(
+                f"samples={limit}: expected at most {own}, as the run holds out its first {own} training rows "
+                f"(data.val_samples) and trains on the others; give samples={own}, or root=FOLDER with a validation "
+                "split."
+            )
         samples = [of_rows(f"{number}", group) for number, group in enumerate(rows.val_rows)]
         return Loaded(samples, too_short=rows.counts.val_skipped)
 

@@ -1,5 +1,6 @@
 """Scores of responses after eviction, against ``by_hand`` forward passes, and the rows that a run has."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,10 +60,8 @@ def run(write, tmp_path):
         for split in ("train", "validation"):
             write(f"data/piqa/{split}", PIQA)
             write(f"data/corpus/{split}", [{"text": "short"}, *CORPUS])
-        config = Config(model=ModelConfig(name="none"), data=KINDS[kind], seed=3)
-        config.data.root = None if kind == "facts" else str(tmp_path / "data")
-        for name, value in changes.items():
-            setattr(config.data, name, value)
+        own = {"root": None if kind == "facts" else str(tmp_path / "data")} | changes
+        config = Config(model=ModelConfig(name="none"), data=replace(KINDS[kind], **own), seed=3)
         folder = tmp_path / kind
         folder.mkdir(exist_ok=True)
         (folder / "config.yaml").write_text(dump(config))
@@ -88,6 +87,17 @@ def test_the_rows_are_those_that_the_run_was_validated_on(run, tiny_tokenizer, k
         assert lengths == [min(40, length) for length in whole[:5]] and lengths[0] < 40
     assert len(make("responses", run_folder=folder).load(tiny_tokenizer, 2, 512).samples) == 2
     assert (loaded.too_long, loaded.too_short) == (0, kind == "text")
+
+
+@pytest.mark.parametrize("kind", ["sft", "text"])
+def test_rows_that_a_run_trains_on_are_refused(run, tiny_tokenizer, write, tmp_path, kind):
+    """Without a validation split the run's number says which rows are held out; fewer of them are fine."""
+    rows = CORPUS if kind == "text" else [{"prompt": f"abc {i}", "response": f"xyz {i}"} for i in range(6)]
+    root = write("mine/train", rows)
+    task = make("responses", run_folder=run(kind, root=root, name="mine", val_samples=2))
+    assert [len(task.load(tiny_tokenizer, limit, 512).samples) for limit in (None, 1, 2)] == [2, 1, 2]
+    with refuses(UserError, "samples=3", "data.val_samples", "at most 2", "samples=2"):
+        task.load(tiny_tokenizer, 3, 512)
 
 
 def test_a_run_whose_questions_come_after(run, tiny_tokenizer):
