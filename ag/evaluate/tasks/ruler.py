@@ -414,6 +414,15 @@ class DocumentQA(Generated):
     unit: ClassVar[str] = "questions"
     least: ClassVar[int] = 0
 
+    @property
+    def first(self) -> int:
+        """Number of the first question, behind those of smaller seeds."""
+        return self.seed * self.repeats
+
+    def identity(self) -> dict[str, Any]:
+        """Return the options, and the first question of seeds above 0, which once began elsewhere."""
+        return super().identity() | ({"first": self.first} if self.seed else {})
+
     def material(self, tokenizer: PreTrainedTokenizerBase) -> Corpus:
         """Read all questions and documents."""
         hub, folder, subset = SOURCES[self.name]
@@ -447,7 +456,7 @@ class DocumentQA(Generated):
         return float(any(reference.lower() in text.lower() for reference in sample.references))
 
     def _item(self, material: Corpus, variant: Variant) -> Item:
-        return material.items[(self.seed + variant.repeat) % len(material.items)]
+        return material.items[(self.first + variant.repeat) % len(material.items)]
 
 
 def squad(rows: Iterable[Record], where: str) -> Corpus:

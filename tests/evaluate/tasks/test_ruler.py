@@ -157,6 +157,16 @@ def test_documents_of_squad(sources, tiny_tokenizer):
     assert [task.grade(text, loaded.samples[0]) for text in (" It WORD01 is", " no")] == [1.0, 0.0]
 
 
+def test_seeds_ask_different_questions(sources, tiny_tokenizer):
+    asked = {}
+    for seed in range(3):
+        task, loaded = load("qa_1", sources, tiny_tokenizer, lengths=[1000], repeats=3, seed=seed)
+        asked[seed] = [tiny_tokenizer.decode(sample.question).split("Question: ")[1] for sample in loaded.samples]
+        assert task.identity().get("first", 0) == task.first == 3 * seed
+    assert len({question for questions in asked.values() for question in questions}) == 9
+    assert asked[0][0].startswith("What says 01?") and "first" not in make("qa_1").identity()  # its rows stay valid
+
+
 def test_missing_and_damaged_documents(tiny_tokenizer, tmp_path, write):
     hint = ("qa_2", "root=FOLDER", "hotpot_qa/validation.jsonl", "load_dataset('hotpotqa/hotpot_qa', 'distractor')")
     for root in (str(tmp_path), None):  # the tests have no hub
