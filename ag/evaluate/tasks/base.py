@@ -222,6 +222,9 @@ class Task(ABC):
 class PromptTask(Task):
     """A task of samples with a prompt, which is read and evicted, perhaps a question, and an answer."""
 
+    #: Whether its outcomes have ``kl`` and ``same_top1``; not where a sample has several right answers that all count.
+    compares: ClassVar[bool] = True
+
     def run(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
@@ -232,7 +235,7 @@ class PromptTask(Task):
         """
         device = next(model.parameters()).device
         for sample in samples:
-            compared = [policy("full")] if sample.right else []
+            compared = [policy("full")] if sample.right and self.compares else []
             prompt, question = (torch.tensor([ids], device=device) for ids in (sample.prompt, sample.question))
             caches = read_prompt(model, [*compared, *policies], prompt, protect=sample.protect)
             full: Tensor | None = None

@@ -117,6 +117,7 @@ class Instructions(Haystack):
     metric: ClassVar[str] = "share followed"
     unit: ClassVar[str] = "system prompts"
     generates: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
 
     @property
     def series(self) -> str:

@@ -72,4 +72,4 @@ def test_followed_and_nats_by_hand(budget, root, tiny_llama, tiny_tokenizer, pla
         hold(outcome.tags[f"nats@place {place}"], -mean, of_nats(model))
     assert outcome.score == sum(scores) / 4
     hold(outcome.tags["nats"], -sum(means[::2]) / 4, of_nats(model))
-    assert (outcome.tags["kl"] == 0.0) == (budget is None)
+    assert not outcome.tags.keys() & {"kl", "same_top1"}  # which would be of the first instruction alone
