@@ -242,15 +242,17 @@ class PromptTask(Task):
             for index in range(-len(compared), len(policies)):
                 cache, last = caches.pop(0)  # freed before the next answer
                 held = cache.kept_share(), cache.nbytes
-                start = time.perf_counter()
+                seconds, start = cache.scoring_seconds, _now(device)  # later scoring is a part of the answer's time
                 if sample.question:
                     last = feed(model, cache, question)[:, -1]
                 if index < 0:
                     full = log_probabilities(model, cache, last, sample.right)
                     continue
+                seconds += _now(device) - start
                 twin = None if full is None else copy.deepcopy(cache)
+                start = _now(device)
                 score, tags = self.answer(model, tokenizer, cache, last, sample)
-                seconds = time.perf_counter() - start + cache.scoring_seconds
+                seconds += _now(device) - start
                 over = bool(cache.over_budget.any())
                 if full is not None and twin is not None:
                     tags = {**tags, **distance(full, log_probabilities(model, twin, last, sample.right))}
@@ -269,6 +271,13 @@ class PromptTask(Task):
             last: ``[1, d]``, the final hidden state of the last token before the answer.
             sample: one of those of :meth:`load`.
         """
+
+
+def _now(device: torch.device) -> float:
+    """Return the time in seconds, on a card when its work is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def by_part(what: str, found: Iterable[tuple[str | int, float, float]]) -> dict[str, float]:

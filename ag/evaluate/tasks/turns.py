@@ -156,9 +156,9 @@ class Turns(Haystack):
             for index in range(len(policies)):
                 cache, _ = caches.pop(0)  # freed before the next one talks
                 held, over = (cache.kept_share(), cache.nbytes), bool(cache.over_budget.any())
-                start = time.perf_counter()
+                seconds, start = cache.scoring_seconds, time.perf_counter()  # later scoring is in the time of the turns
                 likely = self._likely(model, cache, sample)
-                seconds = time.perf_counter() - start + cache.scoring_seconds
+                seconds += time.perf_counter() - start
                 score, tags = _graded(sample, likely)
                 tags |= distance(full, likely)
                 yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags, over)

@@ -1,0 +1,58 @@
+"""Seconds of an outcome: eviction, question and answer, each once and nothing else, on a clock that scoring moves."""
+
+import copy
+import time
+
+import pytest
+import torch
+
+import ag
+from ag.engine import EvictionCache, read_prompt
+from ag.engine.scorers.controls import KNorm
+from ag.evaluate.tasks import Sample, make
+from ag.evaluate.tasks.follow import feed, score
+
+COPY = 1000.0  # seconds that a copy of a cache takes
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The time in a list: a layer's scores take a second."""
+    time_is, scores, deepcopy = [0.0], KNorm.score, copy.deepcopy
+
+    def slow(self, seen):
+        time_is[0] += 1
+        return scores(self, seen)
+
+    def copied(value, *memo):
+        time_is[0] += COPY * isinstance(value, EvictionCache)
+        return deepcopy(value, *memo)
+
+    monkeypatch.setattr(KNorm, "score", slow)
+    monkeypatch.setattr("copy.deepcopy", copied)
+    monkeypatch.setattr(time, "perf_counter", lambda: time_is[0])
+    return time_is
+
+
+@pytest.mark.parametrize("schedule", ["prefill", "steps:2", "every"])
+def test_of_an_answer(schedule, now, tiny_llama):
+    model, policy = tiny_llama(), ag.policy("knorm", 8, schedule)
+    sample = Sample("0", [*range(5, 25)], question=[*range(30, 36)], answers=[[40, 41, 42, 43]])
+    [(cache, _)] = read_prompt(model, [policy], torch.tensor([sample.prompt]))
+    last = feed(model, cache, torch.tensor([sample.question]))[:, -1]
+    score(model, cache, last, sample.answers)
+    by_hand = now[0]
+    [(_, outcome)] = make("responses").run(model, None, [policy], [sample])
+    assert outcome.seconds == by_hand > 0 and now[0] > COPY
+    assert (outcome.seconds > 3) == (schedule != "prefill")  # a layer a second
+
+
+def test_of_turns(now, root, tiny_llama, tiny_tokenizer):
+    model, policy = tiny_llama(), ag.policy("knorm", 200, "steps:50")
+    task = make("turns", root, lengths=[1500], repeats=1)
+    [sample] = task.load(tiny_tokenizer, None, 2000).samples
+    [(cache, _)] = read_prompt(model, [policy], torch.tensor([sample.prompt]))
+    feed(model, cache, torch.tensor([sample.question[:-1]]))
+    by_hand = now[0]
+    [(_, outcome)] = task.run(model, tiny_tokenizer, [policy], [sample])
+    assert outcome.seconds == by_hand > 3
