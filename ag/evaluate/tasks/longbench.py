@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import huggingface_hub
 from pydantic import Field
@@ -56,6 +56,11 @@ class LongBench(QuestionTask):
     metric: ClassVar[str] = "score"
     unit: ClassVar[str] = "questions"
 
+    def identity(self) -> dict[str, Any]:
+        """Return the options, and in a chat what an answer follows, which once was the text inside the template."""
+        chat = self.chat and SUBSETS[self.name].chat
+        return super().identity() | ({"follows": "template"} if chat else {})
+
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the rows; see :meth:`ag.evaluate.tasks.Task.read`."""
         subset = SUBSETS[self.name]
@@ -95,7 +100,7 @@ class LongBench(QuestionTask):
             context = text[: text.rfind(asked)] if asked in text else text[: len(text) // 2]
             beginning = encode(whole[: whole.find(context) + len(context)])
             prompt, question = (ids, []) if self.question == "before" else divided(beginning, ids)
-            gap = "" if text[-1:].isspace() else " "
+            gap = "" if whole[-1:].isspace() else " "
             right = tokenize_after(tokenizer, [gap + one for one in dict.fromkeys(row["answers"]) if one.strip()])
             sample = Sample(
                 f"{self.name}-{number}",

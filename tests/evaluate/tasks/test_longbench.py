@@ -95,6 +95,19 @@ def test_chat(tiny_tokenizer, write, monkeypatch):
     assert question.endswith("Question: Who is tall?\nAnswer:>") and code.startswith("Please complete")
 
 
+def test_answers_follow_the_end_of_the_template(tiny_tokenizer, write, monkeypatch):
+    """Behind a line break they have no space of their own; the rows of a chat differ from those of older versions."""
+    root, found = write("longbench/hotpotqa", [row()]), {}
+    for end in (">", "\\n"):
+        template = f"{{% for m in messages %}}<{{{{ m['content'] }}}}{{% endfor %}}{{{{ '{end}' }}}}"
+        monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
+        [sample] = make("hotpotqa", root, chat=True).load(tiny_tokenizer, None, 1000).samples
+        found[tiny_tokenizer.decode(sample.question)[-1]] = tiny_tokenizer.decode(sample.right)
+    assert found == {">": " Bob", "\n": "Bob"}
+    told = [make(name, chat=chat).identity().get("follows") for name in ("hotpotqa", "lcc") for chat in (True, False)]
+    assert told == ["template", None, None, None]
+
+
 @pytest.mark.slow
 def test_the_best_reference_counts(tiny_llama, tiny_tokenizer, write):
     """The answer is that of ``generate``, up to the end of its line."""
