@@ -1,7 +1,9 @@
-"""The cache folder, and writing that survives a crash."""
+"""The cache folder, checksums of files, and writing that survives a crash."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +40,22 @@ def replacing(target: Path) -> Iterator[Path]:
         fsync(target.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def checksum(file: Path) -> str:
+    """Return the SHA-256 of a file, which is read again only if its size or time has changed.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    state = file.stat()
+    return _checksum(file, state.st_size, state.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=256)
+def _checksum(file: Path, size: int, changed: int) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def home() -> Path:

@@ -6,8 +6,6 @@ of the authors' code, named beside each.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 import math
 import re
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ag.config.gate import GateConfig
+from ag.files import checksum
 from ag.gates.manifest import CONFIG, MOST, MOST_LAYERS, SCHEMA_VERSION, WEIGHTS, ExportError
 
 MODEL_CONFIG, MODEL_WEIGHTS = "config.json", "model.safetensors"  # of PreTrainedModel.save_pretrained
@@ -49,8 +48,7 @@ class Foreign:
         """
         if not self.file.is_file():
             raise ExportError(f"{self.file}: no such file: expected it beside {MODEL_CONFIG}; copy the whole folder.")
-        state = self.file.stat()
-        digest = _digest(self.file, state.st_size, state.st_mtime_ns)
+        digest = checksum(self.file)
         return {
             "schema_version": SCHEMA_VERSION,
             "base_model": {"name": self.base, "revision": None, "fingerprint": self.fingerprint},
@@ -221,9 +219,3 @@ def _sizes(file: Path, sizes: Mapping[str, Any], layers: str, *others: str) -> l
         if type(size) is not int or not 1 <= size <= most:
             raise ExportError(f"{file}: {name}={size!r:.80}: expected a whole number from 1 to {most}; copy it again.")
     return [sizes[name] for name in (layers, *others)]
-
-
-@functools.lru_cache(maxsize=16)
-def _digest(file: Path, size: int, changed: int) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -24,6 +24,7 @@ from transformers.utils.hub import cached_file
 
 from ag.config import LoraConfig, ModelConfig
 from ag.errors import UserError, first_line
+from ag.files import checksum
 from ag.model import random_base
 from ag.model.quiet import quiet
 from ag.wheels import GEMMA3, SMOLLM2, SOURCES, WheelError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 ALIAS = SMOLLM2.name
 ALIAS_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ALIAS_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+WEIGHTS = "*.safetensors", "*.bin"  # files of weights in a folder
 HUB_TIMEOUT = 5.0  # seconds for an answer of the hub
 
 log = logging.getLogger(__name__)
@@ -84,7 +86,15 @@ def stored_nbytes(name: str, revision: str | None = None) -> int:
         ModelError: as :func:`resolve` does.
     """
     folder = Path(resolve(name, revision))
-    return sum(x.stat().st_size for kind in ("*.safetensors", "*.bin") for x in folder.glob(kind))
+    return sum(x.stat().st_size for kind in WEIGHTS for x in folder.glob(kind))
+
+
+def checksums(name: str) -> dict[str, str]:
+    """Return the checksums of configuration and weights in a local folder, by file; none for an alias or hub id."""
+    if name in (ALIAS, ALIAS_REPOSITORY, GEMMA3.name):
+        return {}
+    folder = Path(name).expanduser()
+    return {x.name: checksum(x) for kind in ("config.json", *WEIGHTS) for x in sorted(folder.glob(kind))}
 
 
 def hub_name(name: str) -> str:

@@ -23,6 +23,7 @@ from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.tasks import Loaded, Outcome, Task
 from ag.evaluate.tasks.questions import QuestionTask
 from ag.gates import export
+from ag.model.base import checksums
 from ag.versions import versions
 
 VERSIONS = versions("ag", "torch", "transformers")
@@ -137,7 +138,8 @@ def list_cells(config: CompareConfig) -> list[Cell]:
     ]
     adapter = None if config.adapter is None else export.adapter_checksum(config.adapter)
     samples = None if config.samples is None else f"the first {config.samples} that can be run"
-    same = (asdict(config.base), adapter, samples, config.max_tokens)
+    local = checksums(config.model)  # another model may be written into its folder
+    same = (asdict(config.base), adapter, samples, config.max_tokens, *([local] if local else []))
     policies.sort(key=lambda pair: pair[1].spec.evicts)  # the full cache shows first whether the model can do a task
     full = [] if any(not one.spec.evicts for _, one in policies) else [("full", policy("full"))]
     cells = []

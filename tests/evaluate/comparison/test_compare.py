@@ -169,6 +169,34 @@ def test_other_settings_are_other_cells(config):
         assert {cell.key for cell in list_cells(config(**change))} == keys
 
 
+def test_another_model_in_the_same_folder_is_another_cell(config, tiny_llama, tiny_folder, tmp_path, monkeypatch):
+    """The path is the same; files that are not read, names of the hub and aliases are not looked at."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+
+    def keys(model=folder):
+        return [cell.key for cell in list_cells(config(model=str(model)))]
+
+    before = keys()
+    (folder / "README.md").write_text("A model.")
+    assert keys() == before
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    model.save_pretrained(folder)
+    after = keys()
+    assert not {*after} & {*before}
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"rope_theta": 500.0}))
+    assert not {*keys()} & {*before, *after}
+    named = keys("smollm2"), keys("owner/name")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "smollm2")
+    assert keys("smollm2") == named[0]  # the alias, as where it is loaded
+    with monkeypatch.context() as patch:
+        patch.setattr("ag.evaluate.comparison.cells.checksums", lambda name: {})
+        assert (keys("smollm2"), keys("owner/name")) == named
+
+
 def test_damaged_rows_are_named_and_run_again(config, quiet, done):
     """A row is torn, and the samples of another one are missing; cells alone give what they give together."""
     before, rows = lines(done), (done / ROWS).read_bytes().splitlines()
