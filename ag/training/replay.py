@@ -202,9 +202,9 @@ def ranked_flags(logits: Tensor, share: float, gates: AttentionGates) -> Tensor:
 
 
 class ReplayLoss(GatedLoss):
-    """Compute the divergence of responses under two drawn shares, each times its share.
+    """Compute the divergence of responses under two drawn shares, each times the square of its share.
 
-    At half the share the divergence is about twice as large, so that each share counts about the same.
+    At half the share the divergence is about four times as large, so that each share counts about the same.
 
     Args:
         config: ``loss`` and ``warmup`` are read.
@@ -224,7 +224,7 @@ class ReplayLoss(GatedLoss):
         places = (torch.arange(SHARES) + torch.rand(SHARES)) / SHARES
         shares = (low * (high / low) ** places).tolist()
         found = [self.replay(batch, row, shares) for row in range(len(batch["labels"]))]
-        weights = torch.tensor(shares, device=found[0].divergence.device)
+        weights = torch.tensor(shares, device=found[0].divergence.device).square()
         loss = torch.stack([(one.divergence * weights).mean() for one in found]).mean()
         evicted = torch.stack([1 - one.kept for one in found]).mean(0)
         values = {
@@ -305,7 +305,7 @@ class ReplayValidation(Validation):
             nll, _ = losses.token_nll(of.model, found.hidden, found.labels, self.loss.chunk_tokens)
             self.nll.update(nll)
             self.lm_loss.update(nll.mean())
-            weights = torch.tensor(VALIDATED, device=found.divergence.device)
+            weights = torch.tensor(VALIDATED, device=found.divergence.device).square()
             self.objective_mean.update((found.divergence * weights).mean())
             for metric, value in zip(self._at(), found.divergence, strict=True):
                 metric.update(value)

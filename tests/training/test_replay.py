@@ -119,6 +119,17 @@ def test_the_divergence_is_that_of_evicted_passes_of_the_engine(tiny_llama, gate
     hold(float(found.kept.mean()), kept, 2**-20)
 
 
+def test_each_share_counts_by_its_square(tiny_llama):
+    module, data = replay(tiny_llama().double()), batch(rows=2)
+    torch.manual_seed(3)
+    loss = module.gated_loss.train(data, 0).loss
+    torch.manual_seed(3)
+    low, high = (0.1 * 7 ** ((place + float(draw)) / 2) for place, draw in enumerate(torch.rand(2)))
+    each = [module.gated_loss.replay(data, row, [low, high]).divergence for row in range(2)]
+    wanted = sum(low**2 * float(x[0]) + high**2 * float(x[1]) for x in each) / 4
+    hold(float(loss), wanted, 8 * EPS32 * wanted)
+
+
 def test_a_step_trains_gates_towards_what_responses_need(tiny_llama):
     module = replay(tiny_llama().double())
     optimiser = torch.optim.Adam(module.gates.parameters(), 0.02)
