@@ -52,7 +52,7 @@ class Prompts:
         self.tokenizer, self.limits = scheduler.tokenizer, limits
         self._texts, self._batch, self._queue = scheduler.vocabulary, scheduler.batch, scheduler.queue
         self._model, self._own = scheduler.model, scheduler.policy
-        self._policy = lru_cache(POLICIES)(self._made)
+        self._policy = lru_cache(POLICIES, typed=True)(self._made)
         self.context, self._vocabulary = scheduler.context, scheduler.model.config.get_text_config().vocab_size
         self._grammars = Grammars(self.tokenizer, self._vocabulary, scheduler.ends)
         self._calls = calls_of(self.tokenizer)

@@ -169,7 +169,7 @@ class Scheduler:
         self._clock, self._numbers = clock, count()
         self._made = partial(_Batch, model, pool=pool, prefill_tokens=prefill_tokens, prompt_lookup=prompt_lookup)
         self._main = self._made(self.policy)
-        self._batches = {self.policy: self._main}
+        self._batches = {repr(self.policy): self._main}  # budgets of 1 token and of 1.0, a share, are equal
         self._masks = Masks(text.vocab_size)
         self._reading: _Prompt | None = None
         self._waiting: deque[list[_Answer]] = deque()  # queued answers, by request
@@ -199,7 +199,7 @@ class Scheduler:
             UserError: for a request that no empty pool and no context could hold.
         """
         policy = self.policy if request.policy is None else request.policy.with_tokenizer(self.tokenizer)
-        batch = self._batches.get(policy) or self._made(policy)
+        batch = self._batches.get(repr(policy)) or self._made(policy)
         need = batch.admission.need(request)
         self._check(request, need)
         text, now = torch.tensor(request.tokens, dtype=torch.long), self._clock()
@@ -225,7 +225,7 @@ class Scheduler:
                 raise self._stopped
             if len(self._waiting) >= self.queue:
                 raise Busy(f"{len(self._waiting)} requests wait, the most that the queue takes: try again later.")
-            batch = self._batches.setdefault(policy, batch)
+            batch = self._batches.setdefault(repr(policy), batch)
             for answer in answers:
                 answer.batch = batch
             self._waiting.append(answers)
@@ -299,7 +299,7 @@ class Scheduler:
             going += [] if self._reading is None else self._reading.answers
             used = {id(self._main), *(id(answer.batch) for answer in going)}
             unused = [batch for batch in self._batches.values() if id(batch) not in used]
-            self._batches = {policy: batch for policy, batch in self._batches.items() if id(batch) in used}
+            self._batches = {name: batch for name, batch in self._batches.items() if id(batch) in used}
         for batch in unused:
             while batch.prefixes is not None and batch.prefixes.drop():
                 pass
