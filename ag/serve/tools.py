@@ -12,6 +12,7 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser
 
 _END = r"\s*(?:<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|eom_id\|>|<\|end_of_text\|>|</s>)"
+_NO_CALLS = {"start_anchor_pattern": r"\A", "fields": {"content": {"close_pattern": _END}}}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -123,47 +124,42 @@ class Divider:
     """
 
     def __init__(self, calls: Calls, prompt: str, tools: Sequence[Any], parallel: bool) -> None:
-        self._parser: ResponseParser | None = ResponseParser(dict(calls.response), prefix=prompt, tools=[*tools])
-        self._most = None if parallel else 1
-        self._pending = ""  # text since the last part
+        self._parser = ResponseParser(dict(calls.response), prefix=prompt, tools=[*tools])
+        self._given = len(self._parser._buffer)  # characters of the parser's text that parts have, or that are none
+        self._parallel = parallel
         #: Calls so far.
         self.count = 0
 
     def add(self, text: str, last: bool = False) -> dict[str, Any]:
         """Return the new parts of a message of OpenAI's API that a text adds; ``last`` ends the answer.
 
-        What is no valid call becomes content.
+        What is no valid call becomes content, with what follows it.
         """
-        self._pending += text
-        if self._parser is None:
-            return self._rest()
-        try:
-            events = self._parser.feed(text)
-            if last:
-                events += self._parser.finalize()[1]
-            return self._parts(events)
-        except (ValueError, KeyError):  # such as calls that are no JSON
-            self._parser = None
-            return self._rest()
-
-    def _rest(self) -> dict[str, Any]:
-        text, self._pending = re.sub(_END, "", self._pending), ""
-        return {"content": text} if text else {}
-
-    def _parts(self, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         parts: dict[str, Any] = {}
-        for event in events:
+        # by letters, so that an answer is divided alike in all pieces, and an error leaves what came before it
+        for letter in [*text, None] if last else text:
+            try:
+                self._read(letter, parts)
+            except (ValueError, KeyError):  # such as calls that are no JSON
+                rest = self._parser._buffer[self._given :]
+                self._parser, self._given = ResponseParser(_NO_CALLS, prefix=""), 0
+                for piece in [rest] if letter is not None else [rest, None]:
+                    self._read(piece, parts)
+        return parts
+
+    def _read(self, text: str | None, parts: dict[str, Any]) -> None:
+        """Add to the parts what a text adds, or the end."""
+        parser = self._parser
+        for event in parser.finalize()[1] if text is None else parser.feed(text):
             field = event["field"]
             if event["type"] == "region_close" and field == "tool_calls":
-                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                parts.setdefault("tool_calls", []).extend(map(self._call, values))
-                self._pending = ""
+                calls = [*map(self._call, event["value"] if isinstance(event["value"], list) else [event["value"]])]
+                parts.setdefault(field, []).extend(calls if self._parallel else [x for x in calls if x["index"] < 1])
             elif event["type"] == "region_chunk" and not event["dirty"]:
                 parts[field] = parts.get(field, "") + event["text"]
-                self._pending = self._pending.partition(event["text"])[2]
-        if "tool_calls" in parts:
-            parts["tool_calls"] = [call for call in parts["tool_calls"] if self._most is None or call["index"] < 1]
-        return parts
+                self._given += len(event["text"])
+        if parser._current != "tool_calls":
+            self._given = max(self._given, parser._pos)
 
     def _call(self, value: Mapping[str, Any]) -> dict[str, Any]:
         function, arguments = value["function"], value["function"]["arguments"]

@@ -111,11 +111,11 @@ def test_calls_in_answers(served, monkeypatch, family):
     assert free.finish_reason == "stop" and free.message.tool_calls is None and "town" in free.message.content
 
 
-def divided(family, text, step, parallel=True):
-    """The parts of an answer that comes in pieces of some letters, and then its end token."""
+def divided(family, text, step, parallel=True, end="</s>"):
+    """The parts of an answer that comes in pieces of some letters, and then its end token or the mere end."""
     tokenizer, parts = tokenizer_of(family), {}
     divider = Divider(calls_of(tokenizer), "user: Hi\nassistant: ", TOOLS, parallel)
-    pieces = [text[place : place + step] for place in range(0, len(text), step)] + ["</s>"]
+    pieces = [text[place : place + step] for place in range(0, len(text), step)] + [end]
     for place, piece in enumerate(pieces, 1):
         for name, new in divider.add(piece, last=place == len(pieces)).items():
             parts[name] = parts[name] + new if name in parts else new
@@ -153,6 +153,29 @@ def test_what_the_template_writes_of_a_call_is_read_as_that_call(step):
 )
 def test_what_is_no_call_is_content(family, text, step):
     assert divided(family, text, step) == ({"content": text}, [])
+
+
+#: Answers with calls ``@`` and something that is none, by family: text, content, number of calls.
+MIXED = [
+    ("hermes", 'I look. @\n<tool_call>\n{"name": "ra', 'I look.\n<tool_call>\n{"name": "ra', 1),
+    ("hermes", "@\n<tool_call>{rain}</tool_call> so @", "\n<tool_call>{rain}</tool_call> so @", 1),
+    ("hermes", '<think>think</think>think <tool_call>{"na', 'think <tool_call>{"na', 0),
+    ("hermes", "<think>hm</think>@</s> <b>\n</s> <tool_call>[1]</tool_call>", " <b> <tool_call>[1]</tool_call>", 1),
+    ("hermes", "<tool_call>{rain}</tool_call>  </s> so\n</s>", "<tool_call>{rain}</tool_call> so", 0),
+    ("mistral", 'I look.@[TOOL_CALLS]snow[ARGS]{"to', 'I look.[TOOL_CALLS]snow[ARGS]{"to', 1),
+    ("mistral", "@\n</s>so [TOOL_CALLS] so", "so [TOOL_CALLS] so", 1),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "content", "count"), MIXED)
+def test_an_answer_is_divided_alike_in_all_pieces(family, text, content, count):
+    """With nothing lost beside what is no call, and nothing twice."""
+    call = written(tokenizer_of(family), CALL)
+    text, content = text.replace("@", call), content.replace("@", call)
+    thoughts = {"reasoning_content": text[7 : text.index("</think>")]} if "</think>" in text else {}
+    for step in range(1, len(text) + 1):
+        for end in ("</s>", ""):
+            assert divided(family, text, step, end=end) == (thoughts | {"content": content}, [CALL] * count), step
 
 
 def test_thoughts_are_no_content():
