@@ -6,13 +6,12 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
-_END = r"\s*(?:<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|eom_id\|>|<\|end_of_text\|>|</s>)"
-_NO_CALLS = {"start_anchor_pattern": r"\A", "fields": {"content": {"close_pattern": _END}}}
+ENDS = "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>"  # they end answers
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -23,6 +22,7 @@ class Calls:
     response: Mapping[str, Any]  # template of transformers that divides an answer, its special tokens included
     before: str | None = None  # text of a call up to its arguments, with ``NAME``; None: no call can be forced
     after: str = ""  # text of a call after its arguments
+    end: str = "(?!)"  # pattern of what ends an answer, and is no part of it
 
     def grammar(self, tools: Sequence[Any], other: str | None, special: Mapping[str, int]) -> str:
         """Return the text of a grammar for one call.
@@ -50,54 +50,61 @@ class Calls:
         return " ".join(f"<[{special[x]}]>" if x in special else json.dumps(x, ensure_ascii=False) for x in parts if x)
 
 
-def _calls(before: str, after: str, function: Mapping[str, str], anchor: str = r"\A.*", **calls: Any) -> Calls:
+def _calls(
+    end: str, before: str, after: str, function: Mapping[str, str], anchor: str = r"\A.*", **calls: Any
+) -> Calls:
     """Return how calls are written whose name and arguments are those of a function, in the regions ``calls``."""
     fields = {
         "reasoning_content": {"open": "<think>", "close": "</think>"},
         "tool_calls": {"content": "json", "transform": {"type": "function", "function": function}} | calls,
-        "content": {"close_pattern": _END},
+        "content": {"close_pattern": end},
     }
-    return Calls({"start_anchor_pattern": anchor, "fields": fields}, before, after)
+    return Calls({"start_anchor_pattern": anchor, "fields": fields}, before, after, end)
 
 
-#: Families of chat templates, by a pattern of their text; the first that is found holds.
-FAMILIES: dict[str, Calls] = {
-    # Hermes, Qwen 2.5 and 3, and others since
-    r'<tool_call>[^<]{0,80}?"name': _calls(
-        '<tool_call>\n{"name": "NAME", "arguments": ',
-        "}\n</tool_call>",
-        {"name": "{content.name}", "arguments": "{content.arguments}"},
-        r"\A(?:.*<\|im_start\|>assistant\n|.*)",  # behind it some templates open the thoughts
-        open_pattern=r"\s*<tool_call>",
-        close="</tool_call>",
-        repeats=True,
-    ),
-    # Mistral since its version 11, then those before
-    r"\[ARGS\]": _calls(
-        "[TOOL_CALLS]NAME[ARGS]",
-        "",
-        {"name": "{name}", "arguments": "{content}"},
-        open_pattern=r"\s*\[TOOL_CALLS\](?P<name>[^\[\{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
-        close_pattern=rf"(?=\[TOOL_CALLS\])|{_END}",
-        repeats=True,
-    ),
-    r"\[TOOL_CALLS\]": _calls(
-        '[TOOL_CALLS][{"name": "NAME", "arguments": ',
-        "}]",
-        {"name": "{name}", "arguments": "{arguments}"},
-        open_pattern=r"\s*\[TOOL_CALLS\]",
-        close_pattern=_END,
-        transform_each=True,
-    ),
-    # Llama 3.1 to 3.3: the whole answer is a call
-    r"""'"parameters": '""": _calls(
-        '{"name": "NAME", "parameters": ',
-        "}",
-        {"name": "{content.name}", "arguments": "{content.parameters}"},
-        open_pattern=r'\A\s*(?:<\|python_tag\|>)?(?=\s*\{\s*"name"\s*:)',
-        close_pattern=_END,
-    ),
-}
+def _families(end: str) -> dict[str, Calls]:
+    """Return families of chat templates, by a pattern of their text; the first that is found holds."""
+    return {
+        # Hermes, Qwen 2.5 and 3, and others since
+        r'<tool_call>[^<]{0,80}?"name': _calls(
+            end,
+            '<tool_call>\n{"name": "NAME", "arguments": ',
+            "}\n</tool_call>",
+            {"name": "{content.name}", "arguments": "{content.arguments}"},
+            r"\A(?:.*<\|im_start\|>assistant\n|.*)",  # behind it some templates open the thoughts
+            open_pattern=r"\s*<tool_call>",
+            close="</tool_call>",
+            repeats=True,
+        ),
+        # Mistral since its version 11, then those before
+        r"\[ARGS\]": _calls(
+            end,
+            "[TOOL_CALLS]NAME[ARGS]",
+            "",
+            {"name": "{name}", "arguments": "{content}"},
+            open_pattern=r"\s*\[TOOL_CALLS\](?P<name>[^\[\{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
+            close_pattern=rf"(?=\[TOOL_CALLS\])|{end}",
+            repeats=True,
+        ),
+        r"\[TOOL_CALLS\]": _calls(
+            end,
+            '[TOOL_CALLS][{"name": "NAME", "arguments": ',
+            "}]",
+            {"name": "{name}", "arguments": "{arguments}"},
+            open_pattern=r"\s*\[TOOL_CALLS\]",
+            close_pattern=end,
+            transform_each=True,
+        ),
+        # Llama 3.1 to 3.3: the whole answer is a call
+        r"""'"parameters": '""": _calls(
+            end,
+            '{"name": "NAME", "parameters": ',
+            "}",
+            {"name": "{content.name}", "arguments": "{content.parameters}"},
+            open_pattern=r'\A\s*(?:<\|python_tag\|>)?(?=\s*\{\s*"name"\s*:)',
+            close_pattern=end,
+        ),
+    }
 
 
 def calls_of(tokenizer: Any) -> Calls | None:
@@ -106,11 +113,13 @@ def calls_of(tokenizer: Any) -> Calls | None:
     The tokenizer's own response template comes before that of the family.
     """
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-    family = next((calls for pattern, calls in FAMILIES.items() if re.search(pattern, template)), None)
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    end = rf"\s*(?:{'|'.join(re.escape(text) for text in ENDS if text in special) or '(?!)'})"
+    family = next((calls for pattern, calls in _families(end).items() if re.search(pattern, template)), None)
     own = getattr(tokenizer, "response_template", None)
     if own is None:
         return family
-    return Calls(own) if family is None else Calls(own, family.before, family.after)
+    return Calls(own, end=end) if family is None else replace(family, response=own)
 
 
 class Divider:
@@ -126,7 +135,7 @@ class Divider:
     def __init__(self, calls: Calls, prompt: str, tools: Sequence[Any], parallel: bool) -> None:
         self._parser = ResponseParser(dict(calls.response), prefix=prompt, tools=[*tools])
         self._given = len(self._parser._buffer)  # characters of the parser's text that parts have, or that are none
-        self._parallel = parallel
+        self._end, self._parallel = calls.end, parallel
         #: Calls so far.
         self.count = 0
 
@@ -142,7 +151,8 @@ class Divider:
                 self._read(letter, parts)
             except (ValueError, KeyError):  # such as calls that are no JSON
                 rest = self._parser._buffer[self._given :]
-                self._parser, self._given = ResponseParser(_NO_CALLS, prefix=""), 0
+                no_calls = {"start_anchor_pattern": r"\A", "fields": {"content": {"close_pattern": self._end}}}
+                self._parser, self._given = ResponseParser(no_calls, prefix=""), 0
                 for piece in [rest] if letter is not None else [rest, None]:
                     self._read(piece, parts)
         return parts

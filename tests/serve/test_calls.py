@@ -1,11 +1,14 @@
 """Calls of tools in answers: found in what the model writes, and forced."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
 pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
+
+from transformers import AddedToken  # noqa: E402
 
 import ag  # noqa: E402
 from ag.serve import Scheduler, Token, scheduler  # noqa: E402
@@ -176,6 +179,14 @@ def test_an_answer_is_divided_alike_in_all_pieces(family, text, content, count):
     for step in range(1, len(text) + 1):
         for end in ("</s>", ""):
             assert divided(family, text, step, end=end) == (thoughts | {"content": content}, [CALL] * count), step
+
+
+@pytest.mark.parametrize("more", ["", "<tool_call>{rain}</tool_call>"])
+def test_only_the_special_tokens_of_the_tokenizer_end_an_answer(more):
+    special = {7: AddedToken("<|im_end|>", special=True), 8: AddedToken("</s>")}
+    tokenizer = SimpleNamespace(chat_template=tokenizer_of("hermes").chat_template, added_tokens_decoder=special)
+    divider = Divider(calls_of(tokenizer), "user: Hi\nassistant: ", TOOLS, parallel=True)
+    assert divider.add(f"<s>so </s>{more}\n<|im_end|>", last=True) == {"content": f"<s>so </s>{more}"}
 
 
 def test_thoughts_are_no_content():
