@@ -365,10 +365,10 @@ class Scheduler:
         """Return the prompt of some answers, read up to the end of a cached prefix."""
         first, cache, shared, mark = answers[0], None, 0, 0
         prefixes = first.batch.prefixes
-        if prefixes is not None:
+        if prefixes is not None and first.request.prompt_logprobs is None:  # else it is read whole, each time
             key = first.key()[: len(first.prompt)]
             with self._lock:
-                found = None if first.request.prompt_logprobs is not None else prefixes.find(key)
+                found = prefixes.find(key)
                 mark = 0 if self._crowded else prefixes.common(key)
             if found is not None:
                 cache, shared = deepcopy(found.cache), len(found.key)

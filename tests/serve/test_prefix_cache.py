@@ -95,6 +95,15 @@ def test_what_is_protected_is_a_part_of_a_prefix(tiny_llama, tiny_tokenizer, nam
     assert scheduler.counts.reused == 4 * 80 and scheduler.snapshot().prefixes == 2
 
 
+def test_prompts_that_are_read_whole_are_cached_once_at_most(tiny_llama, tiny_tokenizer):
+    model, draw = model_of("full", None, tiny_llama), random.Random(0)
+    scheduler, system = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**22)), text(draw, 90)
+    for best in (None, None, 0, 0, 0):
+        scheduler.submit(Request(tokens=system + text(draw, 9), max_tokens=1, prompt_logprobs=best))
+        finish(scheduler)
+    assert scheduler.snapshot().prefixes == 1
+
+
 def test_what_texts_have_in_common(tiny_llama):
     found = PrefixCache(ag.Pool(tiny_llama(), 2**14))
     first, second = torch.arange(200), torch.cat([torch.arange(100), torch.zeros(50, dtype=torch.long)])
