@@ -423,7 +423,8 @@ class Scheduler:
         read, prompt.mark, first = prompt.mark, 0, prompt.answers[0]
         rest = first.need.reading * (len(first.prompt) - read) // len(first.prompt)
         prefixes = first.batch.prefixes
-        if prefixes is not None and self.pool.free >= rest + first.need.writing * len(prompt.answers):
+        free = self.pool.free + sum(x.prefixes.spare for x in [*self._batches.values()] if x.prefixes is not None)
+        if prefixes is not None and free >= rest + first.need.writing * len(prompt.answers):
             prefixes.add(first.key()[:read], deepcopy(prompt.cache))
 
     def _begin(

@@ -95,6 +95,20 @@ def test_what_is_protected_is_a_part_of_a_prefix(tiny_llama, tiny_tokenizer, nam
     assert scheduler.counts.reused == 4 * 80 and scheduler.snapshot().prefixes == 2
 
 
+def test_earlier_prefixes_give_way_to_new_ones(tiny_llama, tiny_tokenizer):
+    """In a pool that they fill."""
+    model, draw = model_of("full", None, tiny_llama), random.Random(1)
+    pool = ag.Pool(model, 130 * ag.Pool(model, 2**14).block_nbytes())
+    scheduler, requests, streams = Scheduler(model, tiny_tokenizer, "full", pool), [], []
+    for system in (text(draw, 85) for _ in range(5)):
+        for _ in range(3):
+            requests.append(Request(tokens=system + text(draw, 9), max_tokens=4))
+            streams += scheduler.submit(requests[-1])
+            finish(scheduler)
+    assert scheduler.counts.reused == 5 * 80 and not scheduler.counts.preempted
+    assert [read(stream) for stream in streams] == [alone(model, "full", request) for request in requests]
+
+
 def test_prompts_that_are_read_whole_are_cached_once_at_most(tiny_llama, tiny_tokenizer):
     model, draw = model_of("full", None, tiny_llama), random.Random(0)
     scheduler, system = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**22)), text(draw, 90)
