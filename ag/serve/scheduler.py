@@ -220,6 +220,7 @@ class Scheduler:
             matcher = None if request.grammar is None else request.grammar.deep_copy()
             number_of = next(self._numbers)
             answers.append(_Answer(number_of, request, stream, sampler, text, now, need, ends, batch, matcher))
+        streams = [answer.stream for answer in answers]  # before another thread takes the answers off this list
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped
@@ -232,7 +233,7 @@ class Scheduler:
             if batch.prefixes is not None:
                 batch.prefixes.remember(answers[0].key())
             self._lock.notify()
-        return [answer.stream for answer in answers]
+        return streams
 
     def run(self) -> None:
         """Answer requests until :meth:`stop` is called and no request is left.

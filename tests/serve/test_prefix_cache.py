@@ -119,7 +119,8 @@ def test_prompts_that_are_read_whole_are_cached_once_at_most(tiny_llama, tiny_to
 
 
 def test_what_texts_have_in_common(tiny_llama):
-    found = PrefixCache(ag.Pool(tiny_llama(), 2**14))
+    pool = ag.Pool(tiny_llama(), 2**14)
+    found = PrefixCache(pool)
     first, second = torch.arange(200), torch.cat([torch.arange(100), torch.zeros(50, dtype=torch.long)])
     for each in (first, second):
         found.remember(each)
@@ -129,3 +130,4 @@ def test_what_texts_have_in_common(tiny_llama):
     assert found.common(second[:70]) == 64
     assert found.common(torch.arange(60)) == 0  # not worth it
     assert found.find(first) is None and not found.drop()
+    assert not pool.spares  # other threads make such caches, while the pool reads its spares

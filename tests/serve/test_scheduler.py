@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -311,6 +312,22 @@ def test_probabilities_are_those_of_the_logits_over_the_temperature(temperature)
     # a probability moves by what its logit does, which is rounded once: half an eps of up to twice the largest one
     eps, largest = torch.finfo(torch.float32).eps, float(logits[logits.isfinite()].abs().max())
     assert float((found - expected).abs().max()) <= 4 * eps * largest / temperature
+
+
+def test_answers_that_end_before_submit_returns(tiny_llama, tiny_tokenizer):
+    """The thread of the scheduler may go on as soon as the request is queued."""
+    model = model_for(tiny_llama, "full")
+    scheduler = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**20))
+    lock = scheduler._lock
+
+    class Queued(threading.Condition):
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            scheduler._lock = lock
+            finish(scheduler)
+
+    scheduler._lock = Queued()
+    assert [len(read(stream)) for stream in scheduler.submit(Request(tokens=[7, 8], max_tokens=2, n=2))] == [2, 2]
 
 
 def test_what_is_refused(tiny_llama, tiny_tokenizer):
