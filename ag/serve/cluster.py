@@ -30,11 +30,10 @@ from ag.commands.serve import ServeConfig
 from ag.config.recipes import resolve
 from ag.continuation import read_policy
 from ag.errors import UserError
-from ag.serve.answers import WaitedError
 from ag.serve.app import Endpoints, api_error
 from ag.serve.metrics import Status, labelled
 from ag.serve.prompts import policy_text
-from ag.serve.scheduler import StoppedError
+from ag.serve.scheduler import StoppedError, WaitedError
 from ag.serve.snapshot import together
 from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving, with_key
 from ag.versions import versions

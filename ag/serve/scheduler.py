@@ -41,6 +41,10 @@ class StoppedError(UserError):
     """The scheduler has stopped or failed; every answer ends."""
 
 
+class WaitedError(UserError):
+    """A request waited longer than ``wait_seconds`` before its prompt was read."""
+
+
 @dataclass(eq=False)
 class _Answer:
     """An answer: queued, with its prompt being read, or in the batch."""
@@ -603,10 +607,11 @@ class Scheduler:
             self._finish(answer, None, self._stopped)
             return True
         limits = [answer.request.answer_seconds, answer.request.wait_seconds if waiting else None]
-        late = any(limit is not None and self._clock() - answer.since > limit for limit in limits)
-        reason: Reason | None = "cancelled" if answer.stream.cancelled else "timeout" if late else None
+        late, waited = (limit is not None and self._clock() - answer.since > limit for limit in limits)
+        reason: Reason | None = "cancelled" if answer.stream.cancelled else "timeout" if late or waited else None
         if reason is not None:
-            self._finish(answer, reason)
+            message = f"no token came within {answer.request.wait_seconds} seconds: ask again later."
+            self._finish(answer, reason, WaitedError(message) if waited and reason == "timeout" else None)
         return reason is not None
 
     def _finish(self, answer: _Answer, reason: Reason | None, error: Exception | None = None) -> None:
