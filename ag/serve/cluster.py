@@ -178,16 +178,18 @@ class Front(Endpoints):
 def conversation(body: bytes) -> str:
     """Return a hash that is the same for all turns of a conversation, or "" for a body that a replica will refuse.
 
-    It is made of ``prompt_cache_key``, or of the messages up to the first one of the user, or of the beginning of a
-    text. A hash, as the router's log must not hold texts.
+    It is made of ``prompt_cache_key``, or of the instructions and the messages up to the first one of the user, or of
+    the beginning of a text. A hash, as the router's log must not hold texts.
     """
     try:
         asked = from_json(body)
         key = asked.get("prompt_cache_key")
-        if key is None and "messages" in asked:
-            roles = [message["role"] for message in asked["messages"]]
+        told = asked.get("messages", asked.get("input"))
+        if key is None and told is not None:
+            messages = [{"role": "user", "content": told}] if isinstance(told, str) else told
+            roles = [message["role"] for message in messages]
             first = roles.index("user") + 1 if "user" in roles else len(roles)
-            key = [message["content"] for message in asked["messages"][:first]]
+            key = [asked.get("instructions"), *(message["content"] for message in messages[:first])]
         elif key is None:
             key = asked["prompt"][:BEGINNING]
     except (ValueError, AttributeError, KeyError, TypeError):
