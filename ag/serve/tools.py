@@ -12,6 +12,7 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser
 
 ENDS = "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>"  # they end answers
+THOUGHT = "</think>"  # ends thoughts
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -24,13 +25,14 @@ class Calls:
     after: str = ""  # text of a call after its arguments
     end: str = "(?!)"  # pattern of what ends an answer, and is no part of it
 
-    def grammar(self, tools: Sequence[Any], other: str | None, special: Mapping[str, int]) -> str:
+    def grammar(self, tools: Sequence[Any], other: str | None, special: Mapping[str, int], thinks: bool = False) -> str:
         """Return the text of a grammar for one call.
 
         Args:
             tools: the tools that may be called, with a name and the JSON schema of their parameters.
             other: a JSON schema of answers without a call; None means that a call is required.
             special: ids of special tokens by their texts.
+            thinks: whether thoughts come first, which the prompt has opened.
         """
         rules = [] if other is None else [f"other: %json {other}"]
         for number, tool in enumerate(tools):
@@ -41,7 +43,11 @@ class Calls:
             schema = json.dumps(tool.function.parameters or _NO_PARAMETERS)
             rules += [f"call{number}: {before} arguments{number} {after}", f"arguments{number}: %json {schema}"]
         first = [rule.partition(":")[0] for rule in rules if not rule.startswith("arguments")]
-        return "\n".join([f"start: {' | '.join(first)}", *rules])
+        start = " | ".join(first)
+        if thinks:
+            start, of_special = rf"thoughts /\s*/ ({start})", f"thoughts: /(?s:.*)/ <[{special.get(THOUGHT)}]>"
+            rules.append(of_special if THOUGHT in special else f'thoughts[suffix="{THOUGHT}"]: /(?s:.*)/')
+        return "\n".join([f"start: {start}", *rules])
 
     @staticmethod
     def _rule(text: str, special: Mapping[str, int]) -> str:
@@ -55,7 +61,7 @@ def _calls(
 ) -> Calls:
     """Return how calls are written whose name and arguments are those of a function, in the regions ``calls``."""
     fields = {
-        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "reasoning_content": {"open": "<think>", "close": THOUGHT},
         "tool_calls": {"content": "json", "transform": {"type": "function", "function": function}} | calls,
         "content": {"close_pattern": end},
     }
@@ -136,6 +142,8 @@ class Divider:
         self._parser = ResponseParser(dict(calls.response), prefix=prompt, tools=[*tools])
         self._given = len(self._parser._buffer)  # characters of the parser's text that parts have, or that are none
         self._end, self._parallel = calls.end, parallel
+        #: Whether the prompt has opened thoughts, in which the answer begins.
+        self.thinks = self._parser._current == "reasoning_content"
         #: Calls so far.
         self.count = 0
 

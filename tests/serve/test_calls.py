@@ -224,8 +224,8 @@ def test_the_grammar_of_forced_calls_is_what_the_template_writes(family):
     grammars, calls = Grammars(tokenizer, VOCABULARY + 2, {2}), calls_of(tokenizer)
     tools, special = [Tool(**tool) for tool in TOOLS], Vocabulary(tokenizer).special
 
-    def follows(text, other=None):
-        matcher = grammars("lark", calls.grammar(tools, other, special))
+    def follows(text, other=None, thinks=False):
+        matcher = grammars("lark", calls.grammar(tools, other, special, thinks))
         ids = tokenizer(text)["input_ids"]
         return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
@@ -234,6 +234,11 @@ def test_the_grammar_of_forced_calls_is_what_the_template_writes(family):
         assert not follows(written(tokenizer, wrong))
     assert not follows("[1]") and follows("[1]", '{"type": "array"}')
     assert follows(written(tokenizer, CALL), '{"type": "array"}')
+    for blanks in ("", "\n\n"):
+        text = f"So <b>\n</thin</think>{blanks}{written(tokenizer, CALL)}"
+        assert follows(text, thinks=True) and not follows(text)
+        assert follows(f"So</think>{blanks}[1]", '{"type": "array"}', thinks=True)
+    assert not follows(written(tokenizer, CALL), thinks=True) and not follows("So</think>so", thinks=True)
 
 
 @pytest.mark.parametrize("family", ["hermes", "mistral"])
@@ -246,6 +251,30 @@ def test_forced_calls(served, family):
             [call] = called(found)
             assert call["name"] in names and call["arguments"]["town"] in ("Oslo", "Łódź")
             assert (found.finish_reason, found.message.content) == ("tool_calls", None)
+
+
+def test_a_special_token_may_end_the_thoughts_before_a_forced_call():
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install 'ag[structured]'")
+    tokenizer = tokenizer_of("hermes")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    special, tools = Vocabulary(tokenizer).special, [Tool(**tool) for tool in TOOLS]
+    grammar = calls_of(tokenizer).grammar(tools, None, special, thinks=True)
+    matcher = Grammars(tokenizer, len(tokenizer), {2})("lark", grammar)
+    ids = tokenizer(f"So <b>\n</think>\n{written(tokenizer, CALL)}")["input_ids"]
+    assert special["</think>"] in ids and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
+def test_forced_calls_come_behind_thoughts_that_the_prompt_has_opened(served, monkeypatch):
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install 'ag[structured]'")
+    made = served("hermes")
+    call = written(made.tokenizer, CALL)
+    opened = "{{ '<|im_start|>assistant\n<think>\n' }}"
+    made.tokenizer.chat_template = made.tokenizer.chat_template.replace("assistant: ", opened)
+    saying(monkeypatch, made.tokenizer, f"Oslo?\n</think>\n\n{call}")
+    with asked(made, answer_tokens=300) as (client, *_):
+        choice = both(client, tool_choice="required")
+    assert (choice.finish_reason, choice.message.content, called(choice)) == ("tool_calls", None, [CALL])
+    assert choice.message.reasoning_content == "Oslo?\n"
 
 
 def test_a_schema_beside_tools_leaves_the_choice(served):
