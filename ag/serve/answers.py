@@ -13,17 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ag.errors import UserError
 from ag.serve.request import Event, Prompt, Stream, Token
 from ag.serve.scheduler import Scheduler
 
 logger = logging.getLogger("ag.serve")
 
 SILENCE_SECONDS = 15.0  # between two signs of life on a stream; proxies often close after 30 or 60 seconds
-
-
-class WaitedError(UserError):
-    """A request waited longer than ``wait_seconds`` before its first token."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,6 @@ class Answers:
         """Yield pieces until every answer has ended, and None after each ``SILENCE_SECONDS`` without a piece.
 
         Raises:
-            WaitedError: when an answer did not begin in time.
             Exception: the error that ended an answer.
         """
         going: dict[int, list[Token]] = {number: [] for number in range(len(self._streams))}  # without text so far
@@ -138,10 +132,6 @@ class Answers:
     def _end(self, number: int, tokens: list[Token]) -> Piece:
         """Return the last piece of an answer: the text that was held back, without a stop text and its tokens."""
         stream = self._streams[number]
-        if stream.reason == "timeout" and number not in self._last:
-            raise WaitedError(
-                f"no token came within {self._prompts[number].request.wait_seconds} seconds: ask again later."
-            )
         text = "".join(token.text for token in tokens) + stream.text.rest()
         if stream.text.stopped:
             tokens = [token for token in tokens if token.place < stream.text.given]

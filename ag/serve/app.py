@@ -34,12 +34,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ag.commands.serve import ServeConfig
 from ag.engine.block_pool import PoolFullError
 from ag.errors import UserError
-from ag.serve.answers import Answers, WaitedError, where
+from ag.serve.answers import Answers, where
 from ag.serve.metrics import Metrics, Status, as_text
 from ag.serve.prompts import ASKED, Prompts, policy_text
 from ag.serve.protocol import ApiError, Form, parse
 from ag.serve.responses import ResponseForm, ResponsesAsked
-from ag.serve.scheduler import Busy, Scheduler, StoppedError
+from ag.serve.scheduler import Busy, Scheduler, StoppedError, WaitedError
 from ag.versions import versions
 
 logger = logging.getLogger("ag.serve")

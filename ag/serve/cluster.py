@@ -30,11 +30,10 @@ from ag.commands.serve import ServeConfig
 from ag.config.recipes import resolve
 from ag.continuation import read_policy
 from ag.errors import UserError
-from ag.serve.answers import WaitedError
 from ag.serve.app import Endpoints, api_error
 from ag.serve.metrics import Status, labelled
 from ag.serve.prompts import policy_text
-from ag.serve.scheduler import StoppedError
+from ag.serve.scheduler import StoppedError, WaitedError
 from ag.serve.snapshot import together
 from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving, with_key
 from ag.versions import versions
@@ -179,16 +178,18 @@ class Front(Endpoints):
 def conversation(body: bytes) -> str:
     """Return a hash that is the same for all turns of a conversation, or "" for a body that a replica will refuse.
 
-    It is made of ``prompt_cache_key``, or of the messages up to the first one of the user, or of the beginning of a
-    text. A hash, as the router's log must not hold texts.
+    It is made of ``prompt_cache_key``, or of the instructions and the messages up to the first one of the user, or of
+    the beginning of a text. A hash, as the router's log must not hold texts.
     """
     try:
         asked = from_json(body)
         key = asked.get("prompt_cache_key")
-        if key is None and "messages" in asked:
-            roles = [message["role"] for message in asked["messages"]]
+        told = asked.get("messages", asked.get("input"))
+        if key is None and told is not None:
+            messages = [{"role": "user", "content": told}] if isinstance(told, str) else told
+            roles = [message["role"] for message in messages]
             first = roles.index("user") + 1 if "user" in roles else len(roles)
-            key = [message["content"] for message in asked["messages"][:first]]
+            key = [asked.get("instructions"), *(message["content"] for message in messages[:first])]
         elif key is None:
             key = asked["prompt"][:BEGINNING]
     except (ValueError, AttributeError, KeyError, TypeError):

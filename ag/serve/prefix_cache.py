@@ -41,13 +41,22 @@ class PrefixCache:
     def __init__(self, pool: BlockPool) -> None:
         self._prefixes: list[Prefix] = []
         self._texts: deque[Tensor] = deque(maxlen=TEXTS)
-        #: Distinct blocks of all prefixes.
-        self.num_blocks = 0
-        pool.spares.add(self)
+        self._pool = pool
+        self._count()
 
     def __len__(self) -> int:
         """Return the number of prefixes."""
         return len(self._prefixes)
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct blocks of all prefixes."""
+        return len(self._blocks)
+
+    @property
+    def spare(self) -> int:
+        """Blocks that are free once all prefixes are dropped."""
+        return int((self._pool.references(self._blocks) == self._uses).sum())
 
     def remember(self, key: Tensor) -> None:
         """Remember a text for :meth:`common`: a queued prompt, or a prompt with its answer."""
@@ -75,6 +84,7 @@ class PrefixCache:
     def add(self, key: Tensor, cache: EvictionCache) -> None:
         """Add a prefix; ``cache`` has read it and reads nothing else."""
         self._prefixes.append(Prefix(key, cache))
+        self._pool.spares.add(self)  # not before: other threads make instances, while the pool reads its spares
         self._count()
 
     def drop(self) -> bool:
@@ -87,7 +97,7 @@ class PrefixCache:
 
     def _count(self) -> None:
         blocks = [torch.zeros(0).long(), *(store.blocks() for x in self._prefixes for store in x.cache.stores)]
-        self.num_blocks = len(torch.cat(blocks).unique())
+        self._blocks, self._uses = torch.cat(blocks).unique(return_counts=True)
 
 
 def key_of(tokens: Tensor, protected: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Prompts:
         self.tokenizer, self.limits = scheduler.tokenizer, limits
         self._texts, self._batch, self._queue = scheduler.vocabulary, scheduler.batch, scheduler.queue
         self._model, self._own = scheduler.model, scheduler.policy
-        self._policy = lru_cache(POLICIES)(self._made)
+        self._policy = lru_cache(POLICIES, typed=True)(self._made)
         self.context, self._vocabulary = scheduler.context, scheduler.model.config.get_text_config().vocab_size
         self._grammars = Grammars(self.tokenizer, self._vocabulary, scheduler.ends)
         self._calls = calls_of(self.tokenizer)
@@ -111,7 +111,7 @@ class Prompts:
             "policy": self._policy(asked.ag.policy, asked.ag.budget) if asked.ag else None,
             "kept": asked.ag is not None,
             "special": isinstance(asked, ChatAsked) and bool(asked.callable) and self._calls is not None,
-            "grammar": self._grammar(asked),
+            "grammar": self._grammar(asked, tokens),
             "protect": tuple((first, behind) for first, behind in protect),
             "wait_seconds": self.limits.wait_seconds,
             "answer_seconds": self.limits.answer_seconds,
@@ -175,8 +175,8 @@ class Prompts:
         tools = asked.variables["tools"]
         return partial(Divider, self._calls, self.tokenizer.decode(tokens), tools, asked.parallel_tool_calls)
 
-    def _grammar(self, asked: Asked) -> Any:
-        """Return a matcher of the grammar that the answers follow; None means free text."""
+    def _grammar(self, asked: Asked, tokens: Sequence[int]) -> Any:
+        """Return a matcher of the grammar that the answers to a prompt follow; None means free text."""
         rule, chat = asked.rule, asked if isinstance(asked, ChatAsked) and asked.callable else None
         found, forced = None if rule is None else self._compiled(*rule), chat is not None and chat.forced
         for name in ("ignore_eos", "min_tokens"):
@@ -191,8 +191,9 @@ class Prompts:
             param = "tool_choice" if forced else "response_format"
             message = f"{param}: how the chat template writes calls is unknown here: leave it out, or the tools."
             raise ApiError(400, message, param)
-        other = None if forced or rule is None else rule[2]
-        return self._compiled("tools", "lark", self._calls.grammar(chat.callable, other, self._texts.special))
+        other, divider = None if forced or rule is None else rule[2], self.divider(chat, tokens)
+        thinks = divider is not None and divider().thinks
+        return self._compiled("tools", "lark", self._calls.grammar(chat.callable, other, self._texts.special, thinks))
 
     def _compiled(self, param: str, kind: str, text: str) -> Any:
         try:

@@ -41,6 +41,10 @@ class StoppedError(UserError):
     """The scheduler has stopped or failed; every answer ends."""
 
 
+class WaitedError(UserError):
+    """A request waited longer than ``wait_seconds`` before its prompt was read."""
+
+
 @dataclass(eq=False)
 class _Answer:
     """An answer: queued, with its prompt being read, or in the batch."""
@@ -169,7 +173,7 @@ class Scheduler:
         self._clock, self._numbers = clock, count()
         self._made = partial(_Batch, model, pool=pool, prefill_tokens=prefill_tokens, prompt_lookup=prompt_lookup)
         self._main = self._made(self.policy)
-        self._batches = {self.policy: self._main}
+        self._batches = {repr(self.policy): self._main}  # budgets of 1 token and of 1.0, a share, are equal
         self._masks = Masks(text.vocab_size)
         self._reading: _Prompt | None = None
         self._waiting: deque[list[_Answer]] = deque()  # queued answers, by request
@@ -199,7 +203,7 @@ class Scheduler:
             UserError: for a request that no empty pool and no context could hold.
         """
         policy = self.policy if request.policy is None else request.policy.with_tokenizer(self.tokenizer)
-        batch = self._batches.get(policy) or self._made(policy)
+        batch = self._batches.get(repr(policy)) or self._made(policy)
         need = batch.admission.need(request)
         self._check(request, need)
         text, now = torch.tensor(request.tokens, dtype=torch.long), self._clock()
@@ -220,19 +224,20 @@ class Scheduler:
             matcher = None if request.grammar is None else request.grammar.deep_copy()
             number_of = next(self._numbers)
             answers.append(_Answer(number_of, request, stream, sampler, text, now, need, ends, batch, matcher))
+        streams = [answer.stream for answer in answers]  # before another thread takes the answers off this list
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped
             if len(self._waiting) >= self.queue:
                 raise Busy(f"{len(self._waiting)} requests wait, the most that the queue takes: try again later.")
-            batch = self._batches.setdefault(policy, batch)
+            batch = self._batches.setdefault(repr(policy), batch)
             for answer in answers:
                 answer.batch = batch
             self._waiting.append(answers)
             if batch.prefixes is not None:
                 batch.prefixes.remember(answers[0].key())
             self._lock.notify()
-        return [answer.stream for answer in answers]
+        return streams
 
     def run(self) -> None:
         """Answer requests until :meth:`stop` is called and no request is left.
@@ -299,7 +304,7 @@ class Scheduler:
             going += [] if self._reading is None else self._reading.answers
             used = {id(self._main), *(id(answer.batch) for answer in going)}
             unused = [batch for batch in self._batches.values() if id(batch) not in used]
-            self._batches = {policy: batch for policy, batch in self._batches.items() if id(batch) in used}
+            self._batches = {name: batch for name, batch in self._batches.items() if id(batch) in used}
         for batch in unused:
             while batch.prefixes is not None and batch.prefixes.drop():
                 pass
@@ -365,10 +370,10 @@ class Scheduler:
         """Return the prompt of some answers, read up to the end of a cached prefix."""
         first, cache, shared, mark = answers[0], None, 0, 0
         prefixes = first.batch.prefixes
-        if prefixes is not None:
+        if prefixes is not None and first.request.prompt_logprobs is None:  # else it is read whole, each time
             key = first.key()[: len(first.prompt)]
             with self._lock:
-                found = None if first.request.prompt_logprobs is not None else prefixes.find(key)
+                found = prefixes.find(key)
                 mark = 0 if self._crowded else prefixes.common(key)
             if found is not None:
                 cache, shared = deepcopy(found.cache), len(found.key)
@@ -423,7 +428,8 @@ class Scheduler:
         read, prompt.mark, first = prompt.mark, 0, prompt.answers[0]
         rest = first.need.reading * (len(first.prompt) - read) // len(first.prompt)
         prefixes = first.batch.prefixes
-        if prefixes is not None and self.pool.free >= rest + first.need.writing * len(prompt.answers):
+        free = self.pool.free + sum(x.prefixes.spare for x in [*self._batches.values()] if x.prefixes is not None)
+        if prefixes is not None and free >= rest + first.need.writing * len(prompt.answers):
             prefixes.add(first.key()[:read], deepcopy(prompt.cache))
 
     def _begin(
@@ -601,10 +607,11 @@ class Scheduler:
             self._finish(answer, None, self._stopped)
             return True
         limits = [answer.request.answer_seconds, answer.request.wait_seconds if waiting else None]
-        late = any(limit is not None and self._clock() - answer.since > limit for limit in limits)
-        reason: Reason | None = "cancelled" if answer.stream.cancelled else "timeout" if late else None
+        late, waited = (limit is not None and self._clock() - answer.since > limit for limit in limits)
+        reason: Reason | None = "cancelled" if answer.stream.cancelled else "timeout" if late or waited else None
         if reason is not None:
-            self._finish(answer, reason)
+            message = f"no token came within {answer.request.wait_seconds} seconds: ask again later."
+            self._finish(answer, reason, WaitedError(message) if waited and reason == "timeout" else None)
         return reason is not None
 
     def _finish(self, answer: _Answer, reason: Reason | None, error: Exception | None = None) -> None:

@@ -6,12 +6,13 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
-_END = r"\s*(?:<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|eom_id\|>|<\|end_of_text\|>|</s>)"
+ENDS = "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>"  # they end answers
+THOUGHT = "</think>"  # ends thoughts
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -22,14 +23,16 @@ class Calls:
     response: Mapping[str, Any]  # template of transformers that divides an answer, its special tokens included
     before: str | None = None  # text of a call up to its arguments, with ``NAME``; None: no call can be forced
     after: str = ""  # text of a call after its arguments
+    end: str = "(?!)"  # pattern of what ends an answer, and is no part of it
 
-    def grammar(self, tools: Sequence[Any], other: str | None, special: Mapping[str, int]) -> str:
+    def grammar(self, tools: Sequence[Any], other: str | None, special: Mapping[str, int], thinks: bool = False) -> str:
         """Return the text of a grammar for one call.
 
         Args:
             tools: the tools that may be called, with a name and the JSON schema of their parameters.
             other: a JSON schema of answers without a call; None means that a call is required.
             special: ids of special tokens by their texts.
+            thinks: whether thoughts come first, which the prompt has opened.
         """
         rules = [] if other is None else [f"other: %json {other}"]
         for number, tool in enumerate(tools):
@@ -40,7 +43,11 @@ class Calls:
             schema = json.dumps(tool.function.parameters or _NO_PARAMETERS)
             rules += [f"call{number}: {before} arguments{number} {after}", f"arguments{number}: %json {schema}"]
         first = [rule.partition(":")[0] for rule in rules if not rule.startswith("arguments")]
-        return "\n".join([f"start: {' | '.join(first)}", *rules])
+        start = " | ".join(first)
+        if thinks:
+            start, of_special = rf"thoughts /\s*/ ({start})", f"thoughts: /(?s:.*)/ <[{special.get(THOUGHT)}]>"
+            rules.append(of_special if THOUGHT in special else f'thoughts[suffix="{THOUGHT}"]: /(?s:.*)/')
+        return "\n".join([f"start: {start}", *rules])
 
     @staticmethod
     def _rule(text: str, special: Mapping[str, int]) -> str:
@@ -49,54 +56,61 @@ class Calls:
         return " ".join(f"<[{special[x]}]>" if x in special else json.dumps(x, ensure_ascii=False) for x in parts if x)
 
 
-def _calls(before: str, after: str, function: Mapping[str, str], anchor: str = r"\A.*", **calls: Any) -> Calls:
+def _calls(
+    end: str, before: str, after: str, function: Mapping[str, str], anchor: str = r"\A.*", **calls: Any
+) -> Calls:
     """Return how calls are written whose name and arguments are those of a function, in the regions ``calls``."""
     fields = {
-        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "reasoning_content": {"open": "<think>", "close": THOUGHT},
         "tool_calls": {"content": "json", "transform": {"type": "function", "function": function}} | calls,
-        "content": {"close_pattern": _END},
+        "content": {"close_pattern": end},
     }
-    return Calls({"start_anchor_pattern": anchor, "fields": fields}, before, after)
+    return Calls({"start_anchor_pattern": anchor, "fields": fields}, before, after, end)
 
 
-#: Families of chat templates, by a pattern of their text; the first that is found holds.
-FAMILIES: dict[str, Calls] = {
-    # Hermes, Qwen 2.5 and 3, and others since
-    r'<tool_call>[^<]{0,80}?"name': _calls(
-        '<tool_call>\n{"name": "NAME", "arguments": ',
-        "}\n</tool_call>",
-        {"name": "{content.name}", "arguments": "{content.arguments}"},
-        r"\A(?:.*<\|im_start\|>assistant\n|.*)",  # behind it some templates open the thoughts
-        open_pattern=r"\s*<tool_call>",
-        close="</tool_call>",
-        repeats=True,
-    ),
-    # Mistral since its version 11, then those before
-    r"\[ARGS\]": _calls(
-        "[TOOL_CALLS]NAME[ARGS]",
-        "",
-        {"name": "{name}", "arguments": "{content}"},
-        open_pattern=r"\s*\[TOOL_CALLS\](?P<name>[^\[\{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
-        close_pattern=rf"(?=\[TOOL_CALLS\])|{_END}",
-        repeats=True,
-    ),
-    r"\[TOOL_CALLS\]": _calls(
-        '[TOOL_CALLS][{"name": "NAME", "arguments": ',
-        "}]",
-        {"name": "{name}", "arguments": "{arguments}"},
-        open_pattern=r"\s*\[TOOL_CALLS\]",
-        close_pattern=_END,
-        transform_each=True,
-    ),
-    # Llama 3.1 to 3.3: the whole answer is a call
-    r"""'"parameters": '""": _calls(
-        '{"name": "NAME", "parameters": ',
-        "}",
-        {"name": "{content.name}", "arguments": "{content.parameters}"},
-        open_pattern=r'\A\s*(?:<\|python_tag\|>)?(?=\s*\{\s*"name"\s*:)',
-        close_pattern=_END,
-    ),
-}
+def _families(end: str) -> dict[str, Calls]:
+    """Return families of chat templates, by a pattern of their text; the first that is found holds."""
+    return {
+        # Hermes, Qwen 2.5 and 3, and others since
+        r'<tool_call>[^<]{0,80}?"name': _calls(
+            end,
+            '<tool_call>\n{"name": "NAME", "arguments": ',
+            "}\n</tool_call>",
+            {"name": "{content.name}", "arguments": "{content.arguments}"},
+            r"\A(?:.*<\|im_start\|>assistant\n|.*)",  # behind it some templates open the thoughts
+            open_pattern=r"\s*<tool_call>",
+            close="</tool_call>",
+            repeats=True,
+        ),
+        # Mistral since its version 11, then those before
+        r"\[ARGS\]": _calls(
+            end,
+            "[TOOL_CALLS]NAME[ARGS]",
+            "",
+            {"name": "{name}", "arguments": "{content}"},
+            open_pattern=r"\s*\[TOOL_CALLS\](?P<name>[^\[\{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
+            close_pattern=rf"(?=\[TOOL_CALLS\])|{end}",
+            repeats=True,
+        ),
+        r"\[TOOL_CALLS\]": _calls(
+            end,
+            '[TOOL_CALLS][{"name": "NAME", "arguments": ',
+            "}]",
+            {"name": "{name}", "arguments": "{arguments}"},
+            open_pattern=r"\s*\[TOOL_CALLS\]",
+            close_pattern=end,
+            transform_each=True,
+        ),
+        # Llama 3.1 to 3.3: the whole answer is a call
+        r"""'"parameters": '""": _calls(
+            end,
+            '{"name": "NAME", "parameters": ',
+            "}",
+            {"name": "{content.name}", "arguments": "{content.parameters}"},
+            open_pattern=r'\A\s*(?:<\|python_tag\|>)?(?=\s*\{\s*"name"\s*:)',
+            close_pattern=end,
+        ),
+    }
 
 
 def calls_of(tokenizer: Any) -> Calls | None:
@@ -105,11 +119,13 @@ def calls_of(tokenizer: Any) -> Calls | None:
     The tokenizer's own response template comes before that of the family.
     """
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-    family = next((calls for pattern, calls in FAMILIES.items() if re.search(pattern, template)), None)
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    end = rf"\s*(?:{'|'.join(re.escape(text) for text in ENDS if text in special) or '(?!)'})"
+    family = next((calls for pattern, calls in _families(end).items() if re.search(pattern, template)), None)
     own = getattr(tokenizer, "response_template", None)
     if own is None:
         return family
-    return Calls(own) if family is None else Calls(own, family.before, family.after)
+    return Calls(own, end=end) if family is None else replace(family, response=own)
 
 
 class Divider:
@@ -123,47 +139,45 @@ class Divider:
     """
 
     def __init__(self, calls: Calls, prompt: str, tools: Sequence[Any], parallel: bool) -> None:
-        self._parser: ResponseParser | None = ResponseParser(dict(calls.response), prefix=prompt, tools=[*tools])
-        self._most = None if parallel else 1
-        self._pending = ""  # text since the last part
+        self._parser = ResponseParser(dict(calls.response), prefix=prompt, tools=[*tools])
+        self._given = len(self._parser._buffer)  # characters of the parser's text that parts have, or that are none
+        self._end, self._parallel = calls.end, parallel
+        #: Whether the prompt has opened thoughts, in which the answer begins.
+        self.thinks = self._parser._current == "reasoning_content"
         #: Calls so far.
         self.count = 0
 
     def add(self, text: str, last: bool = False) -> dict[str, Any]:
         """Return the new parts of a message of OpenAI's API that a text adds; ``last`` ends the answer.
 
-        What is no valid call becomes content.
+        What is no valid call becomes content, with what follows it.
         """
-        self._pending += text
-        if self._parser is None:
-            return self._rest()
-        try:
-            events = self._parser.feed(text)
-            if last:
-                events += self._parser.finalize()[1]
-            return self._parts(events)
-        except (ValueError, KeyError):  # such as calls that are no JSON
-            self._parser = None
-            return self._rest()
-
-    def _rest(self) -> dict[str, Any]:
-        text, self._pending = re.sub(_END, "", self._pending), ""
-        return {"content": text} if text else {}
-
-    def _parts(self, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         parts: dict[str, Any] = {}
-        for event in events:
+        # by letters, so that an answer is divided alike in all pieces, and an error leaves what came before it
+        for letter in [*text, None] if last else text:
+            try:
+                self._read(letter, parts)
+            except (ValueError, KeyError):  # such as calls that are no JSON
+                rest = self._parser._buffer[self._given :]
+                no_calls = {"start_anchor_pattern": r"\A", "fields": {"content": {"close_pattern": self._end}}}
+                self._parser, self._given = ResponseParser(no_calls, prefix=""), 0
+                for piece in [rest] if letter is not None else [rest, None]:
+                    self._read(piece, parts)
+        return parts
+
+    def _read(self, text: str | None, parts: dict[str, Any]) -> None:
+        """Add to the parts what a text adds, or the end."""
+        parser = self._parser
+        for event in parser.finalize()[1] if text is None else parser.feed(text):
             field = event["field"]
             if event["type"] == "region_close" and field == "tool_calls":
-                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                parts.setdefault("tool_calls", []).extend(map(self._call, values))
-                self._pending = ""
+                calls = [*map(self._call, event["value"] if isinstance(event["value"], list) else [event["value"]])]
+                parts.setdefault(field, []).extend(calls if self._parallel else [x for x in calls if x["index"] < 1])
             elif event["type"] == "region_chunk" and not event["dirty"]:
                 parts[field] = parts.get(field, "") + event["text"]
-                self._pending = self._pending.partition(event["text"])[2]
-        if "tool_calls" in parts:
-            parts["tool_calls"] = [call for call in parts["tool_calls"] if self._most is None or call["index"] < 1]
-        return parts
+                self._given += len(event["text"])
+        if parser._current != "tool_calls":
+            self._given = max(self._given, parser._pos)
 
     def _call(self, value: Mapping[str, Any]) -> dict[str, Any]:
         function, arguments = value["function"], value["function"]["arguments"]

@@ -1,11 +1,14 @@
 """Calls of tools in answers: found in what the model writes, and forced."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
 pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
+
+from transformers import AddedToken  # noqa: E402
 
 import ag  # noqa: E402
 from ag.serve import Scheduler, Token, scheduler  # noqa: E402
@@ -111,11 +114,11 @@ def test_calls_in_answers(served, monkeypatch, family):
     assert free.finish_reason == "stop" and free.message.tool_calls is None and "town" in free.message.content
 
 
-def divided(family, text, step, parallel=True):
-    """The parts of an answer that comes in pieces of some letters, and then its end token."""
+def divided(family, text, step, parallel=True, end="</s>"):
+    """The parts of an answer that comes in pieces of some letters, and then its end token or the mere end."""
     tokenizer, parts = tokenizer_of(family), {}
     divider = Divider(calls_of(tokenizer), "user: Hi\nassistant: ", TOOLS, parallel)
-    pieces = [text[place : place + step] for place in range(0, len(text), step)] + ["</s>"]
+    pieces = [text[place : place + step] for place in range(0, len(text), step)] + [end]
     for place, piece in enumerate(pieces, 1):
         for name, new in divider.add(piece, last=place == len(pieces)).items():
             parts[name] = parts[name] + new if name in parts else new
@@ -155,6 +158,37 @@ def test_what_is_no_call_is_content(family, text, step):
     assert divided(family, text, step) == ({"content": text}, [])
 
 
+#: Answers with calls ``@`` and something that is none, by family: text, content, number of calls.
+MIXED = [
+    ("hermes", 'I look. @\n<tool_call>\n{"name": "ra', 'I look.\n<tool_call>\n{"name": "ra', 1),
+    ("hermes", "@\n<tool_call>{rain}</tool_call> so @", "\n<tool_call>{rain}</tool_call> so @", 1),
+    ("hermes", '<think>think</think>think <tool_call>{"na', 'think <tool_call>{"na', 0),
+    ("hermes", "<think>hm</think>@</s> <b>\n</s> <tool_call>[1]</tool_call>", " <b> <tool_call>[1]</tool_call>", 1),
+    ("hermes", "<tool_call>{rain}</tool_call>  </s> so\n</s>", "<tool_call>{rain}</tool_call> so", 0),
+    ("mistral", 'I look.@[TOOL_CALLS]snow[ARGS]{"to', 'I look.[TOOL_CALLS]snow[ARGS]{"to', 1),
+    ("mistral", "@\n</s>so [TOOL_CALLS] so", "so [TOOL_CALLS] so", 1),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "content", "count"), MIXED)
+def test_an_answer_is_divided_alike_in_all_pieces(family, text, content, count):
+    """With nothing lost beside what is no call, and nothing twice."""
+    call = written(tokenizer_of(family), CALL)
+    text, content = text.replace("@", call), content.replace("@", call)
+    thoughts = {"reasoning_content": text[7 : text.index("</think>")]} if "</think>" in text else {}
+    for step in range(1, len(text) + 1):
+        for end in ("</s>", ""):
+            assert divided(family, text, step, end=end) == (thoughts | {"content": content}, [CALL] * count), step
+
+
+@pytest.mark.parametrize("more", ["", "<tool_call>{rain}</tool_call>"])
+def test_only_the_special_tokens_of_the_tokenizer_end_an_answer(more):
+    special = {7: AddedToken("<|im_end|>", special=True), 8: AddedToken("</s>")}
+    tokenizer = SimpleNamespace(chat_template=tokenizer_of("hermes").chat_template, added_tokens_decoder=special)
+    divider = Divider(calls_of(tokenizer), "user: Hi\nassistant: ", TOOLS, parallel=True)
+    assert divider.add(f"<s>so </s>{more}\n<|im_end|>", last=True) == {"content": f"<s>so </s>{more}"}
+
+
 def test_thoughts_are_no_content():
     assert divided("hermes", "<think>Dry?</think>Yes.", 1) == ({"reasoning_content": "Dry?", "content": "Yes."}, [])
 
@@ -190,8 +224,8 @@ def test_the_grammar_of_forced_calls_is_what_the_template_writes(family):
     grammars, calls = Grammars(tokenizer, VOCABULARY + 2, {2}), calls_of(tokenizer)
     tools, special = [Tool(**tool) for tool in TOOLS], Vocabulary(tokenizer).special
 
-    def follows(text, other=None):
-        matcher = grammars("lark", calls.grammar(tools, other, special))
+    def follows(text, other=None, thinks=False):
+        matcher = grammars("lark", calls.grammar(tools, other, special, thinks))
         ids = tokenizer(text)["input_ids"]
         return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
@@ -200,6 +234,11 @@ def test_the_grammar_of_forced_calls_is_what_the_template_writes(family):
         assert not follows(written(tokenizer, wrong))
     assert not follows("[1]") and follows("[1]", '{"type": "array"}')
     assert follows(written(tokenizer, CALL), '{"type": "array"}')
+    for blanks in ("", "\n\n"):
+        text = f"So <b>\n</thin</think>{blanks}{written(tokenizer, CALL)}"
+        assert follows(text, thinks=True) and not follows(text)
+        assert follows(f"So</think>{blanks}[1]", '{"type": "array"}', thinks=True)
+    assert not follows(written(tokenizer, CALL), thinks=True) and not follows("So</think>so", thinks=True)
 
 
 @pytest.mark.parametrize("family", ["hermes", "mistral"])
@@ -212,6 +251,30 @@ def test_forced_calls(served, family):
             [call] = called(found)
             assert call["name"] in names and call["arguments"]["town"] in ("Oslo", "Łódź")
             assert (found.finish_reason, found.message.content) == ("tool_calls", None)
+
+
+def test_a_special_token_may_end_the_thoughts_before_a_forced_call():
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install 'ag[structured]'")
+    tokenizer = tokenizer_of("hermes")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    special, tools = Vocabulary(tokenizer).special, [Tool(**tool) for tool in TOOLS]
+    grammar = calls_of(tokenizer).grammar(tools, None, special, thinks=True)
+    matcher = Grammars(tokenizer, len(tokenizer), {2})("lark", grammar)
+    ids = tokenizer(f"So <b>\n</think>\n{written(tokenizer, CALL)}")["input_ids"]
+    assert special["</think>"] in ids and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
+def test_forced_calls_come_behind_thoughts_that_the_prompt_has_opened(served, monkeypatch):
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install 'ag[structured]'")
+    made = served("hermes")
+    call = written(made.tokenizer, CALL)
+    opened = "{{ '<|im_start|>assistant\n<think>\n' }}"
+    made.tokenizer.chat_template = made.tokenizer.chat_template.replace("assistant: ", opened)
+    saying(monkeypatch, made.tokenizer, f"Oslo?\n</think>\n\n{call}")
+    with asked(made, answer_tokens=300) as (client, *_):
+        choice = both(client, tool_choice="required")
+    assert (choice.finish_reason, choice.message.content, called(choice)) == ("tool_calls", None, [CALL])
+    assert choice.message.reasoning_content == "Oslo?\n"
 
 
 def test_a_schema_beside_tools_leaves_the_choice(served):

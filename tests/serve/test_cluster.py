@@ -54,12 +54,16 @@ def test_the_hash_of_a_conversation():
     first = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
     later = [*first, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Go on."}]
     assert of(messages=first) == of(messages=later, temperature=0.5) != of(messages=[first[0], later[-1]])
+    assert of(input="Hello") == of(input=first[1:]) == of(input=later[1:]) != of(input="Go on.")
+    assert (
+        of(input="Hello", instructions="Be kind.") == of(input=later[1:], instructions="Be kind.") != of(input="Hello")
+    )
     begun = "x" * cluster.BEGINNING
     assert of(prompt=begun) == of(prompt=begun + "y") != of(prompt="y" + begun)
     assert of(prompt=[1, 2]) == of(prompt=[1, 2]) != of(prompt=[1, 3])
     assert of(messages=first, prompt_cache_key="a") == of(prompt="x", prompt_cache_key="a") != of(messages=first)
     assert "Hello" not in of(messages=first)
-    for body in (b"{", b"[]", b"{}", b'{"messages": [1]}', b'{"prompt": 1}', b"\xff"):
+    for body in (b"{", b"[]", b"{}", b'{"messages": [1]}', b'{"input": 1}', b'{"prompt": 1}', b"\xff"):
         assert cluster.conversation(body) == ""
 
 

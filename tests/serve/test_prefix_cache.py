@@ -95,8 +95,32 @@ def test_what_is_protected_is_a_part_of_a_prefix(tiny_llama, tiny_tokenizer, nam
     assert scheduler.counts.reused == 4 * 80 and scheduler.snapshot().prefixes == 2
 
 
+def test_earlier_prefixes_give_way_to_new_ones(tiny_llama, tiny_tokenizer):
+    """In a pool that they fill."""
+    model, draw = model_of("full", None, tiny_llama), random.Random(1)
+    pool = ag.Pool(model, 130 * ag.Pool(model, 2**14).block_nbytes())
+    scheduler, requests, streams = Scheduler(model, tiny_tokenizer, "full", pool), [], []
+    for system in (text(draw, 85) for _ in range(5)):
+        for _ in range(3):
+            requests.append(Request(tokens=system + text(draw, 9), max_tokens=4))
+            streams += scheduler.submit(requests[-1])
+            finish(scheduler)
+    assert scheduler.counts.reused == 5 * 80 and not scheduler.counts.preempted
+    assert [read(stream) for stream in streams] == [alone(model, "full", request) for request in requests]
+
+
+def test_prompts_that_are_read_whole_are_cached_once_at_most(tiny_llama, tiny_tokenizer):
+    model, draw = model_of("full", None, tiny_llama), random.Random(0)
+    scheduler, system = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**22)), text(draw, 90)
+    for best in (None, None, 0, 0, 0):
+        scheduler.submit(Request(tokens=system + text(draw, 9), max_tokens=1, prompt_logprobs=best))
+        finish(scheduler)
+    assert scheduler.snapshot().prefixes == 1
+
+
 def test_what_texts_have_in_common(tiny_llama):
-    found = PrefixCache(ag.Pool(tiny_llama(), 2**14))
+    pool = ag.Pool(tiny_llama(), 2**14)
+    found = PrefixCache(pool)
     first, second = torch.arange(200), torch.cat([torch.arange(100), torch.zeros(50, dtype=torch.long)])
     for each in (first, second):
         found.remember(each)
@@ -106,3 +130,4 @@ def test_what_texts_have_in_common(tiny_llama):
     assert found.common(second[:70]) == 64
     assert found.common(torch.arange(60)) == 0  # not worth it
     assert found.find(first) is None and not found.drop()
+    assert not pool.spares  # other threads make such caches, while the pool reads its spares

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -70,7 +71,7 @@ def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, nam
         assert found == wanted[: len(found)]
         assert stream.reason == "cancelled" or (len(found) == len(wanted) and stream.reason in ("stop", "length"))
     counts = scheduler.counts
-    assert {request.policy for request in requests} > {None} and [*scheduler._batches] == [scheduler.policy]
+    assert {request.policy for request in requests} > {None} and [*scheduler._batches.values()] == [scheduler._main]
     assert counts.reused and counts.ended.total() == count and 0 < counts.ended["cancelled"] <= count // 5
     assert pool.free < pool.capacity and pool.has(pool.capacity)  # prefixes give way
 
@@ -150,6 +151,18 @@ def test_drafts_change_no_answer(tiny_llama, tiny_tokenizer, name):
     assert found[0] == found[1]
     greedy = [(request, answer) for request, answer in zip(requests, found[1], strict=True) if not request.temperature]
     assert all(answer == alone(model, policy, request) for request, answer in greedy)
+
+
+def test_a_budget_of_one_token_is_not_that_of_everything(tiny_llama, tiny_tokenizer):
+    model = model_for(tiny_llama, "h2o")
+    scheduler = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**20))
+    requests = [
+        Request(tokens=text(random.Random(0), 40), max_tokens=6, policy=ag.policy("h2o", budget), kept=True)
+        for budget in (1.0, 1)
+    ]
+    streams = [stream for request in requests for stream in scheduler.submit(request)]
+    finish(scheduler)
+    assert [stream.kept for stream in streams] == [1, 1 / 40]
 
 
 def test_no_drafts_under_a_policy_that_cannot_reject_them(tiny_llama, tiny_tokenizer):
@@ -299,6 +312,22 @@ def test_probabilities_are_those_of_the_logits_over_the_temperature(temperature)
     # a probability moves by what its logit does, which is rounded once: half an eps of up to twice the largest one
     eps, largest = torch.finfo(torch.float32).eps, float(logits[logits.isfinite()].abs().max())
     assert float((found - expected).abs().max()) <= 4 * eps * largest / temperature
+
+
+def test_answers_that_end_before_submit_returns(tiny_llama, tiny_tokenizer):
+    """The thread of the scheduler may go on as soon as the request is queued."""
+    model = model_for(tiny_llama, "full")
+    scheduler = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**20))
+    lock = scheduler._lock
+
+    class Queued(threading.Condition):
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            scheduler._lock = lock
+            finish(scheduler)
+
+    scheduler._lock = Queued()
+    assert [len(read(stream)) for stream in scheduler.submit(Request(tokens=[7, 8], max_tokens=2, n=2))] == [2, 2]
 
 
 def test_what_is_refused(tiny_llama, tiny_tokenizer):

@@ -381,6 +381,9 @@ def test_time_limits(tiny_llama):
         assert not first.done()
         now[0] = 51.0
         cut = first.result().json()
+    with asked(Scheduler(model, byte_tokenizer(), "full", ag.Pool(model, 2**20)), answer_seconds=0) as (_, http, _):
+        empty = http.post("/v1/completions", json=BODY).json()["choices"][0]
+    assert (empty["text"], empty["finish_reason"]) == ("", "length")  # cut before its first token
     assert (waited.status_code, "5" in waited.json()["error"]["message"]) == (503, True)
     assert waited.headers["Retry-After"]
     assert cut["choices"][0]["finish_reason"] == "length" and 0 < cut["usage"]["completion_tokens"] < 10_000

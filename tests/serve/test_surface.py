@@ -162,6 +162,8 @@ def test_a_request_has_a_policy_of_its_own(tiny, served):
     for own, policy, kept in (
         ({"policy": "h2o", "budget": 0.25}, ag.policy("h2o", 0.25), 15 / 63),
         ({"policy": "snapkv", "budget": 40}, ag.policy("snapkv", 40), 40 / 63),
+        ({"policy": "h2o", "budget": 1.0}, ag.policy("h2o", 1.0), 1),
+        ({"policy": "h2o", "budget": 1}, ag.policy("h2o", 1), 1 / 63),
         ({}, ag.policy("full"), 1),
     ):
         expected = said(alone(tiny, policy, Request(tokens=ids, max_tokens=8)))
