@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from peft import PeftModel
@@ -178,14 +178,14 @@ class GateCallback(TrainerCallback):
         """Write an export into the checkpoint."""
         if state.is_world_process_zero:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / CHECKPOINT
-            self._write(kwargs["model"], folder)
+            self._write(kwargs["model"], folder, "float32")  # a resumed run has the numbers of the whole one
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Write the export."""
         if state.is_world_process_zero:
-            self._write(kwargs["model"], self.path)
+            self._write(kwargs["model"], self.path, self.config.export.weights)
 
-    def _write(self, model: nn.Module, folder: Path) -> None:
+    def _write(self, model: nn.Module, folder: Path, weights: Literal["float32", "int8"]) -> None:
         part, base = _part(model), _base(model)
         kept = {"kept": 1 - part.measured["evicted"]} if "evicted" in part.measured else {}
         with part.apart():
@@ -196,7 +196,7 @@ class GateCallback(TrainerCallback):
                 base_revision=models.base_revision(base),
                 adapter=model if isinstance(model, PeftModel) else None,
                 metrics=part.measured | kept,
-                weights=self.config.export.weights,
+                weights=weights,
             )
 
 

@@ -210,11 +210,14 @@ def test_a_step_goes_where_the_gradient_points(make):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run(make, tmp_path):
+@pytest.mark.parametrize("stored", ["float32", "int8"])
+def test_a_resumed_run_is_the_run(make, tmp_path, stored):
+    """Whatever type the export has; gates of a checkpoint are never rounded."""
+    config = configured(export=ExportConfig(weights=stored))
     options = {"data": labelled(4), "lora": True, "per_device_train_batch_size": 2, "save_steps": 2, "logging_steps": 1}
-    whole = make(max_steps=4, output_dir=str(tmp_path / "one"), **options)
+    whole = make(config, max_steps=4, output_dir=str(tmp_path / "one"), **options)
     whole.train()
-    again = make(max_steps=4, output_dir=str(tmp_path / "two"), **options)
+    again = make(config, max_steps=4, output_dir=str(tmp_path / "two"), **options)
     again.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))
     assert again.state.global_step == 4
     expected, started = weights(whole), weights(make(**options))
@@ -223,6 +226,7 @@ def test_a_resumed_run_is_the_run(make, tmp_path):
     names = {"lm_loss", "eviction_loss", "gate_mean_soft", "gate_mean_hard", "evicted", "loss"}
     lines = [line for line in whole.state.log_history if "loss" in line]
     assert len(lines) == 4 and all(names <= line.keys() for line in lines)
+    assert export.read_info(tmp_path / "export")["weights"] == stored
     found = ag.AttentionGates.from_pretrained(tmp_path / "one" / "checkpoint-4" / "gates")
     assert all(torch.equal(value, expected[name]) for name, value in found.state_dict().items())
 
