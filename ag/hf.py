@@ -269,10 +269,11 @@ class _Part(nn.Module):
         return {name: float(torch.stack(x).mean()) for name, x in values.items() if name != "loss"}
 
     def load(self, folder: Path) -> None:
-        """Load the weights of an export of these gates."""
-        found = AttentionGates.from_pretrained(folder)
+        """Load the weights of an export of these gates, and what an evaluation measured with them."""
+        found, metrics = AttentionGates.from_pretrained(folder), export.read_info(folder)["metrics"]
         self.gates.load_state_dict(found.state_dict())
         self.gates.calibration = found.calibration
+        self.measured = {name: value for name, value in metrics.items() if value is not None}  # null: it was not finite
 
 
 def _batch(inputs: dict[str, Any], loss: GatedLoss) -> Batch:

@@ -274,6 +274,19 @@ def test_evaluation_export_and_detach(make, tiny_llama, tmp_path):
     assert model._keys_to_ignore_on_save == plain._keys_to_ignore_on_save
 
 
+def test_an_export_of_the_best_weights_states_their_metrics(make, tmp_path):
+    config = configured(loss={"alpha": 9.0, "beta": 1.0})  # evicts less and less
+    options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_evicted", "greater_is_better": True}
+    trainer = make(config, data=labelled(1), **options, **best)
+    trainer.train()
+    one, two = (line for line in trainer.state.log_history if "eval_evicted" in line)
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1") and one["eval_evicted"] > two["eval_evicted"]
+    info = export.read_info(tmp_path / "export")
+    assert {name: one[f"eval_{name}"] for name in info["metrics"]} == info["metrics"]
+    assert info["keep_rate"] == 1 - one["eval_evicted"]
+
+
 def test_mixed_precision_sees_the_loss(make):
     """The Trainer's autocast is around the model's forward pass, in which the loss is computed."""
     trainer = make(data=labelled(1), max_steps=1, bf16=True)
