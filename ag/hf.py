@@ -279,8 +279,8 @@ class _Part(nn.Module):
 def _batch(inputs: dict[str, Any], loss: GatedLoss) -> Batch:
     """Convert a batch of a Trainer to the form of :class:`ag.data.collate.Collator`.
 
-    The prompt ends at the first label, unless the batch has ``prompt_length``. Without an attention mask a document
-    begins at each position 0 (trl's packing).
+    The prompt ends at the first label, unless the batch has ``prompt_length``; a row whose first or second token has a
+    label is all prompt. Without an attention mask a document begins at each position 0 (trl's packing).
     """
     lacking = [name for name in ("input_ids", "labels") if inputs.get(name) is None]
     if lacking:
@@ -293,8 +293,29 @@ def _batch(inputs: dict[str, Any], loss: GatedLoss) -> Batch:
     batch = {"input_ids": ids, "attention_mask": valid, "labels": labels}
     prompts = inputs.get("prompt_length")
     if prompts is None:
-        prompts = (valid & ((labels != IGNORED).cumsum(1) == 0)).sum(1)
+        prompts = _prompts(valid, labels != IGNORED, loss)
     return batch | ({"prompt_length": prompts} if bool(prompts.any()) else {})
+
+
+def _prompts(valid: Tensor, labelled: Tensor, loss: GatedLoss) -> Tensor:
+    """Return the tokens before the first label of each row ``[B]``; 0 in all rows where none has a prompt.
+
+    A row that begins with loss is all prompt, whether or not its first token has a label: the loss shifts, so that
+    nothing predicts that token.
+    """
+    assert loss.gates is not None
+    config = loss.gates.config
+    whole = (labelled & valid & (valid.cumsum(1) <= 2)).any(1)
+    prompts = (valid & (labelled.cumsum(1) == 0)).sum(1)
+    if bool(whole.all()):
+        return torch.zeros_like(prompts)
+    if bool(whole.any()) and (config.scope == "prompt" or config.prefill == "dense"):
+        raise UserError(
+            f"gate.scope={config.scope}, gate.prefill={config.prefill}: {int(whole.sum())} of {len(whole)} rows of a "
+            "batch have labels from their start: expected a prompt without labels in each; leave such rows out, or use "
+            "scope=causal with prefill=sparse."
+        )
+    return prompts.where(~whole, valid.sum(1))
 
 
 def _packed(ids: Tensor, labels: Tensor, positions: Tensor, loss: GatedLoss) -> Batch:

@@ -173,6 +173,25 @@ def test_left_padding_is_no_part_of_a_prompt(make):
     hold(loss, lightning(trainer, config).training_step(right, 0), of_nats(trainer.model))
 
 
+@pytest.mark.parametrize("first", ["labelled", "ignored"])
+def test_rows_without_a_prompt_beside_others(make, first):
+    """They are all prompt, as they are alone; the label of a first token never counts."""
+    trainer, data = make(), batch()
+    lengths, prompts = data["attention_mask"].sum(1), data.pop("prompt_length")
+    data["labels"][0] = data["input_ids"][0].where(data["attention_mask"][0], -100)
+    alone = {name: x[:1] for name, x in data.items()}
+    expected = trainer.compute_loss(trainer.model, alone)
+    if first == "ignored":
+        data["labels"][0, 0] = -100
+    assert trainer.compute_loss(trainer.model, {name: x[:1] for name, x in data.items()}) == expected
+    given = data | {"prompt_length": torch.stack([lengths[0], *prompts[1:]])}
+    assert trainer.compute_loss(trainer.model, data) == trainer.compute_loss(trainer.model, given)
+    for gate in ({"scope": "prompt"}, {"prefill": "dense"}):
+        trainer = make(configured(gate=gate))
+        with refuses(UserError, "1 of 3 rows", "scope=causal", "prefill=sparse"):
+            trainer.compute_loss(trainer.model, data)
+
+
 def labelled(count):
     """``count`` batches of three rows of one length."""
     ids = np.random.default_rng(0).integers(3, 128, (3 * count, 16)).tolist()
