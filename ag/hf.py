@@ -77,8 +77,9 @@ class GatedTrainer(Trainer):
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Add an evaluation batch to the metrics that :meth:`evaluation_loop` returns."""
+        batch = _without_filling(self._prepare_inputs(inputs), self.accelerator)
         with torch.no_grad():
-            model(ag_batch=self._prepare_inputs(inputs), ag_step=None)
+            model(ag_batch=batch, ag_step=None)
         return None, None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -286,7 +287,7 @@ def _batch(inputs: dict[str, Any], loss: GatedLoss) -> Batch:
     if lacking:
         raise UserError(f"A batch of the Trainer has no {' and no '.join(lacking)}: expected tokens and labels.")
     ids, labels = inputs["input_ids"], inputs["labels"]
-    if inputs.get("attention_mask") is None and inputs.get("position_ids") is not None:
+    if _is_packed(inputs):
         return _packed(ids, labels, inputs["position_ids"], loss)
     mask = inputs.get("attention_mask")
     valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -295,6 +296,23 @@ def _batch(inputs: dict[str, Any], loss: GatedLoss) -> Batch:
     if prompts is None:
         prompts = _prompts(valid, labels != IGNORED, loss)
     return batch | ({"prompt_length": prompts} if bool(prompts.any()) else {})
+
+
+def _is_packed(inputs: dict[str, Any]) -> bool:
+    return inputs.get("attention_mask") is None and inputs.get("position_ids") is not None
+
+
+def _without_filling(inputs: dict[str, Any], accelerator: Any) -> dict[str, Any]:
+    """Remove the labels of the rows with which accelerate fills the last batches of several processes.
+
+    No metric counts a row without labels. Packed rows are left alone, as their number is not that of the examples.
+    """
+    state, labels = accelerator.gradient_state, inputs.get("labels")
+    filled = accelerator.even_batches and state.end_of_dataloader and state.remainder > 0
+    if labels is None or _is_packed(inputs) or not filled:
+        return inputs
+    rows = accelerator.process_index * len(labels) + torch.arange(len(labels), device=labels.device)
+    return {**inputs, "labels": labels.masked_fill((rows >= state.remainder)[:, None], IGNORED)}
 
 
 def _prompts(valid: Tensor, labelled: Tensor, loss: GatedLoss) -> Tensor:

@@ -293,6 +293,25 @@ def test_evaluation_export_and_detach(make, tiny_llama, tmp_path):
     assert model._keys_to_ignore_on_save == plain._keys_to_ignore_on_save
 
 
+@pytest.mark.parametrize(("process", "counted"), [(0, [0, 1]), (1, [2])])
+def test_rows_that_fill_the_last_batch_count_in_no_metric(make, process, counted):
+    """As the second rank of two gets rows again when three are left for two batches of two."""
+    trainer, data = make(), batch()
+    given = {name: x[[0, 1] if process == 0 else [2, 0]] for name, x in data.items()}
+    state = SimpleNamespace(end_of_dataloader=True, remainder=3)
+    found = []
+    for inputs, end in ((given, True), ({name: x[counted] for name, x in data.items()}, False)):
+        state.end_of_dataloader = end
+        trainer.accelerator = SimpleNamespace(gradient_state=state, even_batches=True, process_index=process)
+        validation = ag.hf._part(trainer.model).validation
+        validation.reset()
+        trainer.prediction_step(trainer.model, inputs)
+        found.append(validation.compute())
+    for name, value in found[1].items():
+        hold(found[0][name], value, 64 * EPS * value.abs(), name)
+    assert set(found[0]) == set(found[1])
+
+
 def test_an_export_of_the_best_weights_states_their_metrics(make, tmp_path):
     config = configured(loss={"alpha": 9.0, "beta": 1.0})  # evicts less and less
     options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
@@ -403,7 +422,7 @@ def test_the_example_of_the_page(tiny_llama, tiny_tokenizer, tmp_path, monkeypat
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_two_processes_train_like_one_with_twice_the_rows(tmp_path):
-    """DistributedDataParallel averages the gradients of gates and adapters."""
+    """DistributedDataParallel averages the gradients of gates and adapters, and no metric counts a row twice."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -430,3 +449,7 @@ def test_two_processes_train_like_one_with_twice_the_rows(tmp_path):
             bound = 256 * EPS * value.abs().max()
             hold(two[key], value, bound, key)
             assert (half[key] - value).abs().max() > 4 * bound
+    one, two = (export.read_info(tmp_path / folder)["metrics"] for folder in ("one", "two"))
+    assert one.keys() == two.keys() and 0 < one["evicted"] < 1
+    for key, value in one.items():
+        hold(torch.tensor(two[key]), torch.tensor(value), 256 * EPS * abs(value), key)
