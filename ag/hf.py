@@ -346,7 +346,8 @@ def _packed(ids: Tensor, labels: Tensor, positions: Tensor, loss: GatedLoss) -> 
             "or, with another loss.objective than regress, pack plain text or set gate.covers=all."
         )
     columns = torch.arange(ids.shape[1], device=ids.device)
-    valid = torch.ones_like(ids, dtype=torch.bool)
+    # padding to a multiple has positions 0 too (a last document of one token, which has no loss, counts as such)
+    valid = columns <= torch.where(starts, 0, columns).amax(1, keepdim=True)
     labels = labels.masked_fill(starts, IGNORED)
     return {"input_ids": ids, "attention_mask": valid, "labels": labels, "document_start": columns - positions}
 

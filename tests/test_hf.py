@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 import ag
@@ -151,6 +152,8 @@ def test_packed_documents_are_told_apart_by_their_positions(make):
     labels = data["labels"].where(positions > 0, data["input_ids"])
     packed = {"input_ids": data["input_ids"], "labels": labels, "position_ids": positions}
     loss = trainer.compute_loss(trainer.model, packed)
+    padded = {name: F.pad(x, (0, 7), value=-100 if name == "labels" else 0) for name, x in packed.items()}
+    hold(trainer.compute_loss(trainer.model, padded), loss, of_nats(trainer.model))  # pad_to_multiple_of
     assert torch.equal(loss.detach(), lightning(trainer, config).training_step(data, 0).detach())
     hidden = {**packed, "labels": data["labels"].masked_fill(positions == 1, -100)}
     for config, given in ((configured(), hidden), (configured(loss={"objective": "regress"}), packed)):
