@@ -163,7 +163,12 @@ class GateCallback(TrainerCallback):
                 "loss.replay=true: the rows of a Trainer run whole: expected loss.replay=false; or use ag.fit."
             )
         gates = make_gates(_base(model), self.config)
-        export.check(gates, model if isinstance(model, PeftModel) else None)
+        if args.save_strategy != "no" and Path(str(args.output_dir)).resolve() == self.path.resolve():
+            raise UserError(
+                f"GateCallback(path={str(self.path)!r}) is the Trainer's output_dir, whose checkpoints would be in "
+                "the way of the export: expected another folder, such as one in it."
+            )
+        export.check(gates, model if isinstance(model, PeftModel) else None, path=self.path)
         attach(model, gates)
         _Part(self.config, model, gates).install(instrument(model))
 

@@ -24,6 +24,7 @@ from ag.data.collate import Collator, Row
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.attach import attached_gates
+from ag.gates.export import ExportError
 from ag.training.gated_loss import GatedLoss
 from ag.training.losses import token_nll
 from ag.training.module import GatedLM
@@ -351,6 +352,18 @@ def test_mixed_precision_sees_the_loss(make):
 def test_trainers_that_cannot_train_gates(make, arguments, parts):
     with refuses(UserError, *parts.split()):
         make(**arguments)
+
+
+def test_a_folder_that_is_no_place_for_the_export(make, tmp_path):
+    """It is refused before training, and not at its end."""
+    write_rows(tmp_path / "export" / "train.jsonl", ROWS)
+    with refuses(ExportError, "export", "train.jsonl", "another path"):
+        make()
+    callbacks = [ag.hf.GateCallback(configured(), tmp_path / "out")]
+    with refuses(UserError, "path=", "out", "output_dir", "checkpoints"):
+        make(callbacks=callbacks)
+    make(callbacks=callbacks, save_strategy="no", data=labelled(1), max_steps=1).train()
+    assert export.read_info(tmp_path / "out")["weights"] == "float32"
 
 
 def test_arguments_that_are_refused_where_they_are_used(make):
