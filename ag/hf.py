@@ -364,6 +364,17 @@ def _check_arguments(args: TrainingArguments) -> None:
             f"{sharded} with a GateCallback, which trains in one process or by DistributedDataParallel: leave it out, "
             "or use python -m ag.fit trainer.strategy=fsdp2."
         )
+    if args.n_gpu > 1:
+        raise UserError(
+            f"{args.n_gpu} GPUs in one process with a GateCallback, where transformers would copy the model by "
+            "DataParallel: expected one GPU a process; start it by torchrun or accelerate launch, or with "
+            "CUDA_VISIBLE_DEVICES=0."
+        )
+    if getattr(args, "loss_type", None) == "dft" or args.label_smoothing_factor:
+        loss = (
+            f"label_smoothing_factor={args.label_smoothing_factor}" if args.label_smoothing_factor else "loss_type=dft"
+        )
+        raise UserError(f"{loss} with a GateCallback, which has its own loss: leave it out, or write an Objective.")
     options = args.gradient_checkpointing_kwargs
     if args.gradient_checkpointing and isinstance(options, dict) and options.get("use_reentrant"):
         raise UserError(

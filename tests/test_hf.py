@@ -368,9 +368,18 @@ def test_a_folder_that_is_no_place_for_the_export(make, tmp_path):
 
 def test_arguments_that_are_refused_where_they_are_used(make):
     reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    for arguments, word in (({"deepspeed": "zero3.json"}, "fsdp2"), (reentrant, "use_reentrant")):
-        with refuses(UserError, next(reversed(arguments)), word):
-            ag.hf._check_arguments(SimpleNamespace(**{"fsdp": None, "gradient_checkpointing": False} | arguments))
+    plain = {"fsdp": None, "gradient_checkpointing": False, "n_gpu": 1, "label_smoothing_factor": 0.0}
+    plain |= {"gradient_checkpointing_kwargs": None}
+    ag.hf._check_arguments(SimpleNamespace(**plain))
+    for arguments, parts in (
+        ({"deepspeed": "zero3.json"}, "deepspeed fsdp2"),
+        (reentrant, "gradient_checkpointing_kwargs use_reentrant"),
+        ({"n_gpu": 2}, "2 torchrun CUDA_VISIBLE_DEVICES"),
+        ({"loss_type": "dft"}, "loss_type=dft Objective"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 Objective"),
+    ):
+        with refuses(UserError, *parts.split()):
+            ag.hf._check_arguments(SimpleNamespace(**plain | arguments))
     with refuses(UserError, "GateCallback", "ag.hf.GatedTrainer"):
         make(kind=Trainer, data=labelled(1), max_steps=1).train()
     trainer = make()
