@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from peft import PeftModel
@@ -77,8 +77,9 @@ class GatedTrainer(Trainer):
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Add an evaluation batch to the metrics that :meth:`evaluation_loop` returns."""
+        batch = _without_filling(self._prepare_inputs(inputs), self.accelerator)
         with torch.no_grad():
-            model(ag_batch=self._prepare_inputs(inputs), ag_step=None)
+            model(ag_batch=batch, ag_step=None)
         return None, None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +163,12 @@ class GateCallback(TrainerCallback):
                 "loss.replay=true: the rows of a Trainer run whole: expected loss.replay=false; or use ag.fit."
             )
         gates = make_gates(_base(model), self.config)
-        export.check(gates, model if isinstance(model, PeftModel) else None)
+        if args.save_strategy != "no" and Path(str(args.output_dir)).resolve() == self.path.resolve():
+            raise UserError(
+                f"GateCallback(path={str(self.path)!r}) is the Trainer's output_dir, whose checkpoints would be in "
+                "the way of the export: expected another folder, such as one in it."
+            )
+        export.check(gates, model if isinstance(model, PeftModel) else None, path=self.path)
         attach(model, gates)
         _Part(self.config, model, gates).install(instrument(model))
 
@@ -178,14 +184,14 @@ class GateCallback(TrainerCallback):
         """Write an export into the checkpoint."""
         if state.is_world_process_zero:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / CHECKPOINT
-            self._write(kwargs["model"], folder)
+            self._write(kwargs["model"], folder, "float32")  # a resumed run has the numbers of the whole one
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Write the export."""
         if state.is_world_process_zero:
-            self._write(kwargs["model"], self.path)
+            self._write(kwargs["model"], self.path, self.config.export.weights)
 
-    def _write(self, model: nn.Module, folder: Path) -> None:
+    def _write(self, model: nn.Module, folder: Path, weights: Literal["float32", "int8"]) -> None:
         part, base = _part(model), _base(model)
         kept = {"kept": 1 - part.measured["evicted"]} if "evicted" in part.measured else {}
         with part.apart():
@@ -196,7 +202,7 @@ class GateCallback(TrainerCallback):
                 base_revision=models.base_revision(base),
                 adapter=model if isinstance(model, PeftModel) else None,
                 metrics=part.measured | kept,
-                weights=self.config.export.weights,
+                weights=weights,
             )
 
 
@@ -269,31 +275,70 @@ class _Part(nn.Module):
         return {name: float(torch.stack(x).mean()) for name, x in values.items() if name != "loss"}
 
     def load(self, folder: Path) -> None:
-        """Load the weights of an export of these gates."""
-        found = AttentionGates.from_pretrained(folder)
+        """Load the weights of an export of these gates, and what an evaluation measured with them."""
+        found, metrics = AttentionGates.from_pretrained(folder), export.read_info(folder)["metrics"]
         self.gates.load_state_dict(found.state_dict())
         self.gates.calibration = found.calibration
+        self.measured = {name: value for name, value in metrics.items() if value is not None}  # null: it was not finite
 
 
 def _batch(inputs: dict[str, Any], loss: GatedLoss) -> Batch:
     """Convert a batch of a Trainer to the form of :class:`ag.data.collate.Collator`.
 
-    The prompt ends at the first label, unless the batch has ``prompt_length``. Without an attention mask a document
-    begins at each position 0 (trl's packing).
+    The prompt ends at the first label, unless the batch has ``prompt_length``; a row whose first or second token has a
+    label is all prompt. Without an attention mask a document begins at each position 0 (trl's packing).
     """
     lacking = [name for name in ("input_ids", "labels") if inputs.get(name) is None]
     if lacking:
         raise UserError(f"A batch of the Trainer has no {' and no '.join(lacking)}: expected tokens and labels.")
     ids, labels = inputs["input_ids"], inputs["labels"]
-    if inputs.get("attention_mask") is None and inputs.get("position_ids") is not None:
+    if _is_packed(inputs):
         return _packed(ids, labels, inputs["position_ids"], loss)
     mask = inputs.get("attention_mask")
     valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     batch = {"input_ids": ids, "attention_mask": valid, "labels": labels}
     prompts = inputs.get("prompt_length")
     if prompts is None:
-        prompts = (valid & ((labels != IGNORED).cumsum(1) == 0)).sum(1)
+        prompts = _prompts(valid, labels != IGNORED, loss)
     return batch | ({"prompt_length": prompts} if bool(prompts.any()) else {})
+
+
+def _is_packed(inputs: dict[str, Any]) -> bool:
+    return inputs.get("attention_mask") is None and inputs.get("position_ids") is not None
+
+
+def _without_filling(inputs: dict[str, Any], accelerator: Any) -> dict[str, Any]:
+    """Remove the labels of the rows with which accelerate fills the last batches of several processes.
+
+    No metric counts a row without labels. Packed rows are left alone, as their number is not that of the examples.
+    """
+    state, labels = accelerator.gradient_state, inputs.get("labels")
+    filled = accelerator.even_batches and state.end_of_dataloader and state.remainder > 0
+    if labels is None or _is_packed(inputs) or not filled:
+        return inputs
+    rows = accelerator.process_index * len(labels) + torch.arange(len(labels), device=labels.device)
+    return {**inputs, "labels": labels.masked_fill((rows >= state.remainder)[:, None], IGNORED)}
+
+
+def _prompts(valid: Tensor, labelled: Tensor, loss: GatedLoss) -> Tensor:
+    """Return the tokens before the first label of each row ``[B]``; 0 in all rows where none has a prompt.
+
+    A row that begins with loss is all prompt, whether or not its first token has a label: the loss shifts, so that
+    nothing predicts that token.
+    """
+    assert loss.gates is not None
+    config = loss.gates.config
+    whole = (labelled & valid & (valid.cumsum(1) <= 2)).any(1)
+    prompts = (valid & (labelled.cumsum(1) == 0)).sum(1)
+    if bool(whole.all()):
+        return torch.zeros_like(prompts)
+    if bool(whole.any()) and (config.scope == "prompt" or config.prefill == "dense"):
+        raise UserError(
+            f"gate.scope={config.scope}, gate.prefill={config.prefill}: {int(whole.sum())} of {len(whole)} rows of a "
+            "batch have labels from their start: expected a prompt without labels in each; leave such rows out, or use "
+            "scope=causal with prefill=sparse."
+        )
+    return prompts.where(~whole, valid.sum(1))
 
 
 def _packed(ids: Tensor, labels: Tensor, positions: Tensor, loss: GatedLoss) -> Batch:
@@ -306,7 +351,8 @@ def _packed(ids: Tensor, labels: Tensor, positions: Tensor, loss: GatedLoss) -> 
             "or, with another loss.objective than regress, pack plain text or set gate.covers=all."
         )
     columns = torch.arange(ids.shape[1], device=ids.device)
-    valid = torch.ones_like(ids, dtype=torch.bool)
+    # padding to a multiple has positions 0 too (a last document of one token, which has no loss, counts as such)
+    valid = columns <= torch.where(starts, 0, columns).amax(1, keepdim=True)
     labels = labels.masked_fill(starts, IGNORED)
     return {"input_ids": ids, "attention_mask": valid, "labels": labels, "document_start": columns - positions}
 
@@ -318,6 +364,17 @@ def _check_arguments(args: TrainingArguments) -> None:
             f"{sharded} with a GateCallback, which trains in one process or by DistributedDataParallel: leave it out, "
             "or use python -m ag.fit trainer.strategy=fsdp2."
         )
+    if args.n_gpu > 1:
+        raise UserError(
+            f"{args.n_gpu} GPUs in one process with a GateCallback, where transformers would copy the model by "
+            "DataParallel: expected one GPU a process; start it by torchrun or accelerate launch, or with "
+            "CUDA_VISIBLE_DEVICES=0."
+        )
+    if getattr(args, "loss_type", None) == "dft" or args.label_smoothing_factor:
+        loss = (
+            f"label_smoothing_factor={args.label_smoothing_factor}" if args.label_smoothing_factor else "loss_type=dft"
+        )
+        raise UserError(f"{loss} with a GateCallback, which has its own loss: leave it out, or write an Objective.")
     options = args.gradient_checkpointing_kwargs
     if args.gradient_checkpointing and isinstance(options, dict) and options.get("use_reentrant"):
         raise UserError(

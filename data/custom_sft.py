@@ -161,15 +161,17 @@ def _chats(
         try:
             messages = [_message(one, place) for name in form.columns for one in row[name]]
             chat = Chat(system + messages, _without_filled(variables(row)))
-            ids, loss = assistant_tokens(tokenizer, chat, _taught(chat, given, place))
+            taught = _taught(chat, given, place)
+            ids, loss = assistant_tokens(tokenizer, chat, taught)
         except RecursionError as error:
             raise DataError(f"{place} {TOO_DEEP}") from error
         except DataError:
             raise
         except UserError as error:
             raise DataError(f"{place}: {error}") from error
-        tokens = np.array([*ids, *end], dtype=np.int32)
-        yield Row(tokens, int(loss.argmax()), loss=np.append(loss, np.ones(len(end), dtype=np.bool_)))
+        ending = end if taught[-1] == len(chat.messages) - 1 else []  # a model never ends the turn of a user
+        tokens = np.array([*ids, *ending], dtype=np.int32)
+        yield Row(tokens, int(loss.argmax()), loss=np.append(loss, np.ones(len(ending), dtype=np.bool_)))
 
 
 def _taught(chat: Chat, given: int, place: str) -> list[int]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 import ag
@@ -23,6 +24,7 @@ from ag.data.collate import Collator, Row
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.attach import attached_gates
+from ag.gates.export import ExportError
 from ag.training.gated_loss import GatedLoss
 from ag.training.losses import token_nll
 from ag.training.module import GatedLM
@@ -151,6 +153,8 @@ def test_packed_documents_are_told_apart_by_their_positions(make):
     labels = data["labels"].where(positions > 0, data["input_ids"])
     packed = {"input_ids": data["input_ids"], "labels": labels, "position_ids": positions}
     loss = trainer.compute_loss(trainer.model, packed)
+    padded = {name: F.pad(x, (0, 7), value=-100 if name == "labels" else 0) for name, x in packed.items()}
+    hold(trainer.compute_loss(trainer.model, padded), loss, of_nats(trainer.model))  # pad_to_multiple_of
     assert torch.equal(loss.detach(), lightning(trainer, config).training_step(data, 0).detach())
     hidden = {**packed, "labels": data["labels"].masked_fill(positions == 1, -100)}
     for config, given in ((configured(), hidden), (configured(loss={"objective": "regress"}), packed)):
@@ -171,6 +175,25 @@ def test_left_padding_is_no_part_of_a_prompt(make):
             x[row] = x[row].roll(x.shape[1] - length)
     loss = trainer.compute_loss(trainer.model, left)
     hold(loss, lightning(trainer, config).training_step(right, 0), of_nats(trainer.model))
+
+
+@pytest.mark.parametrize("first", ["labelled", "ignored"])
+def test_rows_without_a_prompt_beside_others(make, first):
+    """They are all prompt, as they are alone; the label of a first token never counts."""
+    trainer, data = make(), batch()
+    lengths, prompts = data["attention_mask"].sum(1), data.pop("prompt_length")
+    data["labels"][0] = data["input_ids"][0].where(data["attention_mask"][0], -100)
+    alone = {name: x[:1] for name, x in data.items()}
+    expected = trainer.compute_loss(trainer.model, alone)
+    if first == "ignored":
+        data["labels"][0, 0] = -100
+    assert trainer.compute_loss(trainer.model, {name: x[:1] for name, x in data.items()}) == expected
+    given = data | {"prompt_length": torch.stack([lengths[0], *prompts[1:]])}
+    assert trainer.compute_loss(trainer.model, data) == trainer.compute_loss(trainer.model, given)
+    for gate in ({"scope": "prompt"}, {"prefill": "dense"}):
+        trainer = make(configured(gate=gate))
+        with refuses(UserError, "1 of 3 rows", "scope=causal", "prefill=sparse"):
+            trainer.compute_loss(trainer.model, data)
 
 
 def labelled(count):
@@ -210,11 +233,14 @@ def test_a_step_goes_where_the_gradient_points(make):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run(make, tmp_path):
+@pytest.mark.parametrize("stored", ["float32", "int8"])
+def test_a_resumed_run_is_the_run(make, tmp_path, stored):
+    """Whatever type the export has; gates of a checkpoint are never rounded."""
+    config = configured(export=ExportConfig(weights=stored))
     options = {"data": labelled(4), "lora": True, "per_device_train_batch_size": 2, "save_steps": 2, "logging_steps": 1}
-    whole = make(max_steps=4, output_dir=str(tmp_path / "one"), **options)
+    whole = make(config, max_steps=4, output_dir=str(tmp_path / "one"), **options)
     whole.train()
-    again = make(max_steps=4, output_dir=str(tmp_path / "two"), **options)
+    again = make(config, max_steps=4, output_dir=str(tmp_path / "two"), **options)
     again.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))
     assert again.state.global_step == 4
     expected, started = weights(whole), weights(make(**options))
@@ -223,6 +249,7 @@ def test_a_resumed_run_is_the_run(make, tmp_path):
     names = {"lm_loss", "eviction_loss", "gate_mean_soft", "gate_mean_hard", "evicted", "loss"}
     lines = [line for line in whole.state.log_history if "loss" in line]
     assert len(lines) == 4 and all(names <= line.keys() for line in lines)
+    assert export.read_info(tmp_path / "export")["weights"] == stored
     found = ag.AttentionGates.from_pretrained(tmp_path / "one" / "checkpoint-4" / "gates")
     assert all(torch.equal(value, expected[name]) for name, value in found.state_dict().items())
 
@@ -270,6 +297,38 @@ def test_evaluation_export_and_detach(make, tiny_llama, tmp_path):
     assert model._keys_to_ignore_on_save == plain._keys_to_ignore_on_save
 
 
+@pytest.mark.parametrize(("process", "counted"), [(0, [0, 1]), (1, [2])])
+def test_rows_that_fill_the_last_batch_count_in_no_metric(make, process, counted):
+    """As the second rank of two gets rows again when three are left for two batches of two."""
+    trainer, data = make(), batch()
+    given = {name: x[[0, 1] if process == 0 else [2, 0]] for name, x in data.items()}
+    state = SimpleNamespace(end_of_dataloader=True, remainder=3)
+    found = []
+    for inputs, end in ((given, True), ({name: x[counted] for name, x in data.items()}, False)):
+        state.end_of_dataloader = end
+        trainer.accelerator = SimpleNamespace(gradient_state=state, even_batches=True, process_index=process)
+        validation = ag.hf._part(trainer.model).validation
+        validation.reset()
+        trainer.prediction_step(trainer.model, inputs)
+        found.append(validation.compute())
+    for name, value in found[1].items():
+        hold(found[0][name], value, 64 * EPS * value.abs(), name)
+    assert set(found[0]) == set(found[1])
+
+
+def test_an_export_of_the_best_weights_states_their_metrics(make, tmp_path):
+    config = configured(loss={"alpha": 9.0, "beta": 1.0})  # evicts less and less
+    options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_evicted", "greater_is_better": True}
+    trainer = make(config, data=labelled(1), **options, **best)
+    trainer.train()
+    one, two = (line for line in trainer.state.log_history if "eval_evicted" in line)
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1") and one["eval_evicted"] > two["eval_evicted"]
+    info = export.read_info(tmp_path / "export")
+    assert {name: one[f"eval_{name}"] for name in info["metrics"]} == info["metrics"]
+    assert info["keep_rate"] == 1 - one["eval_evicted"]
+
+
 def test_mixed_precision_sees_the_loss(make):
     """The Trainer's autocast is around the model's forward pass, in which the loss is computed."""
     trainer = make(data=labelled(1), max_steps=1, bf16=True)
@@ -295,11 +354,32 @@ def test_trainers_that_cannot_train_gates(make, arguments, parts):
         make(**arguments)
 
 
+def test_a_folder_that_is_no_place_for_the_export(make, tmp_path):
+    """It is refused before training, and not at its end."""
+    write_rows(tmp_path / "export" / "train.jsonl", ROWS)
+    with refuses(ExportError, "export", "train.jsonl", "another path"):
+        make()
+    callbacks = [ag.hf.GateCallback(configured(), tmp_path / "out")]
+    with refuses(UserError, "path=", "out", "output_dir", "checkpoints"):
+        make(callbacks=callbacks)
+    make(callbacks=callbacks, save_strategy="no", data=labelled(1), max_steps=1).train()
+    assert export.read_info(tmp_path / "out")["weights"] == "float32"
+
+
 def test_arguments_that_are_refused_where_they_are_used(make):
     reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    for arguments, word in (({"deepspeed": "zero3.json"}, "fsdp2"), (reentrant, "use_reentrant")):
-        with refuses(UserError, next(reversed(arguments)), word):
-            ag.hf._check_arguments(SimpleNamespace(**{"fsdp": None, "gradient_checkpointing": False} | arguments))
+    plain = {"fsdp": None, "gradient_checkpointing": False, "n_gpu": 1, "label_smoothing_factor": 0.0}
+    plain |= {"gradient_checkpointing_kwargs": None}
+    ag.hf._check_arguments(SimpleNamespace(**plain))
+    for arguments, parts in (
+        ({"deepspeed": "zero3.json"}, "deepspeed fsdp2"),
+        (reentrant, "gradient_checkpointing_kwargs use_reentrant"),
+        ({"n_gpu": 2}, "2 torchrun CUDA_VISIBLE_DEVICES"),
+        ({"loss_type": "dft"}, "loss_type=dft Objective"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 Objective"),
+    ):
+        with refuses(UserError, *parts.split()):
+            ag.hf._check_arguments(SimpleNamespace(**plain | arguments))
     with refuses(UserError, "GateCallback", "ag.hf.GatedTrainer"):
         make(kind=Trainer, data=labelled(1), max_steps=1).train()
     trainer = make()
@@ -367,7 +447,7 @@ def test_the_example_of_the_page(tiny_llama, tiny_tokenizer, tmp_path, monkeypat
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_two_processes_train_like_one_with_twice_the_rows(tmp_path):
-    """DistributedDataParallel averages the gradients of gates and adapters."""
+    """DistributedDataParallel averages the gradients of gates and adapters, and no metric counts a row twice."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -394,3 +474,7 @@ def test_two_processes_train_like_one_with_twice_the_rows(tmp_path):
             bound = 256 * EPS * value.abs().max()
             hold(two[key], value, bound, key)
             assert (half[key] - value).abs().max() > 4 * bound
+    one, two = (export.read_info(tmp_path / folder)["metrics"] for folder in ("one", "two"))
+    assert one.keys() == two.keys() and 0 < one["evicted"] < 1
+    for key, value in one.items():
+        hold(torch.tensor(two[key]), torch.tensor(value), 256 * EPS * abs(value), key)

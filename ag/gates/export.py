@@ -206,12 +206,21 @@ def _weights(folder: Path, info: Mapping[str, Any], expected: dict[str, Tensor])
 
 
 def pack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Round each finite float32 matrix to 127 steps of its row's largest absolute value; other tensors stay."""
+    """Round each finite float32 matrix to 127 steps of its row's largest absolute value; other tensors stay.
+
+    Raises:
+        ExportError: when another tensor has the name of a matrix's scales.
+    """
     packed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.dim() != 2:
             packed[name] = tensor
             continue
+        if name + SCALE in tensors:
+            raise ExportError(
+                f"export.weights=int8: the gates have a tensor {name}{SCALE}, and the scales of {name} take that name: "
+                "expected another one; rename it, or set export.weights=float32."
+            )
         scale = tensor.abs().amax(1) / LARGEST
         steps = tensor / scale.where(scale > 0, 1.0)[:, None]  # a row of zeros has scale 0
         packed[name], packed[name + SCALE] = steps.round().to(torch.int8), scale
@@ -220,10 +229,12 @@ def pack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def unpack(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the float32 tensors that :func:`pack` rounded."""
+    # told by the type: a gate may have a tensor of its own that is called scale
+    scales = {name + SCALE for name, tensor in packed.items() if tensor.dtype == torch.int8}
     return {
-        name: packed[name + SCALE][:, None] * tensor if name + SCALE in packed else tensor
+        name: packed[name + SCALE][:, None] * tensor if name + SCALE in scales else tensor
         for name, tensor in packed.items()
-        if not name.endswith(SCALE)
+        if name not in scales
     }
 
 

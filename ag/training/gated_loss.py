@@ -27,7 +27,7 @@ class Measured(NamedTuple):
     loss: Tensor
     #: Without gradient, by name: ``lm_loss``, ``eviction_loss``, ``gate_mean_soft``, ``evicted``, ... , ``loss``.
     values: dict[str, Tensor]
-    #: Share of evicted tokens by gated layer ``[L]``, of this rank; None without gates.
+    #: Share of evicted tokens by gated layer ``[L]``, of this rank and without sinks; None without gates.
     evicted: Tensor | None = None
 
 
@@ -99,9 +99,14 @@ class GatedLoss:
         """Return ``[L, B, Hkv, T']`` bool: the tokens that are evicted when they are no longer recent."""
         assert self.gates is not None
         kept = torch.stack([self.gates.flags(logits) for logits in gating.logits.values()])
+        return ~kept & ~self.sinks(gating)[None, :, None]
+
+    def sinks(self, gating: Gating) -> Tensor:
+        """Return ``[B, T']`` bool: the tokens that no gate evicts, the first of a prompt or document."""
+        assert self.gates is not None
         prompt, (batch, length) = gating.prompt, gating.prompt.shape
         sinks = sink_mask(prompt, self.gates.config.sink_tokens, batch, length, prompt.device, gating.first)
-        return ~kept & ~sinks[None, :, None, : kept.shape[-1]]
+        return sinks[:, : gating.counted().shape[1]]
 
     def over_all_layers(self, evicted: Tensor) -> Tensor:
         """Turn a share over gated layers into one over all layers of the model."""
@@ -165,7 +170,8 @@ class GatedLoss:
             "gate_mean_hard": means["hard"],
             "evicted": self.over_all_layers(share),
         }
-        return values, gone_here / (tokens_here * evicted.shape[2]).clamp_min(1)
+        others_here = (counted & ~self.sinks(gating)).sum()  # with sinks no share would reach 1
+        return values, gone_here / (others_here * evicted.shape[2]).clamp_min(1)
 
 
 def measured_values(

@@ -120,6 +120,12 @@ def test_the_assistants_turns_carry_loss(module, tokenizer, template):
     assert tokenizer.decode(of_rows("0", [*made.train_rows]).answers[0]) == first + closed
     [(_, loss)] = answered(module(rows, template, eos=True), tokenizer)
     assert loss == first + closed + second + closed + "</s>"
+    unanswered = {"messages": chat(*turns)}
+    untaught = {"messages": [*chat(*turns), {"role": "assistant", "content": "it is high", "weight": 0}]}
+    for row in (unanswered, untaught):  # what ends there is no answer that is taught
+        plain, ended = (module([row] * 2, template, eos=eos) for eos in (None, True))
+        assert answered(ended, tokenizer) == answered(plain, tokenizer) == [(rendered(*turns[:2]), first + closed)]
+        assert ended.train_rows[0].tokens.tolist() == plain.train_rows[0].tokens.tolist()
 
 
 def test_system_messages_and_roles_of_sharegpt(module, tokenizer, template=PLAIN):

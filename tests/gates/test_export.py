@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from ag.errors import UserError
 from ag.gates import export
 from ag.gates.calibration import Calibration
 from ag.gates.export import ExportError
-from ag.gates.gate import AttentionGates
+from ag.gates.gate import KINDS, AttentionGates, TokenGate
 from tests.support.exports import (
     MODEL,
     assert_same,
@@ -167,6 +168,32 @@ def test_a_matrix_in_eight_bits_by_hand() -> None:
     back = export.unpack(found)
     assert back["inner.weight"][0].tolist() == [254, 0, 4]
     assert back["inner.bias"].tolist() == torch.tensor([0.3]).tolist()
+
+
+class Scaled(TokenGate):
+    """A gate with a vector and a matrix called ``scale``."""
+
+    def build(self, hidden_size: int, heads: int) -> None:
+        self.scale = torch.nn.Parameter(torch.randn(hidden_size))
+        self.inner = torch.nn.ParameterDict({"scale": torch.randn(heads, hidden_size)})
+
+    def start(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_a_gate_may_have_tensors_called_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Literal["float32", "int8"]
+) -> None:
+    monkeypatch.setitem(KINDS, "scaled", Scaled)
+    gates = AttentionGates(MODEL, GateConfig(kind="scaled"))
+    export.save(tmp_path / "e", gates, weights=weights)
+    exact = gates.state_dict()
+    for name, tensor in AttentionGates.from_pretrained(tmp_path / "e", MODEL).state_dict().items():
+        step = exact[name].abs().amax() / 127 if weights == "int8" and tensor.dim() == 2 else 0.0
+        assert (tensor - exact[name]).abs().amax() <= step, name
+    with refuses(ExportError, "inner.scale", "rename", "export.weights=float32"):
+        export.pack({"inner": torch.ones(2, 2), "inner.scale": torch.ones(2)})
 
 
 def test_an_export_in_eight_bits(tmp_path: Path) -> None:

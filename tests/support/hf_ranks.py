@@ -19,7 +19,7 @@ class Gated(ag.hf.GatedTrainer, Trainer):
 
 
 def train(folder: str, rows_per_process: int) -> None:
-    """Take three steps on twelve rows, and write an export to ``folder``."""
+    """Evaluate on five of twelve rows, take three steps on all, and write an export to ``folder``."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "hidden_size": 32,
@@ -40,6 +40,8 @@ def train(folder: str, rows_per_process: int) -> None:
         f"{folder}-run",
         max_steps=3,
         per_device_train_batch_size=rows_per_process,
+        per_device_eval_batch_size=rows_per_process,
+        eval_on_start=True,
         optim="sgd",  # AdamW's first steps divide rounding by itself where gradients are nearly zero
         learning_rate=0.1,
         use_cpu=True,
@@ -47,5 +49,6 @@ def train(folder: str, rows_per_process: int) -> None:
         save_strategy="no",
         disable_tqdm=True,
     )
-    data = datasets.Dataset.from_list(rows)
-    Gated(model, arguments, train_dataset=data, callbacks=[ag.hf.GateCallback(config, folder)]).train()
+    data, some = datasets.Dataset.from_list(rows), datasets.Dataset.from_list(rows[:5])
+    callbacks = [ag.hf.GateCallback(config, folder)]
+    Gated(model, arguments, train_dataset=data, eval_dataset=some, callbacks=callbacks).train()

@@ -127,6 +127,17 @@ def test_the_loss_of_a_training_step(tiny_llama, gate, mean):
     assert all(p.grad is None for p in module.model.parameters())
 
 
+def test_gates_that_evict_all_but_the_sinks_are_seen(tiny_llama):
+    """The collapse guard reads a share of what can go; the logged one is of all tokens."""
+    module = build(tiny_llama, gate={"sink_tokens": 2})
+    module.gates.config = replace(module.gates.config, bias=-1e3)
+    data = batch()
+    module.training_step(data, 0)
+    assert module.evicted_in_batch.tolist() == [1.0] * len(module.gates.layers)
+    prompts = data["prompt_length"]
+    hold(module.logged["train/evicted"], float((prompts - 2).sum() / prompts.sum()), 2 * EPS)
+
+
 def trainer(tmp_path, **options):
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
     return L.Trainer(default_root_dir=tmp_path, enable_checkpointing=False, **quiet | options)
