@@ -33,7 +33,7 @@ def tree(folder: Path) -> dict[str, int]:
     [
         ["train=gates+lora", "warmup.regress_steps=2"],
         ["train=lora", "logger=[csv,tensorboard,wandb]"],
-        ["data.kind=text", "data.name=.", "data.root=.", "data.packing=packed", "data.max_length=40", "data.cache=rows"],
+        ["data.kind=text", "data.name=.", "data.root=.", "data.packing=packed", "data.max_length=9", "data.cache=rows"],
     ],
     ids=["gates+lora", "lora", "cache"],
 )
