@@ -90,8 +90,8 @@ def fit(
         ag.callbacks.Stopped: on SIGTERM, SIGUSR1 or Ctrl-C, after a checkpoint.
         KeyboardInterrupt: on Ctrl-C before the first step, and on a second one.
     """
-    if dry_run:  # writes nothing, contexts neither
-        config = replace(config, loss=replace(config.loss, contexts=None))
+    if dry_run:  # writes nothing, neither contexts nor tokenised rows
+        config = replace(config, loss=replace(config.loss, contexts=None), data=replace(config.data, cache=None))
     check_trainer(config)
     data.check(config.data)
     check_kind(config)

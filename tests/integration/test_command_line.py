@@ -30,8 +30,12 @@ def tree(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "overrides",
-    [["train=gates+lora", "warmup.regress_steps=2"], ["train=lora", "logger=[csv,tensorboard,wandb]"]],
-    ids=["gates+lora", "lora"],
+    [
+        ["train=gates+lora", "warmup.regress_steps=2"],
+        ["train=lora", "logger=[csv,tensorboard,wandb]"],
+        ["data.kind=text", "data.name=.", "data.root=.", "data.packing=packed", "data.max_length=9", "data.cache=rows"],
+    ],
+    ids=["gates+lora", "lora", "cache"],
 )
 def test_dry_run_writes_nothing_and_says_what_a_gpu_needs(
     overrides: list[str],
@@ -42,11 +46,11 @@ def test_dry_run_writes_nothing_and_says_what_a_gpu_needs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "train.jsonl").write_text('{"text": "the old bridge over the river"}\n' * 40)
     before = tree(tmp_path), tree(tiny_base)
     for took, said in ((0, False), (5 << 29, True)):
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda took=took: took)
-        assert fit.main([f"recipe={recipe}", "output=elsewhere", "--dry-run", *overrides]) == 0
+        assert fit.main([f"recipe={recipe}", "output=elsewhere", "gate.scope=causal", "--dry-run", *overrides]) == 0
         assert ("at its peak: 2.50 GiB" in capsys.readouterr().out) == said
     assert (tree(tmp_path), tree(tiny_base)) == before
 
