@@ -201,10 +201,15 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         self.crop_states(columns or 0)
         if self.rotation is not None:
             self.rotation.crop(self.store_of, self.sequences.num_tokens + tokens, self.sequences.num_tokens)
-        for store in self.stores:
-            store.truncate(tokens)
+        left = self.sequences.num_tokens
+        if any(layer.removes for layer in self.layers):
+            for layer in self.layers:
+                layer.crop(self.store_of[layer.index], tokens, left)
+        else:
+            for store in self.stores:
+                store.truncate(tokens)
         for layer in self.layers:
-            layer.gate_memory.crop(self.sequences.num_tokens)
+            layer.gate_memory.crop(left)
 
     def rewind(self, input_ids: Tensor) -> int:
         """Go back to where a text parts from the one that was read, so that ``model.generate`` takes it from there.
@@ -314,6 +319,7 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             return
         self.look()
         other.look()
+        before = len(self.sequences)
         self.sequences.add(other.sequences)
         for rows, more in zip(self.stores, other.stores, strict=True):
             rows.add(more)
@@ -323,7 +329,7 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         if self.states is not None and other.states is not None:
             self.states.join(other.states)
         if self.evictor is not None and other.evictor is not None:
-            self.evictor.budgets.join(other.evictor.budgets)
+            self.evictor.budgets.join(other.evictor.budgets, before, len(self.sequences) - before)
         other.reset()
 
     # ---- for transformers

@@ -157,7 +157,9 @@ class Evictor:
         """
         if batch.step and self.counted:
             for store, kept in self._kept.items():
-                store.set_held(slice(None), kept)
+                held, counted = store.held.clone(), self.budgets.layers
+                held[counted] = kept[counted]  # other layers may have removed what no query sees
+                store.set_held(slice(None), held)
         if batch.evict is None:
             return
         self._steps += 1

@@ -287,13 +287,27 @@ class Layer:
         if batch.ends_prompt or int(store.held[self.index].max()) >= most:
             self._remove(batch, store, batch.settled)
 
+    @property
+    def removes(self) -> bool:
+        """Whether tokens that no later query sees are removed, so that a row's newest tokens need not lie last."""
+        return self.hides or self.chunk is not None
+
+    def crop(self, store: KVStore, tokens: Tensor, left: Tensor) -> None:
+        """Drop the ``tokens`` ``[B]`` newest tokens of each sequence, of which it has ``left`` ``[B]`` then."""
+        if not self.removes:
+            return store.truncate(tokens, slice(self.index, self.index + 1))
+        ranks = store.ranks(self.index)
+        keep = (ranks >= 0) & (ranks < left.to(ranks.device)[:, None, None])
+        store.compact(self.index, keep, keep.sum(-1).cpu())
+
     def _remove(self, batch: ForwardBatch, store: KVStore, query: Tensor, coming: Tensor | int = 0) -> None:
         """Remove the tokens that no query of a rank from ``query`` ``[B]`` on sees.
 
         ``store.held`` counts ``coming`` ``[B, 1]`` tokens already that are not stored yet.
         """
         dense = self._dense(batch) and not batch.ends_prompt  # the rest of the prompt sees all tokens
-        if batch.is_prefill and not batch.ends_prompt:  # scorers look back at queries that see further
+        # scorers look back at queries that see further, except behind the border of a chunk
+        if batch.is_prefill and not batch.ends_prompt and self.chunk is None:
             query = (query - self.policy.lookback).clamp_min(0)
         if self.window is None and self.chunk is None and (self.flagged is None or dense):
             return

@@ -114,7 +114,8 @@ class ReconstructionPass:
         chunks = [self.scorer.inputs(ids) for ids in prompts]
         self._check_reach(cache, [max((len(ids) for _, ids in row), default=0) for row in chunks])
         batch, tokens, device = len(prompts), max(map(len, prompts)), cache.pool.device
-        scores = {n: torch.zeros(batch, cache.heads[n].number, tokens, device=device) for n in cache.sharing}
+        kind = {"dtype": torch.float32, "device": device}
+        scores = {n: torch.zeros(batch, cache.heads[n].number, tokens, **kind) for n in cache.sharing}
         with watch.running(device):
             for parts in zip_longest(*chunks, fillvalue=(range(0), [])):
                 repetition = Repetition(cache, self.scorer, [places for places, _ in parts], scores)

@@ -28,12 +28,12 @@ def attention_stats(
 ) -> Tensor:
     """Do what :func:`ag.kernels.attention_stats.attention_stats` does, on the CPU."""
     (batch, heads, count, dim), (_, kv_heads, length, _) = q.shape, k.shape
-    out = torch.empty(batch, heads, length)
+    out = torch.empty(batch, heads, length, dtype=torch.float32)
     KERNEL(
         *(KINDS.index(kind), q.float().contiguous() * scaling, k.float().contiguous(), query_ranks.int().contiguous()),
         *(key_ranks.int().contiguous(), key_ranks.shape[1], None if factors is None else factors.float().contiguous()),
         *(batch, heads, kv_heads, count, length, dim, window or 0, skip, torch.get_num_threads()),
-        *(None if softmax.cap is None else torch.tensor([softmax.cap]),),
+        *(None if softmax.cap is None else torch.tensor([softmax.cap], dtype=torch.float32),),
         *(None if softmax.sinks is None else softmax.sinks.float().contiguous(), out),
     )
     return out

@@ -27,12 +27,12 @@ def paged_attention(
     """Do what :func:`ag.kernels.paged_attention.paged_attention` does, on the CPU."""
     (batch, heads, count, _), (rows, most) = q.shape, pages.table.shape
     group, slots = batch * heads // rows, most * pages.keys.shape[1]
-    out = torch.empty(batch, heads, count, pages.channels[1])
-    weights = torch.empty(batch, heads, slots) if weigh else None
+    out = torch.empty(batch, heads, count, pages.channels[1], dtype=torch.float32)
+    weights = torch.empty(batch, heads, slots, dtype=torch.float32) if weigh else None
     KERNEL(
         *(pages.native, q.float().contiguous() * scaling, None if recent is None else pages.gate),
         *(None if ranks is None else ranks.contiguous(), rows // batch, group, count, window or 0, recent or 0, slots),
-        *(torch.get_num_threads(), None if softmax.cap is None else torch.tensor([softmax.cap])),
+        *(torch.get_num_threads(), None if softmax.cap is None else torch.tensor([softmax.cap], dtype=torch.float32)),
         *(None if softmax.sinks is None else softmax.by_row(rows, group), out, weights),
     )
     return out.to(q.dtype), weights

@@ -54,3 +54,20 @@ def test_a_batch_accepts_unequal_numbers_of_drafts(request, spec, family):
         single.reset()
     with refuses(UserError, "crop([1, 2])", "3 sequences"):
         batch.crop([1, 2])
+
+
+@torch.no_grad()
+def test_drafts_go_where_tokens_beyond_the_window_went_before(tiny_mistral):
+    """A window that is larger than what is freed at once: then the newest tokens no longer lie last."""
+    model = tiny_mistral(sliding_window=100)
+    prompt = row(30).repeat(4)[None]
+    wanted = model(torch.cat([prompt, row(70, 1)[None]], 1)).logits[:, 120:]
+    cache = ag.EvictionCache(model, "full")
+    model(prompt, past_key_values=cache)
+    found = []
+    for at in range(0, 70, 2):
+        right = row(70, 1)[at : at + 2]
+        out = model(torch.cat([right, torch.tensor([99, 98, 97])])[None], past_key_values=cache).logits
+        cache.crop(-3)
+        found.append(out[:, :2])
+    hold(torch.cat(found, 1), wanted, of_logits(model))

@@ -137,3 +137,20 @@ def test_copies_crops_and_beams(tiny_llama):
     picked.batch_select_indices(torch.tensor([3, 0, 1]))
     ask(picked, (1, 0, 0), (0, 0, 1), [1, 1, 21])
     ask(cache, (0, 1), (0, 0), [23])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("spec", ["h2o", "kvzip"])
+@torch.no_grad()
+def test_the_default_type_of_torch_changes_nothing(tiny_llama, spec, dtype):
+    """The kernels in C++ read and write float32, whatever the type of new tensors is."""
+    model, ids, found = tiny_llama(), torch.arange(3, 39)[None], []
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            cache = ag.EvictionCache(model, ag.policy(spec, 12, "every" if spec == "h2o" else "prefill"))
+            out = [model(part, past_key_values=cache).logits[:, -1] for part in ids.split([30, *[1] * 6], 1)]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(torch.cat(out))
+    assert torch.equal(*found)

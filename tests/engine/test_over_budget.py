@@ -62,3 +62,23 @@ def test_shares_of_all_tokens_and_of_the_prompt(model):
     of_prompts = sum(rank < (20, 13)[place] for place, rank in held)
     assert cache.kept_share(prompt=True) == pytest.approx(of_prompts / (6 * (20 + 13)))
     assert cache.report().tokens == 20 + 13 + 2 * 12
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [False, True])
+def test_sequences_of_which_one_is_over_budget_are_joined(tiny_llama, first):
+    model = tiny_llama()
+    pool = ag.Pool(model, 2**22)
+    caches = []
+    for seed, over in enumerate([first, not first]):
+        cache = ag.EvictionCache(model, ag.policy("tova", 8, "every"), pool=pool)
+        if over:
+            cache.protect([(0, 16)])
+        model(torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(seed)), past_key_values=cache)
+        caches.append(cache)
+    both, other = caches
+    both.add(other)
+    assert both.over_budget.tolist() == [first, not first]
+    model(torch.tensor([[5], [6]]), past_key_values=both)
+    both.remove([0])
+    assert both.over_budget.tolist() == [not first]

@@ -275,6 +275,27 @@ def test_chunks_of_llama4_end_where_the_model_ends_them():
     assert float((steps[0] - steps[1]).abs().max()) <= bound
 
 
+@pytest.mark.parametrize("spec", ["full", "snapkv", "kvzip"])
+@torch.no_grad()
+def test_queries_of_llama4_see_their_chunk_alone_where_scorers_look_back(spec):
+    model = tiny("llama4_text", attention_chunk_size=12)
+    ids = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(1))
+    cache = EvictionCache(model, spec, None if spec == "full" else 14)
+    found = model(ids, past_key_values=cache).logits
+    assert float((found - model(ids, use_cache=False).logits).abs().max()) <= rounding(model)
+
+
+@torch.no_grad()
+def test_counts_of_llama4_behind_the_border_of_a_chunk():
+    """The host counts what the device holds, though some layers remove a chunk within a counted step."""
+    model = tiny("llama4_text", attention_chunk_size=12)
+    cache = EvictionCache(model, "tova", 14, "every")
+    model(rows()[0][None], past_key_values=cache)
+    for token in range(8):
+        model(torch.tensor([[5 + token]]), past_key_values=cache)
+        assert all(torch.equal(store.held, store.lengths.cpu()) for store in cache.stores)
+
+
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
 @torch.no_grad()
 def test_shared_keys_are_read_before_they_go(name):

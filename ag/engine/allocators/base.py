@@ -196,10 +196,12 @@ class LayerBudgets(Attributes):
         budget = budget.where(~fitted, candidates.capacity if mean is None else mean)
         self.settled[layer] = budget.where(candidates.due, self.settled.get(layer, budget))
 
-    def join(self, other: LayerBudgets) -> None:
-        """Append what the sequences of another batch got."""
-        if self.over_budget is not None and other.over_budget is not None:
-            self.over_budget = torch.cat([self.over_budget, other.over_budget])
+    def join(self, other: LayerBudgets, mine: int, theirs: int) -> None:
+        """Append what the sequences of another batch got: ``theirs``, to ``mine``."""
+        over = self.over_budget, other.over_budget
+        if any(x is not None for x in over):  # of the other batch nothing was decided yet
+            sizes = zip(over, (mine, theirs), strict=True)
+            self.over_budget = torch.cat([torch.zeros(n, dtype=torch.bool) if x is None else x for x, n in sizes])
         self.settled = {layer: torch.cat([x, other.settled[layer]]) for layer, x in self.settled.items()}
 
     def select(self, indices: Tensor) -> None:
