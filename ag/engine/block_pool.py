@@ -41,7 +41,8 @@ class BlockPool:
     """Columns of P blocks of keys, values, ranks and gate outputs, with a reference count for each block.
 
     A pool of fixed size takes its memory at once. A growing one reserves address space on a CPU under Linux, whose
-    pages the system provides when they are first written; elsewhere its columns are copied into larger ones.
+    pages the system provides when they are first written; elsewhere, and where address space is limited, its columns
+    are copied into larger ones.
 
     Args:
         heads: of the layers whose keys and values it holds.
@@ -77,7 +78,13 @@ class BlockPool:
         if nbytes is None and self._reserved:
             nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.capacity = FIRST if nbytes is None else nbytes // self.block_nbytes()
-        self._lay_out(self.capacity)
+        try:
+            self._lay_out(self.capacity)
+        except OSError:  # address space is limited, as by `ulimit -v` or vm.overcommit_memory=2
+            self._reserved, self.capacity = False, FIRST
+            self._maps.clear()
+            self._columns.clear()
+            self._lay_out(self.capacity)
         self._references = torch.zeros(FIRST, dtype=torch.int32)  # of each block so far, on the host
         self._used_below = 0  # no block from here on is taken
         self._holes = 0  # free blocks before that
@@ -291,7 +298,7 @@ class Pool(BlockPool):
 
     Args:
         model: causal language model, whose keys and values it holds; its layers lie on one device.
-        nbytes: most that it may take; it takes that at once.
+        nbytes: most that keys, values and ranks may take, which they take at once; outputs of gates come on top.
         kv_dtype: ``float`` holds keys and values as the model makes them, ``int8`` holds codes of 8 bits.
 
     Raises:

@@ -122,6 +122,7 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Fork: another continuation of the same text, which shares the blocks."""
+        self.note_mode()
         new = object.__new__(type(self))  # copy.copy would ask __reduce__
         vars(new).update(vars(self), batch=None)
         new.sequences = copy.deepcopy(self.sequences, {id(self.policy): self.policy})
@@ -197,6 +198,7 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         self.check_whole()
         self.look()
         self.check_going_back("crop", columns, self.seen_tokens)
+        self.note_mode()
         tokens = self.sequences.crop(remove)
         self.crop_states(columns or 0)
         if self.rotation is not None:
@@ -263,6 +265,7 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         device = indices.device if isinstance(indices, Tensor) else None
         places = torch.arange(len(self.sequences), device=device)[indices, ...].cpu()
         self.look()
+        self.note_mode()
         self.sequences.select(places)
         for store in self.stores:
             store.select(places)
@@ -319,6 +322,9 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             return
         self.look()
         other.look()
+        kinds = [each.kind for each in (self, other) if each.kind is not None]
+        self.kind = max(kinds, key=lambda kind: kind[2], default=None)  # of inference mode, where one is
+        self.note_mode()
         before = len(self.sequences)
         self.sequences.add(other.sequences)
         for rows, more in zip(self.stores, other.stores, strict=True):

@@ -68,12 +68,13 @@ def check_add(cache: Forward, other: Forward) -> None:
         ("policy", cache.policy == other.policy),
         ("gates", alike(cache.gates, other.gates)),
         ("pool", cache.pool is other.pool),
+        ("data types", cache.kind is None or other.kind is None or cache.kind[:2] == other.kind[:2]),
     )
     for what, fits in same:
         if not fits:
             raise UserError(
                 f"add: the caches ({cache.policy!r} and {other.policy!r}) do not have the same {what}: expected two of "
-                "one model, policy and gates, made with the same pool=ag.Pool(model, nbytes)."
+                "one model, policy and gates, made with the same pool=ag.Pool(model, nbytes), and read in one type."
             )
     if other is cache or not len(other.sequences):
         raise UserError("add: expected another cache that has read its prompt; read it first.")

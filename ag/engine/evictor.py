@@ -267,13 +267,12 @@ class Evictor:
         """
         assert batch.evict is not None and batch.prompts.capacity is not None
         held, evict, tokens = store.held[layers], batch.evict, batch.num_tokens
-        capacity = batch.prompts.capacity.expand(len(layers), -1)
+        mean = capacity = batch.prompts.capacity.expand(len(layers), -1)
         if batch.is_prefill:
             self._settled = None, {}
         elif not isinstance(self.policy.allocator, Uniform):
             capacity = self._settled_capacity(batch.prompts.capacity, layers)
-        flat = capacity.flatten()
-        sinks, recent = (torch.as_tensor(x).expand_as(flat).view_as(capacity) for x in self.scorer.limits(flat))
+        sinks, recent = (torch.as_tensor(x).expand_as(mean) for x in self.scorer.limits(batch.prompts.capacity))
         first = torch.zeros_like(tokens) if window is None else (tokens - window + 1).clamp_min(0)
         fixed = (tokens - first).minimum((sinks - first).clamp_min(0) + recent)
         if batch.prompts.protected is not None:
@@ -287,7 +286,7 @@ class Evictor:
         if window is not None:
             keep, expired_to = keep.clamp_max(window), (tokens - window).expand_as(capacity)
         kept = held.minimum(keep[..., None]).where(evict[:, None], held)
-        numbers = torch.stack([capacity, sinks, tokens - recent, expired_to], 1)
+        numbers = torch.stack([mean, sinks, tokens - recent, expired_to], 1)
         return Limits(kept, kept.flatten(1).int(), numbers, evict.clone())
 
     def _settled_capacity(self, capacity: Tensor, layers: list[int]) -> Tensor:

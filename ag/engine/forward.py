@@ -110,10 +110,11 @@ class Forward(Interceptor):
 
         Args:
             spans: pairs (index of the first token, index after the last) of each sequence's own tokens, counted from 0,
-                or for each sequence a list of such pairs. Evicted tokens do not come back.
+                or for each sequence a list of such pairs.
 
         Raises:
-            UserError: for something else than such pairs, or lists for another number of sequences.
+            UserError: for something else than such pairs, lists for another number of sequences, or tokens of which
+                some heads may have lost the key, as they were not protected when something was evicted.
         """
         self.sequences.protect(spans)
 
@@ -182,9 +183,14 @@ class Forward(Interceptor):
             )
         if held[2]:
             raise UserError(
-                "EvictionCache: a context was read under torch.inference_mode(), whose tensors cannot be changed "
-                "outside of it: go on under torch.inference_mode(), or read it under torch.no_grad()."
+                "EvictionCache: a context was read, copied or cropped under torch.inference_mode(), whose tensors "
+                "cannot be changed outside of it: go on under torch.inference_mode(), or use torch.no_grad()."
             )
+
+    def note_mode(self) -> None:
+        """Note where what is held is changed under inference mode."""
+        if self.kind is not None and torch.is_inference_mode_enabled():
+            self.kind = (*self.kind[:2], True)
 
     def _check_prompt(self, tokens: Tensor) -> None:
         """Refuse a part of a prompt for gates that read it whole, and note the ids for a policy that repeats them."""
@@ -209,8 +215,10 @@ class Forward(Interceptor):
         """Refuse a forward pass before it begins, where the pool has no room for its tokens ``[B, T]`` bool."""
         counts = new.sum(1).cpu()
         if self.policy.block is not None and not self.sequences.ready:  # a chunk is evicted before the next one comes
-            counts = counts.minimum(self.policy.block - self.sequences.num_tokens % self.policy.block)
-        evicts = self.sequences.may_evict(counts)
+            state, block = self.sequences, self.policy.block
+            capacity = 0 if self.policy.budget is None else self.policy.capacity(state.prompt_len)
+            counts = counts.minimum((block - state.num_tokens % block).maximum(capacity + block - state.num_held))
+        evicts = self.rotation is not None or self.sequences.may_evict(counts)  # keys that turn are written anew
         needed = sum(store.demand(counts, evicts) for store in self.stores)
         if not self.pool.has(needed):
             self.sequences.take_back(new)

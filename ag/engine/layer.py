@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.attention_stats import AttentionStats
+from ag.engine.block_pool import PoolFullError
 from ag.engine.evictor import Evictor
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.kv_store import KVStore
@@ -285,7 +286,8 @@ class Layer:
         """Remove tokens that left the sliding window, or are neither flagged nor recent, once they are many."""
         most = self.open_to + EXPIRED if self.flagged is not None else (self.window or 0) - 1 + EXPIRED
         if batch.ends_prompt or int(store.held[self.index].max()) >= most:
-            self._remove(batch, store, batch.settled)
+            with suppress(PoolFullError):  # no room for copies of shared blocks: hidden tokens stay for now
+                self._remove(batch, store, batch.settled)
 
     @property
     def removes(self) -> bool:

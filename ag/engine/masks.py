@@ -46,7 +46,12 @@ def check_past(mask: Tensor, read: Tensor) -> None:
 
 
 def check_announced(prompt: Tensor, new: Tensor, seen: int) -> None:
-    """Refuse new columns ``[B, w]``, behind ``seen`` ones, with other padding than the announced prompt ``[B, T]``."""
+    """Refuse an empty prompt ``[B, T]``, and other padding in its columns ``[B, w]`` behind ``seen`` ones."""
+    if not bool((there := prompt.any(1)).all()):
+        raise UserError(
+            f"attention_mask: sequence {int((~there).long().argmax())} of the prompt is padding alone: expected at "
+            "least one token; leave the sequence out."
+        )
     announced = prompt[:, seen : seen + new.shape[1]]
     if not torch.equal(announced, new[:, : announced.shape[1]]):
         raise UserError(
@@ -68,6 +73,24 @@ def marked(spans: Sequence[Any]) -> Tensor:
     for first, behind in spans:
         marks[first:behind] = True
     return marks
+
+
+def check_protected(marks: Tensor, before: Tensor | None, decided: Tensor) -> None:
+    """Refuse marks ``[B, L]`` on tokens that were not protected ``before`` when it was decided what is kept.
+
+    ``decided`` ``[B]`` is the number of such tokens of each sequence; None before means that none was protected.
+    """
+    late = marks & (torch.arange(marks.shape[1]) < decided[:, None])
+    if before is not None:
+        width = min(marks.shape[1], before.shape[1])
+        late[:, :width] &= ~before[:, :width]
+    if bool(late.any()):
+        row, token = late.nonzero()[0].tolist()
+        raise UserError(
+            f"protect: what to keep of the first {int(decided[row])} tokens of sequence {row} was decided while token "
+            f"{token} was not protected: expected later tokens, or protected ones; call cache.reset(), protect, and "
+            "read the text again."
+        )
 
 
 def of_each(marks: Tensor, count: int) -> Tensor:

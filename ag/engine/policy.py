@@ -163,8 +163,8 @@ def policy(
             ``positions="slot"`` rotates keys and queries by their slots in the cache instead of their places in the
             text (StreamingLLM), so that a stream may run past the model's context; ``positions="interpolated"`` by
             their places, of which the far ones are squeezed once the text is longer than the context;
-            ``kv_dtype="int8"`` holds keys and values in codes of 8 bits (:class:`ag.kernels.codes.Codes`), and scorers
-            see what these stand for.
+            ``kv_dtype="int8"`` holds keys and values in codes of 8 bits (:class:`ag.kernels.codes.Codes`). Scorers see
+            what these stand for, but a prompt that comes in one pass as it was computed.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.

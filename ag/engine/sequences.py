@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ag.engine.forward_batch import ForwardBatch, Prompts
-from ag.engine.masks import check_announced, check_given, check_past, marked, of_each
+from ag.engine.masks import check_announced, check_given, check_past, check_protected, marked, of_each
 from ag.engine.policy import Policy
 from ag.engine.token_ids import TokenIds
 from ag.errors import UserError
@@ -92,9 +92,17 @@ class SequenceState:
         """Protect tokens; see :meth:`ag.engine.forward.Forward.protect`."""
         each = spans if any(isinstance(x, list) for x in spans) else [spans]
         marks = pad_sequence([marked(x) for x in each], batch_first=True)
-        self.protected = None
-        if bool(marks.any()):
-            self.protected = of_each(marks, len(self)) if self.columns else marks
+        if self.columns:
+            marks = of_each(marks, len(self))
+            check_protected(marks, self.protected, self._decided)
+        self.protected = marks if bool(marks.any()) else None
+
+    @property
+    def _decided(self) -> Tensor:
+        """Of each sequence the tokens ``[B]`` of which some may be gone, or have their flags."""
+        if self.policy.budget is None:
+            return self.num_tokens * self.policy.by_gates
+        return self.evicted_at.where(self.num_held < self.num_tokens, 0)
 
     # ---- a forward pass
 
@@ -118,11 +126,14 @@ class SequenceState:
                 )
             check_past(mask, self.mask)
             new = mask[:, seen:].bool().to(device)
-        if not self.ready:
+        ready = self.ready
+        if not ready:
             self._read(new)
         self._expected = None
         if self.ids.announced is not None:
             self.ids.begin()
+        elif ready and self.ids.ids is not None:  # what comes may be another text than the one that was generated
+            self.ids.cut(seen)
         self.mask = new if not seen else torch.cat([self.mask.to(new.device), new], 1)
         return new
 
@@ -291,6 +302,7 @@ class SequenceState:
         if not isinstance(remove, int):
             self.check_by_rank(f"crop({[*remove]})")
             self.own_positions, self.by_column, self.ids = True, False, TokenIds()
+        self.ids.cut(kept.shape[1])
         self.mask, self.num_tokens, self.num_held = kept, left, self.num_held - tokens
         self.prompt_len, self.settled = self.prompt_len.minimum(left), self.settled.minimum(left)
         self.next_ranks = left[:, None].to(self.next_ranks.device) - 1

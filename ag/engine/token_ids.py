@@ -43,6 +43,10 @@ class TokenIds:
         if tokens is not None and self.ids is not None and len(self.ids) == len(tokens) == batch:  # no beams
             self.ids = tokens
 
+    def cut(self, columns: int) -> None:
+        """Keep the ids of the first ``columns`` alone, as those behind them are not known any more."""
+        self.ids = None if self.ids is None else self.ids[:, :columns]
+
     def common(self, tokens: Tensor, seen: int) -> int:
         """Return the number of first columns, fewer than all, that ``tokens`` ``[B, T]`` shares with the text read."""
         if self.ids is None or len(self.ids) != len(tokens):

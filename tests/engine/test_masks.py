@@ -165,3 +165,13 @@ def test_padding_behind_a_shorter_answer(llama):
     got = llama.generate(text, attention_mask=mask, past_key_values=cache, **GREEDY | LOGITS)
     want = llama.generate(text, attention_mask=mask, **GREEDY | LOGITS)
     hold(torch.stack(got.logits), torch.stack(want.logits), of_logits(llama))
+
+
+@torch.no_grad()
+def test_a_prompt_of_padding_alone(llama):
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[1] = 0
+    cache = ag.EvictionCache(llama, "h2o", 4)
+    with refuses(UserError, "attention_mask", "sequence 1", "padding alone"):
+        llama(torch.full((2, 6), 7), attention_mask=mask, past_key_values=cache)
+    llama(torch.full((1, 6), 7), past_key_values=cache)

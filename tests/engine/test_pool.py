@@ -1,6 +1,7 @@
 """Pools of fixed size: what fits, and that nothing happens where it does not."""
 
 import copy
+import errno
 import gc
 
 import pytest
@@ -235,3 +236,60 @@ def test_a_policy_holds_what_its_pool_holds(tiny_llama):
     with refuses(UserError, "kv_dtype='half'", "float", "int8"):
         Pool(model, 2**20, "half")
     assert "kv_dtype='int8'" in repr(ag.policy("gates", kv_dtype="int8"))
+
+
+@torch.no_grad()
+def test_chunks_below_the_budget_are_counted_whole(tiny_llama):
+    """They stay until the budget is full, so that all of them are needed at once."""
+    model, text = tiny_llama(), ids(1, 90)
+    pool = pool_of(model, 36)  # 3 layers of 2 heads: 6 blocks, or 96 tokens, of each row
+    other = ag.EvictionCache(model, "full", pool=pool)
+    model(text[:, :30], past_key_values=other)
+    cache = ag.EvictionCache(model, "tova", 64, "blocks:16", pool=pool)
+    cache.expect(torch.ones_like(text, dtype=torch.bool))
+    model(text[:, :16], past_key_values=cache)
+    before = columns(cache)
+    with refuses(PoolFullError, "64 tokens of each of 1"):  # up to the budget and a chunk
+        model(text[:, 16:], past_key_values=cache)
+    assert columns(cache) == before
+    other.reset()
+    model(text[:, 16:], past_key_values=cache)
+    assert cache.seen_tokens == 90
+
+
+@pytest.mark.parametrize(("spec", "length"), [("full", 40), ("flags", 60)])
+@torch.no_grad()
+def test_a_fork_without_room_for_copies_keeps_what_no_query_sees(tiny_llama, tiny_mistral, spec, length):
+    """Blocks that it shares stay whole while they cannot be copied; its logits are those of a pool that grows."""
+    model = tiny_mistral(sliding_window=40) if spec == "full" else tiny_llama()
+    if spec == "flags":
+        ag.attach(model, gates_for(model, recent_tokens=8, covers="all"))
+    caches = [ag.EvictionCache(model, spec, pool=pool) for pool in (pool_of(model, 49), None)]
+    for cache in caches:
+        model(ids(1, length), past_key_values=cache)
+    fork, want = map(copy.deepcopy, caches)
+    longer = 0
+    with refuses(PoolFullError, "1 tokens of each of 1"):
+        for token in row(90, 1):
+            held = columns(fork)
+            got = model(token[None, None], past_key_values=fork).logits
+            hold(got, model(token[None, None], past_key_values=want).logits.double(), of_logits(model))
+            longer += int(fork.stores[0].held.max()) > int(want.stores[0].held.max())
+    assert longer and not fork.broken and columns(fork) == held
+
+
+@torch.no_grad()
+def test_where_address_space_is_limited_a_pool_grows_by_copying(tiny_llama, monkeypatch):
+    """As under ``ulimit -v``."""
+    model, text = tiny_llama(), ids(1, 90)
+    want = model(text, past_key_values=ag.EvictionCache(model, "full")).logits
+
+    def refused(*args, **options):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("ag.engine.block_pool.mmap.mmap", refused)
+    monkeypatch.setattr("ag.engine.block_pool.FIRST", 4)
+    cache = ag.EvictionCache(model, "full")
+    assert cache.pool.capacity == 4
+    assert torch.equal(model(text, past_key_values=cache).logits, want)
+    assert cache.pool.capacity >= 36

@@ -84,3 +84,33 @@ def test_more_of_them_than_the_budget_has(model):
 def test_pairs_that_are_none(model, spans):
     with refuses(UserError, "protect", "(0, 40)"):
         ag.EvictionCache(model, "h2o", 12).protect(spans)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["tova", "tova@heads", "flags"])
+def test_what_was_decided_is_not_protected_afterwards(model, spec):
+    """Some heads may have lost the token, or it has its flag: such spans are refused, and nothing changes."""
+    if spec == "flags":
+        ag.attach(model, gates_for(model, recent_tokens=4, covers="all"))
+    cache = ag.EvictionCache(model, spec, *(() if spec == "flags" else (8, "every")))
+    cache.protect([(0, 3)])
+    model(row(20)[None], past_key_values=cache)
+    with refuses(UserError, "protect", "first 20 tokens of sequence 0", "token 5", "cache.reset()"):
+        cache.protect([(0, 3), (5, 7)])
+    cache.protect([(0, 2), (22, 24)])
+    for number in range(20):
+        model(torch.tensor([[7 + number]]), past_key_values=cache)
+    assert all(kept >= {0, 1, 22, 23} for kept in held(cache))
+    if spec == "tova":
+        assert all(len(kept) == 8 for kept in held(cache))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", [("full",), ("h2o", 30, "every")])
+def test_what_is_all_held_may_be_protected(model, spec):
+    cache = ag.EvictionCache(model, *spec)
+    model(row(20)[None], past_key_values=cache)
+    cache.protect([(5, 7)])
+    for number in range(60):
+        model(torch.tensor([[7 + number]]), past_key_values=cache)
+    assert all(kept >= {5, 6} for kept in held(cache))

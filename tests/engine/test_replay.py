@@ -149,7 +149,7 @@ def test_what_happens_to_the_cache_in_between(models):
             past_key_values=one,
         ),
         lambda one: one.batch_select_indices(torch.tensor([1, 0, 1])),
-        lambda one: one.protect([(2, 4)]),
+        lambda one: one.protect([(70, 72)]),
         lambda one: one.remove([0]),
     ]
     kept = []

@@ -1,5 +1,6 @@
 """A chat whose template writes earlier turns otherwise: going back to where the texts part, or reading anew."""
 
+import copy
 import re
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import ag
 from tests.support import ROOT
+from tests.support.batches import row
 from tests.support.http_server import VOCABULARY, byte_tokenizer
 from tests.support.reasoning import TEMPLATE
 
@@ -93,3 +95,22 @@ def test_the_example_of_the_page(chat):
     inputs = names["inputs"]
     alone = model.generate(**inputs, past_key_values=ag.EvictionCache(model, "full"), max_new_tokens=40)
     assert torch.equal(names["output"], alone)
+
+
+@pytest.mark.parametrize("back", [0, 4])
+@torch.no_grad()
+def test_ids_end_where_a_text_was_read_by_other_means(tiny_llama, back):
+    """Tokens that were cropped, or read by other means in the place of generated ones, are not compared."""
+    model, prompt = tiny_llama(), row(12)[None]
+    cache = ag.EvictionCache(model, "full")
+    out = generate(model, prompt, cache)
+    if back:
+        cache.crop(-back)
+    before, other = cache.seen_tokens, (out[:, -1:] + 1 - 3) % 125 + 3
+    turn = torch.cat([(out[:, cache.seen_tokens : cache.seen_tokens + 1] + 1 - 3) % 125 + 3, other, row(3)[None]], 1)
+    model(turn, past_key_values=cache)
+    whole = torch.cat([out[:, :before], turn, row(2)[None]], 1)
+    assert torch.equal(generate(model, whole, copy.deepcopy(cache)), generate(model, whole, None))
+    again = torch.cat([out, row(6)[None]], 1)
+    assert cache.rewind(again) == before
+    assert torch.equal(generate(model, again, cache), generate(model, again, None))

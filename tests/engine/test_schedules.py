@@ -244,3 +244,21 @@ def test_heads_that_are_evicted_alike_hold_the_same_slots(tiny_llama, name, sche
             for layer in range(3):
                 ranks = cache.stores[0].ranks(layer)
                 assert torch.equal(ranks, ranks[:, :1].expand_as(ranks))
+
+
+@pytest.mark.parametrize("spec", ["h2o@pyramid", "h2o@preference"])
+@torch.no_grad()
+def test_recents_are_of_the_mean_where_layers_get_unequal_budgets(tiny_llama, spec):
+    """Counted by the host or decided by PyTorch, half of the mean budget stays for the newest tokens of each layer."""
+    model, held = tiny_llama(num_hidden_layers=4), []
+    for counted in (True, False):
+        cache = ag.EvictionCache(model, spec, 16, "every")
+        assert cache.evictor._counts_later
+        cache.evictor._counts_later = counted
+        model(row(80)[None], past_key_values=cache)
+        for token in row(20, 1):
+            model(token[None, None], past_key_values=cache)
+        held.append(columns(cache))
+    assert held[0] == held[1]
+    assert len({len(layer[0][0]) for layer in held[0]}) > 1
+    assert all({*range(92, 100)} <= {*head} for layer in held[0] for head in layer[0])

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import ag
 from ag.errors import UserError
-from tests.support.batches import columns, row
+from tests.support.batches import columns, padded, row, step
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
@@ -83,3 +83,29 @@ def test_crop_within_a_pass_and_beyond(tiny_mistral, spec):
     for t in range(PROMPT + 3, PROMPT + NEW):
         one, other = (model(ids[:, t : t + 1], past_key_values=each).logits for each in (cache, straight))
         hold(one, other.double(), of_logits(model))
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::ag.errors.BudgetWarning")
+def test_a_draft_goes_from_a_row_that_an_eviction_of_another_one_changed(tiny_mistral):
+    """What left the window goes from rows that are not due too, so that newest tokens need not lie last in them."""
+    model, cropped = tiny_mistral(sliding_window=24), 0
+    batch = padded([row(60), row(7)])
+    cache = ag.EvictionCache(model, "knorm@heads", 12, "steps:30")
+    step(model, cache, batch["input_ids"], batch["attention_mask"])
+
+    def go_on(cache, ids):
+        return step(model, cache, ids, torch.cat([cache.valid.long(), torch.ones_like(ids)], 1))[:, -1]
+
+    for number in range(40):
+        with_draft, without = copy.deepcopy(cache), copy.deepcopy(cache)
+        go_on(with_draft, row(2, 300 + number)[:, None])
+        try:
+            with_draft.crop([0, 1])
+        except UserError:  # the row was evicted from
+            continue
+        token = row(2, 200 + number)[:, None]
+        hold(go_on(with_draft, token)[1], go_on(without, token)[1].double(), of_logits(model))
+        cropped += 1
+        go_on(cache, row(2, number)[:, None])
+    assert cropped > 30

@@ -1,5 +1,6 @@
 """A pass under an interceptor reaches every layer once and changes nothing for others, or is refused in words."""
 
+import copy
 import logging
 import threading
 import warnings
@@ -292,6 +293,42 @@ def test_inference_mode_is_kept_or_refused_in_words(tiny_llama):
         logits(model, IDS, cache)
     cache.reset()
     assert torch.equal(answer(model, cache, 3), want)
+
+
+CHANGED = {
+    "copied": lambda cache: copy.deepcopy(cache),
+    "cropped": lambda cache: cache.crop(-2),
+    "selected": lambda cache: cache.batch_select_indices([0]),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_is_changed_under_inference_mode_goes_on_there(tiny_llama, name):
+    model = tiny_llama()
+    cache, want = (ag.EvictionCache(model, "full") for _ in range(2))
+    for each in (cache, want):
+        logits(model, IDS, each)
+    with torch.inference_mode():
+        cache = CHANGED[name](cache) or cache
+    CHANGED[name](want)
+    with refuses(UserError, "copied or cropped under torch.inference_mode()", "torch.no_grad()"):
+        logits(model, IDS[:, :1], cache)
+    with torch.inference_mode():
+        assert torch.equal(logits(model, IDS[:, :1], cache), logits(model, IDS[:, :1], want))
+
+
+@torch.no_grad()
+def test_caches_that_were_read_in_other_types_are_not_added(tiny_llama):
+    model = tiny_llama()
+    pool = ag.Pool(model, 2**22)
+    one, other = (ag.EvictionCache(model, "full", pool=pool) for _ in range(2))
+    logits(model, IDS, one)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits(model, IDS, other)
+    with refuses(UserError, "add", "data types", "one type"):
+        one.add(other)
+    assert logits(model, IDS[:, :1], one).isfinite().all()
 
 
 def test_adapters_that_put_something_before_the_text_are_refused(tiny_llama):
