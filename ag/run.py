@@ -13,7 +13,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import StrategyRegistry
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -200,14 +200,10 @@ def check_trainer(config: Config) -> None:
             "run folder and its export: expected a strategy that starts the command once a device, such as "
             "trainer.strategy=ddp."
         )
-    there = {
-        "gpu": CUDAAccelerator.is_available() or MPSAccelerator.is_available(),
-        "mps": MPSAccelerator.is_available(),
-    }
-    if not there.get(accelerator, True):
+    if accelerator == "gpu" and not CUDAAccelerator.is_available():
         raise UserError(
-            f"trainer.accelerator={accelerator}: PyTorch finds none here; use trainer.accelerator=cpu or "
-            "auto, or look at the driver and the build of torch."
+            "trainer.accelerator=gpu: PyTorch finds no CUDA device here; use trainer.accelerator=cpu or auto, or look "
+            "at the driver and the build of torch."
         )
 
 
@@ -243,7 +239,7 @@ def build_trainer(config: Config, run_dir: Path | None, stop_signal: Callable[[]
     sharded = options.strategy == "fsdp2"
     try:
         return L.Trainer(
-            accelerator=options.accelerator,
+            accelerator="cuda" if options.accelerator != "cpu" and CUDAAccelerator.is_available() else "cpu",
             devices=options.devices,
             num_nodes=options.num_nodes,
             strategy=ShardedStrategy(options.devices * options.num_nodes) if sharded else options.strategy,

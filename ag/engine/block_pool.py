@@ -28,12 +28,9 @@ NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: address space for which no memory
 
 
 class PoolFullError(UserError):
-    """A pool of fixed size has fewer free blocks than are needed; nothing was written, and nothing is lost.
+    """A pool of fixed size has fewer free blocks than are needed; nothing was written, and nothing is lost."""
 
-    Attributes:
-        blocks: needed ones.
-    """
-
+    #: Needed blocks.
     blocks: int = 0
 
 
@@ -81,9 +78,7 @@ class BlockPool:
         try:
             self._lay_out(self.capacity)
         except OSError:  # address space is limited, as by `ulimit -v` or vm.overcommit_memory=2
-            self._reserved, self.capacity = False, FIRST
-            self._maps.clear()
-            self._columns.clear()
+            self._reserved, self.capacity, self._maps, self._columns = False, FIRST, {}, {}
             self._lay_out(self.capacity)
         self._references = torch.zeros(FIRST, dtype=torch.int32)  # of each block so far, on the host
         self._used_below = 0  # no block from here on is taken
@@ -262,13 +257,12 @@ class BlockPool:
             self._close_up()
         used = self._references[: self._used_below] > 0
         last = used.nonzero()[-1:, 0]
-        behind, self._used_below = self._used_below, int(last[0]) + 1 if len(last) else 0
+        self._used_below = int(last[0]) + 1 if len(last) else 0
         self._holes = self._used_below - int(used.sum())
         if not self._reserved:
             return
         free = torch.cat([torch.zeros(1, dtype=torch.bool), ~used, torch.zeros(1, dtype=torch.bool)]).int().diff()
         runs = list(zip((free == 1).nonzero()[:, 0].tolist(), (free == -1).nonzero()[:, 0].tolist(), strict=True))
-        assert not runs or runs[-1][1] <= behind
         for name, memory in self._maps.items():
             size = self._nbytes(name)
             for first, end in runs:

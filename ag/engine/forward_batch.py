@@ -57,3 +57,25 @@ class ForwardBatch:
     def padded(self) -> bool:
         """Whether some sequence has fewer new tokens than another."""
         return bool((self.counts < self.ranks.shape[1]).any())
+
+    def protected(self, ranks: Tensor) -> Tensor:
+        """Return the tokens of these ranks ``[B, ...]`` that the caller protects, bool; some are protected."""
+        marks = self.prompts.protected_there
+        assert marks is not None
+        inside = (ranks >= 0) & (ranks < marks.shape[1])
+        return inside & marks.gather(1, ranks.where(inside, 0).flatten(1)).view(ranks.shape)
+
+    def first_since(self, block: int | None, lengths: Tensor) -> Tensor:
+        """Return the rank ``[B]`` of the first token that came since tokens could last be evicted.
+
+        Queries that are looked back at do not see what had left the sliding window by then: whether it is still held
+        depends on when memory was freed.
+
+        Args:
+            block: tokens of the prompt between evictions; None only behind a prompt.
+            lengths: tokens of each sequence ``[B]`` on the device, these included.
+        """
+        if self.is_prefill:
+            assert block is not None
+            return (lengths - 1) // block * block
+        return lengths - (1 if self.step else self.counts.to(lengths.device))

@@ -137,3 +137,26 @@ class Held(Forward):
         index, ranks = store.ledger(layer)
         seen = self.layers[layer].visible(store, index, ranks, self.sequences.settled)
         return ranks.masked_fill(~seen, -1)
+
+    # ---- for transformers
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns seen, which drive positions: within a pass those before it."""
+        within = self.batch.ranks.shape[1] if self.broken and self.batch is not None else 0
+        return self.seen_tokens - within
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return the sizes of a mask over everything seen."""
+        return self.seen_tokens + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: there is no limit."""
+        return -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether tokens were read."""
+        return self.seen_tokens > 0
+
+    is_compileable = property(lambda self: False)
+    get_max_cache_shape = get_max_length  # the name before transformers 5.20

@@ -173,7 +173,7 @@ class Layer:
         if self.flagged is None:
             return self.gates.stored(logits)
         flags = self.gates.flags(logits) | (batch.ranks < self.gates.config.sink_tokens)[:, None]
-        return flags if batch.prompts.protected is None else flags | _protected(batch, batch.ranks)[:, None]
+        return flags if batch.prompts.protected is None else flags | batch.protected(batch.ranks)[:, None]
 
     # ---- observe and evict
 
@@ -234,7 +234,8 @@ class Layer:
             else:
                 ranks = store.ranks(self.index, whole=batch.step)
                 if window is not None and not (batch.is_prefill and self.policy.block is None):
-                    ranks = ranks.masked_fill(ranks <= (self._first(batch, lengths) - window)[:, None, None], -1)
+                    first = batch.first_since(self.policy.block, lengths)
+                    ranks = ranks.masked_fill(ranks <= (first - window)[:, None, None], -1)
             return ranks, ranks >= 0
 
         keys = Keys(
@@ -261,24 +262,13 @@ class Layer:
             sliding_window=call.window,
             gate=gate,
             decays=self.gates is not None and self.gates.decays,
-            stays=None if batch.prompts.protected is None else _protected(batch, keys.ranks),
+            stays=None if batch.prompts.protected is None else batch.protected(keys.ranks),
             decoding=not batch.is_prefill,
             sums=self.observation_window.sums,
             rotation=lambda x, places, span: rotate(self.decoder, x, places, span, self.index),
             projection=lambda: output_weight(call.module, call.q.shape[1]),
             memo=call.memo,
         )
-
-    def _first(self, batch: ForwardBatch, lengths: Tensor) -> Tensor:
-        """Return the rank ``[B]`` of the first token that came since tokens could last be evicted.
-
-        Queries that are looked back at do not see what had left the sliding window by then: whether it is still held
-        depends on when memory was freed.
-        """
-        if batch.is_prefill:
-            assert self.policy.block is not None
-            return (lengths - 1) // self.policy.block * self.policy.block
-        return lengths - (1 if batch.step else batch.counts.to(lengths.device))
 
     # ---- tokens that no later query sees
 
@@ -354,11 +344,3 @@ class Layer:
         """Make the sequences those at ``indices``."""
         self.observation_window.select(indices)
         self.gate_memory.select(indices)
-
-
-def _protected(batch: ForwardBatch, ranks: Tensor) -> Tensor:
-    """Return the slots whose tokens the caller protects, bool like the ranks ``[B, Hkv, N]``."""
-    marks = batch.prompts.protected_there
-    assert marks is not None
-    inside = (ranks >= 0) & (ranks < marks.shape[1])
-    return inside & marks.gather(1, ranks.where(inside, 0).flatten(1)).view(ranks.shape)

@@ -109,8 +109,7 @@ class SequenceState:
     def extend(self, mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
         """Add the columns of a forward pass, and return which of them are tokens, ``[B, length]`` bool.
 
-        The mask ``[B, seen + length]`` is nonzero on tokens; None means that all columns are. One that does not fit the
-        columns seen is refused.
+        The mask ``[B, seen + length]`` is nonzero on tokens; None means that all new columns are.
         """
         seen = self.columns
         if seen and batch != len(self.mask):
