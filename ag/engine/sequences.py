@@ -301,7 +301,6 @@ class SequenceState:
         if not isinstance(remove, int):
             self.check_by_rank(f"crop({[*remove]})")
             self.own_positions, self.by_column, self.ids = True, False, TokenIds()
-        self.ids.cut(kept.shape[1])
         self.mask, self.num_tokens, self.num_held = kept, left, self.num_held - tokens
         self.prompt_len, self.settled = self.prompt_len.minimum(left), self.settled.minimum(left)
         self.next_ranks = left[:, None].to(self.next_ranks.device) - 1
