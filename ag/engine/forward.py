@@ -188,7 +188,7 @@ class Forward(Interceptor):
             )
 
     def note_mode(self) -> None:
-        """Note where what is held is changed under inference mode."""
+        """Note that tensors change under inference mode, and can be changed there alone from now on."""
         if self.kind is not None and torch.is_inference_mode_enabled():
             self.kind = (*self.kind[:2], True)
 

@@ -106,8 +106,9 @@ def test_ids_end_where_a_text_was_read_by_other_means(tiny_llama, back):
     out = generate(model, prompt, cache)
     if back:
         cache.crop(-back)
-    before, other = cache.seen_tokens, (out[:, -1:] + 1 - 3) % 125 + 3
-    turn = torch.cat([(out[:, cache.seen_tokens : cache.seen_tokens + 1] + 1 - 3) % 125 + 3, other, row(3)[None]], 1)
+    before = cache.seen_tokens
+    other = (out[:, before : before + 1] - 2) % 125 + 3  # than was generated there
+    turn = torch.cat([other, row(4)[None]], 1)
     model(turn, past_key_values=cache)
     whole = torch.cat([out[:, :before], turn, row(2)[None]], 1)
     assert torch.equal(generate(model, whole, copy.deepcopy(cache)), generate(model, whole, None))

@@ -197,7 +197,7 @@ class LayerBudgets(Attributes):
         self.settled[layer] = budget.where(candidates.due, self.settled.get(layer, budget))
 
     def join(self, other: LayerBudgets, mine: int, theirs: int) -> None:
-        """Append what the sequences of another batch got: ``theirs``, to ``mine``."""
+        """Append the budgets of another batch, of ``theirs`` sequences, to those of ``mine`` sequences."""
         over = self.over_budget, other.over_budget
         if any(x is not None for x in over):  # of the other batch nothing was decided yet
             sizes = zip(over, (mine, theirs), strict=True)

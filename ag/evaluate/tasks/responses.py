@@ -88,7 +88,7 @@ class Responses(PromptTask):
         """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. A limit of None means the run's number.
 
         Raises:
-            UserError: the limit reaches into the rows that the run trains on, or see there.
+            UserError: when the limit reaches into the rows that the run trains on, or as ``Task.load`` says.
         """
         recipe = self.recipe()
         own, recipe.data.val_samples = recipe.data.val_samples, limit or recipe.data.val_samples
