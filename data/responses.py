@@ -1,4 +1,4 @@
-"""Rows of a context and a response to it: a chunk of it again, what follows it, or the answer to a question.
+"""Rows of a context and a response to it: a chunk of it again, what follows it, or an answer by a fact or a rule in it.
 
 Several rows share a context, so that a model may read it once for all of them (``loss.replay``).
 """
@@ -14,6 +14,7 @@ import numpy as np
 
 from ag.data.collate import Row, tokenize, tokenize_after
 from ag.data.relations import NAMES, NUMBERS, RELATIONS, TRADES
+from ag.data.rules import MARKS, REQUESTS, ROLES, RULES, prompted
 from ag.data.sources import DataError
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 RESPONSE = 96  # tokens of a chunk, and of what follows a context
 LEAD = 8  # tokens before a chunk, which show its place and carry no loss
-FACTS = 8  # in a context that is asked about
+FACTS = 8  # in half of the contexts with questions
+RULES_BEFORE = 3, 6  # the fewest and the most before the other half
+TEXT = "<text>"  # stands for a context in a message
 AGAIN = "\n\nThe same text once more, word for word:\n\n"  # between a context and a chunk of it
 KINDS = ("again", "next", "question")
 
@@ -35,7 +38,7 @@ class Responses:
 
     Attributes:
         lengths: tokens of a context, of which one that fits is drawn.
-        kinds: of responses, each one of KINDS.
+        kinds: of responses, each one of KINDS. With ``question`` half of the contexts have facts, the others rules.
         start: tokens before a context.
         tokenizer: tokenises facts and questions.
         seed: of the draws.
@@ -62,7 +65,9 @@ class Responses:
                 end = position + length - len(self.start)
                 context, after = tokens[position:end], tokens[end : end + RESPONSE]
                 asked: Iterable[tuple[list[int], list[int]]] = ()
-                if "question" in self.kinds:
+                if "question" in self.kinds and rng.random() < 0.5:
+                    context, asked = self._with_rules(context, rng)
+                elif "question" in self.kinds:
                     context, asked = self._with_facts(context, stop, rng, split)
                 questions = cycle(asked)
                 for kind in self.kinds:
@@ -109,19 +114,46 @@ class Responses:
             else:
                 told.append((f"\n\n{question}\n{begun}", end))
         stated = tokenize_after(self.tokenizer, facts)
-        room = len(context) - sum(map(len, stated))
-        if room < FACTS:
-            raise DataError(
-                f"data.contexts: a context of {len(context)} tokens has no room for {FACTS} facts: use longer ones, or "
-                "leave question out of data.responses."
-            )
-        kept = context[len(context) - room :]  # the end, so that what follows continues it
+        kept = _end(context, sum(map(len, stated)), f"{FACTS} facts")
+        room = len(kept)
         ends = [i + 1 for i, token in enumerate(kept[:-1]) if token == stop] or list(range(1, room))
         places = sorted(rng.choice(ends, FACTS).tolist())
         pieces = [kept[a:b] for a, b in zip([0, *places], [*places, room], strict=True)]
         mixed = [token for fact, piece in zip([[], *stated], pieces, strict=True) for token in [*fact, *piece]]
         leads, answers = (tokenize_after(self.tokenizer, texts) for texts in zip(*told, strict=True))
         return mixed, [(leads[place], answers[place]) for place in rng.permutation(FACTS)]
+
+    def _with_rules(
+        self, context: list[int], rng: np.random.Generator
+    ) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
+        """Return a context of the same length that begins with rules, and what each demands, with what comes before.
+
+        The rules are a system prompt, and the rest of the context begins the message behind it. The end of that
+        message, the opening of an answer and its first words come before what a rule demands.
+        """
+        fewest, most = RULES_BEFORE
+        chosen = [RULES[i] for i in rng.permutation(len(RULES))[: rng.integers(fewest, most + 1)]]
+        demands = [rule.demands[rng.integers(len(rule.demands))] for rule in chosen]
+        role, request, mark = (texts[rng.integers(len(texts))] for texts in (ROLES, REQUESTS, MARKS))
+        rules = [rule.text.format(what=what) for rule, what in zip(chosen, demands, strict=True)]
+        system = "\n".join([role, *(mark.format(i) + rule for i, rule in enumerate(rules, 1))])
+        before, _, behind = prompted(self.tokenizer, system, f"{TEXT}\n\n{request}").partition(TEXT)
+        [head] = tokenize(self.tokenizer, [before])
+        leads = tokenize_after(self.tokenizer, [behind + rule.lead for rule in chosen])
+        told = [rule.followed.format(what=what) for rule, what in zip(chosen, demands, strict=True)]
+        kept = _end(context, len(head), f"a system prompt of {len(head)} tokens")
+        return [*head, *kept], [*zip(leads, tokenize_after(self.tokenizer, told), strict=True)]
+
+
+def _end(context: list[int], taken: int, what: str) -> list[int]:
+    """Return the end of a context, which what follows continues, without as many tokens as are taken for ``what``."""
+    room = len(context) - taken
+    if room < FACTS:
+        raise DataError(
+            f"data.contexts: a context of {len(context)} tokens has no room for {what}: use longer ones, or leave "
+            "question out of data.responses."
+        )
+    return context[taken:]
 
 
 def responses(

@@ -109,7 +109,8 @@ class DataConfig:
     responses: list[str] = key(
         ["again", "next", "question"],
         "the responses to a context, a row for each. again: a chunk of it once more; next: what follows it; question: "
-        "the answer to a question about one of eight facts, which are put into it (text, responses)",
+        "the answer to a question about one of eight facts, which are put into it, or one that follows a rule of a "
+        "system prompt before it (text, responses)",
     )
     copy_max: int = key(
         0,

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import ag.data
+from ag.data.rules import ROLES, RULES
 from ag.data.sources import DataError
 from ag.data.text import AGAIN
 from tests.support.refused import refuses
@@ -243,16 +244,24 @@ def contexts(make_config, tokenizer, root, **more):
     )
 
 
-@pytest.mark.parametrize("kinds", [["again", "next"], ["again", "next", "question", "question"]], ids=" ".join)
-def test_responses_continue_or_repeat_their_context_or_answer_a_question_about_it(make_config, books, tokenizer, kinds):
+ASKED = ["again", "next", "question", "question"]
+CHAT = "{% for one in messages %}[{{ one.role }}] {{ one.content }} {% endfor %}[assistant] "
+
+
+@pytest.mark.parametrize(("kinds", "chat"), [(["again", "next"], None), (ASKED, None), (ASKED, CHAT)])
+def test_responses_continue_or_repeat_their_context_or_answer_a_question_about_it(
+    make_config, books, tokenizer, monkeypatch, kinds, chat
+):
+    monkeypatch.setattr(tokenizer, "chat_template", chat)
     module = contexts(make_config, tokenizer, books, responses=kinds)
+    before = tuple(f"[system] {role}" if chat else role for role in ROLES)
     rows, again = [*module.train_rows], plain(tokenizer, AGAIN)
     assert rows and len(rows) % len(kinds) == 0 and {row.prompt_length for row in rows} == {512, 320}
-    whole = [plain(tokenizer, text) for text in LONG]
+    whole, systems = [plain(tokenizer, text) for text in LONG], set()
     for at in range(0, len(rows), len(kinds)):
         repeated, followed, *asked = rows[at : at + len(kinds)]
         start, tokens = repeated.prompt_length, followed.tokens.tolist()
-        text = tokens[start - 8 :] if asked else tokens  # facts stand in a context that is asked about, not at its end
+        text = tokens[start - 1 :] if asked else tokens  # facts and rules stand in a context, not at its end
         assert any(text == ids[i : i + len(text)] for ids in whole for i in range(len(ids)))
         assert followed.loss.nonzero()[0].tolist() == list(range(start, start + 96))
         behind, context = repeated.tokens[start:].tolist(), repeated.tokens[:start].tolist()
@@ -260,14 +269,22 @@ def test_responses_continue_or_repeat_their_context_or_answer_a_question_about_i
         chunk = behind[len(again) :]
         assert any(chunk == context[i : i + 8 + 96] for i in range(start))
         assert repeated.loss.nonzero()[0].tolist() == list(range(len(repeated.tokens) - 96, len(repeated.tokens)))
-        questions = set()
+        questions, told = set(), tokenizer.decode(context)
         for row in asked:
             assert row.tokens[:start].tolist() == context
             answer = tokenizer.decode(row.tokens[row.loss])
             question = tokenizer.decode(row.tokens[start:][~row.loss[start:]])
             questions.add(question)
-            assert answer in tokenizer.decode(context) and "?\n" in question
+            if told.startswith(before):
+                assert (" [assistant] " in question) == (chat is not None)
+                [rule] = [rule for rule in RULES if question.endswith(rule.lead)]
+                [what] = [what for what in rule.demands if rule.followed.format(what=what) == answer]
+                assert rule.text.format(what=what) in told
+            else:
+                assert answer in told and "?\n" in question
         assert len(questions) == len(asked)
+        systems.add(told.startswith(before))
+    assert systems == ({False, True} if "question" in kinds else {False})
 
 
 def test_validation_takes_the_longest_context_of_each_document(make_config, books, tokenizer):
@@ -291,7 +308,10 @@ def test_responses_that_cannot_be_made_are_refused(make_config, books, tokenizer
         contexts(make_config, tokenizer, books, **setting)
 
 
-def test_a_context_without_room_for_facts_is_refused(make_config, books, tokenizer, monkeypatch):
-    monkeypatch.setattr("ag.data.responses.FACTS", 20)
-    with refuses(DataError, "data.contexts", "192", "20 facts", "question", "data.responses"):
+@pytest.mark.parametrize(("name", "most", "named"), [("FACTS", 20, "20 facts"), ("RULES_BEFORE", (9, 9), "a system")])
+def test_a_context_without_room_for_what_is_asked_is_refused(
+    make_config, books, tokenizer, monkeypatch, name, most, named
+):
+    monkeypatch.setattr(f"ag.data.responses.{name}", most)
+    with refuses(DataError, "data.contexts", "192", named, "question", "data.responses"):
         contexts(make_config, tokenizer, books, contexts=[192], responses=["question"])

@@ -9,6 +9,7 @@ import pytest
 
 import ag.evaluate.tasks
 from ag.data.relations import NUMBERS, RELATIONS
+from ag.data.rules import REQUESTS, ROLES, RULES
 
 
 def test_no_task_asks_in_a_form_of_the_training():
@@ -18,6 +19,12 @@ def test_no_task_asks_in_a_form_of_the_training():
             parts = [part.strip() for part in re.split(r"\{who\}|\{what\}", text)]
             forms = [part for part in parts if len(part.split()) > 1]
             assert forms and not [form for form in forms if form in tasks], text
+    for rule in RULES:
+        for text in (rule.text, rule.lead):
+            begun = text.partition("{what}")[0].strip()
+            assert begun and begun not in tasks, text
+        assert not [what for what in rule.demands if len(what) > 1 and re.search(rf"\"[^\"]*\\b{what}\\b", tasks)]
+    assert not [text for text in ROLES + REQUESTS if text in tasks]
 
 
 @pytest.mark.slow

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from jinja2 import TemplateError
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import start_tokens, tokenize, tokenize_after
+from ag.data.rules import prompted
 from ag.engine import EvictionCache
 from ag.evaluate.tasks.base import Sample, Samples, Tags, by_part
 from ag.evaluate.tasks.follow import score
@@ -137,7 +137,7 @@ class Instructions(Haystack):
             demands.append(Demand(kind, said, instead))
         numbered = [f"{i}. {KINDS[one.kind].text.format(one.said.said)}" for i, one in enumerate(demands, 1)]
         system, text = "\n".join([ROLE, *numbered]), join(stretch(rng, texts, size))
-        before, _, behind = _chat(tokenizer, system, f"{text}\n\n{TASK}").partition(text)
+        before, _, behind = prompted(tokenizer, system, f"{text}\n\n{TASK}").partition(text)
         right = [KINDS[one.kind].lead + one.said.written for one in demands]
         return Puzzle(before + text, behind, [system], right, demands)
 
@@ -171,21 +171,3 @@ class Instructions(Haystack):
         tags |= by_part("rule", zip([one.kind for one in sample.parts], followed, nats, strict=True))
         tags |= by_part("place", zip(range(1, len(nats) + 1), followed, nats, strict=True))
         return sum(followed) / len(followed), tags
-
-
-def _chat(tokenizer: PreTrainedTokenizerBase, system: str, user: str) -> str:
-    """Return system prompt and question in the tokenizer's chat template; as paragraphs if it has none.
-
-    If the template allows no system prompt, the question begins with it.
-    """
-    both = f"{system}\n\n{user}"
-    if tokenizer.chat_template is None:
-        return f"{both}\n\n"
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError:
-        messages = [{"role": "user", "content": both}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    # the tokenizer adds its start token by itself
-    return str(text).removeprefix(str(tokenizer.bos_token) if start_tokens(tokenizer) else "")

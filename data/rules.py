@@ -1,0 +1,69 @@
+"""Rules of a system prompt before a text, and how an answer follows each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ag.data.collate import start_tokens
+
+
+class Rule(NamedTuple):
+    """A rule: its sentence, the beginning of an answer, what follows that under the rule, and its possible demands."""
+
+    text: str
+    lead: str
+    followed: str
+    demands: tuple[str, ...]
+
+
+# fmt: off
+PEOPLE = (
+    "Marie Curie", "Isaac Newton", "Ada Byron", "Paul Klee", "Niels Bohr", "Jane Goodall", "Carl Gauss", "Emmy Noether",
+)
+WORDS = (
+    "amber", "birch", "cobalt", "dune", "ember", "fjord", "grove", "heron", "iris", "jade", "kelp", "lotus", "maple",
+    "nectar", "onyx", "pearl",
+)
+FORMS = ("waltz", "sonnet", "ballad", "memo", "riddle", "postcard", "recipe", "sermon", "fable", "hymn")
+NUMBERS = tuple(str(number) for number in range(103, 9973, 97))
+# fmt: on
+RULES = (
+    Rule("Put the reference {what} at the top.", "Reference:", " {what}", NUMBERS),
+    Rule("Use the code word {what}.", "Code word:", " {what}", WORDS),
+    Rule("Quote {what} once.", "As", " {what} said", PEOPLE),
+    Rule("Write it as a {what}.", "Form: a", " {what}", FORMS),
+    Rule("State the fee of {what} crowns.", "The fee is", " {what}", NUMBERS),
+    Rule("Thank {what} for the text.", "Thanks to", " {what}", PEOPLE),
+    Rule("Name the file {what}.txt.", "File:", " {what}.txt", WORDS),
+    Rule("Send a copy to {what}.", "Copy to", " {what}", PEOPLE),
+    Rule("Mark it as {what}.", "Mark:", " {what}", ("urgent", "secret", "final", "draft", "private", "open", "late")),
+)
+ROLES = (
+    "You are a careful reader. Keep to these points when you reply:",
+    "House style:",
+    "Reply as the desk asks:",
+    "You help an editor. Always:",
+)
+REQUESTS = ("Sum up the passage.", "Reply to this.", "What happens in the passage?", "Say in short what this is.")
+MARKS = ("{}. ", "- ", "* ")  # before each rule of a list
+
+
+def prompted(tokenizer: PreTrainedTokenizerBase, system: str, user: str) -> str:
+    """Return a system prompt and a message in the tokenizer's chat template; as paragraphs if it has none.
+
+    If the template allows no system prompt, the message begins with it.
+    """
+    both = f"{system}\n\n{user}"
+    if tokenizer.chat_template is None:
+        return f"{both}\n\n"
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError:
+        messages = [{"role": "user", "content": both}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    # the tokenizer adds its start token by itself
+    return str(text).removeprefix(str(tokenizer.bos_token) if start_tokens(tokenizer) else "")
