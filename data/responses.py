@@ -66,9 +66,9 @@ class Responses:
                 context, after = tokens[position:end], tokens[end : end + RESPONSE]
                 asked: Iterable[tuple[list[int], list[int]]] = ()
                 if "question" in self.kinds and rng.random() < 0.5:
-                    context, asked = self._with_rules(context, rng)
-                elif "question" in self.kinds:
                     context, asked = self._with_facts(context, stop, rng, split)
+                elif "question" in self.kinds:
+                    context, asked = self._with_rules(context, rng)
                 questions = cycle(asked)
                 for kind in self.kinds:
                     silent, response = next(questions) if kind == "question" else ([], after)
@@ -132,17 +132,20 @@ class Responses:
         message, the opening of an answer and its first words come before what a rule demands.
         """
         fewest, most = RULES_BEFORE
-        chosen = [RULES[i] for i in rng.permutation(len(RULES))[: rng.integers(fewest, most + 1)]]
+        number = int(rng.integers(fewest, most + 1))
+        chosen = [RULES[i] for i in rng.choice(len(RULES), number, replace=False)]
         demands = [rule.demands[rng.integers(len(rule.demands))] for rule in chosen]
-        role, request, mark = (texts[rng.integers(len(texts))] for texts in (ROLES, REQUESTS, MARKS))
+        mark, role, request = (texts[rng.integers(len(texts))] for texts in (MARKS, ROLES, REQUESTS))
         rules = [rule.text.format(what=what) for rule, what in zip(chosen, demands, strict=True)]
         system = "\n".join([role, *(mark.format(i) + rule for i, rule in enumerate(rules, 1))])
         before, _, behind = prompted(self.tokenizer, system, f"{TEXT}\n\n{request}").partition(TEXT)
         [head] = tokenize(self.tokenizer, [before])
         leads = tokenize_after(self.tokenizer, [behind + rule.lead for rule in chosen])
         told = [rule.followed.format(what=what) for rule, what in zip(chosen, demands, strict=True)]
+        answers = tokenize_after(self.tokenizer, told)
         kept = _end(context, len(head), f"a system prompt of {len(head)} tokens")
-        return [*head, *kept], [*zip(leads, tokenize_after(self.tokenizer, told), strict=True)]
+        # in an order of their own: a context has fewer responses than rules
+        return [*head, *kept], [(leads[place], answers[place]) for place in rng.permutation(number)]
 
 
 def _end(context: list[int], taken: int, what: str) -> list[int]:

@@ -28,6 +28,7 @@ WORDS = (
     "nectar", "onyx", "pearl",
 )
 FORMS = ("waltz", "sonnet", "ballad", "memo", "riddle", "postcard", "recipe", "sermon", "fable", "hymn")
+GREETINGS = ("Good evening", "Well met", "Warm greetings", "Hello there", "Welcome back", "Dear all")
 NUMBERS = tuple(str(number) for number in range(103, 9973, 97))
 # fmt: on
 RULES = (
@@ -35,11 +36,11 @@ RULES = (
     Rule("Use the code word {what}.", "Code word:", " {what}", WORDS),
     Rule("Quote {what} once.", "As", " {what} said", PEOPLE),
     Rule("Write it as a {what}.", "Form: a", " {what}", FORMS),
+    Rule("Open with {what}.", "", "{what}", GREETINGS),
     Rule("State the fee of {what} crowns.", "The fee is", " {what}", NUMBERS),
     Rule("Thank {what} for the text.", "Thanks to", " {what}", PEOPLE),
     Rule("Name the file {what}.txt.", "File:", " {what}.txt", WORDS),
-    Rule("Send a copy to {what}.", "Copy to", " {what}", PEOPLE),
-    Rule("Mark it as {what}.", "Mark:", " {what}", ("urgent", "secret", "final", "draft", "private", "open", "late")),
+    Rule("Mark new paragraphs with {what}.", "", "{what}", ("~~", "%%", "§", "==", "::", "//")),
 )
 ROLES = (
     "You are a careful reader. Keep to these points when you reply:",

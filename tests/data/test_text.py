@@ -257,7 +257,7 @@ def test_responses_continue_or_repeat_their_context_or_answer_a_question_about_i
     before = tuple(f"[system] {role}" if chat else role for role in ROLES)
     rows, again = [*module.train_rows], plain(tokenizer, AGAIN)
     assert rows and len(rows) % len(kinds) == 0 and {row.prompt_length for row in rows} == {512, 320}
-    whole, systems = [plain(tokenizer, text) for text in LONG], set()
+    whole, systems, places = [plain(tokenizer, text) for text in LONG], set(), set()
     for at in range(0, len(rows), len(kinds)):
         repeated, followed, *asked = rows[at : at + len(kinds)]
         start, tokens = repeated.prompt_length, followed.tokens.tolist()
@@ -274,17 +274,20 @@ def test_responses_continue_or_repeat_their_context_or_answer_a_question_about_i
             assert row.tokens[:start].tolist() == context
             answer = tokenizer.decode(row.tokens[row.loss])
             question = tokenizer.decode(row.tokens[start:][~row.loss[start:]])
-            questions.add(question)
+            questions.add((question, answer))
             if told.startswith(before):
                 assert (" [assistant] " in question) == (chat is not None)
-                [rule] = [rule for rule in RULES if question.endswith(rule.lead)]
-                [what] = [what for what in rule.demands if rule.followed.format(what=what) == answer]
-                assert rule.text.format(what=what) in told
+                found = [(rule, what) for rule in RULES if question.endswith(rule.lead) for what in rule.demands]
+                [text] = [
+                    rule.text.format(what=what) for rule, what in found if rule.followed.format(what=what) == answer
+                ]
+                places.add(told.partition(text)[0].count("\n") if text in told else 0)
             else:
                 assert answer in told and "?\n" in question
         assert len(questions) == len(asked)
         systems.add(told.startswith(before))
     assert systems == ({False, True} if "question" in kinds else {False})
+    assert 0 not in places and (not places or max(places) > 2)  # of rules in their list, from 1
 
 
 def test_validation_takes_the_longest_context_of_each_document(make_config, books, tokenizer):
