@@ -134,17 +134,16 @@ class Responses:
         fewest, most = RULES_BEFORE
         number = int(rng.integers(fewest, most + 1))
         chosen = [RULES[i] for i in rng.choice(len(RULES), number, replace=False)]
-        demands = [rule.demands[rng.integers(len(rule.demands))] for rule in chosen]
+        drawn = [(rule, rule.demands[rng.integers(len(rule.demands))]) for rule in chosen]
         mark, role, request = (texts[rng.integers(len(texts))] for texts in (MARKS, ROLES, REQUESTS))
-        rules = [rule.text.format(what=what) for rule, what in zip(chosen, demands, strict=True)]
+        rules = [rule.text.format(what=what) for rule, what in drawn]
         system = "\n".join([role, *(mark.format(i) + rule for i, rule in enumerate(rules, 1))])
         before, _, behind = prompted(self.tokenizer, system, f"{TEXT}\n\n{request}").partition(TEXT)
         [head] = tokenize(self.tokenizer, [before])
         leads = tokenize_after(self.tokenizer, [behind + rule.lead for rule in chosen])
-        told = [rule.followed.format(what=what) for rule, what in zip(chosen, demands, strict=True)]
-        answers = tokenize_after(self.tokenizer, told)
+        answers = tokenize_after(self.tokenizer, [rule.followed.format(what=what) for rule, what in drawn])
         kept = _end(context, len(head), f"a system prompt of {len(head)} tokens")
-        # in an order of their own: a context has fewer responses than rules
+        # in another order than listed, as a context may have fewer questions than rules
         return [*head, *kept], [(leads[place], answers[place]) for place in rng.permutation(number)]
 
 
