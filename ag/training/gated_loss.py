@@ -12,6 +12,7 @@ from ag.config import Config
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating, Observing
 from ag.kernels.gated_attention.masks import sink_mask
+from ag.model.base import without_dropout
 from ag.model.hooks import decoder_of, instrument
 from ag.training import losses
 from ag.training.objectives import REGRESS, objective
@@ -43,6 +44,8 @@ class GatedLoss:
     def __init__(self, config: Config, model: nn.Module, gates: AttentionGates | None) -> None:
         self.config, self.model, self.gates = config, model, gates
         instrument(model)
+        if gates is not None:
+            without_dropout(model)
         self.objective = objective(config.loss.objective)
 
     def regresses(self, step: int) -> bool:

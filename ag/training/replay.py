@@ -106,8 +106,8 @@ class Reply(Interceptor):
 class Contexts:
     """Contexts that a model has read, kept in a folder.
 
-    A file is named by a hash of the model's configuration and weights, of the layers whose states it holds, and of the
-    tokens, so that several runs and ranks may share a folder.
+    A file is named by a hash of the model's configuration and weights, of the layers whose states it holds, of the
+    type of autocast, and of the tokens, so that several runs and ranks may share a folder.
 
     Args:
         model: the model.
@@ -118,7 +118,7 @@ class Contexts:
     def __init__(self, model: nn.Module, gates: AttentionGates, folder: str | None) -> None:
         self.model, self.gates = model, gates
         self._temporary = tempfile.TemporaryDirectory(prefix="ag-contexts-") if folder is None else None
-        self.folder = Path(folder or self._temporary.name).expanduser()  # type: ignore[union-attr]
+        self.folder = Path(folder or self._temporary.name)  # type: ignore[union-attr]
         self.folder.mkdir(parents=True, exist_ok=True)
         decoder = decoder_of(model)
         if instrument(model).hybrid or shared_layers(decoder.config):
@@ -133,8 +133,9 @@ class Contexts:
 
     def read(self, tokens: Tensor) -> Context:
         """Return the context of tokens ``[N]``, which the model reads unless the folder has it."""
-        digest = self._identity.copy()
-        digest.update(tokens.cpu().numpy().tobytes())
+        digest, device = self._identity.copy(), tokens.device.type
+        mixed = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        digest.update(str(mixed).encode() + tokens.cpu().numpy().tobytes())
         path = self.folder / f"{digest.hexdigest()[:32]}.safetensors"
         try:
             parts = load_file(path, device=str(tokens.device))
@@ -220,18 +221,21 @@ class ReplayLoss(GatedLoss):
 
     def _objective(self, batch: Batch, step: int) -> Measured:
         low, high = self.config.loss.share_low, self.config.loss.share_high
-        batch = batch | {"labels": losses.sampled(batch["labels"], self.config.loss.sampled_tokens)}
+        labels = batch["labels"].scatter(1, batch["prompt_length"][:, None], -100)  # this token precedes eviction
+        drawn = losses.sampled(labels, self.config.loss.sampled_tokens)
+        batch, rows = batch | {"labels": drawn}, losses.response_positions(drawn)[0]
         places = (torch.arange(SHARES) + torch.rand(SHARES)) / SHARES
         shares = (low * (high / low) ** places).tolist()
         found = [self.replay(batch, row, shares) for row in range(len(batch["labels"]))]
-        weights = torch.tensor(shares, device=found[0].divergence.device).square()
-        loss = torch.stack([(one.divergence * weights).mean() for one in found]).mean()
+        weights = torch.tensor(shares, device=labels.device).square()
+        values = torch.cat([(one.values * weights[:, None]).mean(0) for one in found])
+        loss = losses.sample_mean(values, rows, labels)
         evicted = torch.stack([1 - one.kept for one in found]).mean(0)
-        values = {
+        measured = {
             "kl_loss": loss,
             "evicted": self.over_all_layers(losses.global_sum(evicted.mean()) / losses.world_size()),
         }
-        return measured_values(loss, values, evicted=evicted)
+        return measured_values(loss, measured, evicted=evicted)
 
     def replay(self, batch: Batch, row: int, shares: Sequence[float]) -> Replayed:
         """Run the response of a row of a batch under several shares of its context."""
@@ -245,10 +249,9 @@ class ReplayLoss(GatedLoss):
         )
         with torch.no_grad():
             teacher = self.hidden_of(context, tokens[:1], Reply(context, {})).expand_as(hidden)
-        values, rows = self.tokens({"labels": labels}, hidden, teacher)
-        divergence, _ = losses.row_means(values, rows, len(shares))
+        values, _ = self.tokens({"labels": labels}, hidden, teacher)
         by_layer = dict(zip(context.hidden, logits, strict=True))
-        return Replayed(divergence, flags.detach().mean((0, 2, 3)), hidden, labels, by_layer)
+        return Replayed(values.view(len(shares), -1), flags.detach().mean((0, 2, 3)), hidden, labels, by_layer)
 
     def parts_of(self, batch: Batch, row: int) -> tuple[Context, Tensor, Tensor]:
         """Return the context of a row of a batch, and its response: token ids and labels ``[1, R]``."""
@@ -271,11 +274,16 @@ class ReplayLoss(GatedLoss):
 class Replayed(NamedTuple):
     """A response under S shares of its context."""
 
-    divergence: Tensor  # [S], in nats: the mean over the tokens with loss, but for the first, which precedes eviction
+    values: Tensor  # [S, N], the divergence of each token with loss, but for the first, which precedes eviction
     kept: Tensor  # [L], the share of the gated layers' tokens that is kept, the mean over the shares
     hidden: Tensor  # [S, R, d]
     labels: Tensor  # [S, R]
     logits: Mapping[int, Tensor]  # [Hkv, N], of the context, by gated layer
+
+    @property
+    def divergence(self) -> Tensor:
+        """The divergence of the response under each share ``[S]``, in nats per token; 0 without tokens."""
+        return self.values.sum(1) / max(self.values.shape[1], 1)
 
 
 class ReplayValidation(Validation):

@@ -180,3 +180,14 @@ def test_filler_rows_on_the_rank_that_runs_out(make_config, boolq, tokenizer):
     batch = module.collator([filler])
     assert batch["question"].tolist() == [-1] and batch["target"].tolist() == [-1] and batch["choice"].tolist() == [0]
     assert batch["attention_mask"].tolist() == [[True]] and batch["labels"].tolist() == [[-100]]
+
+
+def test_replay_needs_a_second_token_with_loss(make_config, tmp_path, write, tokenizer):
+    for split in ("train", "validation"):
+        write(tmp_path / "own", split, [{"prompt": "Is the river high?", "response": "y"}] * 3)
+    config = make_config(kind="sft", name="own", root=str(tmp_path), batch_size=1)
+    config.loss.replay = True
+    ag.data.build(config, tokenizer, 10_000)  # EOS is the second
+    config.data.eos = False
+    with refuses(DataError, "loss.replay=true", "own", "second token"):
+        ag.data.build(config, tokenizer, 10_000)

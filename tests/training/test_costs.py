@@ -78,3 +78,11 @@ def test_the_cheapest_moves_keep_as_many_tokens():
     hold(float(kept), float(share[0, 0, 0, len(MOVES) // 2]), 0.6 * float(share[0, 0, 0, 0] - share[0, 0, 0, 1]) * 2)
     order = cost[0, ..., 0].flatten().argsort()
     assert bool((moves.flatten()[order].diff() <= 0).all())  # a head that costs more keeps more
+
+
+def test_a_response_of_one_token_costs_nothing(tiny_llama):
+    """It precedes eviction."""
+    model, data, short = tiny_llama().double(), batch(4), batch(1, seed=1)
+    short["labels"][:, CONTEXT + 1 :] = -100
+    offsets = [costs.solve(replay(model).gated_loss, batches, 1)[0] for batches in ([data], [data, short])]
+    assert torch.equal(*offsets) and bool(offsets[0].any())

@@ -130,6 +130,26 @@ def test_each_share_counts_by_its_square(tiny_llama):
     hold(float(loss), wanted, 8 * EPS32 * wanted)
 
 
+def test_the_mean_over_draws_of_tokens_is_the_loss_of_all(tiny_llama, monkeypatch):
+    """Also where a response is one token, which precedes eviction, so that its row does not count."""
+    module, data = replay(tiny_llama().double()), batch(rows=3)
+    data["labels"][1, CONTEXT + 1 :] = -100
+    data["labels"][2, -2:] = -100  # rows of 6 and 4 tokens count the same
+
+    def loss(data):
+        torch.manual_seed(3)  # of the shares
+        return float(module.gated_loss.train(data, 0).loss)
+
+    whole = loss(data)
+    hold(whole, loss({name: x[[0, 2]] for name, x in data.items()}), 4 * EPS32 * whole)
+    module.gated_loss.config.loss.sampled_tokens, each = 1, 2 * RESPONSE - 4
+    drawn = []
+    for place in range(each):
+        monkeypatch.setattr(torch, "randperm", lambda count, place=place: torch.tensor([place]))
+        drawn.append(loss(data))
+    hold(sum(drawn) / each, whole, 4 * each * EPS32 * max(drawn))
+
+
 def test_a_step_trains_gates_towards_what_responses_need(tiny_llama):
     module = replay(tiny_llama().double())
     optimiser = torch.optim.Adam(module.gates.parameters(), 0.02)
@@ -166,6 +186,14 @@ def test_a_context_from_the_folder_has_its_layers_in_order(tiny_llama, tmp_path)
     contexts = module.gated_loss.contexts
     for found in (contexts.read(tokens), contexts.read(tokens)):
         assert [list(part) for part in vars(found).values()] == 3 * [list(range(11))]
+
+
+def test_a_context_of_autocast_is_another_one(tiny_llama, tmp_path):
+    contexts, tokens = replay(tiny_llama(), str(tmp_path)).gated_loss.contexts, batch()["input_ids"][0]
+    exact = contexts.read(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = contexts.read(tokens)
+    assert len(list(tmp_path.iterdir())) == 2 and not torch.equal(exact.hidden[1], mixed.hidden[1])
 
 
 def test_a_damaged_context_and_one_of_another_model_are_read_again(tiny_llama, tmp_path):
