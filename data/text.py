@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STEP = 64  # prompt lengths lie on this grid, so that the rows of a batch have few different lengths
 DOCUMENTS = 64  # per call of the tokenizer
-FORMAT = 6  # raise it when rows are cut in another way, so that earlier caches are not read
+FORMAT = 7  # raise it when rows are cut in another way, so that earlier caches are not read
 NONE = -1  # no prompt, nothing copied, no tokens without loss
 ROW_SETTINGS = (
     *("text_field", "packing", "max_length", "prompt_min", "prompt_max", "continuation"),
@@ -95,10 +95,10 @@ def _kept(rows: TextRows, counts: Counts, *more: object) -> Sequence[Row]:
     identity = {
         "format": FORMAT,
         "source": [data.name, data.subset, rows.source.identity(rows.split), rows.split, rows.start, rows.stop],
-        "tokenizer": [text_to_ids, tokenizer.bos_token, tokenizer.eos_token],
+        "tokenizer": [text_to_ids, tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template],
         "settings": [*(getattr(data, name) for name in ROW_SETTINGS), rows.limit, *more],
     }
-    before, folder = counts.skipped, Path(data.cache).expanduser()
+    before, folder = counts.skipped, Path(data.cache)
 
     def make() -> Iterator[dict[str, Any]]:
         for row in rows:

@@ -1,8 +1,12 @@
 """Tokenised rows that ``datasets`` keeps on disk."""
 
+import hashlib
 import pickle
+from copy import deepcopy
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import ag.data
 from ag.data import text as text_module
@@ -75,7 +79,9 @@ def test_anything_that_changes_the_rows_makes_another_cache(build, bos_tokenizer
     before = made()
     assert len(before) == 2  # training and validation
     changes = ("packing", "packed"), ("train_samples", 3), ("seed", 1), ("context", 59)
-    for name, value in (*changes, ("tokenizer", bos_tokenizer)):
+    spoken = deepcopy(bos_tokenizer)
+    spoken.chat_template = "{{ messages[0]['content'] }}"  # rules of a system prompt are written with it
+    for name, value in (*changes, ("tokenizer", bos_tokenizer), ("tokenizer", spoken)):
         now = made(**{name: value})
         assert now > before, name
         before = now
@@ -101,3 +107,20 @@ def test_what_cannot_be_used_is_named(build, corpus, tmp_path, write):
     with refuses(DataError, f"data.cache={folder}", "delete"):
         build(cache=str(folder))
     assert fresh == contents(build())
+
+
+def test_a_format_names_its_rows(build, corpus, write):
+    """Where rows become others, raise FORMAT, so that caches of the rows before are not read, and change the sums."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE({letter: place for place, letter in enumerate(alphabet)}, []))
+    bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token=alphabet[0])
+    for split in ("train", "validation"):
+        write(corpus / "corpus", split, [{"text": f"{i} " + "The river is high. " * 130 * i} for i in range(1, 5)])
+    sums = {}
+    for packing in ("packed", "split", "repeated", "responses"):
+        module = build(tokenizer=tokenizer, packing=packing, max_length=1500, contexts=[1100], copy_max=200)
+        digest = hashlib.md5(repr(contents(module)[0]).encode(), usedforsecurity=False)
+        sums[packing] = digest.hexdigest()[:8]
+    right = {"packed": "a13e190a", "split": "6c26bdb0", "repeated": "2be29c21", "responses": "33e24a9a"}
+    assert (text_module.FORMAT, sums) == (7, right)
