@@ -55,7 +55,7 @@ class BenchConfig(SharedModel):
     rounds: int = key(5, "measurements of every contestant, which take turns", low=1)
     warmup: int = key(1, "rounds before those that count", low=0)
     seed: int = key(0, "seed of tokens, gates and uneven heads", low=0, high=2**32 - 1)
-    output: str = key("runs/bench", "folder for MODE.json and MODE.md")
+    output: str = key("runs/bench", "folder for MODE.json and MODE.md", holds="output")
 
 
 main = keyed("ag.bench", BenchConfig, "ag.bench.run:run", first="mode")

@@ -54,7 +54,9 @@ class CompareConfig(SharedModel):
     baseline: str = key("full", "the policy that the others are tested against, at its own or the same budget")
     batch_policies: int = key(8, "policies of a task that share the reading of a prompt, if they allow it", low=1)
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
-    output: str | None = key(None, "folder of the results, continued if it has some; null means runs/RECIPE")
+    output: str | None = key(
+        None, "folder of the results, continued if it has some; null means runs/RECIPE", holds="output"
+    )
     cluster: str | None = key(None, CLUSTER)
     logger: list[Literal["wandb"]] = key([], "where the report goes in addition to output")
     wandb: WandbConfig = field(default_factory=WandbConfig)

@@ -37,7 +37,9 @@ class EvaluateConfig(Shared):
     prompt: int | None = key(None, "tokens of each prompt, instead of the run's (plain documents)", low=1)
     continuation: int | None = key(None, "tokens scored after it, instead of the run's (plain documents)", low=1)
     output: str | None = key(
-        None, "FILE.json for the figures; the folder FILE has all else; null means RUN/evaluation.json"
+        None,
+        "FILE.json for the figures; the folder FILE has all else; null means RUN/evaluation.json",
+        holds="output",
     )
     cluster: str | None = key(None, CLUSTER)
 

@@ -36,7 +36,7 @@ class ExplainConfig(SharedModel):
         ["keep", "attention", "errors"],
         "keep: kept tokens; attention: maps of model and gates; errors: errors of attention outputs",
     )
-    output: str = key("runs/explain", "folder of the pictures")
+    output: str = key("runs/explain", "folder of the pictures", holds="output")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,10 +26,12 @@ def check(config: Any) -> None:
         return
     for key in keys(type(config)).values():
         value = operator.attrgetter(key.name)(config)
-        for text in value.values() if key.holds and isinstance(value, dict) else [value] if key.holds and value else ():
+        if not value or key.holds not in ("export", *EXPECTED):
+            continue
+        for text in value.values() if isinstance(value, dict) else [value]:
             if key.holds == "export":
                 said = None if on_hub(text) else absence(here(text))
             else:  # exists(), as a pipe is no file
-                said = None if Path(text).expanduser().exists() else f"{key.name}={text}: {EXPECTED[key.holds]}"
+                said = None if Path(text).exists() else f"{key.name}={text}: {EXPECTED[key.holds]}"
             if said is not None:
                 raise UserError(said)

@@ -43,7 +43,7 @@ class Key:
     high: float | None = None  # the largest value
     words: str = ""  # description of the values if the type is wider; the code that reads them then checks them
     of: str = ""  # for a mapping, the key that lists its entries
-    holds: str = ""  # export, file or folder: what :mod:`ag.config.early` looks for
+    holds: str = ""  # export, file or folder: a path that must exist (ag.config.early); output: any other path
 
     def expected(self) -> str:
         """Return a description of the values that fit."""

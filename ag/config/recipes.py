@@ -16,7 +16,7 @@ T = TypeVar("T")
 RECIPES = Path(__file__).parents[1] / "recipes"
 OWNERS = {"ag.plan": "ag.fit"}  # commands that take the recipes of another one
 MAY_CHANGE_ON_RESUME = re.compile(
-    r"resume|cluster|failures|tflops|output|logger|(wandb|checkpoint|export)\..+|data\.(root|cache|num_workers)"
+    r"resume|init|cluster|failures|tflops|output|logger|(wandb|checkpoint|export)\..+|data\.(root|cache|num_workers)"
     r"|loss\.contexts|trainer\.(accelerator|max_epochs|max_steps|val_every|val_batches|log_every|collapse_batches|progress)"
 )
 
@@ -104,9 +104,9 @@ def build(schema: type[T], values: Mapping[str, Any]) -> T:
     """
     from omegaconf import OmegaConf
 
-    tree = OmegaConf.structured(schema)
+    tree, known = OmegaConf.structured(schema), keys(schema)
     for name, value in values.items():
-        OmegaConf.update(tree, name, value, merge=False)
+        OmegaConf.update(tree, name, _at_home(value) if known[name].holds else value, merge=False)
     missing = sorted(OmegaConf.missing_keys(tree))
     if missing:
         raise ConfigError(f"{missing[0]} has no value: give {missing[0]}=...")
@@ -114,6 +114,13 @@ def build(schema: type[T], values: Mapping[str, Any]) -> T:
         return cast(T, OmegaConf.to_object(tree))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _at_home(value: Any) -> Any:
+    """Replace a leading ``~`` of a path, or of the paths of a mapping, by the user's folder."""
+    if isinstance(value, dict):
+        return {name: _at_home(path) for name, path in value.items()}
+    return os.path.expanduser(value) if value else value
 
 
 def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:

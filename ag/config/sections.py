@@ -120,7 +120,9 @@ class DataConfig:
     )
     solution_min: int = key(200, "shortest solution in tokens (worked; roughly)", low=20)
     solution_max: int = key(400, "longest solution in tokens (worked)", low=60)
-    cache: str | None = key(None, "folder of tokenised rows, shared by later runs and all processes (text)")
+    cache: str | None = key(
+        None, "folder of tokenised rows, shared by later runs and all processes (text)", holds="output"
+    )
     train_samples: int | None = key(None, "use the first N training rows only", low=1)
     val_samples: int | None = key(None, "use the first N validation rows only", low=1)
     batch_size: int = key(4, "rows per device and step", low=1)
@@ -164,7 +166,9 @@ class LossConfig:
         "two shares for each response (with objective=kl and share_high)",
     )
     contexts: str | None = key(
-        None, "folder of the prompts that were read, shared by later runs and all processes; null: until the run ends"
+        None,
+        "folder of the prompts that were read, shared by later runs and all processes; null: until the run ends",
+        holds="output",
     )
 
     @property

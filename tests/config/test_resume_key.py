@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from ag.commands.compare import CompareConfig
+from ag.config.command_line import parse
 from ag.config.recipes import dump
 from tests.support.refused import names
 from tests.support.schemas import fit
@@ -14,13 +16,13 @@ from tests.support.schemas import fit
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "quickstart" / "now"
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump(fit("recipe=quickstart", "loss.alpha=3")))
+    (folder / "config.yaml").write_text(dump(fit("recipe=quickstart", "loss.alpha=3", "init=GONE")))
     return folder
 
 
 def test_resume_takes_everything_from_the_run(run: Path) -> None:
     """But for keys that do not change its result."""
-    config = fit(f"resume={run}", "trainer.max_steps=100", "output=x", "wandb.offline=true")
+    config = fit(f"resume={run}", "trainer.max_steps=100", "output=x", "wandb.offline=true", "init=null")
     assert (config.recipe, config.loss.alpha, config.resume) == ("quickstart", 3.0, str(run))
     assert (config.trainer.max_steps, config.output, config.wandb.offline) == (100, "x", True)
 
@@ -47,3 +49,13 @@ def test_name_of_a_recipe_cannot_leave_the_output_folder(error: Any, tmp_path: P
     path = tmp_path / "sly.yaml"
     path.write_text(f"recipe: '{name}'\n")
     names(error(f"recipe={path}"), f"recipe={name!r}")
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = fit("resume=~/runs/quickstart/now", "output=~/runs")
+    assert (config.resume, config.output) == (str(run), str(tmp_path / "runs"))
+    data = fit("recipe=smollm2_corpus", "data.root=~/rows", "data.cache=~/cache").data
+    assert (data.root, data.cache) == (str(tmp_path / "rows"), str(tmp_path / "cache"))
+    paths = parse(["tasks=[ppl]", "roots.ppl=~/rows", "output=~/runs"], CompareConfig, "ag.compare").config
+    assert (paths.roots, paths.output) == ({"ppl": str(tmp_path / "rows")}, str(tmp_path / "runs"))
