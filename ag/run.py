@@ -139,12 +139,13 @@ def fit(
         return None
     if module.validated_step != trainer.global_step:
         trainer.validate(module, batches, verbose=False)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    metrics, step = {name: float(value) for name, value in trainer.callback_metrics.items()}, trainer.global_step
     gather(module)
     if config.checkpoint.patience and (run_dir / "checkpoints" / "best.ckpt").exists():
-        metrics = load_best(module, run_dir)
+        metrics, step = load_best(module, run_dir)
     if trainer.is_global_zero:
-        write_export(run_dir / "export", module, base, tokenizer, metrics)
+        picture = run_dir / "figures" / f"keep-0-{step:06d}.png"
+        write_export(run_dir / "export", module, base, tokenizer, metrics, picture if picture.exists() else None)
         log_export(trainer.loggers, run_dir / "export", config.recipe, metrics)
         if batches.counts.truncated:
             print(f"{batches.counts.truncated} prompts lost {batches.counts.truncated_tokens} tokens on their left.")
@@ -172,6 +173,12 @@ def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
     gates = AttentionGates(base.config, config.gate)
     if config.init is not None:
         start = AttentionGates.from_pretrained(config.init)
+        if config.train == "gates" and start.adapter is not None and not start.adapter.times_in(base):
+            raise UserError(
+                f"init={config.init}: its gates were trained together with a LoRA adapter, which model.name="
+                f"{config.model.name} lacks: expected the model that the adapter was merged into (export.merge=true "
+                "writes one), or train=gates+lora."
+            )
         try:
             gates.load_state_dict(start.state_dict())
         except RuntimeError:
@@ -271,14 +278,14 @@ def build_trainer(config: Config, run_dir: Path | None, stop_signal: Callable[[]
 
 
 def write_export(
-    folder: Path, module: GatedLM, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, metrics: dict[str, float]
-) -> None:
+    folder: Path, module: GatedLM, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
+    metrics: dict[str, float], picture: Path | None,
+) -> None:  # fmt: skip
     """Write the gates with their adapter, or the adapter of the baseline; with ``export.merge`` a merged model too."""
     adapter = module.model if isinstance(module.model, PeftModel) else None
     measured = {name.removeprefix("val/"): value for name, value in metrics.items() if name.startswith("val/")}
     if "evicted" in measured:
         measured["kept"] = 1 - measured["evicted"]
-    figures = sorted((folder.parent / "figures").glob("keep-0-*.png"))
     if module.gates is not None:
         export.save(
             folder,
@@ -287,7 +294,7 @@ def write_export(
             base_revision=models.base_revision(base),
             adapter=adapter,
             metrics=measured,
-            figure=figures[-1] if figures else None,
+            figure=picture,
             weights=module.config.export.weights,
         )
     elif adapter is not None:
@@ -297,12 +304,12 @@ def write_export(
         export.save_merged(adapter, folder.parent / "merged", tokenizer, folder)
 
 
-def load_best(module: GatedLM, run_dir: Path) -> dict[str, float]:
-    """Load the weights of the best checkpoint into the module; returns the metrics of its step."""
+def load_best(module: GatedLM, run_dir: Path) -> tuple[dict[str, float], int]:
+    """Load the weights of the best checkpoint into the module; returns the metrics of its step, and the step."""
     best = torch.load(run_dir / "checkpoints" / "best.ckpt", map_location="cpu", weights_only=True)
     module.load_state_dict(best["state_dict"], strict=False)
     if module.gates is not None:
         table = best.get("calibration")
         module.gates.calibration = None if table is None else Calibration(**table)
     rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.csv")}
-    return rows[best["global_step"]]
+    return rows[best["global_step"]], best["global_step"]

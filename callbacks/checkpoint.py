@@ -42,12 +42,13 @@ class RunCheckpoint(StepCallback, Checkpoint):
         self._use_step_end = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value so far."""
-        return {"best": self._best}
+        """Return the best value so far, and of what."""
+        return {"best": self._best, "monitor": self._monitor}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best value."""
-        self._best = state_dict["best"]
+        """Restore the best value, unless it is of another metric."""
+        if state_dict.get("monitor", self._monitor) == self._monitor:
+            self._best = state_dict["best"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove half-written files of a killed run."""

@@ -75,8 +75,7 @@ class FiniteGuard(Callback):
         return (
             f"step {trainer.global_step + 1}: {what or 'the loss is not finite on another rank'}. "
             f"The weights were not changed; the last checkpoint is {saved[0] if saved else 'none yet'}. "
-            "Lower optim.gate_lr or optim.lora_lr, or set trainer.precision=32-true, and continue with "
-            f"resume={self._run_dir}."
+            "Start a new run with a lower optim.gate_lr or optim.lora_lr, or with trainer.precision=32-true."
         )
 
 

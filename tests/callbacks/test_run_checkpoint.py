@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ag.callbacks import AtomicCheckpointIO, newest_valid
+from ag.callbacks.checkpoint import RunCheckpoint
 from ag.callbacks.steps import Throughput
 from ag.training.loggers import read_metrics
 from tests.support.tiny_run import Tiny, fit, weights
@@ -39,7 +40,11 @@ def test_newest_k_and_best_stay(tmp_path: Path) -> None:
     best, last = load(tmp_path / "checkpoints/best.ckpt"), load(tmp_path / "checkpoints/step=000006.ckpt")
     assert best["global_step"] == 2 and last["global_step"] == 6
     (state,) = [state for name, state in last["callbacks"].items() if "RunCheckpoint" in name]
-    assert state == {"best": 0.5}
+    assert state == {"best": 0.5, "monitor": "val/loss"}
+    for monitor, best_before in {"val/loss": 0.5, "val/perplexity": math.inf}.items():  # that of another metric is none
+        resumed = RunCheckpoint(tmp_path, 0, 1, monitor)
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == {"best": best_before, "monitor": monitor}
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -16,7 +16,8 @@ from transformers import (
 )
 
 import ag
-from ag.config import LoraConfig
+from ag import run
+from ag.config import Config, LoraConfig
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.export import ExportError
@@ -197,3 +198,12 @@ def test_what_cannot_be_exported_is_told_before(tmp_path: Path) -> None:
     export.check(gates, adapter)
     with refuses(ExportError, "export.merge=false", "model.quantization=none"):
         export.check(gates, adapter, merge=True)
+
+
+def test_gates_alone_do_not_start_from_those_of_an_adapter_that_the_model_lacks(folder):
+    gate = AttentionGates.from_pretrained(folder / "export").config
+    config = Config(train="gates", gate=gate, init=str(folder / "export"))
+    with refuses(UserError, f"init={folder / 'export'}", "LoRA", "train=gates+lora"):
+        run.make_gates(load(folder / "base"), config)
+    made = run.make_gates(load(folder / "merged"), config)
+    assert all(map(torch.equal, made.parameters(), AttentionGates.from_pretrained(folder / "export").parameters()))

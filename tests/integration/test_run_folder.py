@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 import torch
@@ -219,7 +220,15 @@ def test_gradient_checkpointing_changes_no_number(recipe: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_early_stopping_exports_the_best_weights_with_their_metrics(recipe: Path, tmp_path: Path) -> None:
+def test_early_stopping_exports_the_best_weights_with_their_metrics(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(figures: Any, trainer: Any, module: Any) -> None:
+        path = figures._run_dir / "figures" / f"keep-0-{trainer.global_step:06d}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(str(trainer.global_step))
+
+    monkeypatch.setattr(Figures, "on_validation_end", draw)
     # rates that make it worse from the second validation on
     overrides = ["train=gates+lora", "optim.lora_lr=0.3", "optim.schedule=constant", "checkpoint.patience=2"]
     run = train(recipe, tmp_path, *overrides, "trainer.max_steps=40", "trainer.val_every=1")
@@ -233,6 +242,7 @@ def test_early_stopping_exports_the_best_weights_with_their_metrics(recipe: Path
     info = json.loads((run / "export" / "gate_config.json").read_text())
     assert info["metrics"]["loss"] == min(losses)
     assert info["calibration"] == state["calibration"]
+    assert (run / "export" / "figure.png").read_text() == str(best)
 
 
 @pytest.mark.slow
