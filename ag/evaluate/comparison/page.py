@@ -17,6 +17,7 @@ from ag.evaluate.comparison.charts import FILES, legend_mark, svg
 from ag.evaluate.comparison.result import APART, Comparison, Result, apart, at_budget, held, may_pair, percent
 from ag.evaluate.comparison.statistics import SIGNIFICANT, sign_flips
 from ag.evaluate.comparison.verdict import headlines, verdicts
+from ag.evaluate.inside import View
 
 
 def render(comparison: Comparison) -> str:
@@ -64,13 +65,21 @@ def _legend(comparison: Comparison, label: str) -> str:
 
 def viewer(comparison: Comparison) -> dict[str, Any]:
     """Return the data of the viewer: prompts as pieces of text, and for each policy the kept tokens as bits."""
-    prompts: dict[tuple[str, str], dict[str, Any]] = {}
+    prompts = []
+    for (task, sample, tokens), views in _viewed(comparison).items():
+        policies = [{"name": x.name, "evicts": x.evicts, "kept": view.to_json()["kept"]} for x, view in views]
+        pieces = views[0][1].pieces
+        prompts.append({"name": f"{task}: {sample} ({tokens} tokens)", "pieces": pieces, "policies": policies})
+    return {"prompts": prompts}
+
+
+def _viewed(comparison: Comparison) -> dict[tuple[str, str, int], list[tuple[Result, View]]]:
+    """Return the views with their results by task, sample and tokens: commands may view more or fewer of a sample."""
+    found: dict[tuple[str, str, int], list[tuple[Result, View]]] = {}
     for result in comparison.results:
         for view in result.views:
-            key = result.summary.task, view.sample
-            prompt = prompts.setdefault(key, {"name": f"{key[0]}: {key[1]}", "pieces": view.pieces, "policies": []})
-            prompt["policies"].append({"name": result.name, "evicts": result.evicts, "kept": view.to_json()["kept"]})
-    return {"prompts": list(prompts.values())}
+            found.setdefault((result.summary.task, view.sample, len(view.pieces)), []).append((result, view))
+    return found
 
 
 def embedded(value: Any) -> Markup:
@@ -82,10 +91,15 @@ def embedded(value: Any) -> Markup:
 
 
 def layers(comparison: Comparison) -> list[tuple[str, NDArray[np.float64]]]:
-    """Return the kept share of the viewed prompts by layer, `[L]`, of each policy that evicts."""
+    """Return the kept share of the viewed prompts by layer, `[L]`, of each policy that evicts.
+
+    Where a prompt was viewed at several lengths, the longest counts alone.
+    """
+    longest = {(task, sample): tokens for task, sample, tokens in sorted(_viewed(comparison))}
     found = []
     for name, results in comparison.named.items():
-        views = [view for one in results if one.evicts for view in one.views]
+        evicting = [(one.summary.task, view) for one in results if one.evicts for view in one.views]
+        views = [view for task, view in evicting if len(view.pieces) == longest[task, view.sample]]
         if views:
             kept = sum(view.kept.sum((1, 2)) for view in views) / sum(view.kept[0].size for view in views)
             found.append((f"{name} ({percent(float(kept.mean()))})", kept))

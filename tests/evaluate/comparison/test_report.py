@@ -238,6 +238,20 @@ def test_layers_by_hand():
     assert shares.tolist() == [6 / 12, 1]
 
 
+def test_views_of_several_lengths_are_texts_of_their_own():
+    """As of a folder that was continued with another ``view_tokens``; layers are those of the longest."""
+    long = View("0", list("abcd"), np.array([[[1, 0, 0, 1]]], dtype=bool))
+    short = View("0", list("ab"), np.array([[[1, 1]]], dtype=bool))
+    seen = [("full", None, long), ("h2o", 0.5, long), ("tova", 0.5, short)]
+    comparison = Comparison(Path(), "full", [result(*one, "a", [1.0], views=[view]) for *one, view in seen])
+    prompts = viewer(comparison)["prompts"]
+    assert [(one["name"], one["pieces"], [policy["name"] for policy in one["policies"]]) for one in prompts] == [
+        ("a: 0 (4 tokens)", list("abcd"), ["full", "h2o 0.5"]),
+        ("a: 0 (2 tokens)", list("ab"), ["tova 0.5"]),
+    ]
+    assert [(name, shares.tolist()) for name, shares in layers(comparison)] == [("h2o 0.5 (50 %)", [0.5])]
+
+
 @pytest.mark.slow
 def test_views_are_what_a_cache_keeps(compared, tiny_folder):
     from ag.config import ModelConfig
