@@ -137,9 +137,14 @@ def _read_prompt(config: GenerateConfig) -> str | Chat:
     return text
 
 
+def _text(config: SharedPolicy) -> str:
+    """Return the policy of a command as text."""
+    return config.policy or ("gates" if config.gates else "full")
+
+
 def read_policy(config: SharedPolicy) -> Policy:
     """Return the policy of a command; this raises for unknown names and bad budgets before a model is loaded."""
-    spec = PolicySpec.parse(config.policy or ("gates" if config.gates else "full"))
+    spec = PolicySpec.parse(_text(config))
     if config.gates and spec.path and Path(config.gates) != Path(spec.path):
         raise UserError(f"gates={config.gates} and policy={spec} name two exports; leave gates= out.")
     held = {} if config.kv_dtype == "float" else {"kv_dtype": config.kv_dtype}
@@ -160,9 +165,9 @@ def _spans(config: GenerateConfig) -> list[tuple[int, int]]:
 
 def _policies(config: GenerateConfig) -> dict[str, Policy]:
     """Return the policies by name."""
-    chosen = read_policy(config)
-    found = {next(iter(named([config.policy or "gates"]))): chosen} if chosen.spec.evicts else {}
-    return found | ({"full cache": policy("full")} if config.compare or not found else {})
+    chosen, full = read_policy(config), policy("full")
+    name = "full cache" if chosen == full else next(iter(named([_text(config)])))
+    return {name: chosen} | ({"full cache": full} if config.compare else {})
 
 
 def load(config: SharedPolicy, gates: str | None) -> tuple[Model, PreTrainedTokenizerBase]:

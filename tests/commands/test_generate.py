@@ -98,6 +98,15 @@ def test_compare_adds_the_text_of_transformers_own_cache(folder, tiny_llama, tin
     assert (name, alone.text) == ("full cache", both["full cache"].text)
 
 
+def test_a_full_cache_has_its_options(folder):
+    given = {"gates": None, "model": str(folder / "base"), "policy": "full"}
+    coded = generate(config(folder, **given, kv_dtype="int8", compare=True))
+    assert [one.report.policy for one in coded.values()] == ["ag.policy('full', kv_dtype='int8')", "ag.policy('full')"]
+    assert [*coded] == ["full", "full cache"] and coded["full"].kv_bytes < 0.5 * coded["full cache"].kv_bytes
+    [slots] = generate(config(folder, **given, options={"positions": "slot"})).values()
+    assert slots.report.policy == "ag.policy('full', positions='slot')"
+
+
 @pytest.mark.slow
 def test_adapter_of_the_export_takes_part(folder, tiny_llama, tiny_tokenizer, tmp_path):
     adapted = models.add_lora(tiny_llama(), LoraConfig())
