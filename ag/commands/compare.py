@@ -83,6 +83,11 @@ class CompareConfig(SharedModel):
         return dict(zip(self.policies, self.specs, strict=True))
 
     @property
+    def held(self) -> list[KVDtype]:
+        """The forms of keys and values, float first: the first full cache is the one that others are compared with."""
+        return sorted(self.kv_dtypes, key=lambda form: form != "float")
+
+    @property
     def base(self) -> ModelConfig:
         """The model of every policy, without the adapter."""
         return ModelConfig(

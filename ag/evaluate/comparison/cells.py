@@ -132,7 +132,7 @@ def list_cells(config: CompareConfig) -> list[Cell]:
             raise UserError(f"policy_options.{name}: policies= does not list {name!r}{listed}.")
     policies = [
         (stored(name, held), one)
-        for held in config.kv_dtypes
+        for held in config.held
         for name, spec in specs.items()
         for one in _policies(name, spec, named_options.get(name, {}), budgets, held, config)
     ]

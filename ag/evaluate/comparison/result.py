@@ -107,7 +107,7 @@ class Comparison:
             results.append(Result(summary, outcomes, views, cell.policy.spec))
         shown = {cell.key for cell in cells}
         hidden = [f"{one.summary.task}: {one.summary.name}" for key, one in found.items() if key not in shown]
-        held = min(config.kv_dtypes, key=lambda held: held != "float", default="float")  # float where it is among them
+        held = next(iter(config.held), "float")
         return cls.tested(folder, stored(config.called.get(config.baseline, config.baseline), held), results, hidden)
 
     @classmethod

@@ -110,7 +110,8 @@ def test_codes_alone_are_compared_with_a_full_cache_of_codes(config, quiet):
     full, tova = compare(given, quiet).results
     assert tova.paired.difference == pytest.approx(tova.summary.mean - full.summary.mean) and full.paired is None
     given.kv_dtypes = ["int8", "float"]
-    assert compare(given, quiet).baseline == "full"
+    both = compare(given, quiet)
+    assert (both.baseline, both.labels) == ("full", ["full", "full int8", "tova", "tova int8"])
 
 
 def test_rows_count_the_samples_that_protect_more_than_the_budget(config, quiet, capsys):
