@@ -16,7 +16,9 @@ class ExplainConfig(SharedModel):
 
     revision: str | None = key(None, "git revision of a hub model")
     gates: str | None = key(
-        None, "export whose gates join the policies under the name gates, and decide as flags", holds="export"
+        None,
+        "export whose gates join the policies under the name gates, ranked under the budget; as flags if that is null",
+        holds="export",
     )
     adapter: bool = key(
         True, "apply the export's LoRA adapter to the model; false if it is merged into the model already"
