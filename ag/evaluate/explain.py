@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -90,8 +91,7 @@ def draw(
     policies = [one.with_tokenizer(tokenizer) for one in plan.values()]
     views = dict(zip(plan, record(model, tokenizer, policies, prompts, config.tokens), strict=True))
     if "keep" in config.pictures:
-        for name, mine in views.items():
-            file = re.sub(r"[^\w+@-]+", "_", name)
+        for file, mine in zip(_file_names(views), views.values(), strict=True):
             for number, view in enumerate(mine):
                 yield f"keep-{file}-{number}", keep_pattern(view.kept, view.pieces)
     readings = [Reading(model, one.prompt) for one in samples]
@@ -111,6 +111,16 @@ def draw(
             errors[name] = torch.stack(found).mean(0).cpu().numpy()
             kept[name] = sum(float(view.kept.mean()) for view in mine) / len(mine)
         yield "errors", errors_by_layer(errors, kept, plan)
+
+
+def _file_names(names: Iterable[str]) -> list[str]:
+    """Return a name for files for each name of a policy; those that would coincide are numbered."""
+    found: list[str] = []
+    for name in names:
+        plain = re.sub(r"[^\w.+@-]+", "_", name)
+        numbered = (f"{plain}_{number}" for number in itertools.count(2))
+        found.append(next(one for one in itertools.chain([plain], numbered) if one not in found))
+    return found
 
 
 def attention_maps(layers: Sequence[int], gates: AttentionGates, reading: Reading, view: View) -> Figure:

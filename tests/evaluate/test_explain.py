@@ -77,6 +77,13 @@ def test_gates_without_attention_leave_out_one_picture(words, gates, tmp_path, c
     names(capsys.readouterr().err, "layer 0 has no gate; expected some of [1, 2]")
 
 
+def test_policies_have_pictures_of_their_own(words, tmp_path):
+    """Labels differ in a dot alone, or are what a path becomes in the name of a file."""
+    assert main([*words, *PPL, "policies=[a.b=h2o,a_b=tova]", "pictures=[keep]"]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"keep-a.b-0.png", "keep-a_b-0.png"}
+    assert explain._file_names(["flags_a_b", "flags:a/b", "flags:…/a/b"]) == [f"flags_a_b{n}" for n in ("", "_2", "_3")]
+
+
 def test_each_curve_says_what_was_kept(words, gates, tiny_folder, tiny_llama, tiny_tokenizer, tmp_path, monkeypatch):
     """Gates rank under the budget as the others do, and flags hold what a cache of their own holds."""
     figures, original = [], explain.errors_by_layer
