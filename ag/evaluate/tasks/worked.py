@@ -20,6 +20,7 @@ from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import require
 from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Samples, Task, Whole
 from ag.evaluate.tasks.follow import end_tokens, greedy_batch
+from ag.evaluate.tasks.questions import FLOOR
 
 SPARE = 16  # tokens by which a solution may be longer than the right one
 
@@ -60,6 +61,10 @@ class Worked(Task):
         """Return the options, and the version of reasoning-gym if its problems are used."""
         package = {PACKAGE: package_version()} if self.kind == "chain_sum" else {}
         return super().identity() | package
+
+    def floor(self, samples: Samples) -> float | None:
+        """Return 0.1; see :meth:`ag.evaluate.tasks.Task.floor`."""
+        return FLOOR
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Generate the problems; see :meth:`ag.evaluate.tasks.Task.read`."""

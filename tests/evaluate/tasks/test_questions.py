@@ -84,7 +84,8 @@ def test_blanks_before_an_answer(tiny_tokenizer):
 
 
 def test_floors(root, tiny_tokenizer):
-    assert [make(name).floor([]) for name in ("needle_single", "instructions_4", "ppl")] == [0.1, 0.5, None]
+    floors = {"needle_single": 0.1, "worked": 0.1, "instructions_4": 0.5, "ppl": None}
+    assert {name: make(name).floor([]) for name in floors} == floors
     task = make("boolq", root)
     assert task.floor(task.load(tiny_tokenizer, None, 512).samples) == 0.5 and task.floor([]) is None
 
