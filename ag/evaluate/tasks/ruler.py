@@ -216,10 +216,14 @@ class Needles(Haystack):
     unit: ClassVar[str] = "haystacks"
 
     def __post_init__(self) -> None:
-        """Check the keys."""
-        most = len(NOUNS) if self.key == "noun" else 10_000
+        """Check that there are enough keys and values to draw different ones."""
+        # other needles have a key that none of these have
+        most = len(NOUNS) - (self.haystack == "needles") if self.key == "noun" else 10_000
         require(self, "keys", self.keys <= most, f"1 to {most}")
         require(self, "queries", self.queries <= self.keys, f"1 to keys={self.keys}")
+        drawn, numbers = self.keys * self.values, 9 * 10 ** (self.digits - 1)
+        enough = f"enough for keys * values = {drawn} different numbers, and not {numbers}: give more digits"
+        require(self, "digits", self.value == "uuid" or drawn <= numbers, enough)
 
     def cells(self) -> Iterator[tuple[int, float | None]]:
         """Return each (length, depth)."""

@@ -31,6 +31,8 @@ def test_names_and_groups():
         ("needle_single", {"depths": [0.5, 2]}, ("depths=[0.5, 2]", "less than or equal to 1")),
         ("needle_variables", {"lengths": []}, ("lengths=[]", "at least 1 item")),
         ("needle_multikey", {"keys": 1000}, ("keys=1000", "1 to 240")),
+        ("niah_multikey_2", {"keys": 240, "key": "noun"}, ("keys=240", "1 to 239")),
+        ("needle_multivalue", {"values": 901, "digits": 3}, ("digits=3", "keys * values = 901", "900")),
         ("niah_multiquery", {"queries": 5}, ("queries=5", "1 to keys=4")),
         ("niah_single_1", {"haystack": "essay"}, ("haystack='essay'", "'noise', 'text' or 'needles'")),
         ("turns", {"question": "before"}, ("question='before'", "'after'")),
