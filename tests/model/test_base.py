@@ -15,7 +15,7 @@ from ag.model import base as models
 from ag.models import main
 from ag.wheels import SMOLLM2, Source
 from tests.support.bounds import near, right
-from tests.support.refused import refuses
+from tests.support.refused import names, refuses
 from tests.support.shapes import shaped
 
 
@@ -228,3 +228,16 @@ def test_the_command_prints_the_folder_or_one_line(folder: Path, capsys: pytest.
     output = capsys.readouterr()
     (line,) = output.err.splitlines()
     assert output.out == "" and line.startswith("ag.models: error: model.name='./none' ")
+
+
+def test_the_command_fetches_a_model_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models, "snapshot_download", lambda repository, **_: f"/cache/{repository}")
+    assert main(["owner/model"]) == 0
+    assert capsys.readouterr().out == "/cache/owner/model\n"
+    monkeypatch.undo()  # the tests have no hub
+    assert main(["owner/model"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    names(output.err, "ag.models: error: model.name='owner/model'", "connection", "local folder")
