@@ -10,7 +10,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
@@ -158,11 +158,12 @@ class BlockPool:
         """Blocks that no row refers to; a pool that grows can make more."""
         return self.capacity - self.num_used
 
-    def has(self, count: int) -> bool:
-        """Return whether ``count`` blocks are free; spare ones are released until they are."""
+    def has(self, needed: Callable[[], int]) -> bool:
+        """Return whether as many blocks are free; spare ones are released until they are, which may change the need."""
+        count = needed()
         for spare in [*self.spares] if self.fixed else []:
             while self.free < count and spare.drop():
-                pass
+                count = needed()
         return not self.fixed or self.free >= count
 
     def allocate(self, count: int) -> Tensor:
@@ -171,7 +172,7 @@ class BlockPool:
         Raises ``PoolFullError``, and changes nothing, when the pool cannot have them.
         """
         self._collect()
-        self.has(count)
+        self.has(lambda: count)
         found = torch.empty(0, dtype=torch.long)
         if count and self._holes:
             found = (self._references[: self._used_below] == 0).nonzero()[:count, 0]

@@ -49,6 +49,7 @@ def _state_of_layer(store: KVStore, part: Layer) -> dict[str, Any]:
         "lookback": part.observation_window.state_dict(),
         "gate_memory": part.gate_memory.state_dict(),
         "window": part.window,
+        "chunk": part.chunk,
         "seconds": part.watch.seconds,
     }
 
@@ -101,8 +102,10 @@ def _restore_layer(cache: Forward, part: Layer, said: Mapping[str, Any]) -> None
     store.put_records(part.index, said["records"])
     part.observation_window.load_state_dict(said["lookback"])
     part.gate_memory.load_state_dict(said["gate_memory"])
-    _require("window", said["window"] is None or type(said["window"]) is int)
-    part.window, part.watch, part.open_to = said["window"], Stopwatch(float(said["seconds"])), slots
+    for name in ("window", "chunk"):
+        _require(name, said[name] is None or type(said[name]) is int)
+    part.window, part.chunk = said["window"], said["chunk"]
+    part.watch, part.open_to = Stopwatch(float(said["seconds"])), slots
 
 
 def _state_of_sequences(sequences: SequenceState) -> dict[str, Any]:

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import ag
 from ag.engine.scorers.expected_attention import ExpectedAttention
 from ag.evaluate.inside import Reading
 from tests.support.attention_by_hand import Scene, agree, rotation
-from tests.support.batches import read
+from tests.support.batches import padded, read, row
 from tests.support.shapes import shaped
 
 EPS = torch.finfo(torch.float32).eps
@@ -89,3 +90,19 @@ def test_what_stays_of_the_global_layers_of_gemma_3():
             order = score.sort(descending=True)
             assert order.values[19] - order.values[20] > 1e-5 * order.values[19]  # rounding decides nothing
             assert cache.kept_positions(layer)[0][g].tolist() == sorted(order.indices[:20].tolist())
+
+
+def test_blocks_keep_the_same_in_chunks_and_in_a_batch(tiny_llama):
+    """Statistics behind a first decision do not depend on how a prompt is cut."""
+    model = tiny_llama()
+
+    def kept(rows, chunk=None):
+        """What stays of the last row."""
+        cache = ag.EvictionCache(model, "expected_attention", 12, "blocks:8", window=4, future=4)
+        model.generate(**padded(rows), past_key_values=cache, max_new_tokens=1, prefill_chunk_size=chunk)
+        return [[heads.tolist() for heads in cache.kept_positions(layer)[-1]] for layer in range(3)]
+
+    alone = kept([row(33, 2)])
+    for chunk in (5, 8, None):
+        for rows in ([row(33, 2)], [row(40, 1), row(33, 2)]):
+            assert kept(rows, chunk) == alone

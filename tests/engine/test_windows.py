@@ -1,6 +1,7 @@
 """Sliding windows: what no later query sees leaves memory under every policy, and counts for nothing before."""
 
 import copy
+from contextlib import suppress
 
 import pytest
 import torch
@@ -109,3 +110,21 @@ def test_a_draft_goes_from_a_row_that_an_eviction_of_another_one_changed(tiny_mi
         cropped += 1
         go_on(cache, row(2, number)[:, None])
     assert cropped > 30
+
+
+def test_newest_tokens_go_from_a_loaded_cache(tiny_mistral, tmp_path):
+    """Where removed tokens have left their slots to newer ones, the last slots do not hold the newest ones."""
+    model, moved = tiny_mistral(sliding_window=40), 0
+    cache, ids = ag.EvictionCache(model, "full"), text(400)
+    for end in range(30, 400, 30):
+        with torch.no_grad():
+            model(ids[:, end - 30 : end], past_key_values=cache)
+        cache.save(tmp_path / "c")
+        loaded, whole = ag.EvictionCache.load(tmp_path / "c", model), copy.deepcopy(cache)
+        held = [rank for rank in cache.kept_positions(0)[0][0].tolist() if rank < end - 20]
+        with suppress(UserError):  # what the window of the token before has lost cannot come back
+            whole.crop(-20)
+            loaded.crop(-20)
+            assert columns(loaded) == columns(whole) and columns(loaded)[0][0][0] == held
+            moved += len(held) < end - 20
+    assert moved > 3

@@ -296,6 +296,17 @@ def test_counts_of_llama4_behind_the_border_of_a_chunk():
         assert all(torch.equal(store.held, store.lengths.cpu()) for store in cache.stores)
 
 
+@torch.no_grad()
+def test_a_loaded_cache_of_llama4_counts_as_the_saved_one(tmp_path):
+    """Where a chunk has just ended, no later query sees its tokens."""
+    model = tiny("llama4_text", attention_chunk_size=12)
+    cache = EvictionCache(model, "full")
+    model(rows()[0][None, :24], past_key_values=cache)
+    cache.save(tmp_path / "c")
+    loaded = EvictionCache.load(tmp_path / "c", model)
+    assert loaded.kept_share() == cache.kept_share() == 0.5 and str(loaded.report()) == str(cache.report())
+
+
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
 @torch.no_grad()
 def test_shared_keys_are_read_before_they_go(name):

@@ -74,7 +74,7 @@ def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_gemma3, tiny_t
     assert seen.counts.reused >= 9 * 64 + 2 * 32 if held else seen.counts.reused == 0
     assert seen.prefixes >= 3 if held else seen.prefixes == 0
     assert pool.capacity - pool.free == seen.prefix_blocks and bool(seen.prefix_blocks) == held
-    assert pool.has(pool.capacity)
+    assert pool.has(lambda: pool.capacity)
 
 
 @pytest.mark.parametrize("name", ["h2o, every", "flags"])
@@ -131,3 +131,16 @@ def test_what_texts_have_in_common(tiny_llama):
     assert found.common(torch.arange(60)) == 0  # not worth it
     assert found.find(first) is None and not found.drop()
     assert not pool.spares  # other threads make such caches, while the pool reads its spares
+
+
+def test_a_prompt_that_needs_its_prefix_s_blocks_for_itself(tiny_llama, tiny_tokenizer):
+    """In a pool without room for copies of them the prefix goes, and then nothing has to be copied."""
+    model, draw = model_of("snapkv", None, tiny_llama), random.Random(2)
+    pool = ag.Pool(model, 100 * ag.Pool(model, 2**14).block_nbytes())  # 25 blocks for each of 4 layers and heads
+    scheduler, prompt = Scheduler(model, tiny_tokenizer, ag.policy("snapkv", 24, window=8), pool), text(draw, 220)
+    for _ in range(4):
+        request = Request(tokens=prompt, max_tokens=4)
+        [stream] = scheduler.submit(request)
+        finish(scheduler)
+        assert read(stream) == alone(model, scheduler.policy, request)
+        prompt = prompt + text(draw, 20)

@@ -22,8 +22,8 @@ class ExpectedAttention(Scorer):
     """``(mean_g softmax_p E[exp(q k_p)] + eps) ||v_p||`` for future queries ``q`` of a Gaussian.
 
     Mean and covariance of the queries are taken before their rotation, by query head, over the prompt's queries behind
-    the sinks, in whatever parts it comes; behind the first decision (in blocks, and while decoding) over the new ones
-    and as many as ``window`` before them. Both are then turned by the mean of the rotations to the next ``future``
+    the sinks, in whatever parts it comes; behind the first decision (in blocks, and while decoding) over the last
+    ``window`` ones. Both are then turned by the mean of the rotations to the next ``future``
     places. The logarithm of the expectation is
     ``z_p = s k mu' + s^2/2 k Sigma' k``, and the softmax runs over the keys behind the sinks.
 
@@ -94,7 +94,7 @@ class ExpectedAttention(Scorer):
         if seen.decoding:
             seen.sums.clear()
             return
-        new = _moments(seen, seen.new, self.sinks)
+        new = _moments(seen, seen.new, torch.full_like(seen.lengths, self.sinks))
         sums, due = seen.sums, torch.zeros_like(new.number, dtype=torch.bool)
         if sums:
             new = _together(Moments(*(sums[name] for name in Moments._fields)), new)
@@ -105,7 +105,8 @@ class ExpectedAttention(Scorer):
 
     def _statistics(self, seen: AttentionStats) -> tuple[Tensor, Tensor]:
         """Return mean ``[B, H, D]`` and covariance ``[B, H, D, D]`` of the queries without their rotation."""
-        found = _moments(seen, seen.q.shape[2], self.sinks)
+        last = self.window if seen.sums or seen.decoding else seen.longest
+        found = _moments(seen, seen.q.shape[2], (seen.lengths - last).clamp_min(self.sinks))
         if seen.sums and not seen.decoding:  # all of the prompt up to its first decision
             past = seen.sums["past"]  # [B, 1]
             whole = (seen.sums[name] for name in Moments._fields)
@@ -129,10 +130,10 @@ class Moments(NamedTuple):
     products: Tensor  # [B, H, D, D], of their differences to the mean
 
 
-def _moments(seen: AttentionStats, last: int, sinks: int) -> Moments:
-    """Sum up the ``last`` newest queries that are shown, without those of the first tokens of each sequence."""
+def _moments(seen: AttentionStats, last: int, first: Tensor) -> Moments:
+    """Sum up those of the ``last`` newest columns of queries that have ranks from ``first`` ``[B]`` on."""
     ranks = seen.query_ranks[:, -last:]
-    counted = (seen.query_valid[:, -last:] & (ranks >= sinks))[:, None, :, None]
+    counted = (seen.query_valid[:, -last:] & (ranks >= first[:, None]))[:, None, :, None]
     # A place further on, for all queries of a sequence, turns the statistics and the future places alike.
     q = seen.turn(seen.q[:, :, -last:].float(), -ranks[:, None]).masked_fill(~counted, 0.0)
     number = counted.sum((1, 2))
