@@ -160,7 +160,7 @@ def _chats(
         given = len(system) + len(row[form.columns[0]]) if len(form.columns) > 1 else 0
         try:
             messages = [_message(one, place) for name in form.columns for one in row[name]]
-            chat = Chat(system + messages, _without_filled(variables(row)))
+            chat = Chat(system + messages, variables(_without_filled(row)))
             taught = _taught(chat, given, place)
             ids, loss = assistant_tokens(tokenizer, chat, taught)
         except RecursionError as error:

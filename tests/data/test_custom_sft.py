@@ -196,6 +196,10 @@ def test_tools_and_options_of_the_template(module, tokenizer):
     row = example("messages")[0] | {"tools": [{"name": "rain"}], "chat_template_kwargs": {"mood": "!"}}
     [(prompt, _)] = answered(module([row] * 2, template), tokenizer)
     assert prompt.startswith("rain!|[user]")
+    tools = [{"name": "rain", "unit": None}]
+    for written, told in ((tools, '[{"name": "rain"}]'), (json.dumps(tools), json.dumps(tools))):
+        [(prompt, _)] = answered(module([row | {"tools": written}] * 2, "{{ tools | tojson }}|" + PLAIN), tokenizer)
+        assert prompt.startswith(f"{told}|[user]")
     with refuses(DataError, "row 2", "tools", "chat_template_kwargs"):
         module([row, row | {"tools": "{rain"}], template)
 
