@@ -12,7 +12,7 @@ from typing import Any
 
 from ag.commands.serve import ServeConfig
 from ag.engine.cache import EvictionCache
-from ag.engine.policy import Policy, policy
+from ag.engine.policy import ENGINE, Policy, policy
 from ag.engine.spec import PolicySpec
 from ag.errors import UserError
 from ag.model.chat import Chat, reads, spans
@@ -138,7 +138,7 @@ class Prompts:
                 replace(spec, path=None),
                 budget if budget is not None or not evicts else own.budget,
                 own.schedule if evicts else "prefill",
-                **(own.options if same and evicts else {}),
+                **{name: value for name, value in own.options.items() if name in ENGINE or (same and evicts)},
             )
             if made.by_gates and own.gates is not None:
                 made = replace(made, gates=own.gates, spec=replace(spec, path=own.spec.path)).trained_with(own.gates)

@@ -176,6 +176,22 @@ def test_a_request_has_a_policy_of_its_own(tiny, served):
     assert "ag" not in served[1].post("/v1/chat/completions", json={**chat, "ag": None}).json()
 
 
+def test_a_policy_of_a_request_has_the_positions_of_the_server(tiny):
+    """Hyper-parameters only if it has the scorer of the server."""
+    fields = {"model": "tiny", "prompt": "abc def " * 20, "temperature": 0, "max_tokens": 24, "return_token_ids": True}
+    request = Request(tokens=TOKENIZER(fields["prompt"])["input_ids"], max_tokens=24)
+    rest = {"schedule": "every", "positions": "slot"}
+    scheduler = Scheduler(tiny, TOKENIZER, ag.policy("h2o", 0.5, recent=2, **rest), ag.Pool(tiny, 2**22))
+    with asked(scheduler) as (_, http, _):
+        for own, policy in (
+            ({"policy": "snapkv", "budget": 0.25}, ag.policy("snapkv", 0.25, **rest)),
+            ({"policy": "h2o", "budget": 0.25}, ag.policy("h2o", 0.25, recent=2, **rest)),
+            ({"policy": "full"}, ag.policy("full", positions="slot")),
+        ):
+            answer = http.post("/v1/completions", json=fields | {"ag": own}).json()
+            assert answer["choices"][0]["token_ids"] == alone(tiny, policy, request)
+
+
 @pytest.mark.parametrize(
     ("own", "param", "word"),
     [
