@@ -47,6 +47,11 @@ class Run:
         output = getattr(self.config, "output", None)
         return Path(output) if output else None
 
+    @property
+    def dry(self) -> bool:
+        """Whether it is a dry run, which writes nothing that a later run reads."""
+        return "--dry-run" in self.command
+
     def start(self, **arguments: Any) -> subprocess.Popen[bytes]:
         """Start its process, from its last checkpoint if it has one; ``arguments`` are those of Popen."""
         return subprocess.Popen((*self.command, *_begun(self)), env=os.environ | {"AG_RUN": self.name}, **arguments)
@@ -132,7 +137,7 @@ def _on_cluster(runs: Sequence[Run], address: str, folder: Path) -> Iterator[End
     """Run what is not done yet on the machines of a cluster, which share the run folders and ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / "done.txt"
-    there = set(done.read_text().split()) if done.exists() else set()
+    there = set(done.read_text().split()) if done.exists() and not runs[0].dry else set()
     todo = [run for run in runs if str(run.index) not in there]
     print(f"{len(todo)} of {len(runs)} runs; what they print is in {folder}", flush=True)
     if not todo:
@@ -142,7 +147,7 @@ def _on_cluster(runs: Sequence[Run], address: str, folder: Path) -> Iterator[End
             if isinstance(ended, cluster.Lost):
                 print(f"run {run.index + 1}: {ended.times} machines died at it: {ended.why}")
                 ended = Ended(run, 1, 0.0)
-            if ended.code == 0:
+            if ended.code == 0 and not run.dry:
                 with done.open("a") as file:
                     file.write(f"{run.index}\n")
             print(f"[{run.index + 1}/{len(runs)}] exit {ended.code}, {ended.seconds:.0f} s", flush=True)
@@ -198,7 +203,7 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 def _begun(run: Run) -> list[str]:
     """Return the arguments that resume a run; a run folder without a checkpoint is renamed, and the run starts anew."""
     folder = run.folder
-    if folder is None or not hasattr(run.config, "resume") or run.config.resume:  # part of its command
+    if run.dry or folder is None or not hasattr(run.config, "resume") or run.config.resume:  # part of its command
         return []
     if any((folder / "checkpoints").glob("step=*.ckpt")):
         return [f"resume={folder}"]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -117,6 +118,16 @@ def test_what_a_run_takes_of_a_machine(monkeypatch):
         _room(Config(trainer=TrainerConfig(num_nodes=2), cluster="auto"))
 
 
+def test_a_dry_run_on_a_cluster_leaves_the_sweep_to_be_done(place, monkeypatch):
+    """It runs all, whatever is done already, and marks nothing as done."""
+    monkeypatch.setattr("ag.cluster.connected", nullcontext)
+    monkeypatch.setattr("ag.cluster.resources", dict)
+    monkeypatch.setattr("ag.cluster.share", lambda runs, make, room: ((run, make()(run)) for run in runs))
+    for options, total in ((["--dry-run"], 2), ([], 4), (["--dry-run"], 6), ([], 6)):
+        assert sweep(RUNS[:2], configs(place, "auto")[:2], "program", options) == 0
+        assert len(seeds(place)) == total
+
+
 def test_begun_run_goes_on_from_its_checkpoint(tmp_path):
     run = Run(0, (), Config(output=str(tmp_path), recipe="tiny"), "name", str(tmp_path))
     folder = tmp_path / "tiny" / "name"
@@ -126,6 +137,7 @@ def test_begun_run_goes_on_from_its_checkpoint(tmp_path):
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "step=000002.ckpt").touch()
     assert _begun(run) == [f"resume={folder}"]
+    assert _begun(replace(run, command=("--dry-run",))) == []
     (tmp_path / "mine").mkdir()
     assert _begun(replace(run, config=Config(resume=str(tmp_path / "mine")))) == [] and (tmp_path / "mine").exists()
 
