@@ -103,23 +103,23 @@ def connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def resources() -> Mapping[str, float]:
-    """Return the total resources of the connected cluster, by Ray's names."""
+def machines() -> list[Mapping[str, float]]:
+    """Return the resources of each machine of the connected cluster, by Ray's names."""
     import ray
 
-    found: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return found
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 def described() -> str:
-    """Return the total resources of the connected cluster, as a text."""
-    machines = resources()
-    return ", ".join(f"{name} {machines.get(name, 0):g}" for name in ("CPU", "GPU", "memory"))
+    """Return the total resources of the connected cluster and the number of its machines, as a text."""
+    found = machines()
+    totals = (f"{name} {sum(machine.get(name, 0) for machine in found):g}" for name in ("CPU", "GPU", "memory"))
+    return f"{', '.join(totals)} on {len(found)} machine{'s' * (len(found) != 1)}"
 
 
 def on_gpu(accelerator: str) -> bool:
     """Return whether a run with this ``trainer.accelerator`` uses GPUs of the cluster."""
-    return accelerator == "gpu" or (accelerator == "auto" and "GPU" in resources())
+    return accelerator == "gpu" or (accelerator == "auto" and any("GPU" in machine for machine in machines()))
 
 
 def check_versions(theirs: Mapping[str, str]) -> None:
@@ -199,8 +199,10 @@ def share(
         if not todo:  # hosts that still start are not needed
             busy = {future: one for future, one in busy.items() if one[1] is not None}
         ended, _ = ray.wait([*busy], timeout=NO_ROOM_SECONDS)
-        if not ended and not room.hosts(resources()):
-            raise UserError(f"cluster: it has {described()}, and a host takes {room}: add a machine, or ask for less.")
+        if not ended and not any(room.hosts(machine) for machine in machines()):
+            raise UserError(
+                f"cluster: it has {described()}, and a host takes {room} of one: add a larger one, or ask for less."
+            )
         for future in ended:
             host, at = busy.pop(future)
             result: list[R | Lost] = []

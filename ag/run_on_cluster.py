@@ -174,18 +174,19 @@ def _scaling(config: Config) -> Any:
 
     trainer, on_gpu = config.trainer, cluster.on_gpu(config.trainer.accelerator)
     ranks, room = trainer.devices * trainer.num_nodes, cluster.Room(gpus=int(on_gpu))
-    if room.hosts(cluster.resources()) < ranks:
+    hosts = [room.hosts(machine) for machine in cluster.machines()]
+    whole = on_gpu and trainer.num_nodes == 1  # Lightning counts the GPUs of one machine; CPU ranks may be anywhere
+    if (max(hosts) if whole else sum(hosts)) < ranks:
         raise UserError(
             f"cluster={config.cluster}: it has {cluster.described()}; each of the {ranks} ranks of "
-            f"trainer.devices={trainer.devices}, trainer.num_nodes={trainer.num_nodes} takes {room}: add a machine, or "
-            "ask for less."
+            f"trainer.devices={trainer.devices}, trainer.num_nodes={trainer.num_nodes} takes {room}"
+            f"{', all on one machine' * whole}: add a {'larger ' * whole}machine, or ask for less."
         )
     return ScalingConfig(
         num_workers=ranks,
         use_gpu=on_gpu,
         resources_per_worker={"CPU": room.cpus, "GPU": room.gpus} if on_gpu else {"CPU": room.cpus},
-        # Lightning counts the GPUs of one machine; CPU ranks may be anywhere
-        placement_strategy="STRICT_PACK" if on_gpu and trainer.num_nodes == 1 else "PACK",
+        placement_strategy="STRICT_PACK" if whole else "PACK",
     )
 
 

@@ -78,6 +78,8 @@ def test_what_is_refused(machines, monkeypatch):
         monkeypatch.setattr(cluster, "NO_ROOM_SECONDS", 0.0)
         with refuses(UserError, "GPU 0", "gpus=1"):
             list(cluster.share([1], partial(Doubles, 0), cluster.Room(gpus=1)))
+        with refuses(UserError, "CPU 2", "2 machines", "cpus=2"):
+            list(cluster.share([1], partial(Doubles, 0), cluster.Room(cpus=2)))
         monkeypatch.setattr(cluster, "versions", lambda *names: dict.fromkeys(names, "0.1"))
         with refuses(UserError, "torch", "0.1", "same versions"):
             list(cluster.share([1], partial(Doubles, 0), cluster.Room()))

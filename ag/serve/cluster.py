@@ -25,7 +25,7 @@ from pydantic_core import from_json
 from starlette.types import Message
 
 from ag import plugins
-from ag.cluster import LIBRARIES, Room, check_versions, connected, described, resources
+from ag.cluster import LIBRARIES, Room, check_versions, connected, described, machines
 from ag.commands.serve import ServeConfig
 from ag.config.recipes import resolve
 from ag.continuation import read_policy
@@ -258,9 +258,9 @@ def run_on(address: str, config: ServeConfig) -> int:
     """
     made, room, least = application(config), Room.on(config.device, config.cores), config.replicas[0]
     with connected(address):
-        if room.hosts(resources()) < least:
+        if sum(room.hosts(machine) for machine in machines()) < least:
             raise UserError(
-                f"replicas={least}: the cluster has {described()}, and each takes {room}: ask for fewer or less."
+                f"replicas={least}: the cluster has {described()}, and each takes {room} of one: ask for fewer or less."
             )
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         port = config.port

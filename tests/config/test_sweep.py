@@ -110,7 +110,7 @@ def test_signal_reaches_the_run_and_ends_the_sweep(place):
 
 
 def test_what_a_run_takes_of_a_machine(monkeypatch):
-    monkeypatch.setattr("ag.cluster.resources", lambda: {"GPU": 4.0})
+    monkeypatch.setattr("ag.cluster.machines", lambda: [{"GPU": 4.0}])
     assert _room(Config(trainer=TrainerConfig(devices=2))) == Room(gpus=2)
     assert _room(Config(trainer=TrainerConfig(devices=2, accelerator="cpu"))) == Room()
     assert _room(CompareConfig(device="cuda")) == Room(gpus=1)
@@ -121,7 +121,7 @@ def test_what_a_run_takes_of_a_machine(monkeypatch):
 def test_a_dry_run_on_a_cluster_leaves_the_sweep_to_be_done(place, monkeypatch):
     """It runs all, whatever is done already, and marks nothing as done."""
     monkeypatch.setattr("ag.cluster.connected", nullcontext)
-    monkeypatch.setattr("ag.cluster.resources", dict)
+    monkeypatch.setattr("ag.cluster.machines", list)
     monkeypatch.setattr("ag.cluster.share", lambda runs, make, room: ((run, make()(run)) for run in runs))
     for options, total in ((["--dry-run"], 2), ([], 4), (["--dry-run"], 6), ([], 6)):
         assert sweep(RUNS[:2], configs(place, "auto")[:2], "program", options) == 0

@@ -147,11 +147,14 @@ def test_what_is_refused(tmp_path: Path, machines, monkeypatch: pytest.MonkeyPat
 def test_who_runs_where(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPUs of a run of one machine are of one machine."""
     pytest.importorskip("ray", reason="needs ag[cluster]: bash scripts/test.sh")
-    monkeypatch.setattr(cluster, "resources", lambda: {"CPU": 64.0, "GPU": 8.0})
+    monkeypatch.setattr(cluster, "machines", lambda: [{"CPU": 32.0, "GPU": 4.0}] * 2)
     config = Config(cluster="auto")
     config.trainer.devices = 4
     one = run_on_cluster._scaling(config)
     assert (one.num_workers, one.placement_strategy, one.num_gpus_per_worker) == (4, "STRICT_PACK", 1)
-    config.trainer.num_nodes = 2
+    config.trainer.devices = 8
+    with refuses(UserError, "trainer.devices=8", "GPU 8", "2 machines", "one machine"):
+        run_on_cluster._scaling(config)
+    config.trainer.devices, config.trainer.num_nodes = 4, 2
     two = run_on_cluster._scaling(config)
     assert (two.num_workers, two.placement_strategy) == (8, "PACK")

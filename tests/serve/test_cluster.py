@@ -95,10 +95,11 @@ def test_refused_keys(keys, words):
 
 def test_a_cluster_without_room(monkeypatch):
     monkeypatch.setattr(cluster, "connected", lambda address: nullcontext())
-    for name in ("ag.cluster.resources", "ag.serve.cluster.resources"):
-        monkeypatch.setattr(name, lambda: {"CPU": 4.0})
-    config = resolve(ServeConfig, {"model": "smollm2", "cluster": "local", "replicas": "2", "cores": "4096"})
-    with refuses(UserError, "replicas=2", "CPU 4", "cpus=4096"):
+    nodes = [{"Resources": {"CPU": cores}, "Alive": alive} for cores, alive in ((5.0, True), (3.0, True), (9.0, False))]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr("ray.serve.start", lambda **_: pytest.fail("started"))
+    config = resolve(ServeConfig, {"model": "smollm2", "cluster": "local", "replicas": "2", "cores": "4"})
+    with refuses(UserError, "replicas=2", "CPU 8", "2 machines", "cpus=4"):
         cluster.run_on("local", config)
 
 
