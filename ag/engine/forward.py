@@ -219,13 +219,11 @@ class Forward(Interceptor):
             capacity = 0 if self.policy.budget is None else self.policy.capacity(state.prompt_len)
             counts = counts.minimum((block - state.num_tokens % block).maximum(capacity + block - state.num_held))
         evicts = self.rotation is not None or self.sequences.may_evict(counts)  # keys that turn are written anew
-
-        def needed() -> int:  # fewer copies once nothing else refers to the blocks
-            return sum(store.demand(counts, evicts) for store in self.stores)
-
-        if not self.pool.has(needed):
+        # fewer copies are needed once nothing else refers to the blocks
+        if not self.pool.has(lambda: sum(store.demand(counts, evicts) for store in self.stores)):
             self.sequences.take_back(new)
-            raise self.pool.full(f"{int(counts.max())} tokens of each of {len(counts)} sequences need", needed())
+            needed = sum(store.demand(counts, evicts) for store in self.stores)
+            raise self.pool.full(f"{int(counts.max())} tokens of each of {len(counts)} sequences need", needed)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
