@@ -105,6 +105,7 @@ def _restore_layer(cache: Forward, part: Layer, said: Mapping[str, Any]) -> None
     for name in ("window", "chunk"):
         _require(name, said[name] is None or type(said[name]) is int)
     part.window, part.chunk = said["window"], said["chunk"]
+    part.hides = part.window is not None or part.flagged is not None
     part.watch, part.open_to = Stopwatch(float(said["seconds"])), slots
 
 

@@ -57,6 +57,8 @@ class Layer:
         self.window: int | None = None
         #: Tokens of the chunks of a text within which the layer attends; None means that it has none.
         self.chunk: int | None = None
+        #: Whether later queries do not see some of what is held: a sliding window, or flags.
+        self.hides = self.flagged is not None
         #: The last queries of each sequence, for scorers that look back at them.
         self.observation_window = ObservationWindow()
         #: Tokens of the longest row when those that no query sees were last removed.
@@ -92,7 +94,8 @@ class Layer:
         from this layer.
         """
         store = stores[self.index]
-        self.window, self.chunk = call.window, call.chunk
+        self.window, self.hides = call.window, call.window is not None or self.flagged is not None
+        self.chunk = call.chunk
         counts_held = store.rotation is not None and store.rotation.counts_held
         if (counts_held or self.chunk is not None) and not batch.fresh:  # tokens that no new one sees go first
             first = batch.num_tokens - batch.counts
@@ -275,11 +278,6 @@ class Layer:
         if batch.ends_prompt or int(store.held[self.index].max()) >= most:
             with suppress(PoolFullError):  # no room for copies of shared blocks: hidden tokens stay for now
                 self._remove(batch, store, batch.settled)
-
-    @property
-    def hides(self) -> bool:
-        """Whether later queries do not see some of what is held: a sliding window, or flags."""
-        return self.window is not None or self.flagged is not None
 
     @property
     def removes(self) -> bool:
