@@ -201,7 +201,8 @@ def share(
         ended, _ = ray.wait([*busy], timeout=NO_ROOM_SECONDS)
         if not ended and not any(room.hosts(machine) for machine in machines()):
             raise UserError(
-                f"cluster: it has {described()}, and a host takes {room} of one: add a larger one, or ask for less."
+                f"cluster: it has {described()}, and a host takes {room} on one machine: add a larger machine, or ask "
+                "for less."
             )
         for future in ended:
             host, at = busy.pop(future)

@@ -142,7 +142,8 @@ def fit(
     metrics, step = {name: float(value) for name, value in trainer.callback_metrics.items()}, trainer.global_step
     gather(module)
     if config.checkpoint.patience and (run_dir / "checkpoints" / "best.ckpt").exists():
-        metrics, step = load_best(module, run_dir)
+        metrics = load_best(module, run_dir)
+        step = int(metrics["step"])
     if trainer.is_global_zero:
         picture = run_dir / "figures" / f"keep-0-{step:06d}.png"
         write_export(run_dir / "export", module, base, tokenizer, metrics, picture if picture.exists() else None)
@@ -304,12 +305,12 @@ def write_export(
         export.save_merged(adapter, folder.parent / "merged", tokenizer, folder)
 
 
-def load_best(module: GatedLM, run_dir: Path) -> tuple[dict[str, float], int]:
-    """Load the weights of the best checkpoint into the module; returns the metrics of its step, and the step."""
+def load_best(module: GatedLM, run_dir: Path) -> dict[str, float]:
+    """Load the weights of the best checkpoint into the module; returns the metrics of its step."""
     best = torch.load(run_dir / "checkpoints" / "best.ckpt", map_location="cpu", weights_only=True)
     module.load_state_dict(best["state_dict"], strict=False)
     if module.gates is not None:
         table = best.get("calibration")
         module.gates.calibration = None if table is None else Calibration(**table)
     rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.csv")}
-    return rows[best["global_step"]], best["global_step"]
+    return rows[best["global_step"]]

@@ -159,7 +159,7 @@ class BlockPool:
         return self.capacity - self.num_used
 
     def has(self, needed: Callable[[], int]) -> bool:
-        """Return whether as many blocks are free; spare ones are released until they are, which may change the need."""
+        """Return whether ``needed()`` blocks are free; spare ones are released until they are, and it counts anew."""
         count = needed()
         for spare in [*self.spares] if self.fixed else []:
             while self.free < count and spare.drop():

@@ -260,7 +260,8 @@ def run_on(address: str, config: ServeConfig) -> int:
     with connected(address):
         if sum(room.hosts(machine) for machine in machines()) < least:
             raise UserError(
-                f"replicas={least}: the cluster has {described()}, and each takes {room} of one: ask for fewer or less."
+                f"replicas={least}: the cluster has {described()}, and each takes {room} on one machine: ask for fewer "
+                "or less."
             )
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         port = config.port

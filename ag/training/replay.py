@@ -221,7 +221,7 @@ class ReplayLoss(GatedLoss):
 
     def _objective(self, batch: Batch, step: int) -> Measured:
         low, high = self.config.loss.share_low, self.config.loss.share_high
-        labels = batch["labels"].scatter(1, batch["prompt_length"][:, None], -100)  # this token precedes eviction
+        labels = batch["labels"].scatter(1, batch["prompt_length"][:, None], -100)  # a first token precedes eviction
         drawn = losses.sampled(labels, self.config.loss.sampled_tokens)
         batch, rows = batch | {"labels": drawn}, losses.response_positions(drawn)[0]
         places = (torch.arange(SHARES) + torch.rand(SHARES)) / SHARES

@@ -78,7 +78,7 @@ def no_figures() -> Iterator[None]:
         yield
 
 
-def _factory(family: str, kind: str = "", **defaults: Any) -> Callable[..., PreTrainedModel]:
+def factory(family: str, kind: str = "", **defaults: Any) -> Callable[..., PreTrainedModel]:
     import torch
     import transformers
 
@@ -95,23 +95,23 @@ def _factory(family: str, kind: str = "", **defaults: Any) -> Callable[..., PreT
 @pytest.fixture(scope="session")
 def tiny_llama() -> Callable[..., PreTrainedModel]:
     """`tiny_llama(seed=0, **config)`: a random float32 model of 3 layers, 4 query and 2 KV heads of 16."""
-    return _factory("Llama", head_dim=16)
+    return factory("Llama", head_dim=16)
 
 
 @pytest.fixture(scope="session")
 def tiny_mistral() -> Callable[..., PreTrainedModel]:
     """`tiny_mistral(seed=0, sliding_window=16, **config)`."""
-    return _factory("Mistral", head_dim=16, sliding_window=16)
+    return factory("Mistral", head_dim=16, sliding_window=16)
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen2() -> Callable[..., PreTrainedModel]:
-    return _factory("Qwen2")
+    return factory("Qwen2")
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3() -> Callable[..., PreTrainedModel]:
-    return _factory("Qwen3", head_dim=16)
+    return factory("Qwen3", head_dim=16)
 
 
 @pytest.fixture(scope="session")
@@ -119,7 +119,7 @@ def tiny_gemma3() -> Callable[..., PreTrainedModel]:
     """`tiny_gemma3(seed=0, sliding_window=12, **config)`: every other layer of four has a window, the first too."""
     kinds = ["sliding_attention", "full_attention"] * 2
     sizes = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 12, "layer_types": kinds}
-    return _factory("Gemma3", "Text", **sizes, query_pre_attn_scalar=16)
+    return factory("Gemma3", "Text", **sizes, query_pre_attn_scalar=16)
 
 
 @pytest.fixture(scope="session")

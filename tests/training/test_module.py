@@ -21,7 +21,7 @@ from ag.training.module import GatedLM
 from tests.support import by_hand
 from tests.support.bounds import PASSES, ROUNDINGS, hold, of_logits, of_nats
 from tests.support.command import logged
-from tests.support.common import _factory
+from tests.support.common import factory
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 
@@ -556,7 +556,7 @@ def test_the_loss_of_packed_documents(tiny_llama):
 def test_a_frozen_model_computes_the_same_twice_while_it_trains(family):
     """Dropout would be noise in what gates learn from; that of adapters stays."""
     rates = {"resid_pdrop": 0.3, "attention_dropout": 0.3, "embedding_dropout": 0.3, "residual_dropout": 0.3}
-    base = _factory(family, **rates)().requires_grad_(False)
+    base = factory(family, **rates)().requires_grad_(False)
     adapted = models.add_lora(base, LoraConfig(rank=2, dropout=0.25, targets=["q_proj"]))
     module = GatedLM(Config(), adapted, gates_for(base)).train()
     first, second = (module.gated_loss.teacher(batch()) for _ in range(2))

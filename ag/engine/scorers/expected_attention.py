@@ -23,8 +23,8 @@ class ExpectedAttention(Scorer):
 
     Mean and covariance of the queries are taken before their rotation, by query head, over the prompt's queries behind
     the sinks, in whatever parts it comes; behind the first decision (in blocks, and while decoding) over the last
-    ``window`` ones. Both are then turned by the mean of the rotations to the next ``future``
-    places. The logarithm of the expectation is
+    ``window`` ones. Both are then turned by the mean of the rotations to the next ``future`` places. The logarithm of
+    the expectation is
     ``z_p = s k mu' + s^2/2 k Sigma' k``, and the softmax runs over the keys behind the sinks.
 
     Sink logits of the model take part in the softmax. That logits are capped is left out: there is no closed form.

@@ -217,7 +217,7 @@ def _tasks(config: CompareConfig) -> list[Task]:
 def _task(name: str, config: CompareConfig) -> Task:
     said = [listed for listed in config.tasks if listed != name and name in tasks.expand([listed])] + [name]
     root = next((config.roots[one] for one in reversed(said) if one in config.roots), config.root)
-    root = None if root is None else str(Path(root).expanduser().resolve())
+    root = None if root is None else str(Path(root).resolve())
     options = {option: value for one in said for option, value in config.task_options.get(one, {}).items()}
     task = tasks.make(name, root, **options)
     if "seed" in {field.name for field in fields(task)} and "seed" not in options:
