@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ag import retention
 from ag.engine.rows import FUSED, AttentionRows, Statistic, Values, attention
 from ag.engine.shown import Keys
 from ag.kernels.attention_stats import attention_stats
@@ -55,7 +56,7 @@ class AttentionStats:
         sliding_window: of the model's layer, or None.
         gate: probabilities ``[B, Hkv, N]`` of the layer's gate, or None.
         decays: whether these are logs, of what is left of a token's worth after each one that comes.
-        stays: ``[B, Hkv, N]`` bool, tokens that the caller protects; None means none.
+        marked: ``[B, M]`` bool, positions that the caller protects; None means none.
         decoding: whether the prompt is over.
         recorded: what the scorer noted, tensors ``[..., N]`` whose last dimension is that of the keys (tokens that came
             since have 0); None means that there are no records.
@@ -84,7 +85,7 @@ class AttentionStats:
     sliding_window: int | None = None
     gate: Tensor | None = None
     decays: bool = False
-    stays: Tensor | None = None
+    marked: Tensor | None = None
     decoding: bool = False
     recorded: Mapping[str, Tensor] | None = None
     sums: dict[str, Tensor] | None = None
@@ -112,9 +113,13 @@ class AttentionStats:
     @cached_property
     def key_valid(self) -> Tensor:
         """``[B, Hkv, N]`` bool, the slots that hold a token which some later query sees."""
-        if self.sliding_window is None:
-            return self.keys.valid
-        return self.keys.valid & (self.keys.ranks > (self.lengths - self.sliding_window)[:, None, None])
+        return self.keys.valid if self.sliding_window is None else self.keys.valid & ~self.expired
+
+    @property
+    def expired(self) -> Tensor | None:
+        """``[B, Hkv or 1, N]`` bool, tokens that left the sliding window; None without one."""
+        window = self.sliding_window
+        return None if window is None else retention.expired_mask(self.positions, self.lengths, window)
 
     @property
     def values(self) -> Values:
@@ -131,15 +136,10 @@ class AttentionStats:
         """``[B, Hkv, N]`` long: 0 for the newest token of a sequence, 1 for the one before; any on free slots."""
         return self.lengths[:, None, None] - 1 - self.key_ranks
 
-    def ends(self, sinks: int | Tensor, recent: int | Tensor) -> Tensor:
-        """Return ``[B, Hkv, N]`` bool, the first and newest tokens of each sequence, a number or ``[B]`` each."""
-        ranks = self.keys.ranks[:, :1] if self.keys.alike else self.keys.ranks
-        ends = ranks >= (self.lengths - recent)[:, None, None]
-        if isinstance(sinks, Tensor):
-            ends |= ranks < sinks[:, None, None]
-        elif sinks:
-            ends |= ranks < sinks
-        return ends.expand_as(self.keys.ranks)
+    @property
+    def positions(self) -> Tensor:
+        """``[B, Hkv or 1, N]``, the position of each key; of one head where all hold the same."""
+        return self.keys.ranks[:, :1] if self.keys.alike else self.keys.ranks
 
     @cached_property
     def output(self) -> Tensor:

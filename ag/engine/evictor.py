@@ -1,4 +1,4 @@
-"""Turn scores into what stays of each layer."""
+"""Evict: scores and budgets become the set of tokens that each layer keeps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from ag import retention
 from ag.engine.allocators.base import Candidates, LayerBudgets
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.attention_stats import AttentionStats
@@ -18,38 +19,37 @@ from ag.engine.policy import Policy
 from ag.engine.scorers.base import Scorer
 from ag.engine.shown import in_order
 from ag.errors import BudgetWarning, UserError
-from ag.kernels.kv_compact import Worst
 
 if TYPE_CHECKING:
     from ag.engine.kv_store import KVStore
     from ag.engine.records import Records
 
-LOOK = 16  # evicting steps after which the host looks whether scores were finite
+CHECK_INTERVAL = 16  # evicting steps between two checks that scores were finite, as a check waits for the device
 
 
 class NonFiniteScoreError(UserError, FloatingPointError):
-    """A scorer gave NaN or infinity where a token competes."""
+    """A scorer gave NaN or infinity for a token that competes."""
 
 
-class Limits(NamedTuple):
-    """What n layers keep of each sequence, counted on the host."""
+class KeepCounts(NamedTuple):
+    """How many tokens n layers keep of each sequence, computed on the host."""
 
-    kept: Tensor  # [n, B, Hkv] long on the host, tokens that stay
-    stays: Tensor  # [n, B Hkv] int32, the same for the kernel
-    numbers: Tensor  # [n, 4, B] long: capacity, sinks, the first recent rank, the last expired one
-    due: Tensor  # [B] bool, sequences to evict from
+    kept: Tensor  # [n, B, Hkv] long on the host
+    keep_count: Tensor  # [R] int32, the same for the kernel: R = n B Hkv rows, in a step L B Hkv
+    capacity_sinks_recent: Tensor  # [3, B] long: tokens per KV head, protected first and newest tokens
+    evicting: Tensor  # [B] bool, sequences to evict from
 
-    def on(self, device: torch.device) -> Limits:
-        """Return the same with the parts for kernels on a device."""
-        return Limits(self.kept, *(x.to(device) for x in self[1:]))
+    def to(self, device: torch.device) -> KeepCounts:
+        """Return these counts with all but ``kept`` on a device."""
+        return KeepCounts(self.kept, *(x.to(device) for x in self[1:]))
 
 
 class Evictor:
-    """Decides for the layers of a cache what goes, and drops it.
+    """Decides what each layer of a cache keeps, and evicts the other tokens.
 
-    Where every head keeps a number of tokens that the host knows, a kernel finds the worst ones of each row
-    (:class:`ag.kernels.kv_compact.Worst`), without a wait for the device. Where heads or layers compete, PyTorch
-    compares their scores, and the host waits once for the numbers of tokens that stayed.
+    Usually the host knows how many tokens each row keeps: a kernel then finds the best of each row, without a wait for
+    the device. A decoding step does so once for all layers. If heads or layers compete, PyTorch compares their scores,
+    and the host waits once for the numbers of kept tokens.
 
     Args:
         policy: with a scorer and a budget.
@@ -60,120 +60,140 @@ class Evictor:
     def __init__(self, policy: Policy, layers: list[int], kv_heads: Sequence[int]) -> None:
         assert policy.scorer is not None
         self.policy, self.scorer, self.budgets = policy, policy.scorer, LayerBudgets(layers, kv_heads)
-        kind = type(self.scorer)
-        plain = kind.second is Scorer.second and kind.protected is Scorer.protected  # limits say what is protected
-        self._counts_prompt = plain and isinstance(policy.allocator, Uniform)
-        self._counts_later = plain and not policy.allocator.compares_heads
-        #: Whether the host counted what the step at hand keeps, so that it is the same operations at each step.
+        cls = type(self.scorer)
+        one_score = cls.second is Scorer.second and cls.protected is Scorer.protected  # limits say what is protected
+        self._counts_prompt = one_score and isinstance(policy.allocator, Uniform)
+        self._counts_decode = one_score and not policy.allocator.compares_heads
+        #: Whether the host counted what this step keeps; then each step runs the same operations.
         self.counted = False
-        self._step: dict[KVStore, Limits] = {}  # of such a step, on the device in the same memory at each
-        self._kept: dict[KVStore, Tensor] = {}  # [L, B, Hkv] long on the host, tokens of all layers after such a step
-        self._settled: tuple[Any, dict[int, Tensor]] = None, {}  # the layers' budgets, and the same on the host
-        self._found: Tensor | None = None  # [n] int32 on the device, layers in which a score was not finite
-        self._steps = 0  # evicting steps since the host looked there
+        #: Of a counted step, by store, in the same device memory in each step.
+        self._step: dict[KVStore, KeepCounts] = {}
+        self._kept: dict[KVStore, Tensor] = {}  # [L, B, Hkv] long on the host, tokens of all layers after the step
+        self._scores: dict[KVStore, Tensor] = {}  # [L, B, Hkv, S] float32, scores of all layers
+        self._layers_left: dict[KVStore, int] = {}  # layers whose scores are still to come in this step
+        self._nonfinite: dict[KVStore, Tensor] = {}  # [L, B, Hkv] int32, 1 for rows with a score that was not finite
+        self._steps_unchecked = 0  # evicting steps since these flags were read
+        self._settled_cpu: tuple[Any, dict[int, Tensor]] = None, {}  # budgets.settled, and a copy of it on the host
 
     def fork(self) -> Evictor:
         """Return a copy for another continuation of the same text."""
         new = copy(self)
-        new.budgets, new._step, new._kept, new._found = deepcopy(self.budgets), {}, {}, None
+        new.budgets, new._step, new._kept, new._nonfinite = deepcopy(self.budgets), {}, {}, {}
+        new._scores, new._layers_left = {}, {}
         return new
 
     # ---- a pass
 
-    def begin_step(self, batch: ForwardBatch, stores: Sequence[KVStore], window: int | None) -> None:
-        """Count what a step keeps of all layers, and put it where the kernel reads it.
+    def begin_step(self, batch: ForwardBatch, stores: Sequence[KVStore], sliding_window: int | None) -> None:
+        """Count what a decoding step keeps of all layers, and copy the counts to where the kernel reads them.
 
-        ``held`` of the stores counts the new tokens; ``window`` is that of the layers that share the budget.
+        ``held`` of the stores counts the new tokens already. ``sliding_window`` is that of the layers that share the
+        budget; None means that they have none.
         """
-        self.counted = batch.evict is not None and self._counts_later and stores[0].rotation is None
+        for store in stores if self._counts_decode else ():
+            if not store.stacked:
+                store.stack_records()
+            shape, device = (*store.held.shape, store.slots), store.table.device
+            if store not in self._scores or self._scores[store].shape != shape:
+                self._scores[store] = torch.zeros(shape, dtype=torch.float32, device=device)
+                self._nonfinite[store] = torch.zeros(shape[:-1], dtype=torch.int32, device=device)
+        self.counted = batch.evict is not None and self._counts_decode and stores[0].rotation is None
         if not self.counted:
             return
         layers = self.budgets.layers
         for store in stores:
-            limits, old = self._limits(batch, store, layers, window), self._step.get(store)
+            counts, old = self._count(batch, store, layers, sliding_window), self._step.get(store)
             self._kept[store] = kept = store.held.clone()
-            kept[layers] = limits.kept
+            kept[layers] = counts.kept
             store.make_own(slice(None), kept)
-            if old is None or old.kept.shape != limits.kept.shape:
-                self._step[store] = limits.on(store.table.device)
+            self._layers_left[store] = int(store.here[layers].sum())
+            counts = counts._replace(keep_count=kept.flatten().int())
+            if old is None or old.keep_count.shape != counts.keep_count.shape:
+                self._step[store] = counts.to(store.table.device)
                 continue
-            for there, here in zip(old[1:], limits[1:], strict=True):
-                there.copy_(here, non_blocking=True)  # the host does not wait, as its memory is not pinned
+            for on_device, on_host in zip(old[1:], counts[1:], strict=True):
+                on_device.copy_(on_host, non_blocking=True)  # the host does not wait, as its memory is not pinned
 
     def evict(self, seen: AttentionStats, batch: ForwardBatch, stores: Sequence[KVStore], records: Records) -> None:
-        """Let the scorer note the pass, and drop what exceeds the budget, from earlier layers too where layers compete.
+        """Let the scorer record the pass, and evict what exceeds the budget.
 
-        ``stores`` hold the rows of each layer; ``records`` are those of the slots that the scorer sees, to which it may
-        add.
+        If layers compete, earlier layers lose tokens too. In a counted step the last layer evicts from all layers.
+        ``stores`` hold the rows of each layer. ``records`` are those of the slots that the scorer reads; it may add to
+        them.
         """
         assert batch.evict is not None
-        store = stores[seen.layer]
-        layer, place, counted = seen.layer, self.budgets.layers.index(seen.layer), batch.step and self.counted
-        if not counted and not (self._counts_prompt if batch.is_prefill else self._counts_later):
-            due = None if bool(batch.evict.all()) else batch.evict.to(seen.q.device)
-            masks = self.decide(seen, due, records)
+        store, layer = stores[seen.layer], seen.layer
+        counted_step = batch.step and self.counted
+        if not counted_step and not (self._counts_prompt if batch.is_prefill else self._counts_decode):
+            evicting = None if bool(batch.evict.all()) else batch.evict.to(seen.q.device)
+            keep_masks = self.decide(seen, evicting, records)
             store.put_records(layer, records)
-            for index, keep in masks.items():
+            for index, keep in keep_masks.items():
                 kept, rows = keep.sum(-1).cpu(), stores[index]
                 if bool((kept < rows.held[index]).any()):
                     order = seen.keys.order if index == layer else in_order(rows.ranks(index))
                     by_slot = keep if order is None else torch.empty_like(keep).scatter_(-1, order, keep)
                     rows.compact(index, by_slot, kept)
             return
-        if self._found is None:
-            self._found = torch.zeros(len(self.budgets.layers), dtype=torch.int32, device=seen.q.device)
-        found = self._found[place : place + 1]
-        if counted:
-            limits = self._step[store]
+        if counted_step:
+            counts = self._step[store]
         else:
-            limits, place = self._limits(batch, store, [layer], seen.sliding_window).on(seen.q.device), 0
-        seen.capacity, sinks, recent_from, expired_to = limits.numbers[place].unbind()
-        seen.due = limits.due
+            counts = self._count(batch, store, [layer], seen.sliding_window).to(seen.q.device)
+        (seen.capacity, sinks, recent), seen.due = counts.capacity_sinks_recent.unbind(), counts.evicting
         self.scorer.note(seen, records)
         store.put_records(layer, records)
         score = self.scorer.score(seen)
         if getattr(score, "shape", None) != seen.keys.shape:
             self._refuse_shape("score", score, seen)
-        worst = Worst(
-            stays=limits.stays[place],
-            score=score.float(),
-            sinks=sinks,
-            recent_from=recent_from,
-            expired_to=expired_to,
-            found=found,
-            protected=batch.prompts.protected_there,
-        )
-        if counted:
-            store.drop(layer, worst)
-        elif bool((limits.kept[0] < store.held[layer]).any()):
-            store.compact(layer, worst, limits.kept[0])
+        if counted_step:
+            self._scores[store][layer] = score
+            self._layers_left[store] -= 1
+            if not self._layers_left[store]:
+                self._evict_all_layers(seen, store, counts, sinks, recent)
+        elif bool((counts.kept[0] < store.held[layer]).any()):
+            protected = retention.protected_mask(seen.positions, seen.lengths, sinks, recent, seen.marked)
+            score = retention.eviction_score(score.float(), protected, seen.expired)
+            flags = self._nonfinite.get(store)
+            if flags is None or flags.shape != store.lengths.shape:
+                flags = self._nonfinite[store] = torch.zeros_like(store.lengths)
+            store.compact(layer, score, counts.kept[0], nonfinite=flags[layer])
+
+    def _evict_all_layers(
+        self, seen: AttentionStats, store: KVStore, counts: KeepCounts, sinks: Tensor, recent: Tensor
+    ) -> None:
+        """Evict from all layers of a store by their scores; ``seen`` is the last of these layers."""
+        token_index, window = store.token_indices(), seen.sliding_window
+        protected = retention.protected_mask(token_index, seen.lengths, sinks, recent, seen.marked)
+        expired = None if window is None else retention.expired_mask(token_index, seen.lengths, window)
+        score = retention.eviction_score(self._scores[store], protected, expired)
+        store.compact_all_layers(score, counts.keep_count, self._nonfinite[store])
 
     def end_pass(self, batch: ForwardBatch) -> None:
-        """Count what a step dropped, and look whether scores were finite.
+        """Count what a step evicted, and check that scores were finite.
 
         Raises:
-            NonFiniteScoreError: when the score of a token that competes was not finite, naming layer and scorer. Behind
-                a step the host looks every 16 evictions, as it waits for the device.
+            NonFiniteScoreError: the score of a token that competes was not finite; the message names layer and scorer.
+                While decoding the host checks after every 16 evictions, as a check waits for the device.
         """
         if batch.step and self.counted:
             for store, kept in self._kept.items():
-                held, counted = store.held.clone(), self.budgets.layers
-                held[counted] = kept[counted]  # other layers may have removed what no query sees
+                held, layers = store.held.clone(), self.budgets.layers
+                held[layers] = kept[layers]  # other layers may have freed expired tokens
                 store.set_held(slice(None), held)
         if batch.evict is None:
             return
-        self._steps += 1
-        if not batch.step or self._steps >= LOOK:
-            self.look()
+        self._steps_unchecked += 1
+        if not batch.step or self._steps_unchecked >= CHECK_INTERVAL:
+            self.raise_if_nonfinite()
 
-    def look(self) -> None:
-        """Look whether scores were finite since the last look; raises as :meth:`end_pass` says."""
-        self._steps = 0
-        found = [] if self._found is None else self._found.tolist()
-        if any(found):
-            assert self._found is not None
-            self._found.zero_()
-            self._refuse_scores(self.budgets.layers[found.index(1)])
+    def raise_if_nonfinite(self) -> None:
+        """Check that all scores since the last check were finite; raises as :meth:`end_pass` says."""
+        self._steps_unchecked = 0
+        for flags in self._nonfinite.values():
+            layers = flags.flatten(1).any(1).tolist()
+            if any(layers):
+                flags.zero_()
+                self._refuse_scores(layers.index(True))
 
     def _refuse_scores(self, layer: int) -> NoReturn:
         raise NonFiniteScoreError(
@@ -181,77 +201,81 @@ class Evictor:
             "expected finite numbers for all tokens that compete; look at the scorer and at the weights."
         )
 
-    def _refuse_shape(self, what: str, found: object, seen: AttentionStats) -> NoReturn:
-        gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    def _refuse_shape(self, method: str, result: object, seen: AttentionStats) -> NoReturn:
+        gave = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise UserError(
-            f"{type(self.scorer).__name__}.{what} of {self.policy!r} gave {gave} in layer {seen.layer}: "
+            f"{type(self.scorer).__name__}.{method} of {self.policy!r} gave {gave} in layer {seen.layer}: "
             f"expected a tensor [B, Hkv, N], here {list(seen.keys.shape)}."
         )
 
-    def _note_over(self, over: Tensor, fixed: Tensor) -> None:
-        """Note and warn of sequences ``[B]`` that protect ``fixed`` ``[B]`` tokens per KV head, over the budget."""
-        known = self.budgets.over_budget
-        known = torch.zeros(len(over), dtype=torch.bool) if known is None else known
-        if not known.any():
-            warnings.warn(  # the same text for every prompt, so that Python shows it once
-                f"{self.policy!r} protects {int(fixed[int(over.long().argmax())])} tokens per KV head (sinks, recent, "
-                "window, protect), more than its budget allows here, and keeps them all; give a larger budget or "
-                "protect less.",
+    def _warn_over_budget(self, over: Tensor, num_protected: Tensor) -> None:
+        """Note and warn that sequences ``over`` ``[B]`` bool protect more tokens per KV head than their budget."""
+        noted = self.budgets.over_budget
+        noted = torch.zeros(len(over), dtype=torch.bool) if noted is None else noted
+        if not noted.any():
+            warnings.warn(  # the same text for every prompt, and Python shows it once
+                f"{self.policy!r} protects {int(num_protected[int(over.long().argmax())])} tokens per KV head (sinks, "
+                "recent, window, protect), more than its budget allows here, and keeps them all; give a larger budget "
+                "or protect less.",
                 BudgetWarning,
                 stacklevel=2,
             )
-        self.budgets.over_budget = known | over
+        self.budgets.over_budget = noted | over
 
     # ---- decided by PyTorch
 
     def decide(
-        self, seen: AttentionStats, due: Tensor | None = None, records: Records | None = None
+        self, seen: AttentionStats, evicting: Tensor | None = None, records: Records | None = None
     ) -> dict[int, Tensor]:
-        """Return what stays of a layer, and of earlier ones that give way: masks ``[B, Hkv, N]``, by rank ascending.
+        """Return keep masks ``[B, Hkv, N]`` of a layer, and of earlier layers that lose tokens to it.
+
+        Tokens are in the order of their indices.
 
         Args:
             seen: the layer.
-            due: ``[B]`` bool, sequences to evict from; None means all.
-            records: where the scorer first notes what it sees; None means that it notes nothing.
+            evicting: ``[B]`` bool, sequences to evict from; None means all.
+            records: where the scorer first records the pass; None means that it records nothing.
 
         Raises:
-            NonFiniteScoreError: when the score of a token that competes is not finite.
+            NonFiniteScoreError: the score of a token that competes is not finite.
         """
-        allocator, everyone = self.policy.allocator, torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device)
-        candidates = self._candidates(seen, everyone if due is None else due, records)
-        finite = candidates.finite
-        if bool((candidates.over | ~finite).any()):  # the host waits once for what is rare
-            if not bool((finite | ~candidates.due).all()):
+        allocator = self.policy.allocator
+        if evicting is None:
+            evicting = torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device)
+        candidates = self._candidates(seen, evicting, records)
+        budget, num_protected, evicting = candidates.capacity, candidates.fixed, candidates.due
+        nonfinite = evicting & candidates.score.isnan().flatten(1).any(1)
+        over = evicting & (num_protected > budget) & (candidates.held > budget)
+        if bool((nonfinite | over).any()):  # the host waits once, for what is rare
+            if bool(nonfinite.any()):
                 self._refuse_scores(seen.layer)
-            if bool((tight := candidates.tight).any()):
-                self._note_over(tight.cpu(), candidates.fixed.cpu())
-                candidates.capacity = candidates.fixed.where(tight, candidates.capacity)
+            self._warn_over_budget(over.cpu(), num_protected.cpu())
+            candidates.capacity = retention.keep_count(budget, num_protected.where(over, 0))
         if seen.decoding:
             return {seen.layer: allocator.keep_later(seen.layer, candidates, self.budgets)}
         return allocator.keep(seen.layer, candidates, self.budgets)
 
-    def _candidates(self, seen: AttentionStats, due: Tensor, records: Records | None) -> Candidates:
+    def _candidates(self, seen: AttentionStats, evicting: Tensor, records: Records | None) -> Candidates:
         scorer, keys = self.scorer, seen.keys
         if self.budgets.over_budget is None:
             self.budgets.over_budget = torch.zeros(len(seen.q), dtype=torch.bool)
-        capacity = self.policy.capacity(seen.prompt_lengths)
-        seen.due, seen.capacity = due, capacity
+        budget = self.policy.capacity(seen.prompt_lengths)
+        seen.due, seen.capacity = evicting, budget
         if records is not None:
             scorer.note(seen, records)
         preference = None if seen.decoding else self.policy.allocator.wish(seen)
-        score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid
-        if seen.sliding_window is not None:  # what other sequences hold for queries that are looked back at later
-            valid = valid | (keys.valid & ~due[:, None, None])
-        for what, found in (("score", score), ("protected", protected)):
-            if getattr(found, "shape", None) != seen.keys.shape:
-                self._refuse_shape(what, found, seen)
-        protected = protected if seen.stays is None else protected | seen.stays
+        score, protected = scorer.score(seen), scorer.protected(seen, budget)
+        for method, result in (("score", score), ("protected", protected.expand(keys.shape))):
+            if getattr(result, "shape", None) != keys.shape:
+                self._refuse_shape(method, result, seen)
         second, first_share = scorer.second(seen, score) or (None, 1.0)
+        expired = ~keys.valid  # sequences that are not evicted from keep expired tokens for later looks back
+        expired = expired if seen.expired is None else expired | (seen.expired & evicting[:, None, None])
+        score = retention.eviction_score(score, protected, expired)
         if (order := keys.order) is not None:
-            score, protected, valid = (x.gather(-1, order) for x in (score, protected, valid))
-            second = None if second is None else second.gather(-1, order)
+            score, second = score.gather(-1, order), None if second is None else second.gather(-1, order)
         return Candidates(
-            *(score, protected, valid, capacity, seen.prompt_lengths, due),
+            *(score, budget, seen.prompt_lengths, evicting),
             preference=preference,
             second=second,
             first_share=first_share,
@@ -259,39 +283,30 @@ class Evictor:
 
     # ---- counted by the host
 
-    def _limits(self, batch: ForwardBatch, store: KVStore, layers: list[int], window: int | None) -> Limits:
-        """Return what layers keep, all of it on the host.
-
-        First and newest tokens that the scorer protects, and the caller's spans, stay beyond the capacity too. What has
-        left a sliding window is not among them.
-        """
-        assert batch.evict is not None and batch.prompts.capacity is not None
-        held, evict, tokens = store.held[layers], batch.evict, batch.num_tokens
-        mean = capacity = batch.prompts.capacity.expand(len(layers), -1)
+    def _count(self, batch: ForwardBatch, store: KVStore, layers: list[int], sliding_window: int | None) -> KeepCounts:
+        """Return what layers keep; all of it is on the host."""
+        held, evicting, prompts = store.held[layers], batch.evict, batch.prompts
+        assert evicting is not None and prompts.capacity is not None
+        budget = prompts.capacity.expand(len(layers), -1)
         if batch.is_prefill:
-            self._settled = None, {}
+            self._settled_cpu = None, {}
         elif not isinstance(self.policy.allocator, Uniform):
-            capacity = self._settled_capacity(batch.prompts.capacity, layers)
-        sinks, recent = (torch.as_tensor(x).expand_as(mean) for x in self.scorer.limits(batch.prompts.capacity))
-        first = torch.zeros_like(tokens) if window is None else (tokens - window + 1).clamp_min(0)
-        fixed = (tokens - first).minimum((sinks - first).clamp_min(0) + recent)
-        if batch.prompts.protected is not None:
-            ranks = torch.arange(batch.prompts.protected.shape[1])
-            between = (ranks >= sinks.maximum(first)[..., None]) & (ranks < (tokens - recent)[..., None])
-            fixed = fixed + (batch.prompts.protected & between).sum(-1)
-        over = evict & (fixed > capacity) & (held.amax(2) > capacity)
+            budget = self._settled_budget(prompts.capacity, layers)
+        sinks, recent = (torch.as_tensor(x).expand_as(evicting) for x in self.scorer.limits(prompts.capacity))
+        num_protected = retention.count_protected(batch.num_tokens, sinks, recent, prompts.protected, sliding_window)
+        over = evicting & (num_protected > budget) & (held.amax(2) > budget)
         if bool(over.any()):
-            self._note_over(over.any(0), fixed.where(over, 0).amax(0))
-        keep, expired_to = capacity.maximum(fixed), torch.full_like(capacity, -1)
-        if window is not None:
-            keep, expired_to = keep.clamp_max(window), (tokens - window).expand_as(capacity)
-        kept = held.minimum(keep[..., None]).where(evict[:, None], held)
-        numbers = torch.stack([mean, sinks, tokens - recent, expired_to], 1)
-        return Limits(kept, kept.flatten(1).int(), numbers, evict.clone())
+            self._warn_over_budget(over.any(0), num_protected)
+        keep_count = retention.keep_count(budget, num_protected)
+        if sliding_window is not None:
+            keep_count = keep_count.clamp_max(sliding_window)
+        kept = held.minimum(keep_count[..., None]).where(evicting[:, None], held)
+        limits = torch.stack([prompts.capacity, sinks, recent])
+        return KeepCounts(kept, kept.flatten().int(), limits, evicting.clone())
 
-    def _settled_capacity(self, capacity: Tensor, layers: list[int]) -> Tensor:
-        """Return the tokens per KV head ``[n, B]`` that an allocator gave layers at the prompt's end."""
+    def _settled_budget(self, capacity: Tensor, layers: list[int]) -> Tensor:
+        """Return the tokens per KV head ``[n, B]`` that an allocator gave layers at the end of the prompt."""
         settled = self.budgets.settled
-        if self._settled[0] is not settled:
-            self._settled = settled, {layer: x.cpu() for layer, x in settled.items()}
-        return torch.stack([self._settled[1].get(layer, capacity) for layer in layers])
+        if self._settled_cpu[0] is not settled:
+            self._settled_cpu = settled, {layer: x.cpu() for layer, x in settled.items()}
+        return torch.stack([self._settled_cpu[1].get(layer, capacity) for layer in layers])

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ag.engine.block_pool import BLOCK, BlockPool, PoolFullError
+from ag.engine.block_pool import BlockPool, PoolFullError
 from ag.engine.evictor import Evictor
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.kv_store import KVStore
@@ -100,7 +100,7 @@ class Forward(Interceptor):
     def look(self) -> None:
         """Look whether the scores of the last steps were finite; see :meth:`ag.engine.evictor.Evictor.end_pass`."""
         if self.evictor is not None:
-            self.evictor.look()
+            self.evictor.raise_if_nonfinite()
 
     def protect(self, spans: Sequence[Any]) -> None:
         """Keep tokens whatever the policy decides, until :meth:`reset`: a system prompt, say.
@@ -167,7 +167,7 @@ class Forward(Interceptor):
         if length == 1 and ready and (attention_mask is None or bool(new.all())):  # a step: all layers get room at once
             self.batch = step = state.step()
             for store in self.stores:
-                store.make_room(slice(None), step.counts, ahead=BLOCK)
+                store.make_room(slice(None), step.counts)
             if self.evictor is not None:
                 self.evictor.begin_step(step, self.stores, self.layers[self.sharing[0]].window)
         else:

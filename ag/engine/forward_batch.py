@@ -58,13 +58,6 @@ class ForwardBatch:
         """Whether some sequence has fewer new tokens than another."""
         return bool((self.counts < self.ranks.shape[1]).any())
 
-    def protected(self, ranks: Tensor) -> Tensor:
-        """Return the tokens of these ranks ``[B, ...]`` that the caller protects, bool; some are protected."""
-        marks = self.prompts.protected_there
-        assert marks is not None
-        inside = (ranks >= 0) & (ranks < marks.shape[1])
-        return inside & marks.gather(1, ranks.where(inside, 0).flatten(1)).view(ranks.shape)
-
     def first_since(self, block: int | None, lengths: Tensor) -> Tensor:
         """Return the rank ``[B]`` of the first token that came since tokens could last be evicted.
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ag import retention
 from ag.engine.block_pool import BLOCK, BlockPool, places_of
 from ag.engine.positions import Turned
 from ag.engine.records import Records, fit, joined
-from ag.kernels.kv_compact import Worst, kv_compact
+from ag.kernels.kv_compact import kv_compact
 from ag.kernels.pages import Pages
 from ag.model.geometry import KVHeads
 
@@ -59,6 +60,9 @@ class KVStore:
         self.owned = torch.zeros(shape, dtype=torch.long)  # blocks of each row
         self.shared = torch.zeros(shape, dtype=torch.long)  # first blocks of each row that other rows may refer to
         self._pages: dict[int, Pages] = {}
+        self._stacks: dict[str, Tensor] = {}  # [L, ...], each record of all layers
+        #: Whether the records of each layer are views of these.
+        self.stacked = False
         #: A new object whenever tables, lengths or records move to other memory.
         self.memory = object()
         self._holder = [self.table, self.owned, self._pages]
@@ -85,8 +89,9 @@ class KVStore:
         return new
 
     def _moved(self) -> None:
-        """Forget what refers to tables, which lie in other memory now."""
+        """Forget what refers to tables and records, which lie in other memory now."""
         self._pages.clear()
+        self.stacked = False
         self.memory = object()
         self._holder[:] = self.table, self.owned, self._pages
 
@@ -147,22 +152,20 @@ class KVStore:
 
     # ---- tokens come
 
-    def make_room(self, layers: slice, tokens: Tensor, ahead: int = 0) -> None:
+    def make_room(self, layers: slice, tokens: Tensor) -> None:
         """Count more tokens in the rows of some layers, and give these blocks, and copies of shared ones, for them.
 
         Args:
             layers: of which layers.
             tokens: ``[B]`` long on the CPU, tokens that come to each row of a sequence.
-            ahead: tokens for which rows that need a block get further room, where the pool can grow.
 
         Raises ``PoolFullError``, and changes nothing, when the pool is too small.
         """
-        ahead = 0 if self.pool.fixed else ahead
         wide = tokens[:, None] * self.here[layers]
         owned, held, block = self.owned[layers], self.held[layers], self.block
         need = (-(-(held + wide) // block) - owned).clamp_min(0)
         if bool(need.any()):
-            self.allocate(layers, (-(-(held + wide + ahead) // block) - owned).clamp_min(0).where(need > 0, 0))
+            self.allocate(layers, need)
         self._unshare(layers, held // block, self.shared[layers].where(wide > 0, 0))
         held += wide
 
@@ -228,25 +231,32 @@ class KVStore:
         records = self.records[layer]
         for name, x in noted.items():
             if name not in records or records[name].shape[:-1] != x.shape[:-1]:
-                records[name] = F.pad(x, (0, self.slots - x.shape[-1])).contiguous()
+                records[name], self.stacked = F.pad(x, (0, self.slots - x.shape[-1])).contiguous(), False
             elif records[name].data_ptr() != x.data_ptr():
                 records[name][..., : x.shape[-1]] = x
 
     # ---- tokens go
 
-    def compact(self, layer: int, keep: Tensor | Worst, kept: Tensor, spare: int = BLOCK) -> None:
-        """Drop tokens of a layer; see :func:`ag.kernels.kv_compact.kv_compact`.
+    def compact(self, layer: int, score: Tensor, kept: Tensor, spare: int = 0, nonfinite: Tensor | None = None) -> None:
+        """Evict tokens of a layer; see :func:`ag.kernels.kv_compact.kv_compact`.
 
         Args:
             layer: index of the layer.
-            keep: ``[B, Hkv, N]`` bool by slot, or how the worst tokens are found.
-            kept: ``[B, Hkv]`` long on the CPU, tokens that are left of each row.
-            spare: tokens for which free blocks stay with a row.
+            score: ``[B, Hkv, N]`` by slot: a keep mask (bool), or float32 of :func:`ag.retention.eviction_score`.
+            kept: ``[B, Hkv]`` long on the CPU, tokens that each row keeps.
+            spare: a row keeps free blocks for this many further tokens.
+            nonfinite: ``[B, Hkv]`` int32, set to 1 for rows with a score of NaN; None: nobody asks.
         """
         one, turns = slice(layer, layer + 1), self.rotation
         order = None if turns is None else turns.order(self, layer)
+        if score.dtype == torch.bool:
+            score = torch.full_like(score, -retention.INF, dtype=torch.float32).masked_fill_(score, retention.INF)
         self.make_own(one, kept[None])
-        self.drop(layer, keep)
+        records, rows = self.records[layer], len(kept) * self.kv_heads
+        for name, x in records.items():
+            records[name] = x.contiguous()
+        noted = [x.view(rows, -1, x.shape[-1]) for x in records.values()]
+        kv_compact(self.pages(layer), score, kept.flatten().int().to(score.device), noted, nonfinite)
         self.set_held(one, kept[None], spare)
         if turns is not None:
             turns.close_up(self, layer, order)
@@ -255,13 +265,33 @@ class KVStore:
         """Replace the shared blocks that change when ``kept`` ``[L', B, Hkv]`` tokens stay by copies."""
         self._unshare(layers, 0, (-(-kept // self.block)).where(kept < self.held[layers], 0))
 
-    def drop(self, layer: int, keep: Tensor | Worst) -> None:
-        """Do the device's part of :meth:`compact`."""
-        records, rows = self.records[layer], self.held.shape[1] * self.kv_heads
-        for name, x in records.items():
-            records[name] = x.contiguous()
-        noted = [x.view(rows, -1, x.shape[-1]) for x in records.values()]
-        kv_compact(self.pages(layer), keep if isinstance(keep, Worst) else keep.flatten(0, 1), noted)
+    def compact_all_layers(self, score: Tensor, keep_count: Tensor, nonfinite: Tensor) -> None:
+        """Do the device's part of :meth:`compact` for all layers at once.
+
+        ``score`` is ``[L, B, Hkv, S]``, ``keep_count`` ``[L B Hkv]`` int32, and ``nonfinite`` ``[L, B, Hkv]`` int32.
+        """
+        rows = keep_count.numel()
+        if not self.stacked:
+            self.stack_records()
+        if -1 not in self._pages:  # the rows of all layers
+            columns, coded = self.pool.views(self.size, self.gate_type), self.pool.formats[self.size]
+            self._pages[-1] = Pages(*columns, self.table.flatten(0, 2), self.lengths.flatten(), coded)
+        noted = [x.view(rows, -1, x.shape[-1]) for x in self._stacks.values()]
+        kv_compact(self._pages[-1], score.flatten(0, 1), keep_count, noted, nonfinite)
+
+    def stack_records(self) -> None:
+        """Move each record of all layers into one tensor ``[L, ...]``, before a step evicts from all layers at once."""
+        self.stacked, self._stacks, self.memory = True, {}, object()
+        for name in dict.fromkeys(name for records in self.records for name in records):
+            by_layer = {layer: records[name] for layer, records in enumerate(self.records) if name in records}
+            first = next(iter(by_layer.values()))
+            stack = self._stacks[name] = first.new_zeros(self.layers, *first.shape)
+            for layer, record in by_layer.items():
+                self.records[layer][name] = stack[layer].copy_(record)
+
+    def token_indices(self) -> Tensor:
+        """Return the token index of each slot in all layers, ``[L, B, Hkv, S]`` int32; free slots have any number."""
+        return self.pages(0).ranks[self.table].flatten(-2)
 
     def set_held(self, layers: slice, kept: Tensor, spare: int = BLOCK) -> None:
         """Note the lengths ``[L', B, Hkv]`` after tokens went, and free the blocks behind them."""

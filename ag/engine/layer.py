@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ag import retention
 from ag.engine.attention_stats import AttentionStats
 from ag.engine.block_pool import PoolFullError
 from ag.engine.evictor import Evictor
@@ -172,8 +173,10 @@ class Layer:
         assert self.gates is not None
         if self.flagged is None:
             return self.gates.stored(logits)
-        flags = self.gates.flags(logits) | (batch.ranks < self.gates.config.sink_tokens)[:, None]
-        return flags if batch.prompts.protected is None else flags | batch.protected(batch.ranks)[:, None]
+        tokens, sinks = batch.ranks.amax(1) + 1, self.gates.config.sink_tokens
+        return self.gates.flags(logits) | retention.protected_mask(
+            batch.ranks[:, None], tokens, sinks, 0, batch.prompts.protected_there
+        )
 
     # ---- observe and evict
 
@@ -262,7 +265,7 @@ class Layer:
             sliding_window=call.window,
             gate=gate,
             decays=self.gates is not None and self.gates.decays,
-            stays=None if batch.prompts.protected is None else batch.protected(keys.ranks),
+            marked=batch.prompts.protected_there,
             decoding=not batch.is_prefill,
             sums=self.observation_window.sums,
             rotation=lambda x, places, span: rotate(self.decoder, x, places, span, self.index),

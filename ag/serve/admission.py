@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from ag import retention
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.cache import EvictionCache
 from ag.engine.layer import EXPIRED
@@ -84,10 +84,8 @@ class Admission:
         """
         assert self.policy.scorer is not None
         budget = self.policy.capacity(torch.tensor([len(marks)]))
-        sinks, recent = (int(x) for x in self.policy.scorer.limits(budget))
-        ranks = torch.arange(seen)
-        protected = (ranks < sinks) | (ranks >= seen - recent) | F.pad(marks, (0, seen - len(marks)))
-        return max(int(budget), int(protected.sum()))
+        fixed = retention.count_protected(torch.tensor([seen]), *self.policy.scorer.limits(budget), marks[None])
+        return int(retention.keep_count(budget, fixed))
 
     def _reread(self, request: Request) -> int:
         """Return the most tokens that the cache holds beside a prompt while a scorer rereads it."""

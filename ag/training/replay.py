@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from ag import retention
 from ag.config import Config
 from ag.engine.policy import policy
 from ag.engine.scorers.gates import Gates
@@ -183,20 +184,21 @@ def ranked_flags(logits: Tensor, share: float, gates: AttentionGates) -> Tensor:
     config = gates.config
     capacity = policy("gates", share).capacity(torch.tensor([length]))
     scorer = Gates().trained_with(config.sink_tokens, max(config.recent_tokens - 1, 0))
-    sinks, recent = (int(x) for x in scorer.limits(capacity))
-    at = torch.arange(length, device=logits.device)
-    sure = (at < sinks) | (at >= length - recent)
-    heads = logits.shape[0] * logits.shape[1]
-    count = (int(capacity) - int(sure.sum())) * heads
-    rest = logits.detach()[..., ~sure].flatten()
-    if not 0 < count < len(rest):
-        return torch.where(sure, 1.0, 0.0 * logits + float(count > 0))  # a backward pass needs a graph
+    tokens = torch.tensor([length])
+    sure = retention.protected_mask(torch.arange(length)[None, None], tokens, *scorer.limits(capacity))[0, 0].to(
+        logits.device
+    )
+    total = capacity.to(logits.device) * logits.shape[0] * logits.shape[1]
+    score = retention.eviction_score(logits.detach(), sure).flatten()
+    flags = retention.keep_mask(score, total[0]).view_as(logits).to(logits)
+    kept, gone = score[(flags.flatten() > 0) & score.isfinite()], score[flags.flatten() == 0]
+    if not (len(kept) and len(gone)):
+        return 0.0 * logits + flags  # a backward pass needs a graph
     with torch.no_grad():
-        highest = rest.topk(count + 1).values[-2:]
-        boundary, width = highest.mean(), SOFTNESS * rest.std()
+        boundary = (kept.min() + gone.max()) / 2
+        width = SOFTNESS * score[score.isfinite()].std()
         slope = torch.sigmoid((logits - boundary) / width)
         near = slope * (1 - slope) * ~sure
-        flags = (logits >= highest[0]).to(logits)
     level = (near * logits).sum() / near.sum()
     soft = torch.sigmoid((logits - boundary - (level - level.detach())) / width)
     return torch.where(sure, 1.0, flags + (soft - soft.detach()))

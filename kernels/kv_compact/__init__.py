@@ -10,30 +10,32 @@ from torch import Tensor
 
 from ag.kernels.dispatch import VARIABLE, function, no_triton
 from ag.kernels.kv_compact import cpu
-from ag.kernels.kv_compact.reference import Worst as Worst
 from ag.kernels.pages import WIDEST, Facts, Pages
 
 
-def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = ()) -> None:
-    """Drop tokens of rows and close the rows up, in place; ``pages.lengths`` counts what is left.
+def kv_compact(
+    pages: Pages, score: Tensor, keep_count: Tensor, records: Sequence[Tensor] = (), nonfinite: Tensor | None = None
+) -> None:
+    """Keep ``keep_count`` tokens of each row and evict the others, in place; ``pages.lengths`` is updated.
 
-    The row's last tokens that stay fill the holes among its first slots, both in ascending order. No other token moves.
-    Afterwards slots are in no order; ``pages.ranks`` has it.
+    The tokens with the highest scores are kept, of equal scores the older token, and tokens of +inf even beyond
+    ``keep_count``. The last kept tokens of a row fill the free slots before them, both in ascending order; no other
+    token moves. Slots have no order afterwards: ``pages.ranks`` has each token's index.
 
     Args:
-        pages: the rows; none of the blocks of a row that loses something is shared with another row.
-        keep: ``[R, N]`` bool, the slots that stay, N at least the longest row; or :class:`Worst`, the scores by which
-            tokens go.
-        records: ``[R, C, S]`` float32 each, numbers of each token by slot, which move with the token. They are 0 on
+        pages: the rows; a row that loses tokens shares no block with another row.
+        score: ``[B, Hkv or 1, S]`` float32 by slot, S at least the longest row; see
+            :func:`ag.retention.eviction_score`.
+        keep_count: ``[R]`` int32, tokens to keep; a shorter row loses nothing.
+        records: ``[R, C, S]`` float32 each, values of each token by slot, which move with the token. They are 0 on
             free slots, before and after.
+        nonfinite: ``[R]`` int32, set to 1 for a row that loses tokens and has a score of NaN; None: nobody asks.
 
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    if isinstance(keep, Tensor) and not keep.numel():  # empty rows: the mask has no address
-        return
     gaps = None if all(x.is_contiguous() for x in records) else "records are not contiguous"
-    _version(pages.facts, gaps, os.environ.get(VARIABLE))(pages, keep, records)
+    _version(pages.facts, gaps, os.environ.get(VARIABLE))(pages, score, keep_count, records, nonfinite)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-// Compaction of rows in blocks: tokens go by a mask or by their scores, and the last tokens of a row fill the holes.
+// Compaction of rows in blocks: tokens go by their scores, and the last tokens of a row fill the holes.
 //
 // Plain C at the border, so that it compiles in a second or two, without the headers of PyTorch.
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr float LARGEST = std::numeric_limits<float>::max();
+constexpr float INF = std::numeric_limits<float>::infinity();
 
 // Numbers that move with a token beside its columns: `count` buffers [R, widths[2 i], widths[2 i + 1]].
 struct Records {
@@ -55,43 +55,30 @@ struct Rival {
 
 }  // namespace
 
-// See ag.kernels.kv_compact. Either `mask` [R, score_sequence], the slots that stay, or `count` [R] and the scores:
-// those of sequence b and head h lie by slot from score + b * score_sequence + h * score_head on.
+// See ag.kernels.kv_compact. The scores of sequence b and head h lie by slot from
+// score + b * score_sequence + h * score_head on.
 extern "C" void kv_compact(const Pages* rows, char* gate, int64_t gate_bytes, int64_t heads, int64_t threads,
-                           int64_t notes, float** data, const int64_t* widths, const int32_t* count,
-                           const uint8_t* mask, const float* score, int64_t score_sequence, int64_t score_head,
-                           const int64_t* sinks, const int64_t* recent_from, const int64_t* expired_to, int32_t* found,
-                           const uint8_t* stays, int64_t most) {
+                           int64_t notes, float** data, const int64_t* widths, const float* score,
+                           int64_t score_sequence, int64_t score_head, const int32_t* keep_count, int32_t* nonfinite) {
   const Pages& pages = *rows;
   const Records records = {notes, data, widths};
   int64_t work = 0;
   for (int64_t row = 0; row < pages.rows; ++row) work += pages.lengths[row];
   const int64_t some = work < 16384 ? 1 : threads;  // starting threads costs more than few tokens
-  bool wrong = false;
-#pragma omp parallel for num_threads(some) schedule(static) reduction(|| : wrong)
+#pragma omp parallel for num_threads(some) schedule(static)
   for (int64_t row = 0; row < pages.rows; ++row) {
-    std::vector<uint8_t> goes;
     std::vector<Rival> rivals;
-    const int64_t length = pages.lengths[row];
-    if (mask) {
-      goes.resize(length);
-      int64_t kept = 0;
-      for (int64_t t = 0; t < length; ++t) kept += !(goes[t] = !mask[row * score_sequence + t]);
-      if (kept < length) close(pages, gate, gate_bytes, records, row, goes, kept);
-      continue;
-    }
-    const int64_t surplus = length - count[row], b = row / heads;
+    bool wrong = false;
+    const int64_t length = pages.lengths[row], surplus = length - keep_count[row];
     if (surplus <= 0) continue;
-    const float* scores = score + b * score_sequence + row % heads * score_head;
+    const float* scores = score + row / heads * score_sequence + row % heads * score_head;
     for (int64_t slot = 0; slot < length;) {
       const Part p = pages.part(row, slot, length, 0);
       for (int64_t t = 0; t < p.count; ++t) {
-        const int32_t rank = pages.ranks[p.start + t], at = static_cast<int32_t>(slot + t);
-        const bool expired = rank <= expired_to[b];
-        if (!expired && (rank < sinks[b] || rank >= recent_from[b] || (rank < most && stays[b * most + rank])))
-          continue;
-        wrong |= !expired && !(std::abs(scores[at]) <= LARGEST);
-        const Rival rival = {expired ? -std::numeric_limits<float>::infinity() : scores[at], rank, at};
+        const int32_t at = static_cast<int32_t>(slot + t);
+        if (scores[at] == INF) continue;
+        wrong |= std::isnan(scores[at]);
+        const Rival rival = {std::isnan(scores[at]) ? -INF : scores[at], pages.ranks[p.start + t], at};
         if (surplus > 1 || rivals.empty()) rivals.push_back(rival);
         else if (rival < rivals[0]) rivals[0] = rival;
       }
@@ -99,9 +86,9 @@ extern "C" void kv_compact(const Pages* rows, char* gate, int64_t gate_bytes, in
     }
     const int64_t going = std::min<int64_t>(surplus, rivals.size());
     std::nth_element(rivals.begin(), rivals.begin() + going, rivals.end());
-    goes.assign(length, 0);
+    std::vector<uint8_t> goes(length);
     for (int64_t i = 0; i < going; ++i) goes[rivals[i].slot] = 1;
-    close(pages, gate, gate_bytes, records, row, goes, length - going);
+    if (wrong && nonfinite) nonfinite[row] = 1;
+    if (going) close(pages, gate, gate_bytes, records, row, goes, length - going);
   }
-  if (wrong) *found = 1;
 }

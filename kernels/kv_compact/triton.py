@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ag.kernels.dispatch import INTERPRETED
-from ag.kernels.kv_compact.reference import Worst
 from ag.kernels.pages import Pages
 from ag.kernels.tiles import copy_tokens, places
 
@@ -20,83 +19,62 @@ FIRST = 62  # highest bit of the numbers, where the bit by bit search begins
 
 
 @triton.jit
-def _order(slots, count, ranks, table, score, sinks, recent_from, expired_to, stays, most, PAGE: tl.constexpr,
-           LAST: tl.constexpr):  # fmt: skip
-    """Return a number for each token, the smallest go first, LAST if it may not go; and the count of bad scores.
+def _order(slots, count, ranks, table, score, PAGE: tl.constexpr, LAST: tl.constexpr):
+    """Return a number for each token, the smallest go first, LAST if it may not go; and the count of NaN.
 
     A number is made of the score, whose bits are mapped to integers in the same order, and of the token's rank.
     """
     there = slots < count
     rank = tl.load(ranks + places(table, slots, there, PAGE), mask=there, other=0).to(tl.int64)
-    expired = there & (rank <= expired_to)
-    guarded = (rank < sinks) | (rank >= recent_from)
-    if stays is not None:
-        guarded = guarded | (tl.load(stays + rank, mask=there & (rank < most), other=0) != 0)
-    rivals = there & (expired | ~guarded)
-    s = tl.load(score + slots, mask=rivals & ~expired, other=float("-inf"))
-    wrong = tl.sum((rivals & ~expired & ~(tl.abs(s) < float("inf"))).to(tl.int32), 0)
+    s = tl.load(score + slots, mask=there, other=float("inf"))
+    wrong = tl.sum((s != s).to(tl.int32), 0)
+    s = tl.where(s != s, float("-inf"), s)
     bits = tl.where(s == 0, 0.0, s).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     number = bits.to(tl.int64) * 2147483648 + (2147483647 - rank)
-    return tl.where(rivals, number, LAST), wrong
+    return tl.where(s < float("inf"), number, LAST), wrong
 
 
-@triton.jit(do_not_specialize=["most", "N", "width"])
-def _choose(ranks, table, lengths, before, moves, source, target, mask, score, stays_of_row, sinks, recent_from,
-            expired_to, found, stays, score_sequence, score_head, stride, most, N, width, H, PAGE: tl.constexpr,
-            TILE: tl.constexpr, FEW: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["N"])
+def _choose(ranks, table, lengths, before, moves, source, target, score, keep_count, nonfinite, score_sequence,
+            score_head, stride, N, H, PAGE: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr, FIRST: tl.constexpr,
+            LAST: tl.constexpr):  # fmt: skip
     """Write the slots of a row's holes to ``target``, and of the tokens that fill them to ``source``."""
     row = tl.cast(tl.program_id(0), tl.int64)
     table += row * stride
     source += row * N
     target += row * N
+    score += row // H * score_sequence + row % H * score_head
     count = tl.load(lengths + row)
-    kept, limit = count * 0, tl.cast(count, tl.int64) * 0 - LAST
-    if mask is not None:
-        mask += row * width
+    surplus = count - tl.load(keep_count + row)
+    rivals, wrong = count * 0, count * 0
+    if surplus > 0:
         for n in range(0, count, TILE):
-            slots = n + tl.arange(0, TILE)
-            kept += tl.sum((tl.load(mask + slots, mask=slots < count, other=0) != 0).to(tl.int32), 0)
-    else:
-        b, h = row // H, row % H
-        score += b * score_sequence + h * score_head
-        sinks, recent_from = tl.load(sinks + b), tl.load(recent_from + b)
-        expired_to = tl.load(expired_to + b)
-        if stays is not None:
-            stays += b * most
-        surplus = count - tl.load(stays_of_row + row)
-        rivals, wrong = count * 0, count * 0
-        if surplus > 0:
-            for n in range(0, count, TILE):
-                number, some = _order(n + tl.arange(0, TILE), count, ranks, table, score, sinks, recent_from,
-                                      expired_to, stays, most, PAGE, LAST)  # fmt: skip
-                rivals += tl.sum((number < LAST).to(tl.int32), 0)
-                wrong += some
-        if wrong > 0:
-            tl.store(found, 1)
-        going = tl.maximum(tl.minimum(surplus, rivals), 0)
-        kept = count - going
-        # the number of the last token that goes: the smallest one again and again, or else bit by bit
-        turns = tl.where(going <= FEW, going, FIRST + 1)
-        for turn in range(0, turns):
-            middle = limit + (tl.cast(1, tl.int64) << tl.maximum(FIRST - turn, 0))
-            least, below = limit * 0 + LAST, count * 0
-            for n in range(0, count, TILE):
-                number, some = _order(n + tl.arange(0, TILE), count, ranks, table, score, sinks, recent_from,
-                                      expired_to, stays, most, PAGE, LAST)  # fmt: skip
-                least = tl.minimum(least, tl.min(tl.where(number > limit, number, LAST), 0))
-                below += tl.sum((number < middle).to(tl.int32), 0)
-            limit = tl.where(going <= FEW, least, tl.where(below < going, middle, limit))
+            number, some = _order(n + tl.arange(0, TILE), count, ranks, table, score, PAGE, LAST)
+            rivals += tl.sum((number < LAST).to(tl.int32), 0)
+            wrong += some
+    if nonfinite is not None and wrong > 0:
+        tl.store(nonfinite + row, 1)
+    going = tl.maximum(tl.minimum(surplus, rivals), 0)
+    kept, limit = count - going, tl.cast(count, tl.int64) * 0 - LAST
+    # the number of the last token that goes: all, or the smallest one again and again, or else bit by bit
+    turns = tl.where(going <= FEW, going, FIRST + 1)
+    turns = tl.where(going == rivals, 0, turns)
+    for turn in range(0, turns):
+        middle = limit + (tl.cast(1, tl.int64) << tl.maximum(FIRST - turn, 0))
+        least, below = limit * 0 + LAST, count * 0
+        for n in range(0, count, TILE):
+            number, some = _order(n + tl.arange(0, TILE), count, ranks, table, score, PAGE, LAST)
+            least = tl.minimum(least, tl.min(tl.where(number > limit, number, LAST), 0))
+            below += tl.sum((number < middle).to(tl.int32), 0)
+        limit = tl.where(going <= FEW, least, tl.where(below < going, middle, limit))
+    limit = tl.where((going == rivals) & (surplus > 0), limit * 0 + LAST - 1, limit)
     holes, movers = count * 0, count * 0
     for n in range(0, count, TILE):
         slots = n + tl.arange(0, TILE)
         there = slots < count
-        if mask is not None:
-            goes = tl.load(mask + slots, mask=there, other=0) == 0
-        else:
-            number, some = _order(slots, count, ranks, table, score, sinks, recent_from, expired_to, stays, most, PAGE,
-                                  LAST)  # fmt: skip
-            goes = number <= limit
+        number, some = _order(slots, count, ranks, table, score, PAGE, LAST)
+        goes = number <= limit
         hole, mover = there & goes & (slots < kept), there & (~goes) & (slots >= kept)
         tl.store(target + holes + tl.cumsum(hole.to(tl.int32), 0) - 1, slots, mask=hole)
         tl.store(source + movers + tl.cumsum(mover.to(tl.int32), 0) - 1, slots, mask=mover)
@@ -146,34 +124,38 @@ def _carry(record, lengths, before, moves, source, target, N, S, C, TILE: tl.con
 
 
 @torch.compiler.disable
-def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = ()) -> None:
+def kv_compact(
+    pages: Pages, score: Tensor, keep_count: Tensor, records: Sequence[Tensor] = (), nonfinite: Tensor | None = None
+) -> None:
     """Do what :func:`ag.kernels.kv_compact.kv_compact` does on a GPU, without synchronising."""
     keys, values, ranks, gate, table, lengths, *_ = pages
     (rows, most), (_, page, dim), width = table.shape, keys.shape, values.shape[2]
     slots = most * page
     before, moves = torch.empty_like(lengths), torch.empty_like(lengths)
     source, target = torch.empty(2, rows, slots, dtype=torch.int32, device=keys.device)
-    mask: Tensor | None = None
-    chosen: tuple[Tensor | int | None, ...] = (None, None, None, None, None, None, None, 0, 0)
-    last, heads, columns = 0, 1, 0
-    if isinstance(keep, Worst):
-        score = keep.score if keep.score.stride(2) == 1 else keep.score.contiguous()
-        of_head = 0 if score.shape[1] == 1 else score.stride(1)
-        guarded = None if keep.protected is None else keep.protected.contiguous().view(torch.uint8)
-        chosen = (score, keep.stays, keep.sinks, keep.recent_from, keep.expired_to, keep.found, guarded)
-        chosen += (score.stride(0), of_head)
-        last, heads = 0 if guarded is None else guarded.shape[1], rows // len(keep.sinks)
-    else:
-        mask = keep.contiguous().view(torch.uint8)
-        columns = mask.shape[1]
+    score = score if score.stride(2) == 1 else score.contiguous()
+    of_head = 0 if score.shape[1] == 1 else score.stride(1)
     tile = 16 if INTERPRETED else min(2048, triton.next_power_of_2(max(slots, 1)))
     tokens = 16 if INTERPRETED else 32
     blocks = triton.cdiv(slots, tokens)
     flags = gate.view(torch.uint8) if gate is not None and gate.dtype == torch.bool else gate
     with torch.cuda.device_of(keys):
         _choose[(rows,)](
-            *(ranks, table, lengths, before, moves, source, target, mask, *chosen, table.stride(0), last, slots),
-            *(columns, heads, page, tile, FEW, FIRST, BEST),
+            *(
+                ranks,
+                table,
+                lengths,
+                before,
+                moves,
+                source,
+                target,
+                score,
+                keep_count,
+                nonfinite,
+                score.stride(0),
+                of_head,
+            ),
+            *(table.stride(0), slots, rows // len(score), page, tile, FEW, FIRST, BEST),
         )
         if blocks:
             _move[(rows * blocks,)](

@@ -158,7 +158,7 @@ def best_of_all(brought, capacity, floor):
     least, kept, rest = int(capacity * floor), {}, []
     for layer, candidates in enumerate(brought):
         for g, scores in enumerate(candidates.score[0].tolist()):
-            safe = {p for p, x in enumerate(candidates.protected[0, g].tolist()) if x}
+            safe = {p for p, x in enumerate(scores) if x == math.inf}
             order = sorted((p for p in range(len(scores)) if p not in safe), key=lambda p, s=scores: (-s[p], p))
             room = max(0, least - len(safe))
             kept[layer, g] = safe | set(order[:room])
@@ -202,7 +202,7 @@ def test_two_scores_decide_once_too(seed, capacity, protected):
     held = Scripted("global", brought).run()
     for layer, candidates in enumerate(brought):
         for g in range(2):
-            parts = (x[0, g].tolist() for x in (candidates.score, candidates.second, candidates.protected))
+            parts = (x[0, g].tolist() for x in (candidates.score, candidates.second, candidates.score == math.inf))
             assert held[layer][g] == two_stages(*parts, counts[layer][g], 0.5)
 
 

@@ -8,10 +8,9 @@ import random
 import pytest
 import torch
 
-from ag.engine.block_pool import BLOCK, BlockPool, PoolFullError
+from ag.engine.block_pool import BlockPool, PoolFullError
 from ag.engine.kv_store import KVStore
 from ag.kernels.kv_append import kv_append
-from ag.kernels.kv_compact import Worst
 from ag.model.geometry import KVHeads
 
 LAYERS = 3
@@ -57,7 +56,7 @@ class Machine:
             columns = sorted(draw.sample(range(width), count))
             ranks[b, columns] = torch.arange(one.seen[b], one.seen[b] + count)
         try:
-            store.make_room(slice(None), counts, ahead=draw.choice([0, BLOCK]))
+            store.make_room(slice(None), counts)
         except PoolFullError:
             assert self.pool.fixed
             return
@@ -105,9 +104,7 @@ class Machine:
                     set(sorted(x.tolist())[len(x) - n :])
                     for x, n in zip(ranks.flatten(0, 1), kept.flatten(), strict=True)
                 ]
-                none, found = torch.zeros(len(ranks)).long(), torch.zeros(1).int()
-                far = torch.full_like(none, 10**6)
-                store.compact(layer, Worst(kept.flatten().int(), ranks.float(), none, far, none - 1, found), kept)
+                store.compact(layer, ranks.float(), kept)
         except PoolFullError:
             assert self.pool.fixed
             return

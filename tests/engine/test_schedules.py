@@ -253,8 +253,8 @@ def test_recents_are_of_the_mean_where_layers_get_unequal_budgets(tiny_llama, sp
     model, held = tiny_llama(num_hidden_layers=4), []
     for counted in (True, False):
         cache = ag.EvictionCache(model, spec, 16, "every")
-        assert cache.evictor._counts_later
-        cache.evictor._counts_later = counted
+        assert cache.evictor._counts_decode
+        cache.evictor._counts_decode = counted
         model(row(80)[None], past_key_values=cache)
         for token in row(20, 1):
             model(token[None, None], past_key_values=cache)

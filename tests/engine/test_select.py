@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.engine.allocators.base import Candidates, over_heads, select
+from ag import retention
+from ag.engine.allocators.base import Candidates, over_heads
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -38,7 +39,7 @@ def by_hand(score, protected, valid, capacity):
 @settings(max_examples=60)
 def test_select(case):
     score, protected, valid, capacity = case
-    keep = select(*case)
+    keep = retention.keep_mask(retention.eviction_score(score, protected, ~valid), capacity) & valid
     assert keep.dtype == torch.bool
     for b in range(score.shape[0]):
         for g in range(score.shape[1]):
@@ -66,7 +67,7 @@ def test_over_heads(case, extra, floor):
     score, protected, valid, _ = case
     capacity = (protected & valid).sum(-1).amax(1) + extra
     due = torch.ones(len(score), dtype=torch.bool)
-    layer = Candidates(score, protected, valid, capacity, capacity, due)
+    layer = Candidates(retention.eviction_score(score, protected, ~valid), capacity, capacity, due)
     (keep,) = over_heads([layer], floor, capacity * score.shape[1])
     for b in range(len(score)):
         wanted = best_over_heads(*(x[b].tolist() for x in (score, protected, valid)), int(capacity[b]), floor)

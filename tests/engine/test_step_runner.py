@@ -89,9 +89,10 @@ def test_the_host_reads_nothing_of_the_device_in_a_step(model, name):
     (store,) = cache.stores
     there = [*cache.pool.columns(), store.table, store.lengths, cache.sequences.next_ranks]
     there += [cache.sequences.mask, *model.parameters(), *(x for part in store.records for x in part.values())]
+    there += [] if cache.evictor is None else cache.evictor._scores.values()
     with DeviceMemory(there).running() as seen:
         assert seen.has(step(tokens(2, 3)))
-        for number in range(4, 3 + evictor.LOOK):
+        for number in range(4, 3 + evictor.CHECK_INTERVAL):
             step(tokens(2, number))
     assert seen.reads == (["tolist"] if "every" in given else [])
     if name == "full":  # heads that compete ask how many of their tokens stayed: a read is noticed
@@ -111,7 +112,7 @@ def test_scores_that_are_not_finite_are_found_within_sixteen_steps(model):
         step(tokens(1, number))
     cache.stores[0].records[1]["sums"][:, :, 6:8] = float("nan")
     with refuses(NonFiniteScoreError, "H2O", "layer 1", "finite"):
-        for number in range(evictor.LOOK):
+        for number in range(evictor.CHECK_INTERVAL):
             step(tokens(1, number))
     assert record.replays >= 18
 

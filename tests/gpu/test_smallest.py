@@ -13,7 +13,7 @@ from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.kv_append import kv_append
 from ag.kernels.kv_append import reference as append_reference
-from ag.kernels.kv_compact import Worst, kv_compact
+from ag.kernels.kv_compact import kv_compact
 from ag.kernels.kv_compact import reference as compact_reference
 from ag.kernels.paged_attention import paged_attention
 from ag.kernels.paged_attention import reference as paged_reference
@@ -86,22 +86,26 @@ def test_kv_append():
 
 
 def test_kv_compact():
-    """First what a mask says, then the worst of what is left."""
-    found = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    score, keep = draw(2, 2, 8), torch.rand(4, 8, device=DEVICE) < 0.8
-    limits = (torch.tensor(x, device=DEVICE) for x in ([1, 0], [5, 9], [-1, -1]))
-    worst = Worst(torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=DEVICE), score, *limits, found)
+    """First a mask, then the best scores of the tokens that it left; some are +inf or -inf."""
+    slots = torch.arange(8, device=DEVICE)
+    by_score = draw(2, 2, 8).masked_fill(slots == 1, float("inf"))
+    by_score[1] = by_score[1].masked_fill(slots == 2, -float("inf"))
+    keep = torch.rand(2, 2, 8, device=DEVICE) < 0.8
+    rounds = (torch.where(keep, float("inf"), -float("inf")), None), (by_score, [2, 0, 3, 1])
     both = []
     for compact in (kv_compact, compact_reference.kv_compact):
         pages, (_, noted) = rows_of_tokens(), rows_in_pages()
+        nonfinite = torch.zeros(4, dtype=torch.int32, device=DEVICE)
         pages.ranks.copy_(torch.arange(32, device=DEVICE).view(8, 4) % 11)
-        noted += (torch.arange(8, device=DEVICE) < pages.lengths[:, None])[:, None] * pages.lengths[:, None, None]
-        for which in (keep, worst):
-            compact(pages, which, [noted])
-        both.append((pages, noted))
-    (mine, noted), (theirs, wanted) = both
+        noted += (slots < pages.lengths[:, None])[:, None] * pages.lengths[:, None, None]
+        for score, count in rounds:
+            marked = (keep.flatten(0, 1) & (slots < pages.lengths[:, None])).sum(1)
+            count = marked if count is None else torch.tensor(count, device=DEVICE)
+            compact(pages, score, count.int(), [noted], nonfinite)
+        both.append((pages, noted, nonfinite))
+    (mine, noted, nonfinite), (theirs, wanted, _) = both
     same(mine, theirs)
-    assert torch.equal(noted, wanted) and int(found) == 0
+    assert torch.equal(noted, wanted) and not nonfinite.any()
 
 
 def rows_of_tokens():

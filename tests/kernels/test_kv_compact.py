@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from ag.kernels.kv_compact import Worst, kv_compact
+from ag import retention
+from ag.kernels.kv_compact import kv_compact
+from ag.retention import INF, eviction_score
 from tests.support.compiled import INTERPRETED, versions
 from tests.support.paged import pages_of, places, read
 
@@ -57,6 +59,20 @@ def drawn(case, seed):
     return c, generator, *rows_of(c, generator, seed)
 
 
+def filled(pages):
+    """Which slots hold a token."""
+    return torch.arange(pages.table.shape[1] * pages.keys.shape[1]) < pages.lengths[:, None]
+
+
+def by_slot(pages, slots):
+    """The rank of the token in each slot, 0 on free ones."""
+    found = torch.zeros(len(pages.table), slots).long()
+    for row in range(len(found)):
+        ranks = read(pages, pages.ranks, row)
+        found[row, : len(ranks)] = ranks
+    return found
+
+
 @every
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("case", ["records"] if INTERPRETED else ["records", "bfloat16", "probabilities"])
@@ -64,7 +80,8 @@ def test_a_mask_keeps_what_it_marks(version, case, share):
     _, generator, pages, records = drawn(CASES[case], 3)
     keep = torch.rand(len(pages.table), pages.table.shape[1] * pages.keys.shape[1], generator=generator) < share
     before = [contents(pages, records, row) for row in range(len(keep))]
-    version(pages, keep, records)
+    score, kept = torch.where(keep, INF, -INF)[:, None], (keep & filled(pages)).sum(1).int()
+    version(pages, score, kept, records)
     for row, tokens in enumerate(before):
         kept = [token for slot, token in enumerate(tokens) if keep[row, slot]]
         moved = contents(pages, records, row)
@@ -97,7 +114,7 @@ def test_the_worst_go(monkeypatch, version, case, few):
     left = torch.tensor([c.get("left", max(x - c.get("count", 6), 0)) for x in c["lengths"]]).int()
     whole = lambda n: torch.full((batch,), n)  # noqa: E731
     sinks, recent_from = whole(c.get("sinks", 0)), whole(int(most) - c.get("recent", 0))
-    expired_to, found = whole(c.get("expired", 0) - 1), torch.zeros(1, dtype=torch.int32)
+    expired_to, found = whole(c.get("expired", 0) - 1), torch.zeros(len(pages.table), dtype=torch.int32)
     want = []
     for row in range(len(pages.table)):
         b, h = divmod(row, heads)
@@ -111,28 +128,30 @@ def test_the_worst_go(monkeypatch, version, case, few):
                 going.append((number, -rank, slot))
         gone = {slot for *_, slot in sorted(going)[: max(len(ranks) - int(left[row]), 0)]}
         want.append(sorted(token for slot, token in enumerate(tokens) if slot not in gone))
-    version(pages, Worst(left, score, sinks, recent_from, expired_to, found, stays), records)
+    at, tokens = by_slot(pages, slots).view(batch, heads, slots), whole(int(most))
+    shield = retention.protected_mask(at, tokens, sinks, tokens - recent_from, stays)
+    given = eviction_score(score, shield, retention.expired_mask(at, expired_to + 1, 1))
+    version(pages, given if c.get("of_head", True) else given.contiguous(), left, records, found)
     assert [sorted(contents(pages, records, row)) for row in range(len(want))] == want
-    assert int(found) == 0
+    assert int(found.sum()) == 0
 
 
 @every
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_scores_that_are_not_finite_are_found(version, value):
-    for protected, slot, expected in ((0, 3, 1), (5, 3, 0), (0, 19, 1)):
+    for sinks, slot, expected in ((0, 3, 1), (5, 3, 0), (0, 19, 1)):
         pages = pages_of([20])
         pages.ranks.flatten()[places(pages, 0)] = torch.arange(20).int()
         score = torch.zeros(1, 1, 32)
         score[0, 0, slot] = value
         score[0, 0, 25] = value  # a free slot
         found = torch.zeros(1, dtype=torch.int32)
-        last = torch.tensor([20])
-        version(pages, Worst(torch.tensor([19]).int(), score, torch.tensor([protected]), last, last * 0 - 1, found))
+        given = eviction_score(score, torch.arange(32) < sinks)
+        version(pages, given, torch.tensor([19]).int(), (), found)
         assert int(found) == expected
 
 
 def test_rows_that_hold_nothing_lose_nothing():
-    """An empty mask has no address, which the C++ version took for no mask."""
     pages = pages_of([0, 0], dim=8)
-    kv_compact(pages, torch.ones(2, 0, dtype=torch.bool))
+    kv_compact(pages, torch.ones(1, 2, 0), torch.zeros(2).int())
     assert pages.lengths.tolist() == [0, 0]

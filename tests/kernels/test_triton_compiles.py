@@ -24,7 +24,6 @@ from ag.kernels.gated_attention.masks import Masks  # noqa: E402
 from ag.kernels.gated_attention.triton import gated_attention  # noqa: E402
 from ag.kernels.gated_prefill.triton import gated_prefill  # noqa: E402
 from ag.kernels.kv_append.triton import kv_append  # noqa: E402
-from ag.kernels.kv_compact import Worst  # noqa: E402
 from ag.kernels.kv_compact.triton import kv_compact  # noqa: E402
 from ag.kernels.paged_attention import triton as paged  # noqa: E402
 from ag.kernels.pages import Pages  # noqa: E402
@@ -165,8 +164,7 @@ def test_kv_append_compiles(compiled, dim, dtype, masked):
 @pytest.mark.slow
 @cases((90, 128, HALF, True), (89, 60, HALF, True), (90, 256, WHOLE, True))
 def test_kv_compact_compiles(compiled, dim, dtype, masked):
-    every, records = torch.zeros(2).long(), [torch.zeros(4, 3, 32)]
-    worst = Worst(torch.ones(4).int(), torch.randn(2, 2, 32), every, every + 9, every - 1, torch.zeros(1).int())
-    for keep in (torch.rand(4, 32) > 0.5, worst, worst._replace(protected=torch.rand(2, 9) > 0.5)):
-        kv_compact(in_pages(dim, dtype), keep, records)
+    keep_count, records = torch.ones(4).int(), [torch.zeros(4, 3, 32)]
+    for nonfinite in (None, torch.zeros(4).int()):
+        kv_compact(in_pages(dim, dtype), torch.randn(2, 2, 32), keep_count, records, nonfinite)
     assert set(compiled) == {"_choose", "_move", "_carry"}

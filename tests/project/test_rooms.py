@@ -11,16 +11,17 @@ import pytest
 import ag
 
 ROOT = Path(ag.__file__).parent
-LOW = "errors files stateful versions cluster kernels plugins config wheels model"
+LOW = "errors files retention stateful versions cluster kernels plugins config wheels model"
 #: From the bottom: what each room may load beside itself.
 BELOW = {
     "errors": "",
     "files": "errors",
+    "retention": "",
     "stateful": "",
     "versions": "",
     "hardware": "",
     "wheels": "errors files",
-    "kernels": "errors files",
+    "kernels": "errors files retention",
     "plugins": "errors",
     "cluster": "errors versions",
     "config": "errors files plugins cluster versions",

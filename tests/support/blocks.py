@@ -6,7 +6,7 @@ BLOCK = 16  # tokens
 def slots(read: int, held: int | None = None) -> int:
     """Slots of a row that has read ``read`` tokens and holds ``held`` of them; None means that it holds all.
 
-    Behind the held tokens one more block stays for new ones, if the row had one.
+    A row has as many blocks as its tokens need.
     """
     had = -(-read // BLOCK)
-    return BLOCK * (had if held is None or held == read else min(had, -(-(held + BLOCK) // BLOCK)))
+    return BLOCK * (had if held is None or held == read else min(had, -(-held // BLOCK)))

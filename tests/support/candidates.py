@@ -10,6 +10,7 @@ from torch import Tensor
 import ag
 from ag.engine.allocators.base import Candidates
 from ag.engine.evictor import Evictor
+from ag.retention import INF, eviction_score
 
 
 def candidates_of(
@@ -30,9 +31,8 @@ def candidates_of(
             score = (score * levels).floor()
         guard = (torch.arange(n) >= n - protected).expand(1, heads, n)
         wish = None if preference is None else torch.tensor([preference[layer]], dtype=torch.float64)
-        valid = torch.ones(1, heads, n, dtype=torch.bool)
         numbers = torch.tensor([capacity]), torch.tensor([n])
-        result.append(Candidates(score, guard, valid, *numbers, due=torch.tensor([True]), preference=wish))
+        result.append(Candidates(eviction_score(score, guard), *numbers, due=torch.tensor([True]), preference=wish))
     return result
 
 
@@ -40,7 +40,7 @@ class Scripted(Evictor):
     """A decision whose layers show ready-made brought."""
 
     def __init__(self, allocator: str, brought: list[Candidates], **options: Any) -> None:
-        heads = [x.valid.shape[1] for x in brought]
+        heads = [x.score.shape[1] for x in brought]
         super().__init__(ag.policy(f"knorm@{allocator}", budget=1, **options), [*range(len(brought))], heads)
         self._script: list[Candidates] = brought
 
@@ -71,9 +71,9 @@ class Scripted(Evictor):
 def best(candidates: Candidates, g: int, count: int) -> list[int]:
     """The protected and the ``count`` best others, ties to the lower index."""
     n = candidates.score.shape[2]
-    rivals = [p for p in range(n) if not candidates.protected[0, g, p]]
+    rivals = [p for p in range(n) if candidates.score[0, g, p] < INF]
     chosen = sorted(rivals, key=lambda p: (-float(candidates.score[0, g, p]), p))[:count]
-    return sorted({*chosen, *(p for p in range(n) if candidates.protected[0, g, p])})
+    return sorted({*chosen, *(p for p in range(n) if candidates.score[0, g, p] == INF)})
 
 
 def two_stages(

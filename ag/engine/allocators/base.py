@@ -11,20 +11,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ag import retention
 from ag.engine.attention_stats import AttentionStats
 from ag.stateful import Attributes
-
-BY_TOKEN = ("score", "protected", "second", "standing")  # what candidates have of each token
 
 
 @dataclass
 class Candidates:
-    """The tokens that one layer brings to a decision: ``[B, Hkv, N]`` each, in the order of their ranks.
+    """The tokens that one layer brings to a decision, in the order of their positions.
 
     Attributes:
-        score: float32, higher is kept.
-        protected: bool, stays whatever the score.
-        valid: bool, the places that hold a token.
+        score: ``[B, Hkv, N]`` float32, see :func:`ag.retention.eviction_score`; -inf also where there is no token.
         capacity: ``[B]`` long, tokens per KV head on average over layers.
         prompt: ``[B]`` long, own tokens of each prompt, of which less may be held.
         due: ``[B]`` bool, sequences to evict from; the others keep all.
@@ -34,8 +31,6 @@ class Candidates:
     """
 
     score: Tensor
-    protected: Tensor
-    valid: Tensor
     capacity: Tensor
     prompt: Tensor
     due: Tensor
@@ -44,99 +39,42 @@ class Candidates:
     first_share: float = 1.0
 
     @cached_property
-    def competing(self) -> Tensor:
-        """``[B, Hkv, N]`` bool, tokens whose scores decide."""
-        return self.valid & ~self.protected
+    def valid(self) -> Tensor:
+        """``[B, Hkv, N]`` bool, tokens that may stay."""
+        return self.score > -retention.INF
 
-    @cached_property
-    def finite(self) -> Tensor:
-        """``[B]`` bool, sequences whose deciding scores are finite numbers."""
-        return (torch.isfinite(self.score) | ~self.competing).flatten(1).all(1)
-
-    @cached_property
+    @property
     def held(self) -> Tensor:
-        """Tokens of each row, ``[B, Hkv]`` long."""
-        return self.valid.sum(-1)
+        """Tokens of a KV head, ``[B]`` long, the most over heads."""
+        return self.valid.sum(-1).amax(1)
 
     @cached_property
     def fixed(self) -> Tensor:
         """Protected tokens of a KV head, ``[B]`` long, the most over heads."""
-        return (self.held - self.competing.sum(-1)).amax(1)
+        return (self.score == retention.INF).sum(-1).amax(1)
 
     @cached_property
     def rivals(self) -> Tensor:
         """Competing tokens of a KV head, ``[B]`` long, the most over heads."""
-        return self.competing.sum(-1).amax(1)
-
-    @cached_property
-    def over(self) -> Tensor:
-        """``[B]`` bool, sequences that protect more than the capacity."""
-        return self.fixed > self.capacity
-
-    @property
-    def tight(self) -> Tensor:
-        """``[B]`` bool, sequences that protect more than the capacity and hold more than it now."""
-        return self.due & self.over & (self.held.amax(1) > self.capacity)
-
-    @cached_property
-    def standing(self) -> Tensor:
-        """The place of each rival in its head, 0 for the best."""
-        return standings(self.score, self.competing)
-
-    def exempting(self, keep: Tensor) -> Tensor:
-        """Return a mask ``[B, Hkv, N]`` that keeps all of the sequences that are not due."""
-        return keep | (self.valid & ~self.due[:, None, None])
+        return self.score.isfinite().sum(-1).amax(1)
 
     def keep(self, count: Tensor) -> Tensor:
-        """Return the mask of ``count`` ``[B]`` tokens in each head, and of all where nothing is due."""
-        return self.keep_heads(count[:, None].expand(self.valid.shape[:2]))
-
-    def keep_heads(self, count: Tensor) -> Tensor:
-        """Return the mask of ``count`` ``[B, Hkv]`` tokens, and of all where nothing is due."""
+        """Return the mask of ``count`` ``[B]`` or ``[B, Hkv]`` tokens in each head, and of all where nothing is due."""
+        count = count.view(len(count), -1).expand(self.score.shape[:2]).where(self.due[:, None], self.score.shape[-1])
         if self.second is None:
-            return self.exempting(best(self.standing, self.protected, self.valid, count))
-        sure = best(self.standing, self.protected, self.valid, (count * self.first_share + 1e-6).long())
-        return self.exempting(select(self.second, sure, self.valid, count))
+            return retention.keep_mask(self.score, count) & self.valid
+        sure = retention.keep_mask(self.score, (count * self.first_share + 1e-6).long())
+        return retention.keep_mask(retention.eviction_score(self.second, sure, ~self.valid), count) & self.valid
 
-    def as_many(self, keep: Tensor) -> Tensor:
-        """Return as many tokens of each head as ``keep`` ``[B, Hkv, N]`` has, which one score chose, by both scores."""
-        return keep if self.second is None else self.keep_heads(keep.sum(-1))
+    def as_many(self, kept: Tensor) -> Tensor:
+        """Return as many tokens of each head as ``kept`` ``[B, Hkv, N]`` has, which one score chose, by both scores."""
+        return kept if self.second is None else self.keep(kept.sum(-1))
 
-    def after(self, keep: Tensor) -> Candidates:
-        """Return the candidates that ``keep`` leaves, which close up in their order."""
-        order = (~keep).byte().argsort(dim=-1, stable=True)[..., : int(keep.sum(-1).max())]
-        parts = {name: x.gather(-1, order) for name, x in vars(self).items() if name in BY_TOKEN and x is not None}
-        standing = parts.pop("standing", None)
-        left = replace(self, **parts, valid=keep.gather(-1, order))
-        if standing is not None:
-            left.standing = standing  # no worse one moves up
-        return left
-
-
-def select(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor:
-    """Keep what is protected and the best of the rest, up to a capacity; of equal scores the first.
-
-    Args:
-        score: ``[B, Hkv, N]``.
-        protected: ``[B, Hkv, N]`` bool, kept whatever the score.
-        valid: ``[B, Hkv, N]`` bool, the places that hold a token, as in the result.
-        capacity: ``[B, Hkv]`` long, tokens to keep, not fewer than are protected; heads that hold fewer keep all.
-    """
-    return best(standings(score, valid & ~protected), protected, valid, capacity)
-
-
-def standings(score: Tensor, rivals: Tensor) -> Tensor:
-    """Return the place of each of the ``rivals`` in its head, 0 for the best, ``[B, Hkv, N]`` long; any elsewhere."""
-    order = score.masked_fill(~rivals, float("-inf")).argsort(dim=-1, descending=True, stable=True)
-    index = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, index)
-
-
-def best(standing: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor:
-    """Do what :func:`select` does, from the :func:`standings` of what is not protected."""
-    protected = protected & valid
-    room = capacity - protected.sum(-1)
-    return protected | (valid & (standing < room[..., None]))
+    def after(self, kept: Tensor) -> Candidates:
+        """Return the candidates that ``kept`` leaves, which close up in their order."""
+        order = (~kept).byte().argsort(dim=-1, stable=True)[..., : int(kept.sum(-1).max())]
+        score = self.score.masked_fill(~kept, -retention.INF).gather(-1, order)
+        return replace(self, score=score, second=None if self.second is None else self.second.gather(-1, order))
 
 
 def over_heads(parts: Sequence[Candidates], floor: float, total: Tensor) -> list[Tensor]:
@@ -150,16 +88,15 @@ def over_heads(parts: Sequence[Candidates], floor: float, total: Tensor) -> list
     Returns:
         Of each layer ``[B, Hkv, N]`` bool; all tokens of the sequences that are not due.
     """
-    sure = []
-    for part in parts:
-        least = (part.capacity * floor).long()[:, None].maximum((part.protected & part.valid).sum(-1))
-        sure.append(best(part.standing, part.protected, part.valid, least))
-    score, always, held = (
-        torch.cat([x.flatten(1) for x in column], 1)[:, None]
-        for column in ([part.score for part in parts], sure, [part.valid for part in parts])
-    )
-    pieces = select(score, always, held, total[:, None])[:, 0].split([x[0].numel() for x in sure], 1)
-    return [part.exempting(piece.view_as(part.valid)) for part, piece in zip(parts, pieces, strict=True)]
+    scores = [part.score for part in parts]
+    if floor:  # the best of each head stay as if they were protected
+        least = [(part.capacity * floor).long()[:, None].expand(part.score.shape[:2]) for part in parts]
+        sure = [retention.keep_mask(x, n) & (x > -retention.INF) for x, n in zip(scores, least, strict=True)]
+        scores = [x.masked_fill(mask, retention.INF) for x, mask in zip(scores, sure, strict=True)]
+    flat = torch.cat([x.flatten(1) for x in scores], 1)
+    keep = retention.keep_mask(flat, total.where(parts[0].due, flat.shape[1]))
+    pieces = keep.split([x[0].numel() for x in scores], 1)
+    return [piece.view_as(part.score) & part.valid for part, piece in zip(parts, pieces, strict=True)]
 
 
 @dataclass

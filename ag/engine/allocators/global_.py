@@ -39,16 +39,16 @@ class Global(Allocator):
         """
         budgets.open[layer] = budgets.votes[layer] = candidates
         ahead = sum(budgets.kv_heads[x] for x in budgets.layers if x not in budgets.open)
-        total = sum((x.capacity * x.valid.shape[1] for x in budgets.votes.values()), candidates.capacity * ahead)
+        total = sum((x.capacity * x.score.shape[1] for x in budgets.votes.values()), candidates.capacity * ahead)
         best, masks = over_heads([*budgets.votes.values()], self.floor, total), {}
         for other, chosen in zip([*budgets.open], best, strict=True):
             mine, vote = budgets.open[other], budgets.votes[other]
-            keep = mine.as_many(chosen)
+            kept = mine.as_many(chosen)
             if not ahead:
-                budgets.settle(other, mine, keep.sum((1, 2)), mean=mine.capacity * keep.shape[1])
-            if other == layer or bool((mine.valid & ~keep).any()):
-                masks[other] = keep
-                budgets.open[other] = left = mine.after(keep)
+                budgets.settle(other, mine, kept.sum((1, 2)), mean=mine.capacity * kept.shape[1])
+            if other == layer or bool((mine.valid & ~kept).any()):
+                masks[other] = kept
+                budgets.open[other] = left = mine.after(kept)
                 budgets.votes[other] = left if mine.second is None else vote.after(chosen)
         if not ahead:
             budgets.open.clear()

@@ -34,5 +34,5 @@ class Heads(Allocator):
 
     def keep_later(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
         """Return what stays of the layer: how its budget is shared among heads is decided anew each time."""
-        (keep,) = over_heads([candidates], self.floor, candidates.capacity * candidates.valid.shape[1])
+        (keep,) = over_heads([candidates], self.floor, candidates.capacity * candidates.score.shape[1])
         return candidates.as_many(keep)

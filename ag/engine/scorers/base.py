@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ag import retention
 from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
 from ag.engine.rows import Statistic, attention
@@ -150,8 +151,8 @@ class Scorer(ABC):
         return self.sinks, self.recent
 
     def protected(self, seen: AttentionStats, capacity: Tensor) -> Tensor:
-        """Return ``[B, Hkv, N]`` bool, the tokens that :meth:`limits` protects."""
-        return seen.ends(*self.limits(capacity))
+        """Return ``[B, Hkv or 1, N]`` bool, the tokens that :meth:`limits` and the caller protect."""
+        return retention.protected_mask(seen.positions, seen.lengths, *self.limits(capacity), seen.marked)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +178,7 @@ class RowScorer(Scorer):
 
     def reduce(self, seen: AttentionStats, heads: Tensor) -> Tensor:
         """Turn ``[B, H, N]`` into one score per KV head, ``[B, Hkv, N]``."""
-        return grouped(heads, seen, "mean")
+        return heads.unflatten(1, (seen.keys.shape[1], -1)).mean(2)
 
     def pool(self, seen: AttentionStats, score: Tensor, before_window: bool = True) -> Tensor:
         """Smooth a score ``[B, *, N]`` over neighbours in the cache; a plain scorer returns it as it is."""
