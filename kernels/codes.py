@@ -50,11 +50,11 @@ class Codes:
         x = x.float()
         x = x.clamp(-LARGEST, LARGEST).where(x.isfinite(), torch.nan)
         spare = self._groups * GROUP - self.width
-        whole = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], spare)], -1)
-        groups = whole.unflatten(-1, (self._groups, GROUP))
-        least, most = groups.amin(-1), groups.amax(-1)
-        offset = (least + 0.0).half()  # -0.0 becomes 0.0, as in C++
-        scale = ((most - offset.float()) / STEPS + 0.0).half()
+        padded = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], spare)], -1)
+        groups = padded.unflatten(-1, (self._groups, GROUP))
+        lowest, highest = groups.amin(-1), groups.amax(-1)
+        offset = (lowest + 0.0).half()  # -0.0 becomes 0.0, as in C++
+        scale = ((highest - offset.float()) / STEPS + 0.0).half()
         step = scale.float()
         per_step = torch.where(step > 0, 1 / step, 0.0)
         codes = (groups - offset.float()[..., None]) * per_step[..., None]

@@ -78,22 +78,22 @@ class Pages(_Pages):
     @cached_property
     def facts(self) -> Facts:
         """The facts by which versions of an operation are chosen."""
-        whole = all(x.is_contiguous() for x in (*self.columns, self.table, self.lengths))
+        contiguous = all(x.is_contiguous() for x in (*self.columns, self.table, self.lengths))
         return Facts(
             device=self.keys.device.type,
             dtypes=self.dtypes,
             channels=self.channels,
             stored=max(self.keys.shape[2], self.values.shape[2]),
             coded=self.format is not None,
-            gaps=None if whole else "a column is not contiguous",
+            gaps=None if contiguous else "a column is not contiguous",
         )
 
 
 def gathered(table: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
     """Return the places of the rows' slots in a flat column, ``[R, most page]``, and which slots hold a token."""
     slots = torch.arange(table.shape[1] * page, device=table.device)
-    there = slots < lengths[:, None]
-    return (table.long()[:, slots // page] * page + slots % page).masked_fill(~there, 0), there
+    valid = slots < lengths[:, None]
+    return (table.long()[:, slots // page] * page + slots % page).masked_fill(~valid, 0), valid
 
 
 def read(pages: Pages, index: Tensor) -> tuple[Tensor, Tensor]:

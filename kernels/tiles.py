@@ -56,9 +56,9 @@ def tuned(key: list[str], shapes: list[triton.Config], room: int, **smallest: in
         sizes = ((x, x.kwargs.get("KEYS", x.kwargs["ROWS"])) for x in configs)
         return [x for x, size in sizes if size <= allowed and size % block == 0][:TIMED] or configs[-1:]
 
-    few = [shape(4, 1, **smallest)] if INTERPRETED else shapes
+    candidates = [shape(4, 1, **smallest)] if INTERPRETED else shapes
     decorate: Callable[[Any], Any] = triton.autotune(
-        few, key=key, prune_configs_by={"early_config_prune": fitting}, cache_results=True
+        candidates, key=key, prune_configs_by={"early_config_prune": fitting}, cache_results=True
     )
     return decorate
 
@@ -100,7 +100,7 @@ def padded(dim: int) -> int:
 
 def size_class(length: int) -> int:
     """Return the class of a length for the tuner's key."""
-    return sum(length > most for most in CLASSES)
+    return sum(length > limit for limit in CLASSES)
 
 
 @triton.jit
@@ -118,17 +118,17 @@ def load_rows(base, stride, start, length, N: tl.constexpr, D: tl.constexpr, DP:
 
 
 @triton.jit
-def places(table, slots, there, PAGE: tl.constexpr):
-    """Return the places in a pool of the slots of a row with the block table ``table``."""
-    pages = tl.load(table + slots // PAGE, mask=there, other=0)
+def pool_indices(table, slots, valid, PAGE: tl.constexpr):
+    """Return the pool_indices in a pool of the slots of a row with the block table ``table``."""
+    pages = tl.load(table + slots // PAGE, mask=valid, other=0)
     return tl.cast(pages, tl.int64) * PAGE + slots % PAGE
 
 
 @triton.jit
-def load_tokens(column, at, there, dtype: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CODED: tl.constexpr):
-    """Load tokens at places of a column of numbers, or of codes (ag.kernels.codes.Codes); 0 unless ``there``."""
+def load_tokens(column, at, valid, dtype: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CODED: tl.constexpr):
+    """Load tokens at pool_indices of a column of numbers, or of codes (ag.kernels.codes.Codes); 0 unless ``there``."""
     dims = tl.arange(0, DP)
-    mask = there[:, None]
+    mask = valid[:, None]
     if D < DP:
         mask = mask & (dims < D)[None, :]
     groups: tl.constexpr = (D + GROUP - 1) // GROUP if CODED else 0
@@ -142,10 +142,10 @@ def load_tokens(column, at, there, dtype: tl.constexpr, D: tl.constexpr, DP: tl.
 
 
 @triton.jit
-def copy_tokens(column, source, stride, tokens, at, there, D: tl.constexpr, DP: tl.constexpr):
-    """Copy tokens, ``stride`` apart at their source, to places of a column."""
+def copy_tokens(column, source, stride, tokens, at, valid, D: tl.constexpr, DP: tl.constexpr):
+    """Copy tokens, ``stride`` apart at their source, to pool_indices of a column."""
     dims = tl.arange(0, DP)
-    mask = there[:, None] & (dims < D)[None, :]
+    mask = valid[:, None] & (dims < D)[None, :]
     x = tl.load(source + tokens[:, None] * stride + dims[None, :], mask=mask)
     tl.store(column + at[:, None] * D + dims[None, :], x, mask=mask)
 
@@ -162,7 +162,7 @@ def store_rows(base, stride, start, length, x, N: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit
-def turn(T, SIZE: tl.constexpr):
+def program_tile(T, SIZE: tl.constexpr):
     """Return the block of ``SIZE`` tokens and the (sequence, head) pair of a program.
 
     Grids have one axis, because CUDA limits the other two to 65,535, less than the pairs of a large batch.
@@ -172,41 +172,41 @@ def turn(T, SIZE: tl.constexpr):
 
 
 @triton.jit
-def at(base, strides, first, second):
+def head_pointer(base, strides, first, second):
     """Return the address of ``[first, second]`` of a ``[B, H, T, D]`` tensor."""
     return base + tl.cast(first, tl.int64) * strides[0] + tl.cast(second, tl.int64) * strides[1]
 
 
 @triton.jit
-def ranges(start, before, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr, floors=None):
+def ranges(start, kept_before, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr, floors=None):
     """Return the ranges of key blocks of a block of queries: far blocks, and near blocks, which need masks.
 
-    Far blocks ``[far, far_stop)`` lie below every protected key; if ``listed``, they are indices into the list of
+    Far blocks ``[far, unmasked_stop)`` lie below every protected key; if ``listed``, they are indices into the list of
     blocks with a kept key, else block numbers. ``[near, stop)`` are block numbers.
     """
-    near = tl.maximum(start - recent + 1, 0) // KEYS
-    far = near * 0
+    masked_start = tl.maximum(start - recent + 1, 0) // KEYS
+    unmasked_start = masked_start * 0
     if window is not None:
-        far = tl.maximum(start - window + 1, 0) // KEYS
+        unmasked_start = tl.maximum(start - window + 1, 0) // KEYS
     if floors is not None:
-        far = tl.maximum(far, tl.load(floors + start) // KEYS)
-    near = tl.maximum(near, far)
+        unmasked_start = tl.maximum(unmasked_start, tl.load(floors + start) // KEYS)
+    masked_start = tl.maximum(masked_start, unmasked_start)
     stop = tl.cdiv(tl.minimum(start + ROWS, T), KEYS)
-    listed = before is not None
-    if before is not None:
+    listed = kept_before is not None
+    if kept_before is not None:
         listed = start >= 0
         if dense is not None:
             listed = start >= dense
-        far = tl.where(listed, tl.load(before + far), far)
-        far_stop = tl.where(listed, tl.load(before + near), near)
+        unmasked_start = tl.where(listed, tl.load(kept_before + unmasked_start), unmasked_start)
+        unmasked_stop = tl.where(listed, tl.load(kept_before + masked_start), masked_start)
     else:
-        far_stop = near
-    return far, far_stop, near, stop, listed
+        unmasked_stop = masked_start
+    return unmasked_start, unmasked_stop, masked_start, stop, listed
 
 
 @triton.jit
 def weights(start, n, gate, padding, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr,
-            NEAR: tl.constexpr, floor=None):  # fmt: skip
+            MASKED: tl.constexpr, floor=None):  # fmt: skip
     """Return the bias of the logits of a tile by flags and masks: ``[ROWS or 1, KEYS]``."""
     rows = start + tl.arange(0, ROWS)[:, None]
     columns = n * KEYS + tl.arange(0, KEYS)[None, :]
@@ -218,9 +218,9 @@ def weights(start, n, gate, padding, dense, recent, window, T, ROWS: tl.constexp
         bias = tl.load(gate + columns, mask=columns < T, other=float("-inf"))
         if dense is not None:
             bias = tl.where(rows < dense, protected, bias)
-        if NEAR:
+        if MASKED:
             bias = tl.where(rows - columns < recent, protected, bias)
-    if NEAR:
+    if MASKED:
         bias = tl.where(rows >= columns, bias, float("-inf"))
     if window is not None:
         bias = tl.where(rows - columns < window, bias, float("-inf"))
@@ -230,21 +230,21 @@ def weights(start, n, gate, padding, dense, recent, window, T, ROWS: tl.constexp
 
 
 @triton.jit
-def bend(s, cap):
+def cap_logits(s, cap):
     """Cap logits, both in base 2: cap tanh(s / cap). Near 0, where 1 - e^(-2|x|) would cancel, by a polynomial."""
     if cap is not None:
         x = s / cap
         square = x * x
         p = 62 / 2835 + square * (-1382 / 155925 + square * (21844 / 6081075))
-        near = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * p))))
+        by_series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * p))))
         e = tl.exp2(tl.abs(x) * -2.8853900817779268)  # 2 / ln 2
-        far = (1.0 - e) / (1.0 + e)
-        s = cap * tl.where(square < 0.25, near, tl.where(x < 0, -far, far))
+        by_exp = (1.0 - e) / (1.0 + e)
+        s = cap * tl.where(square < 0.25, by_series, tl.where(x < 0, -by_exp, by_exp))
     return s
 
 
 @triton.jit
-def begun(sinks, head, ROWS: tl.constexpr):
+def softmax_start(sinks, head, ROWS: tl.constexpr):
     """Return the initial sum and largest logit of the softmax of a head's rows: of the sink logit, if there is one."""
     total, largest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
     if sinks is not None:
@@ -254,7 +254,7 @@ def begun(sinks, head, ROWS: tl.constexpr):
 
 
 @triton.jit
-def mix(s, values, total, largest, mixed):
+def softmax_update(s, values, total, largest, mixed):
     """Add the logits and values of one tile to the running softmax of its rows."""
     larger = tl.maximum(largest, tl.max(s, 1))
     finite = tl.where(larger == float("-inf"), 0.0, larger)

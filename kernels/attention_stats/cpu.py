@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ag.kernels import native
-from ag.kernels.attention_stats.reference import KINDS, Kind
+from ag.kernels.attention_stats.reference import STATISTICS, Kind
 from ag.kernels.softmax import PLAIN, Softmax
 
 KERNEL = native.Kernel(Path(__file__).with_name("cpu.cpp"))
@@ -30,8 +30,9 @@ def attention_stats(
     (batch, heads, count, dim), (_, kv_heads, length, _) = q.shape, k.shape
     out = torch.empty(batch, heads, length, dtype=torch.float32)
     KERNEL(
-        *(KINDS.index(kind), q.float().contiguous() * scaling, k.float().contiguous(), query_ranks.int().contiguous()),
-        *(key_ranks.int().contiguous(), key_ranks.shape[1], None if factors is None else factors.float().contiguous()),
+        *(STATISTICS.index(kind), q.float().contiguous() * scaling, k.float().contiguous()),
+        *(query_ranks.int().contiguous(), key_ranks.int().contiguous(), key_ranks.shape[1]),
+        None if factors is None else factors.float().contiguous(),
         *(batch, heads, kv_heads, count, length, dim, window or 0, skip, torch.get_num_threads()),
         *(None if softmax.cap is None else torch.tensor([softmax.cap], dtype=torch.float32),),
         *(None if softmax.sinks is None else softmax.sinks.float().contiguous(), out),

@@ -10,7 +10,7 @@ from torch import Tensor
 from ag.kernels.softmax import PLAIN, Softmax, weigh
 
 Kind = Literal["sum", "max", "squares"]
-KINDS: tuple[Kind, ...] = ("sum", "max", "squares")
+STATISTICS: tuple[Kind, ...] = ("sum", "max", "squares")
 BLOCK = 128  # queries of a block
 
 
@@ -28,15 +28,15 @@ def attention_stats(
 ) -> Tensor:
     """Compute :func:`ag.kernels.attention_stats.attention_stats` with ``O(B H BLOCK N)`` memory."""
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
-    heads, there = q.shape[1], key_ranks >= 0
-    k = k.masked_fill(~there[..., None], 0.0).repeat_interleave(heads // k.shape[1], 1)
-    found = k.new_zeros(*k.shape[:3])
+    heads, valid = q.shape[1], key_ranks >= 0
+    k = k.masked_fill(~valid[..., None], 0.0).repeat_interleave(heads // k.shape[1], 1)
+    total = k.new_zeros(*k.shape[:3])
     for start in range(0, q.shape[2], BLOCK):
         block = slice(start, start + BLOCK)
         if not bool((query_ranks[:, block] >= 0).any()):
             continue
         distance = query_ranks[:, None, block, None] - key_ranks[:, :, None]
-        visible = (distance >= 0) & there[:, :, None]
+        visible = (distance >= 0) & valid[:, :, None]
         if window is not None:
             visible &= distance < window
         counted = visible & (distance >= skip)
@@ -46,7 +46,7 @@ def attention_stats(
         if factors is not None:
             weights = weights * factors[:, None, block, None].to(weights.dtype)
         if kind == "max":
-            found = found.maximum(weights.amax(2))
+            total = total.maximum(weights.amax(2))
         else:
-            found = found + (weights if kind == "sum" else weights**2).sum(2)
-    return found
+            total = total + (weights if kind == "sum" else weights**2).sum(2)
+    return total

@@ -7,29 +7,29 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from ag.kernels.attention_stats.reference import KINDS, Kind
+from ag.kernels.attention_stats.reference import STATISTICS, Kind
 from ag.kernels.dispatch import INTERPRETED
 from ag.kernels.softmax import PLAIN, Softmax
 from ag.kernels.tiles import (
     FLOAT32,
     LOG2E,
     ROWS,
-    at,
-    begun,
-    bend,
     cap2,
+    cap_logits,
+    head_pointer,
     key_block,
     load_rows,
     logits2,
     padded,
+    program_tile,
     readable,
     size_class,
+    softmax_start,
     tuned,
-    turn,
 )
 
 NEWEST = torch.iinfo(torch.int32).max
-SUM, MAX = tl.constexpr(KINDS.index("sum")), tl.constexpr(KINDS.index("max"))
+SUM, MAX = tl.constexpr(STATISTICS.index("sum")), tl.constexpr(STATISTICS.index("max"))
 
 
 @triton.jit
@@ -38,9 +38,9 @@ def _meeting(lows, highs, spans, low, high, COUNT: tl.constexpr):
     first, stop = spans + 0, spans * 0
     for n in range(0, spans, COUNT):
         number = n + tl.arange(0, COUNT)
-        there = number < spans
-        meets = there & (tl.load(lows + number, mask=there, other=0) <= high)
-        meets = meets & (tl.load(highs + number, mask=there, other=-1) >= low)
+        valid = number < spans
+        meets = valid & (tl.load(lows + number, mask=valid, other=0) <= high)
+        meets = meets & (tl.load(highs + number, mask=valid, other=-1) >= low)
         first = tl.minimum(first, tl.min(tl.where(meets, number, spans), 0))
         stop = tl.maximum(stop, tl.max(tl.where(meets, number + 1, 0), 0))
     return first, stop
@@ -53,54 +53,54 @@ def _limits(rank):
 
 
 @triton.jit(do_not_specialize=["M", "N", "size", "spans"])
-def _row_sums(q, k, lse, own, ranks, lows, highs, sinks, q_strides, k_strides, scale, cap, window, M, N, size, spans, H,
-              G, HR, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, COUNT: tl.constexpr,
-              ROWS: tl.constexpr):  # fmt: skip
+def _row_sums(q, k, lse, query_indices, key_indices, lows, highs, sinks, q_strides, k_strides, scale, cap, window, M, N,
+              size, spans, H, G, HR, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
+              COUNT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Write the log2 of the row sums of a block of queries; infinity if a query does not count, so that it weighs 0."""
-    block, pair = turn(M, ROWS)
+    block, pair = program_tile(M, ROWS)
     b, h = pair // H, pair % H
     of_ranks = tl.cast(b * HR + h // G % HR, tl.int64)
-    k, ranks = at(k, k_strides, b, h // G), ranks + of_ranks * N
+    k, key_indices = head_pointer(k, k_strides, b, h // G), key_indices + of_ranks * N
     rows = block * ROWS + tl.arange(0, ROWS)
-    rank = tl.load(own + tl.cast(b, tl.int64) * M + rows, mask=rows < M, other=-1)
-    oldest, newest = _limits(rank)
+    query_index = tl.load(query_indices + tl.cast(b, tl.int64) * M + rows, mask=rows < M, other=-1)
+    oldest, newest = _limits(query_index)
     if window is not None:
         oldest -= window - 1
     else:
         oldest *= 0
     first, stop = _meeting(lows + of_ranks * spans, highs + of_ranks * spans, spans, oldest, newest, COUNT)
-    tile = load_rows(at(q, q_strides, b, h), q_strides[2], block * ROWS, M, ROWS, D, DP)
-    total, largest = begun(sinks, h, ROWS)
+    tile = load_rows(head_pointer(q, q_strides, b, h), q_strides[2], block * ROWS, M, ROWS, D, DP)
+    total, largest = softmax_start(sinks, h, ROWS)
     for n in range(first * SPAN, tl.minimum(stop * SPAN, N), KEYS):
         columns = n + tl.arange(0, KEYS)
-        held = tl.load(ranks + columns, mask=columns < N, other=-1)[None, :]
+        key_index = tl.load(key_indices + columns, mask=columns < N, other=-1)[None, :]
         s = tl.dot(tile, tl.trans(load_rows(k, k_strides[2], n, N, KEYS, D, DP)), input_precision=FLOAT32) * scale
-        seen = (held >= 0) & (held <= rank[:, None])
+        visible = (key_index >= 0) & (key_index <= query_index[:, None])
         if window is not None:
-            seen = seen & (held > rank[:, None] - window)
-        s = tl.where(seen, bend(s, cap), float("-inf"))
+            visible = visible & (key_index > query_index[:, None] - window)
+        s = tl.where(visible, cap_logits(s, cap), float("-inf"))
         larger = tl.maximum(largest, tl.max(s, 1))
         finite = tl.where(larger == float("-inf"), 0.0, larger)
         total = total * tl.exp2(largest - finite) + tl.sum(tl.exp2(s - finite[:, None]), 1)
         largest = larger
-    blind = (total == 0.0) | (rank < 0)
+    blind = (total == 0.0) | (query_index < 0)
     sums = tl.where(blind, float("inf"), largest + tl.log2(tl.where(blind, 1.0, total)))
     tl.store(lse + tl.cast(pair, tl.int64) * M + rows, sums, mask=rows < M)
 
 
 @triton.jit(do_not_specialize=["M", "N", "size", "spans", "skip"])
-def _columns(q, k, lse, out, own, ranks, lows, highs, q_strides, k_strides, scale, cap, window, skip, M, N, size, spans,
-             H, G, HR, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, COUNT: tl.constexpr,
-             KIND: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def _columns(q, k, lse, out, query_indices, key_indices, lows, highs, q_strides, k_strides, scale, cap, window, skip, M,
+             N, size, spans, H, G, HR, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
+             COUNT: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Write the statistics of a block of keys for one query head."""
-    block, pair = turn(N, KEYS)
+    block, pair = program_tile(N, KEYS)
     b, h = pair // H, pair % H
     columns = block * KEYS + tl.arange(0, KEYS)
-    held = tl.load(ranks + tl.cast(b * HR + h // G % HR, tl.int64) * N + columns, mask=columns < N, other=-1)
-    keys = load_rows(at(k, k_strides, b, h // G), k_strides[2], block * KEYS, N, KEYS, D, DP)
-    q, own = at(q, q_strides, b, h), own + tl.cast(b, tl.int64) * M
+    key_index = tl.load(key_indices + tl.cast(b * HR + h // G % HR, tl.int64) * N + columns, mask=columns < N, other=-1)
+    keys = load_rows(head_pointer(k, k_strides, b, h // G), k_strides[2], block * KEYS, N, KEYS, D, DP)
+    q, query_indices = head_pointer(q, q_strides, b, h), query_indices + tl.cast(b, tl.int64) * M
     lse += tl.cast(pair, tl.int64) * M
-    oldest, newest = _limits(held)
+    oldest, newest = _limits(key_index)
     last = newest * 0 + 2147483647
     if window is not None:
         last = tl.minimum(newest, 2147483647 - window) + window - 1
@@ -111,12 +111,12 @@ def _columns(q, k, lse, out, own, ranks, lows, highs, q_strides, k_strides, scal
         rows = m + tl.arange(0, ROWS)
         tile = load_rows(q, q_strides[2], m, M, ROWS, D, DP)
         sums = tl.load(lse + rows, mask=rows < M, other=float("inf"))
-        rank = tl.load(own + rows, mask=rows < M, other=-1)[None, :]
-        counted = (held >= 0)[:, None] & (held[:, None] <= rank - skip)
+        query_index = tl.load(query_indices + rows, mask=rows < M, other=-1)[None, :]
+        counted = (key_index >= 0)[:, None] & (key_index[:, None] <= query_index - skip)
         if window is not None:
-            counted = counted & (held[:, None] > rank - window)
+            counted = counted & (key_index[:, None] > query_index - window)
         s = tl.dot(keys, tl.trans(tile), input_precision=FLOAT32) * scale
-        exponent = bend(s, cap) - sums[None, :]
+        exponent = cap_logits(s, cap) - sums[None, :]
         if KIND == MAX:
             paid = tl.maximum(paid, tl.max(tl.where(counted, exponent, float("-inf")), 1))
         else:
@@ -154,23 +154,23 @@ def attention_stats(
     """Compute :func:`ag.kernels.attention_stats.attention_stats` with ``O(B H (M + N))`` memory."""
     q, k = readable(q), readable(k)
     (batch, heads, count, dim), (_, kv_heads, length, _) = q.shape, k.shape
-    own, ranks = query_ranks.int().contiguous(), key_ranks.int().contiguous()
+    query_indices, key_indices = query_ranks.int().contiguous(), key_ranks.int().contiguous()
     lse = torch.empty(batch, heads, count, dtype=torch.float32, device=q.device)
     out = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     strides, span = (q.stride()[:3], k.stride()[:3]), 16 if INTERPRETED else 64
     size, block = size_class(length), key_block(q)
-    of_keys, of_queries = _spans(ranks.flatten(0, 1), span), _spans(own, span)
-    sizes = (heads, heads // kv_heads, ranks.shape[1], dim, padded(dim), block, span, 128)
+    of_keys, of_queries = _spans(key_indices.flatten(0, 1), span), _spans(query_indices, span)
+    sizes = (heads, heads // kv_heads, key_indices.shape[1], dim, padded(dim), block, span, 128)
     scale, cap = scaling * LOG2E, cap2(softmax.cap)
     with torch.cuda.device_of(q):
         ROW_SUMS[lambda meta: (triton.cdiv(count, meta["ROWS"]) * batch * heads,)](
-            *(q, k, lse, own, ranks, *of_keys, logits2(softmax.sinks), *strides, scale, cap, window, count, length),
-            *(size, of_keys[0].shape[1], *sizes),
+            *(q, k, lse, query_indices, key_indices, *of_keys, logits2(softmax.sinks), *strides, scale, cap, window),
+            *(count, length, size, of_keys[0].shape[1], *sizes),
         )
         if factors is not None:
             lse -= factors.float().log2()[:, None]  # a factor of 0 makes a sum infinite too
         COLUMNS[lambda meta: (triton.cdiv(length, block) * batch * heads,)](
-            *(q, k, lse, out, own, ranks, *of_queries, *strides, scale, cap, window, skip, count, length),
-            *(size, of_queries[0].shape[1], *sizes, KINDS.index(kind)),
+            *(q, k, lse, out, query_indices, key_indices, *of_queries, *strides, scale, cap, window, skip),
+            *(count, length, size, of_queries[0].shape[1], *sizes, STATISTICS.index(kind)),
         )
     return out

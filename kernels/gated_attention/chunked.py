@@ -18,14 +18,14 @@ TILE = {"cpu": 2**20, "cuda": 2**26}  # pairs of a tile that fits the caches, or
 class _Tile(NamedTuple):
     """Some queries against the keys that they can see, for some of the (sequence, KV head) pairs.
 
-    Columns before ``near`` are visible to every row, and ``recent`` protects no pair of them: a key has the same weight
-    for all rows. From ``near`` on each pair has its own mask.
+    Every row sees the columns before ``masked_start``, and ``recent`` protects no pair of them: a key has one weight
+    for all rows. From ``masked_start`` on each pair has its own mask.
     """
 
     part: slice  # of the (sequence, KV head) pairs
     rows: slice
     columns: slice
-    near: int  # relative to the columns
+    masked_start: int  # relative to the columns
     open: bool  # whether the rows ignore the flags
 
 
@@ -83,8 +83,8 @@ class _Problem:
                     documents = borders[part.start // self.kv_heads : (part.stop - 1) // self.kv_heads + 1]
                     begin = max(oldest, min(row[start] for row in documents))
                     by_pair = uneven or max(row[stop - 1] for row in documents) > begin
-                near = 0 if by_pair else max(0, start - recent + 1 - begin)
-                yield _Tile(part, slice(start, stop), slice(begin, stop), near, opened)
+                masked_start = 0 if by_pair else max(0, start - recent + 1 - begin)
+                yield _Tile(part, slice(start, stop), slice(begin, stop), masked_start, opened)
 
     def logits(self, tile: _Tile) -> Tensor:
         """Return ``s``, ``[p, G * rows, columns]``."""
@@ -110,17 +110,17 @@ class _Problem:
         return view
 
     def column_weight(self, tile: _Tile) -> Tensor | None:
-        """Return the weights of the keys before ``near``, ``[p, 1, near]``; None means that all are 1."""
+        """Return the weights ``[p, 1, masked_start]`` of the first keys of a tile; None means that all are 1."""
         weight = self.weight if not tile.open else None if self.valid is None else self.valid.to(self.acc)
         first = tile.columns.start
-        return None if weight is None else weight[tile.part, None, first : first + tile.near]
+        return None if weight is None else weight[tile.part, None, first : first + tile.masked_start]
 
-    def near_masks(self, tile: _Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return, for the columns from ``near`` on, the hidden pairs, the pairs that a flag decides, and the flags.
+    def pair_masks(self, tile: _Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the hidden pairs, the pairs that a flag decides, and the flags, from column ``masked_start`` on.
 
-        Each is ``[p or 1, 1, rows, columns - near]``; without flags the last two are None.
+        Each is ``[p or 1, 1, rows, columns - masked_start]``; without flags the last two are None.
         """
-        columns = slice(tile.columns.start + tile.near, tile.columns.stop)
+        columns = slice(tile.columns.start + tile.masked_start, tile.columns.stop)
         visible, protected = self.masks.pairs(tile.rows, columns, self.sink)
         visible, protected = (x[:, 0] if len(x) == 1 else self._each(x[:, 0])[tile.part] for x in (visible, protected))
         if self.keep is None:
@@ -132,7 +132,7 @@ class _Problem:
 class _ChunkedGatedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, beside: Tensor | None, *options: Any
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, sink_logits: Tensor | None, *options: Any
     ) -> Tensor:
         problem = _Problem(q, k, v, keep, *options)
         out = q.new_empty(*problem.q.shape[:3], v.shape[-1])
@@ -141,14 +141,14 @@ class _ChunkedGatedAttention(torch.autograd.Function):
             s = problem.logits(tile)
             weight = problem.column_weight(tile)
             if weight is not None:
-                s[..., : tile.near] += weight.log()
-            hidden, free, flags = problem.near_masks(tile)
-            near = problem.unfolded(s)[..., tile.near :]
+                s[..., : tile.masked_start] += weight.log()
+            hidden, free, flags = problem.pair_masks(tile)
+            masked_logits = problem.unfolded(s)[..., tile.masked_start :]
             if free is not None and flags is not None:
-                near += torch.where(free, flags, 1.0).log()
-            near.masked_fill_(hidden, float("-inf"))
+                masked_logits += torch.where(free, flags, 1.0).log()
+            masked_logits.masked_fill_(hidden, float("-inf"))
             top = s.amax(-1, keepdim=True)
-            sinks = None if beside is None else problem.sinks(beside, tile)
+            sinks = None if sink_logits is None else problem.sinks(sink_logits, tile)
             if sinks is not None:
                 top = torch.maximum(top, sinks)
             top.masked_fill_(top == float("-inf"), 0.0)
@@ -162,16 +162,16 @@ class _ChunkedGatedAttention(torch.autograd.Function):
             top += total.log().masked_fill_(total == 0, float("inf"))
             lse[tile.part, :, tile.rows] = problem.unfolded(top)[..., 0]
         out, lse = out.view(*q.shape[:3], -1), lse.view(q.shape[:3])
-        ctx.save_for_backward(q, k, v, keep, beside, out, lse)
+        ctx.save_for_backward(q, k, v, keep, sink_logits, out, lse)
         ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, keep, beside, out, lse = ctx.saved_tensors
+        q, k, v, keep, sink_logits, out, lse = ctx.saved_tensors
         d_sinks = None
-        if beside is not None and ctx.needs_input_grad[4]:
-            d_sinks = sink_gradient(beside, lse, out, grads[0])
+        if sink_logits is not None and ctx.needs_input_grad[4]:
+            d_sinks = sink_gradient(sink_logits, lse, out, grads[0])
         problem = _Problem(q, k, v, keep, *ctx.options)
         d_out = problem.by_pair(grads[0])
         delta = (d_out.to(problem.acc) * problem.by_pair(out).to(problem.acc)).sum(-1, keepdim=True)
@@ -191,25 +191,26 @@ class _ChunkedGatedAttention(torch.autograd.Function):
             weight = problem.column_weight(tile)
             if weight is not None:
                 # where m is 0, the factor e^(s - lse) of its gradient is held at 1
-                far = ratio[..., : tile.near]
-                torch.minimum(far, torch.where(weight == 0, 0.0, float("inf")).to(far.dtype), out=far)
-            hidden, free, flags = problem.near_masks(tile)
-            near = problem.unfolded(ratio)[..., tile.near :]
+                unmasked = ratio[..., : tile.masked_start]
+                torch.minimum(unmasked, torch.where(weight == 0, 0.0, float("inf")).to(unmasked.dtype), out=unmasked)
+            hidden, free, flags = problem.pair_masks(tile)
+            masked_logits = problem.unfolded(ratio)[..., tile.masked_start :]
             if free is not None and flags is not None:
-                near.copy_(torch.where(free & (flags == 0), near.clamp(max=0.0), near))
-            near.masked_fill_(hidden, float("-inf"))
+                masked_logits.copy_(torch.where(free & (flags == 0), masked_logits.clamp(max=0.0), masked_logits))
+            masked_logits.masked_fill_(hidden, float("-inf"))
             ratio.exp_()
             slope.mul_(ratio)
             if d_keep is not None and free is not None:
                 columns = d_keep[tile.part, tile.columns]
                 if not tile.open:
-                    columns[:, : tile.near] += slope[..., : tile.near].sum(1)
-                columns[:, tile.near :] += (problem.unfolded(slope)[..., tile.near :] * free).sum((1, 2))
+                    columns[:, : tile.masked_start] += slope[..., : tile.masked_start].sum(1)
+                by_pair = problem.unfolded(slope)[..., tile.masked_start :]
+                columns[:, tile.masked_start :] += (by_pair * free).sum((1, 2))
             for x in (slope, ratio):  # from here on the gradient of the logits, and the attention weights
                 if weight is not None:
-                    x[..., : tile.near] *= weight
+                    x[..., : tile.masked_start] *= weight
                 if free is not None and flags is not None:
-                    problem.unfolded(x)[..., tile.near :] *= torch.where(free, flags, 1.0)
+                    problem.unfolded(x)[..., tile.masked_start :] *= torch.where(free, flags, 1.0)
             ds = (slope if bent is None else slope.mul_(bent)).to(q.dtype)
             dv[tile.part, :, tile.columns] += d_rows.mT @ ratio.to(v.dtype)
             dk[tile.part, :, tile.columns] += q_rows.mT @ ds
@@ -244,6 +245,6 @@ def gated_attention(
     The softmax runs in float32 (float64 for float64 arguments) whatever the type of q; only the row sums are saved, so
     that the backward computes each tile again.
     """
-    given = (q, k, v, keep, softmax.sinks, masks, scaling, softmax.cap)
-    out: Tensor = _ChunkedGatedAttention.apply(*given)  # type: ignore[no-untyped-call]
+    arguments = (q, k, v, keep, softmax.sinks, masks, scaling, softmax.cap)
+    out: Tensor = _ChunkedGatedAttention.apply(*arguments)  # type: ignore[no-untyped-call]
     return out

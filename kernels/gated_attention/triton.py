@@ -20,21 +20,21 @@ from ag.kernels.tiles import (
     FLOAT32,
     LOG2E,
     ROWS,
-    at,
-    begun,
+    head_pointer,
     key_block,
     load_rows,
     logits2,
-    mix,
     padded,
     padding_bias,
+    program_tile,
     ranges,
     readable,
     shape,
     size_class,
+    softmax_start,
+    softmax_update,
     store_rows,
     tuned,
-    turn,
     weights,
 )
 
@@ -42,25 +42,25 @@ from ag.kernels.tiles import (
 @triton.jit
 def attend(q, k, v, k_stride, v_stride, total, largest, mixed, scale, start, n, gate, padding, dense, recent, window,
            T, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
-           EP: tl.constexpr, NEAR: tl.constexpr, floor=None):  # fmt: skip
+           EP: tl.constexpr, MASKED: tl.constexpr, floor=None):  # fmt: skip
     """Add one block of keys to the running softmax."""
     keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
     s = tl.dot(q, tl.trans(keys), input_precision=FLOAT32) * scale
-    s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR, floor)
-    return mix(s, load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP), total, largest, mixed)
+    s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, MASKED, floor)
+    return softmax_update(s, load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP), total, largest, mixed)
 
 
 @triton.jit(do_not_specialize=["T", "size", "recent"])
 def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, gate, padding, dense_until, floors,
-             listing, before, scale, recent, window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
-             EP: tl.constexpr, KEYS: tl.constexpr, sinks, ROWS: tl.constexpr):  # fmt: skip
+             listing, kept_before, scale, recent, window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr,
+             E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr, sinks, ROWS: tl.constexpr):  # fmt: skip
     """Attend from one block of queries of one head; the blocks with most keys run first."""
-    block, pair = turn(T, ROWS)
+    block, pair = program_tile(T, ROWS)
     start = (tl.cdiv(T, ROWS) - 1 - block) * ROWS
     rows = start + tl.arange(0, ROWS)
     b, h = pair // H, pair % H
     group = h // G
-    k, v = at(k, k_strides, b, group), at(v, v_strides, b, group)
+    k, v = head_pointer(k, k_strides, b, group), head_pointer(v, v_strides, b, group)
     if padding is not None:
         padding += tl.cast(b, tl.int64) * T
     dense = None
@@ -74,25 +74,27 @@ def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, ga
         row, blocks = tl.cast(pair // G, tl.int64), tl.cdiv(T, KEYS)
         gate += row * T
         listing += row * blocks
-        before += row * (blocks + 1)
-    queries = load_rows(at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
-    total, largest = begun(sinks, h, ROWS)
+        kept_before += row * (blocks + 1)
+    queries = load_rows(head_pointer(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
+    total, largest = softmax_start(sinks, h, ROWS)
     mixed = tl.zeros([ROWS, EP], tl.float32)
-    far, far_stop, near, stop, listed = ranges(start, before, dense, recent, window, T, ROWS, KEYS, floors)
-    for i in range(far, far_stop):
+    unmasked_start, unmasked_stop, masked_start, stop, listed = ranges(
+        start, kept_before, dense, recent, window, T, ROWS, KEYS, floors
+    )
+    for i in range(unmasked_start, unmasked_stop):
         n = i
         if gate is not None:
             n = tl.where(listed, tl.load(listing + i), i)
         total, largest, mixed = attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start,
                                        n, gate, padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
                                        False, floor)  # fmt: skip
-    for n in range(near, stop):
+    for n in range(masked_start, stop):
         total, largest, mixed = attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start,
                                        n, gate, padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
                                        True, floor)  # fmt: skip
     blind = total == 0.0
     mixed = mixed / tl.where(blind, 1.0, total)[:, None]
-    store_rows(at(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
+    store_rows(head_pointer(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
     # The infinite sum of a query that sees nothing makes every exponential of the backward pass 0.
     sums = tl.where(blind, float("inf"), largest + tl.log2(tl.where(blind, 1.0, total)))
     tl.store(lse + tl.cast(pair, tl.int64) * T + rows, sums, mask=rows < T)
@@ -101,29 +103,29 @@ def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, ga
 @triton.jit
 def _slope(q, d_out, k, v, k_stride, v_stride, lse, delta, dq, scale, start, n, gate, padding, dense, recent, window, T,
            ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
-           EP: tl.constexpr, NEAR: tl.constexpr, floor=None):  # fmt: skip
+           EP: tl.constexpr, MASKED: tl.constexpr, floor=None):  # fmt: skip
     """Add the part of one block of keys to dQ."""
     values = load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP)
     slope = tl.dot(d_out, tl.trans(values), input_precision=FLOAT32) - delta[:, None]
     keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
     s = tl.dot(q, tl.trans(keys), input_precision=FLOAT32) * scale
-    s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR, floor)
+    s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, MASKED, floor)
     p = tl.exp2(s - lse[:, None])
     return tl.dot((p * slope).to(keys.dtype), keys, dq, input_precision=FLOAT32)
 
 
 @triton.jit(do_not_specialize=["T", "size", "recent"])
 def _backward_queries(q, k, v, out, d_out, lse, delta, dq, q_strides, k_strides, v_strides, out_strides, d_out_strides,
-                      dq_strides, gate, padding, dense_until, floors, listing, before, scale, recent, window, T, size,
-                      H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr,
-                      ROWS: tl.constexpr):  # fmt: skip
+                      dq_strides, gate, padding, dense_until, floors, listing, kept_before, scale, recent, window, T,
+                      size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+                      KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Write dQ of one block of queries of one head, and ``delta = dO . o`` for the kernel of the keys."""
-    block, pair = turn(T, ROWS)
+    block, pair = program_tile(T, ROWS)
     start = (tl.cdiv(T, ROWS) - 1 - block) * ROWS
     rows = start + tl.arange(0, ROWS)
     b, h = pair // H, pair % H
     group = h // G
-    k, v = at(k, k_strides, b, group), at(v, v_strides, b, group)
+    k, v = head_pointer(k, k_strides, b, group), head_pointer(v, v_strides, b, group)
     if padding is not None:
         padding += tl.cast(b, tl.int64) * T
     dense = None
@@ -137,27 +139,29 @@ def _backward_queries(q, k, v, out, d_out, lse, delta, dq, q_strides, k_strides,
         row, blocks = tl.cast(pair // G, tl.int64), tl.cdiv(T, KEYS)
         gate += row * T
         listing += row * blocks
-        before += row * (blocks + 1)
-    outputs = load_rows(at(out, out_strides, b, h), out_strides[2], start, T, ROWS, E, EP)
-    d_outputs = load_rows(at(d_out, d_out_strides, b, h), d_out_strides[2], start, T, ROWS, E, EP)
+        kept_before += row * (blocks + 1)
+    outputs = load_rows(head_pointer(out, out_strides, b, h), out_strides[2], start, T, ROWS, E, EP)
+    d_outputs = load_rows(head_pointer(d_out, d_out_strides, b, h), d_out_strides[2], start, T, ROWS, E, EP)
     shift = tl.cast(pair, tl.int64) * T
     deltas = tl.sum(outputs.to(tl.float32) * d_outputs.to(tl.float32), 1)
     tl.store(delta + shift + rows, deltas, mask=rows < T)
     sums = tl.load(lse + shift + rows, mask=rows < T, other=float("inf"))
-    queries = load_rows(at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
+    queries = load_rows(head_pointer(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
     grad = tl.zeros([ROWS, DP], tl.float32)
-    far, far_stop, near, stop, listed = ranges(start, before, dense, recent, window, T, ROWS, KEYS, floors)
-    for i in range(far, far_stop):
+    unmasked_start, unmasked_stop, masked_start, stop, listed = ranges(
+        start, kept_before, dense, recent, window, T, ROWS, KEYS, floors
+    )
+    for i in range(unmasked_start, unmasked_stop):
         n = i
         if gate is not None:
             n = tl.where(listed, tl.load(listing + i), i)
         grad = _slope(queries, d_outputs, k, v, k_strides[2], v_strides[2], sums, deltas, grad, scale, start, n, gate,
                       padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP, False, floor)  # fmt: skip
-    for n in range(near, stop):
+    for n in range(masked_start, stop):
         grad = _slope(queries, d_outputs, k, v, k_strides[2], v_strides[2], sums, deltas, grad, scale, start, n, gate,
                       padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP, True, floor)  # fmt: skip
     grad *= scale * 0.6931471805599453  # ln 2
-    store_rows(at(dq, dq_strides, b, h), dq_strides[2], start, T, grad, ROWS, D, DP)
+    store_rows(head_pointer(dq, dq_strides, b, h), dq_strides[2], start, T, grad, ROWS, D, DP)
 
 
 @triton.jit
@@ -202,11 +206,11 @@ def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm,
 
 @triton.jit(do_not_specialize=["T", "size", "recent"])
 def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_strides, v_strides, d_out_strides,
-                   dk_strides, dv_strides, gate, padding, dense_until, floors, ends, before, scale, recent, window, T,
-                   size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+                   dk_strides, dv_strides, gate, padding, dense_until, floors, ends, kept_before, scale, recent, window,
+                   T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
                    BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """Write dK, dV and the flags' gradient of a tile of keys, whole blocks, summed over its group's query heads."""
-    n, pair = turn(T, KEYS)
+    n, pair = program_tile(T, KEYS)
     start, heads = n * KEYS, H // G
     b, head = pair // heads, pair % heads
     columns = start + tl.arange(0, KEYS)
@@ -229,14 +233,16 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
     row = tl.cast(pair, tl.int64)
     if gate is not None:
         weight = tl.exp2(tl.load(gate + row * T + columns, mask=columns < T, other=float("-inf")))
-        before += row * (tl.cdiv(T, BLOCK) + 1)
+        kept_before += row * (tl.cdiv(T, BLOCK) + 1)
         protected = start + KEYS - 1 + recent
         if dense is not None:
             protected = tl.maximum(protected, dense)
-        attended = tl.where(tl.load(before + past) > tl.load(before + n * blocks), stop, tl.minimum(stop, protected))
+        attended = tl.where(
+            tl.load(kept_before + past) > tl.load(kept_before + n * blocks), stop, tl.minimum(stop, protected)
+        )
     attended = first + tl.cdiv(attended - first, ROWS) * ROWS
-    keys = load_rows(at(k, k_strides, b, head), k_strides[2], start, T, KEYS, D, DP)
-    values = load_rows(at(v, v_strides, b, head), v_strides[2], start, T, KEYS, E, EP)
+    keys = load_rows(head_pointer(k, k_strides, b, head), k_strides[2], start, T, KEYS, D, DP)
+    values = load_rows(head_pointer(v, v_strides, b, head), v_strides[2], start, T, KEYS, E, EP)
     key_grad, value_grad = tl.zeros([KEYS, DP], tl.float32), tl.zeros([KEYS, EP], tl.float32)
     flag_grad = tl.zeros([KEYS], tl.float32)
     steps = tl.cdiv(attended - first, ROWS)
@@ -245,17 +251,18 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
         h = head * G + g
         shift = (row * G + g) * T
         key_grad, value_grad, flag_grad = _pay(
-            at(q, q_strides, b, h), at(d_out, d_out_strides, b, h), q_strides[2], d_out_strides[2], lse + shift,
-            delta + shift, keys, values, key_grad, value_grad, flag_grad, scale, m, n, weight, valid, dense, floors,
-            recent, window, T, ROWS, KEYS, D, DP, E, EP, d_keep is not None, False)  # fmt: skip
+            head_pointer(q, q_strides, b, h), head_pointer(d_out, d_out_strides, b, h), q_strides[2],
+            d_out_strides[2], lse + shift, delta + shift, keys, values, key_grad, value_grad, flag_grad, scale, m, n,
+            weight, valid, dense, floors, recent, window, T, ROWS, KEYS, D, DP, E, EP, d_keep is not None,
+            False)  # fmt: skip
     key_grad *= scale * 0.6931471805599453  # ln 2
-    store_rows(at(dk, dk_strides, b, head), dk_strides[2], start, T, key_grad, KEYS, D, DP)
-    store_rows(at(dv, dv_strides, b, head), dv_strides[2], start, T, value_grad, KEYS, E, EP)
+    store_rows(head_pointer(dk, dk_strides, b, head), dk_strides[2], start, T, key_grad, KEYS, D, DP)
+    store_rows(head_pointer(dv, dv_strides, b, head), dv_strides[2], start, T, value_grad, KEYS, E, EP)
     if d_keep is not None:
         # A second loop, so that the other gradients have left their registers.
         for g in range(G):
             h = head * G + g
-            queries, d_outputs = at(q, q_strides, b, h), at(d_out, d_out_strides, b, h)
+            queries, d_outputs = head_pointer(q, q_strides, b, h), head_pointer(d_out, d_out_strides, b, h)
             shift = (row * G + g) * T
             for m in range(attended, stop, ROWS):
                 flag_grad = _pay(
@@ -281,7 +288,7 @@ def _tables(
     Returns:
         ``gate``: log2 of the flags, 0 on sinks, ``[B, Hkv, T]``; ``padding``: 0 or -inf on padding, ``[B, T]``;
         ``listing``: the blocks that hold a kept key, in order, then the others, ``[B, Hkv, blocks]``;
-        ``before``: how many blocks with a kept key come before each, ``[B, Hkv, blocks + 1]``.
+        ``kept_before``: how many blocks with a kept key come before each, ``[B, Hkv, blocks + 1]``.
     """
     padding = padding_bias(masks.key_valid)
     if keep is None:
@@ -307,7 +314,7 @@ class _TritonGatedAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         keep: Tensor | None,
-        beside: Tensor | None,
+        sink_logits: Tensor | None,
         masks: Masks,
         scaling: float,
     ) -> Tensor:
@@ -323,24 +330,24 @@ class _TritonGatedAttention(torch.autograd.Function):
         lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
         numbers = (scaling * LOG2E, recent if keep is not None else 1, window, length, size_class(length))
         sizes = (heads, heads // k.shape[1], q.shape[-1], padded(q.shape[-1]), v.shape[-1], padded(v.shape[-1]), block)
-        gate, padding, listing, before = tables
+        gate, padding, listing, kept_before = tables
         with torch.cuda.device_of(q):
             FORWARD[lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,)](
                 *(q, k, v, out, lse, *_strides(q, k, v, out)),
-                *(gate, padding, dense, floors, listing, before, *numbers, *sizes, logits2(beside)),
+                *(gate, padding, dense, floors, listing, kept_before, *numbers, *sizes, logits2(sink_logits)),
             )
-        ctx.save_for_backward(q, k, v, out, lse, *tables, dense, floors, keep, beside)
+        ctx.save_for_backward(q, k, v, out, lse, *tables, dense, floors, keep, sink_logits)
         ctx.constants = numbers, sizes, masks
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, gate, padding, listing, before, dense, floors, keep, beside = ctx.saved_tensors
+        q, k, v, out, lse, gate, padding, listing, kept_before, dense, floors, keep, sink_logits = ctx.saved_tensors
         numbers, sizes, masks = ctx.constants
         batch, heads, length, _ = q.shape
         d_out, d_sinks = readable(grads[0]), None
-        if beside is not None and ctx.needs_input_grad[4]:
-            d_sinks = sink_gradient(beside, lse / LOG2E, out, d_out)
+        if sink_logits is not None and ctx.needs_input_grad[4]:
+            d_sinks = sink_gradient(sink_logits, lse / LOG2E, out, d_out)
         delta, dq, dk, dv = torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         ends = None
         if floors is not None:  # for each block of keys, one past the last query that sees it
@@ -352,11 +359,11 @@ class _TritonGatedAttention(torch.autograd.Function):
         with torch.cuda.device_of(q):
             QUERIES[lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,)](
                 *(q, k, v, out, d_out, lse, delta, dq, *_strides(q, k, v, out, d_out, dq)),
-                *(gate, padding, dense, floors, listing, before, *numbers, *sizes),
+                *(gate, padding, dense, floors, listing, kept_before, *numbers, *sizes),
             )
             KEYS[lambda meta: (triton.cdiv(length, meta["KEYS"]) * batch * k.shape[1],)](
                 *(q, k, v, d_out, lse, delta, dk, dv, d_keep, *_strides(q, k, v, d_out, dk, dv)),
-                *(gate, padding, dense, floors, ends, before, *numbers, *sizes),
+                *(gate, padding, dense, floors, ends, kept_before, *numbers, *sizes),
             )
         if d_keep is not None:
             d_keep.masked_fill_(masks.sink(q)[:, None], 0.0)

@@ -28,15 +28,15 @@ def gated_prefill(
         return _masked(q, k, v, keep, masks, scaling)
     kv_heads, group = k.shape[1], heads // k.shape[1]
     out = torch.zeros_like(q[..., :1].expand(*q.shape[:3], v.shape[-1]), memory_format=torch.contiguous_format)
-    stays = keep | masks.sink(k)[:, None]
-    goes = ~stays
+    kept = keep | masks.sink(k)[:, None]
+    evicted = ~kept
     if masks.key_valid is not None:
-        stays, goes = stays & masks.key_valid[:, None], goes & masks.key_valid[:, None]
+        kept, evicted = kept & masks.key_valid[:, None], evicted & masks.key_valid[:, None]
     for b in range(batch):
         for h in range(kv_heads):
             part = slice(h * group, (h + 1) * group)
-            mine = q[b, part], k[b, h], v[b, h], stays[b, h], goes[b, h]
-            out[b, part] = _one(*mine, masks.recent, masks.window, scaling, softmax.of_heads(part))
+            arguments = q[b, part], k[b, h], v[b, h], kept[b, h], evicted[b, h]
+            out[b, part] = _attend_one_head(*arguments, masks.recent, masks.window, scaling, softmax.of_heads(part))
     return out
 
 
@@ -54,36 +54,37 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, masks: Masks, scaling
     return out.reshape(batch, heads, length, -1)
 
 
-def _one(
+def _attend_one_head(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    stays: Tensor,
-    goes: Tensor,
+    kept: Tensor,
+    evicted: Tensor,
     recent: int,
     window: int | None,
     scaling: float,
     softmax: Softmax,
 ) -> Tensor:
-    """Attend from the query heads ``[G, T, D]`` of one KV head; ``goes`` marks evicted keys, visible while recent."""
+    """Attend from the query heads ``[G, T, D]`` of one KV head; ``evicted`` keys are visible while recent."""
     group, length, dim = q.shape
     acc = torch.promote_types(q.dtype, torch.float32)
-    kept, gone = stays.nonzero().flatten(), goes.nonzero().flatten()
-    kept_k, kept_v = k[kept], v[kept]
-    width = BLOCK if len(kept) <= LONG else BLOCK // 2
+    kept_columns, evicted_columns = kept.nonzero().flatten(), evicted.nonzero().flatten()
+    kept_k, kept_v = k[kept_columns], v[kept_columns]
+    width = BLOCK if len(kept_columns) <= LONG else BLOCK // 2
     starts = torch.arange(0, length, width, device=q.device)
     stops = (starts + width).clamp_max(length)
     oldest = starts * 0 if window is None else (starts - window + 1).clamp_min(0)
     edges = [
-        *(torch.searchsorted(kept, at).tolist() for at in (oldest, starts if window is None else oldest, stops)),
-        *(torch.searchsorted(gone, at).tolist() for at in (torch.maximum(starts - recent + 1, oldest), stops)),
+        *(torch.searchsorted(kept_columns, x).tolist() for x in (oldest, starts if window is None else oldest, stops)),
+        *(torch.searchsorted(evicted_columns, x).tolist() for x in ((starts - recent + 1).maximum(oldest), stops)),
     ]
     out = q.new_empty(group, length, v.shape[-1])
-    for start, first, open_until, last, near, end in zip(starts.tolist(), *edges, strict=True):
+    for start, first, open_until, last, recent_start, recent_end in zip(starts.tolist(), *edges, strict=True):
         stop = min(start + width, length)
-        extra = gone[near:end]
-        keys, values = torch.cat([kept_k[first:last], k[extra]]), torch.cat([kept_v[first:last], v[extra]])
-        positions = torch.cat([kept[open_until:last], extra])
+        recent_evicted = evicted_columns[recent_start:recent_end]
+        keys = torch.cat([kept_k[first:last], k[recent_evicted]])
+        values = torch.cat([kept_v[first:last], v[recent_evicted]])
+        positions = torch.cat([kept_columns[open_until:last], recent_evicted])
         distance = torch.arange(start, stop, device=q.device)[:, None] - positions
         hidden = distance < 0
         hidden[:, last - open_until :] |= distance[:, last - open_until :] >= recent

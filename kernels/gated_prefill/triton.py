@@ -14,19 +14,19 @@ from ag.kernels.tiles import (
     FLOAT32,
     LOG2E,
     ROWS,
-    at,
-    begun,
+    head_pointer,
     key_block,
     load_rows,
     logits2,
-    mix,
     padded,
     padding_bias,
+    program_tile,
     readable,
     size_class,
+    softmax_start,
+    softmax_update,
     store_rows,
     tuned,
-    turn,
 )
 
 
@@ -41,28 +41,28 @@ def _load_listed(base, stride, columns, inside, D: tl.constexpr, DP: tl.constexp
 
 
 @triton.jit(do_not_specialize=["T", "size", "recent"])
-def _prefill(q, k, v, out, q_strides, k_strides, v_strides, out_strides, gate, padding, kept, before, scale, recent,
-             window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+def _prefill(q, k, v, out, q_strides, k_strides, v_strides, out_strides, gate, padding, kept, kept_before, scale,
+             recent, window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
              KEYS: tl.constexpr, sinks, ROWS: tl.constexpr):  # fmt: skip
     """Attend from one block of queries of one head: to kept keys below the protected ones, then to all later keys."""
-    block, pair = turn(T, ROWS)
+    block, pair = program_tile(T, ROWS)
     start = (tl.cdiv(T, ROWS) - 1 - block) * ROWS
     b, h = pair // H, pair % H
-    k, v = at(k, k_strides, b, h // G), at(v, v_strides, b, h // G)
+    k, v = head_pointer(k, k_strides, b, h // G), head_pointer(v, v_strides, b, h // G)
     if padding is not None:
         padding += tl.cast(b, tl.int64) * T
     row = tl.cast(pair // G, tl.int64)
     gate += row * T
     kept += row * T
-    before += row * (T + 1)
-    near, oldest = tl.maximum(start - recent + 1, 0) // KEYS, start * 0
+    kept_before += row * (T + 1)
+    masked_start, oldest = tl.maximum(start - recent + 1, 0) // KEYS, start * 0
     if window is not None:
         oldest = tl.maximum(start - window + 1, 0)
-        near = tl.maximum(near, oldest // KEYS)
-    first, last = tl.load(before + oldest), tl.load(before + near * KEYS)
+        masked_start = tl.maximum(masked_start, oldest // KEYS)
+    first, last = tl.load(kept_before + oldest), tl.load(kept_before + masked_start * KEYS)
     rows = start + tl.arange(0, ROWS)
-    queries = load_rows(at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
-    total, largest = begun(sinks, h, ROWS)
+    queries = load_rows(head_pointer(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
+    total, largest = softmax_start(sinks, h, ROWS)
     mixed = tl.zeros([ROWS, EP], tl.float32)
     for i in range(first, last, KEYS):
         inside = i + tl.arange(0, KEYS) < last
@@ -72,13 +72,15 @@ def _prefill(q, k, v, out, q_strides, k_strides, v_strides, out_strides, gate, p
         s = tl.where(inside[None, :], s, float("-inf"))
         if window is not None:
             s = tl.where(rows[:, None] - columns[None, :] < window, s, float("-inf"))
-        total, largest, mixed = mix(s, _load_listed(v, v_strides[2], columns, inside, E, EP), total, largest, mixed)
-    for n in range(near, tl.cdiv(tl.minimum(start + ROWS, T), KEYS)):
+        total, largest, mixed = softmax_update(
+            s, _load_listed(v, v_strides[2], columns, inside, E, EP), total, largest, mixed
+        )
+    for n in range(masked_start, tl.cdiv(tl.minimum(start + ROWS, T), KEYS)):
         total, largest, mixed = attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start,
                                        n, gate, padding, None, recent, window, T, ROWS, KEYS, D, DP, E, EP,
                                        True)  # fmt: skip
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    store_rows(at(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
+    store_rows(head_pointer(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
 
 
 PREFILL = tuned(["D", "E", "size"], ROWS, 2**15, ROWS=16)(_prefill)
@@ -103,13 +105,13 @@ def gated_prefill(
     stays = stays.contiguous()  # flags come transposed, and the tables below keep an argument's strides
     gate = torch.zeros(stays.shape, dtype=torch.float32, device=q.device).masked_fill_(~stays, float("-inf"))
     kept = stays.to(torch.uint8).argsort(stable=True, dim=-1, descending=True).int()
-    before = nn.functional.pad(stays.cumsum(-1), (1, 0)).int()
+    kept_before = nn.functional.pad(stays.cumsum(-1), (1, 0)).int()
     out = torch.empty_like(q) if v.shape[-1] == dim else q.new_empty(*q.shape[:3], v.shape[-1])
     block = key_block(max(q, v, key=lambda x: x.shape[-1]))
     padding = padding_bias(masks.key_valid)
     with torch.cuda.device_of(q):
         PREFILL[lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,)](
-            *(q, k, v, out, *(x.stride()[:3] for x in (q, k, v, out)), gate, padding, kept, before),
+            *(q, k, v, out, *(x.stride()[:3] for x in (q, k, v, out)), gate, padding, kept, kept_before),
             *(scaling * LOG2E, recent, window, length, size_class(length), heads, heads // k.shape[1]),
             *(dim, padded(dim), v.shape[-1], padded(v.shape[-1]), block, logits2(softmax.sinks)),
         )

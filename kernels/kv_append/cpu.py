@@ -19,10 +19,10 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     column = pages.gate
     strides = (ctypes.c_int64 * 6)(*(step * x.element_size() for x in (k, v) for step in x.stride()[:3]))
-    said: Tensor | None = None
+    gate_values: Tensor | None = None
     if column is not None:
-        said = (k.new_ones(k.shape[:3]) if gate is None else gate).to(column.dtype).contiguous()
+        gate_values = (k.new_ones(k.shape[:3]) if gate is None else gate).to(column.dtype).contiguous()
     KERNEL(
         *(pages.native, column, 0 if column is None else column.element_size(), k, v, strides),
-        *(said, ranks.contiguous(), k.shape[1], k.shape[2], torch.get_num_threads()),
+        *(gate_values, ranks.contiguous(), k.shape[1], k.shape[2], torch.get_num_threads()),
     )

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ag.kernels.dispatch import INTERPRETED
 from ag.kernels.pages import Pages, coded
-from ag.kernels.tiles import copy_tokens, places
+from ag.kernels.tiles import copy_tokens, pool_indices
 
 
 @triton.jit(do_not_specialize=["T", "blocks"])
-def _append(keys, values, held, gate, table, lengths, after, k, v, ranks, said, k_strides, v_strides, stride, T, blocks,
-            H, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr,
-            TOKENS: tl.constexpr):  # fmt: skip
+def _append(keys, values, token_indices, gate, table, lengths, after, k, v, ranks, gate_values, k_strides, v_strides,
+            stride, T, blocks, H, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+            PAGE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
     """Store TOKENS of the T new tokens of a row, behind the row's tokens and the new ones before them."""
     row, block = tl.cast(tl.program_id(0) // blocks, tl.int64), tl.program_id(0) % blocks
     b, h = row // H, row % H
@@ -25,20 +25,20 @@ def _append(keys, values, held, gate, table, lengths, after, k, v, ranks, said, 
     for n in range(0, block * TOKENS, TOKENS):
         length += tl.sum((tl.load(ranks + n + tl.arange(0, TOKENS)) >= 0).to(tl.int32), 0)
     tokens = block * TOKENS + tl.arange(0, TOKENS)
-    rank = tl.load(ranks + tokens, mask=tokens < T, other=-1)
-    there = rank >= 0
-    number = there.to(tl.int32)
-    slots = tl.where(there, length + tl.cumsum(number, 0) - 1, 0)
-    at = places(table, slots, there, PAGE)
+    token_index = tl.load(ranks + tokens, mask=tokens < T, other=-1)
+    valid = token_index >= 0
+    number = valid.to(tl.int32)
+    slots = tl.where(valid, length + tl.cumsum(number, 0) - 1, 0)
+    pool_index = pool_indices(table, slots, valid, PAGE)
     tokens = tokens.to(tl.int64)
-    copy_tokens(keys, k + b * k_strides[0] + h * k_strides[1], k_strides[2], tokens, at, there, D, DP)
-    copy_tokens(values, v + b * v_strides[0] + h * v_strides[1], v_strides[2], tokens, at, there, E, EP)
-    tl.store(held + at, rank.to(tl.int32), mask=there)
+    copy_tokens(keys, k + b * k_strides[0] + h * k_strides[1], k_strides[2], tokens, pool_index, valid, D, DP)
+    copy_tokens(values, v + b * v_strides[0] + h * v_strides[1], v_strides[2], tokens, pool_index, valid, E, EP)
+    tl.store(token_indices + pool_index, token_index.to(tl.int32), mask=valid)
     if gate is not None:
-        open = tl.full([TOKENS], 1, gate.dtype.element_ty)
-        if said is not None:
-            open = tl.load(said + row * T + tokens, mask=there, other=0)
-        tl.store(gate + at, open, mask=there)
+        new_gate = tl.full([TOKENS], 1, gate.dtype.element_ty)
+        if gate_values is not None:
+            new_gate = tl.load(gate_values + row * T + tokens, mask=valid, other=0)
+        tl.store(gate + pool_index, new_gate, mask=valid)
     if block == blocks - 1:
         tl.store(after + row, length + tl.sum(number, 0))
 
@@ -49,15 +49,17 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in coded(pages, k, v))
     (_, heads, count, dim), width, rows = k.shape, v.shape[3], len(pages.table)
     column, lengths = pages.gate, pages.lengths
-    said = None if gate is None or column is None else gate.to(column.dtype).contiguous()
-    column, said = (x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x for x in (column, said))
+    gate_values = None if gate is None or column is None else gate.to(column.dtype).contiguous()
+    column, gate_values = (
+        x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x for x in (column, gate_values)
+    )
     tokens = 16 if INTERPRETED else min(64, triton.next_power_of_2(count))
     blocks = triton.cdiv(count, tokens)
     after = lengths if blocks == 1 else torch.empty_like(lengths)  # other programs of a row read its length
     with torch.cuda.device_of(k):
         _append[(rows * blocks,)](
             *(pages.keys, pages.values, pages.ranks, column, pages.table, lengths, after, k, v, ranks.contiguous()),
-            *(said, k.stride()[:3], v.stride()[:3], pages.table.stride(0), count, blocks, heads),
+            *(gate_values, k.stride()[:3], v.stride()[:3], pages.table.stride(0), count, blocks, heads),
             *(dim, triton.next_power_of_2(dim), width, triton.next_power_of_2(width), pages.keys.shape[1], tokens),
         )
     if after is not lengths:

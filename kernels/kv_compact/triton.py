@@ -11,34 +11,34 @@ from torch import Tensor
 
 from ag.kernels.dispatch import INTERPRETED
 from ag.kernels.pages import Pages
-from ag.kernels.tiles import copy_tokens, places
+from ag.kernels.tiles import copy_tokens, pool_indices
 
-FEW = 8  # up to this number of tokens, the worst are found one by one
-BEST = 1 << 62  # number of a token that may not go, above all others
-FIRST = 62  # highest bit of the numbers, where the bit by bit search begins
+FEW_EVICTED = 8  # up to this number of tokens, the worst are found one by one
+NEVER_EVICTED = 1 << 62  # number of a token that may not go, above all others
+HIGHEST_BIT = 62  # highest bit of the numbers, where the bit by bit search begins
 
 
 @triton.jit
-def _order(slots, count, ranks, table, score, PAGE: tl.constexpr, LAST: tl.constexpr):
+def _eviction_keys(slots, count, ranks, table, score, PAGE: tl.constexpr, LAST: tl.constexpr):
     """Return a number for each token, the smallest go first, LAST if it may not go; and the count of NaN.
 
     A number is made of the score, whose bits are mapped to integers in the same order, and of the token's rank.
     """
-    there = slots < count
-    rank = tl.load(ranks + places(table, slots, there, PAGE), mask=there, other=0).to(tl.int64)
-    s = tl.load(score + slots, mask=there, other=float("inf"))
-    wrong = tl.sum((s != s).to(tl.int32), 0)
+    valid = slots < count
+    rank = tl.load(ranks + pool_indices(table, slots, valid, PAGE), mask=valid, other=0).to(tl.int64)
+    s = tl.load(score + slots, mask=valid, other=float("inf"))
+    num_nan = tl.sum((s != s).to(tl.int32), 0)
     s = tl.where(s != s, float("-inf"), s)
     bits = tl.where(s == 0, 0.0, s).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     number = bits.to(tl.int64) * 2147483648 + (2147483647 - rank)
-    return tl.where(s < float("inf"), number, LAST), wrong
+    return tl.where(s < float("inf"), number, LAST), num_nan
 
 
 @triton.jit(do_not_specialize=["N"])
-def _choose(ranks, table, lengths, before, moves, source, target, score, keep_count, nonfinite, score_sequence,
-            score_head, stride, N, H, PAGE: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr, FIRST: tl.constexpr,
-            LAST: tl.constexpr):  # fmt: skip
+def _plan_moves(ranks, table, lengths, old_lengths, moves, source, target, score, keep_count, nonfinite, score_sequence,
+                score_head, stride, N, H, PAGE: tl.constexpr, TILE: tl.constexpr, FEW_EVICTED: tl.constexpr,
+                HIGHEST_BIT: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
     """Write the slots of a row's holes to ``target``, and of the tokens that fill them to ``source``."""
     row = tl.cast(tl.program_id(0), tl.int64)
     table += row * stride
@@ -47,40 +47,40 @@ def _choose(ranks, table, lengths, before, moves, source, target, score, keep_co
     score += row // H * score_sequence + row % H * score_head
     count = tl.load(lengths + row)
     surplus = count - tl.load(keep_count + row)
-    rivals, wrong = count * 0, count * 0
+    num_evictable, num_nan = count * 0, count * 0
     if surplus > 0:
         for n in range(0, count, TILE):
-            number, some = _order(n + tl.arange(0, TILE), count, ranks, table, score, PAGE, LAST)
-            rivals += tl.sum((number < LAST).to(tl.int32), 0)
-            wrong += some
-    if nonfinite is not None and wrong > 0:
+            number, nan = _eviction_keys(n + tl.arange(0, TILE), count, ranks, table, score, PAGE, LAST)
+            num_evictable += tl.sum((number < LAST).to(tl.int32), 0)
+            num_nan += nan
+    if nonfinite is not None and num_nan > 0:
         tl.store(nonfinite + row, 1)
-    going = tl.maximum(tl.minimum(surplus, rivals), 0)
-    kept, limit = count - going, tl.cast(count, tl.int64) * 0 - LAST
+    num_evicted = tl.maximum(tl.minimum(surplus, num_evictable), 0)
+    kept, limit = count - num_evicted, tl.cast(count, tl.int64) * 0 - LAST
     # the number of the last token that goes: all, or the smallest one again and again, or else bit by bit
-    turns = tl.where(going <= FEW, going, FIRST + 1)
-    turns = tl.where(going == rivals, 0, turns)
-    for turn in range(0, turns):
-        middle = limit + (tl.cast(1, tl.int64) << tl.maximum(FIRST - turn, 0))
-        least, below = limit * 0 + LAST, count * 0
+    rounds = tl.where(num_evicted <= FEW_EVICTED, num_evicted, HIGHEST_BIT + 1)
+    rounds = tl.where(num_evicted == num_evictable, 0, rounds)
+    for program_tile in range(0, rounds):
+        middle = limit + (tl.cast(1, tl.int64) << tl.maximum(HIGHEST_BIT - program_tile, 0))
+        lowest, below = limit * 0 + LAST, count * 0
         for n in range(0, count, TILE):
-            number, some = _order(n + tl.arange(0, TILE), count, ranks, table, score, PAGE, LAST)
-            least = tl.minimum(least, tl.min(tl.where(number > limit, number, LAST), 0))
+            number, nan = _eviction_keys(n + tl.arange(0, TILE), count, ranks, table, score, PAGE, LAST)
+            lowest = tl.minimum(lowest, tl.min(tl.where(number > limit, number, LAST), 0))
             below += tl.sum((number < middle).to(tl.int32), 0)
-        limit = tl.where(going <= FEW, least, tl.where(below < going, middle, limit))
-    limit = tl.where((going == rivals) & (surplus > 0), limit * 0 + LAST - 1, limit)
+        limit = tl.where(num_evicted <= FEW_EVICTED, lowest, tl.where(below < num_evicted, middle, limit))
+    limit = tl.where((num_evicted == num_evictable) & (surplus > 0), limit * 0 + LAST - 1, limit)
     holes, movers = count * 0, count * 0
     for n in range(0, count, TILE):
         slots = n + tl.arange(0, TILE)
-        there = slots < count
-        number, some = _order(slots, count, ranks, table, score, PAGE, LAST)
-        goes = number <= limit
-        hole, mover = there & goes & (slots < kept), there & (~goes) & (slots >= kept)
+        valid = slots < count
+        number, nan = _eviction_keys(slots, count, ranks, table, score, PAGE, LAST)
+        evicted = number <= limit
+        hole, mover = valid & evicted & (slots < kept), valid & (~evicted) & (slots >= kept)
         tl.store(target + holes + tl.cumsum(hole.to(tl.int32), 0) - 1, slots, mask=hole)
         tl.store(source + movers + tl.cumsum(mover.to(tl.int32), 0) - 1, slots, mask=mover)
         holes += tl.sum(hole.to(tl.int32), 0)
         movers += tl.sum(mover.to(tl.int32), 0)
-    tl.store(before + row, count)
+    tl.store(old_lengths + row, count)
     tl.store(moves + row, holes)
     tl.store(lengths + row, kept)
 
@@ -96,17 +96,17 @@ def _move(keys, values, ranks, gate, table, moves, source, target, stride, block
     number = first + tl.arange(0, TOKENS)
     mask = number < count
     table += row * stride
-    here = places(table, tl.load(source + row * N + number, mask=mask, other=0), mask, PAGE)
-    there = places(table, tl.load(target + row * N + number, mask=mask, other=0), mask, PAGE)
-    copy_tokens(keys, keys, D, here, there, mask, D, DP)
-    copy_tokens(values, values, E, here, there, mask, E, EP)
-    tl.store(ranks + there, tl.load(ranks + here, mask=mask, other=0), mask=mask)
+    source_index = pool_indices(table, tl.load(source + row * N + number, mask=mask, other=0), mask, PAGE)
+    target_index = pool_indices(table, tl.load(target + row * N + number, mask=mask, other=0), mask, PAGE)
+    copy_tokens(keys, keys, D, source_index, target_index, mask, D, DP)
+    copy_tokens(values, values, E, source_index, target_index, mask, E, EP)
+    tl.store(ranks + target_index, tl.load(ranks + source_index, mask=mask, other=0), mask=mask)
     if gate is not None:
-        tl.store(gate + there, tl.load(gate + here, mask=mask, other=0), mask=mask)
+        tl.store(gate + target_index, tl.load(gate + source_index, mask=mask, other=0), mask=mask)
 
 
 @triton.jit(do_not_specialize=["N", "S"])
-def _carry(record, lengths, before, moves, source, target, N, S, C, TILE: tl.constexpr):
+def _move_records(record, lengths, old_lengths, moves, source, target, N, S, C, TILE: tl.constexpr):
     """Move one number of each token of a row with the token, and clear the free slots."""
     row = tl.cast(tl.program_id(0) // C, tl.int64)
     record += tl.cast(tl.program_id(0), tl.int64) * S
@@ -117,7 +117,7 @@ def _carry(record, lengths, before, moves, source, target, N, S, C, TILE: tl.con
         x = tl.load(record + tl.load(source + row * N + number, mask=mask, other=0), mask=mask, other=0.0)
         tl.store(record + tl.load(target + row * N + number, mask=mask, other=0), x, mask=mask)
     tl.debug_barrier()  # the slots that are cleared have been read
-    end = tl.load(before + row)
+    end = tl.load(old_lengths + row)
     for n in range(tl.load(lengths + row), end, TILE):
         slots = n + tl.arange(0, TILE)
         tl.store(record + slots, tl.zeros([TILE], tl.float32), mask=slots < end)
@@ -129,9 +129,9 @@ def kv_compact(
 ) -> None:
     """Do what :func:`ag.kernels.kv_compact.kv_compact` does on a GPU, without synchronising."""
     keys, values, ranks, gate, table, lengths, *_ = pages
-    (rows, most), (_, page, dim), width = table.shape, keys.shape, values.shape[2]
-    slots = most * page
-    before, moves = torch.empty_like(lengths), torch.empty_like(lengths)
+    (rows, table_width), (_, page, dim), width = table.shape, keys.shape, values.shape[2]
+    slots = table_width * page
+    old_lengths, moves = torch.empty_like(lengths), torch.empty_like(lengths)
     source, target = torch.empty(2, rows, slots, dtype=torch.int32, device=keys.device)
     score = score if score.stride(2) == 1 else score.contiguous()
     of_head = 0 if score.shape[1] == 1 else score.stride(1)
@@ -140,22 +140,10 @@ def kv_compact(
     blocks = triton.cdiv(slots, tokens)
     flags = gate.view(torch.uint8) if gate is not None and gate.dtype == torch.bool else gate
     with torch.cuda.device_of(keys):
-        _choose[(rows,)](
-            *(
-                ranks,
-                table,
-                lengths,
-                before,
-                moves,
-                source,
-                target,
-                score,
-                keep_count,
-                nonfinite,
-                score.stride(0),
-                of_head,
-            ),
-            *(table.stride(0), slots, rows // len(score), page, tile, FEW, FIRST, BEST),
+        _plan_moves[(rows,)](
+            *(ranks, table, lengths, old_lengths, moves, source, target, score, keep_count, nonfinite),
+            *(score.stride(0), of_head, table.stride(0), slots, rows // len(score), page, tile),
+            *(FEW_EVICTED, HIGHEST_BIT, NEVER_EVICTED),
         )
         if blocks:
             _move[(rows * blocks,)](
@@ -164,4 +152,6 @@ def kv_compact(
             )
         for record in records:
             count, wide = record.shape[1:]
-            _carry[(rows * count,)](record, lengths, before, moves, source, target, slots, wide, count, tile)
+            _move_records[(rows * count,)](
+                record, lengths, old_lengths, moves, source, target, slots, wide, count, tile
+            )

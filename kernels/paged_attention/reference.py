@@ -25,22 +25,22 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`ag.kernels.paged_attention.paged_attention` as ``softmax(scaling q K^T + mask) V`` of each row."""
     acc, rows, gate = torch.promote_types(q.dtype, torch.float32), len(pages.table), pages.gate
-    index, there = gathered(pages.table, pages.lengths, pages.keys.shape[1])
+    pool_index, valid = gathered(pages.table, pages.lengths, pages.keys.shape[1])
     # what lies in free slots may be no number
-    k, v = (x.to(acc).masked_fill(~there[:, :, None], 0)[:, None] for x in read(pages, index))
-    held = pages.ranks.flatten()[index][:, None, None]
+    k, v = (x.to(acc).masked_fill(~valid[:, :, None], 0)[:, None] for x in read(pages, pool_index))
+    key_index = pages.ranks.flatten()[pool_index][:, None, None]
     sinks = softmax.by_row(rows, q.shape[0] * q.shape[1] // rows)
-    beside = None if sinks is None else sinks[:, :, None, None]
+    sink_logits = None if sinks is None else sinks[:, :, None, None]
     outs, a = [], q.new_empty(0)
     ranks = torch.full((len(q), q.shape[2]), NEWEST, device=q.device) if ranks is None else ranks
-    for some, of_sequence in zip(q.split(BLOCK, 2), ranks.split(BLOCK, 1), strict=True):
-        at = of_sequence.repeat_interleave(rows // len(ranks), 0)[:, None, :, None]
-        hidden = (held > at) | ~there[:, None, None]
+    for query_tile, tile_indices in zip(q.split(BLOCK, 2), ranks.split(BLOCK, 1), strict=True):
+        query_index = tile_indices.repeat_interleave(rows // len(ranks), 0)[:, None, :, None]
+        hidden = (key_index > query_index) | ~valid[:, None, None]
         if window is not None:
-            hidden = hidden | (held <= at - window)
+            hidden = hidden | (key_index <= query_index - window)
         if recent is not None and gate is not None:
-            hidden = hidden | ((held <= at - recent) & ~gate.flatten()[index][:, None, None])
-        s = softmax.capped(some.reshape(rows, -1, *some.shape[2:]).to(acc) @ k.mT * scaling)
-        a = weights_of(s.masked_fill(hidden, float("-inf")), beside).masked_fill(hidden, 0)
-        outs.append((a @ v).to(q.dtype).view(*some.shape[:3], -1))
+            hidden = hidden | ((key_index <= query_index - recent) & ~gate.flatten()[pool_index][:, None, None])
+        s = softmax.capped(query_tile.reshape(rows, -1, *query_tile.shape[2:]).to(acc) @ k.mT * scaling)
+        a = weights_of(s.masked_fill(hidden, float("-inf")), sink_logits).masked_fill(hidden, 0)
+        outs.append((a @ v).to(q.dtype).view(*query_tile.shape[:3], -1))
     return torch.cat(outs, 2), a.view(*q.shape[:2], a.shape[-1]).float() if weigh else None

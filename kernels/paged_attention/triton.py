@@ -17,28 +17,28 @@ from ag.kernels.softmax import PLAIN, Softmax
 from ag.kernels.tiles import (
     FLOAT32,
     LOG2E,
-    bend,
     cap2,
+    cap_logits,
     load_rows,
     load_tokens,
     logits2,
-    mix,
     padded,
-    places,
+    pool_indices,
     shape,
     size_class,
+    softmax_update,
     tuned,
 )
 
 CHUNKS = 512  # of all rows together, and at most one more for each row; 1024 and 2048 were slower on an H100
-LEAST = 32 if INTERPRETED else 128  # a chunk is a multiple of so many tokens, but for the last one of a row
+MIN_SPLIT = 32 if INTERPRETED else 128  # a chunk is a multiple of so many tokens, but for the last one of a row
 STRIDE = tl.constexpr(256)  # lengths that are read at once
-PIECE = 1024  # weights that a program normalises
+WEIGHT_TILE = 1024  # weights that a program normalises
 
 
 @triton.jit
-def _chunk(lengths, rows, blocks, chunks, least):
-    """Return the number of tokens of a chunk, a multiple of ``least``.
+def _chunk(lengths, rows, blocks, chunks, min_tokens):
+    """Return the number of tokens of a chunk, a multiple of ``min_tokens``.
 
     ``blocks`` programs read each chunk, one for each block of queries; all rows together have some ``chunks`` programs.
     """
@@ -46,35 +46,36 @@ def _chunk(lengths, rows, blocks, chunks, least):
     for n in range(0, rows, STRIDE):
         row = n + tl.arange(0, STRIDE)
         total += tl.sum(tl.load(lengths + row, mask=row < rows, other=0).to(tl.int64), 0)
-    return (tl.maximum(tl.cdiv(total * blocks, chunks * least), 1) * least).to(tl.int32)
+    return (tl.maximum(tl.cdiv(total * blocks, chunks * min_tokens), 1) * min_tokens).to(tl.int32)
 
 
 @triton.jit(
-    do_not_specialize=["stride", "rows", "chunks", "least", "blocks", "size", "window", "recent", "T", "GT", "N"]
+    do_not_specialize=["stride", "rows", "chunks", "min_tokens", "blocks", "size", "window", "recent", "T", "GT", "N"]
 )
-def _attend(q, keys, values, gate, table, lengths, at, partial, lse, weights, scale, stride, rows, chunks, least,
-            blocks, size, window, recent, T, GT, N, heads, QUERIES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-            E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr, CODED: tl.constexpr, held, cap,
-            ROWS: tl.constexpr):  # fmt: skip
+def _attend(q, keys, values, gate, table, lengths, query_indices, partial, lse, weights, scale, stride, rows, chunks,
+            min_tokens, blocks, size, window, recent, T, GT, N, heads, QUERIES: tl.constexpr, D: tl.constexpr,
+            DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr, CODED: tl.constexpr, key_indices,
+            cap, ROWS: tl.constexpr):  # fmt: skip
     """Attend from a block of the GT queries of a row to one chunk of it; programs behind the last chunk write nothing.
 
     Logits are stored in ``weights`` ``[R, GT, N]``, unless it is None; the other kernel normalises them.
     """
     item, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    chunk = _chunk(lengths, rows, blocks, chunks, least)
-    row, before, end = 0, 0, 0  # the item's row, and the chunks of the rows before it and of those that were read
+    chunk = _chunk(lengths, rows, blocks, chunks, min_tokens)
+    # of the item: its row, the chunks of earlier rows, and those of all rows read so far
+    row, chunks_before, end = 0, 0, 0
     for n in range(0, rows, STRIDE):
-        others = n + tl.arange(0, STRIDE)
-        held_by = tl.load(lengths + others, mask=others < rows, other=0)
-        ends = end + tl.cumsum(tl.cdiv(held_by, chunk), 0)
-        earlier = (ends <= item) & (others < rows)
+        row_ids = n + tl.arange(0, STRIDE)
+        row_lengths = tl.load(lengths + row_ids, mask=row_ids < rows, other=0)
+        ends = end + tl.cumsum(tl.cdiv(row_lengths, chunk), 0)
+        earlier = (ends <= item) & (row_ids < rows)
         row += tl.sum(earlier.to(tl.int32), 0)
-        before = tl.maximum(before, tl.max(tl.where(earlier, ends, 0), 0))
+        chunks_before = tl.maximum(chunks_before, tl.max(tl.where(earlier, ends, 0), 0))
         end = tl.max(ends, 0)
     if row >= rows:
         return
     row = tl.cast(row, tl.int64)
-    first, count = (item - before) * chunk, tl.load(lengths + row)
+    first, count = (item - chunks_before) * chunk, tl.load(lengths + row)
     stop = tl.minimum(first + chunk, count)
     table += row * stride
     start = block * QUERIES
@@ -82,30 +83,30 @@ def _attend(q, keys, values, gate, table, lengths, at, partial, lse, weights, sc
     number = start + tl.arange(0, QUERIES)
     total, largest = tl.zeros([QUERIES], tl.float32), tl.full([QUERIES], float("-inf"), tl.float32)
     mixed = tl.zeros([QUERIES, EP], tl.float32)
-    if at is not None:
-        own = tl.load(at + row // heads * T + number % T, mask=number < GT, other=-1)[:, None]
+    if query_indices is not None:
+        query_index = tl.load(query_indices + row // heads * T + number % T, mask=number < GT, other=-1)[:, None]
     for n in range(first, stop, ROWS):
         slots = n + tl.arange(0, ROWS)
-        there = slots < stop
-        where = places(table, slots, there, PAGE)
-        k = load_tokens(keys, where, there, q.dtype.element_ty, D, DP, CODED)
+        valid = slots < stop
+        pool_index = pool_indices(table, slots, valid, PAGE)
+        k = load_tokens(keys, pool_index, valid, q.dtype.element_ty, D, DP, CODED)
         s = tl.dot(queries, tl.trans(k), input_precision=FLOAT32) * scale
-        s = bend(s, cap)
-        seen = there[None, :]
-        if at is not None:
-            rank = tl.load(held + where, mask=there, other=0)[None, :]
-            seen = seen & (rank <= own)
+        s = cap_logits(s, cap)
+        visible = valid[None, :]
+        if query_indices is not None:
+            key_index = tl.load(key_indices + pool_index, mask=valid, other=0)[None, :]
+            visible = visible & (key_index <= query_index)
             if window is not None:
-                seen = seen & (rank > own - window)
+                visible = visible & (key_index > query_index - window)
             if gate is not None:
-                opened = tl.load(gate + where, mask=there, other=0)[None, :] != 0
-                seen = seen & (opened | (rank > own - recent))
-        s = tl.where(seen, s, float("-inf"))
+                flagged = tl.load(gate + pool_index, mask=valid, other=0)[None, :] != 0
+                visible = visible & (flagged | (key_index > query_index - recent))
+        s = tl.where(visible, s, float("-inf"))
         if weights is not None:
-            mask = (number < GT)[:, None] & there[None, :]
+            mask = (number < GT)[:, None] & valid[None, :]
             tl.store(weights + (row * GT + number)[:, None] * N + slots[None, :], s, mask=mask)
-        v = load_tokens(values, where, there, q.dtype.element_ty, E, EP, CODED)
-        total, largest, mixed = mix(s, v, total, largest, mixed)
+        v = load_tokens(values, pool_index, valid, q.dtype.element_ty, E, EP, CODED)
+        total, largest, mixed = softmax_update(s, v, total, largest, mixed)
     empty = total == 0.0
     mixed = mixed / tl.where(empty, 1.0, total)[:, None]
     dims, left = tl.arange(0, EP), tl.cast(item, tl.int64) * GT + number
@@ -115,27 +116,27 @@ def _attend(q, keys, values, gate, table, lengths, at, partial, lse, weights, sc
     tl.store(lse + left, sums, mask=number < GT)
 
 
-@triton.jit(do_not_specialize=["rows", "chunks", "least", "blocks", "N", "pieces", "T", "H"])
-def _combine(partial, lse, lengths, out, weights, sinks, rows, chunks, least, blocks, N, pieces, G, T, H,
-             E: tl.constexpr, EP: tl.constexpr, MANY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["rows", "chunks", "min_tokens", "blocks", "N", "weight_tiles", "T", "H"])
+def _combine(partial, lse, lengths, out, weights, sinks, rows, chunks, min_tokens, blocks, N, weight_tiles, G, T, H,
+             E: tl.constexpr, EP: tl.constexpr, CHUNK_TILE: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """Combine the chunks of one query, of T of a head and of H heads; a row without tokens gives 0.
 
     Each program of a query normalises SLOTS of its ``weights``; the first one writes the output.
     """
-    query, piece = tl.cast(tl.program_id(0) // pieces, tl.int64), tl.program_id(0) % pieces
+    query, weight_tile = tl.cast(tl.program_id(0) // weight_tiles, tl.int64), tl.program_id(0) % weight_tiles
     row, head = query // G, query % G
-    dims, width = tl.arange(0, EP), tl.where(piece == 0, E, 0)
-    count, chunk = tl.load(lengths + row), _chunk(lengths, rows, blocks, chunks, least)
+    dims, width = tl.arange(0, EP), tl.where(weight_tile == 0, E, 0)
+    count, chunk = tl.load(lengths + row), _chunk(lengths, rows, blocks, chunks, min_tokens)
     first = tl.cast(0, tl.int64)
     for n in range(0, row, STRIDE):
-        others = n + tl.arange(0, STRIDE)
-        first += tl.sum(tl.cdiv(tl.load(lengths + others, mask=others < row, other=0), chunk), 0)
+        row_ids = n + tl.arange(0, STRIDE)
+        first += tl.sum(tl.cdiv(tl.load(lengths + row_ids, mask=row_ids < row, other=0), chunk), 0)
     stop = first + tl.cdiv(count, chunk)
     total, largest, mixed = 0.0, float("-inf"), tl.zeros([EP], tl.float32)
     if sinks is not None:
         total, largest = 1.0, tl.load(sinks + query // T % H)
-    for n in range(first, stop, MANY):
-        items = n + tl.arange(0, MANY)
+    for n in range(first, stop, CHUNK_TILE):
+        items = n + tl.arange(0, CHUNK_TILE)
         sums = tl.load(lse + items * G + head, mask=items < stop, other=float("-inf"))
         larger = tl.maximum(largest, tl.max(sums, 0))
         finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query may see nothing of a chunk
@@ -149,7 +150,7 @@ def _combine(partial, lse, lengths, out, weights, sinks, rows, chunks, least, bl
     total, largest = tl.where(empty, 1.0, total), tl.where(empty, 0.0, largest)
     tl.store(out + query * E + dims, (mixed / total).to(out.dtype.element_ty), mask=dims < width)
     if weights is not None:
-        slots = piece * SLOTS + tl.arange(0, SLOTS)
+        slots = weight_tile * SLOTS + tl.arange(0, SLOTS)
         weights += query * N
         logits = tl.load(weights + slots, mask=slots < count, other=float("-inf"))
         tl.store(weights + slots, tl.exp2(logits - largest) / total, mask=slots < N)
@@ -172,22 +173,23 @@ def paged_attention(
     weigh: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Do what :func:`ag.kernels.paged_attention.paged_attention` does on a GPU, without synchronising."""
-    (batch, heads, count, dim), (rows, most) = q.shape, pages.table.shape
+    (batch, heads, count, dim), (rows, table_width) = q.shape, pages.table.shape
     page, width = pages.keys.shape[1], pages.channels[1]
-    slots, queries = most * page, batch * heads // rows * count
+    slots, queries = table_width * page, batch * heads // rows * count
     large = (q.element_size() > 2) + (max(dim, width) > 128)  # so that a block's output fits in registers
     block = min(padded(queries), 16 if INTERPRETED else 64 >> large)
     blocks = triton.cdiv(queries, block)
-    items = min(CHUNKS // blocks, rows * triton.cdiv(slots, LEAST)) + rows  # at most, a row's last chunk being short
-    shared_out = rows, CHUNKS, LEAST, blocks
+    # at most: the last chunk of each row may be short
+    items = min(CHUNKS // blocks, rows * triton.cdiv(slots, MIN_SPLIT)) + rows
+    shared_out = rows, CHUNKS, MIN_SPLIT, blocks
     gates = None if pages.gate is None or recent is None else pages.gate.view(torch.uint8)
     partial = torch.empty(items, queries, width, dtype=torch.float32, device=q.device)
     lse = torch.empty(items, queries, dtype=torch.float32, device=q.device)
     out = torch.empty(batch, heads, count, width, dtype=q.dtype, device=q.device)
     weights = torch.empty(batch, heads, slots, dtype=torch.float32, device=q.device) if weigh else None
     lengths, longest = pages.lengths.contiguous(), slots if weigh else 0
-    piece = 16 if INTERPRETED else PIECE
-    pieces = max(1, triton.cdiv(longest, piece))
+    weight_tile = 16 if INTERPRETED else WEIGHT_TILE
+    weight_tiles = max(1, triton.cdiv(longest, weight_tile))
     with torch.cuda.device_of(q):
         if slots:
             ATTEND[(items * blocks,)](
@@ -197,8 +199,8 @@ def paged_attention(
                 *(rows // batch, block, dim, padded(dim), width, padded(width), page, pages.format is not None),
                 *(pages.ranks, cap2(softmax.cap)),
             )
-        _combine[(rows * queries * pieces,)](
-            *(partial, lse, lengths, out, weights, logits2(softmax.sinks), *shared_out, longest, pieces),
-            *(queries, count, heads, width, padded(width), 32, piece),
+        _combine[(rows * queries * weight_tiles,)](
+            *(partial, lse, lengths, out, weights, logits2(softmax.sinks), *shared_out, longest, weight_tiles),
+            *(queries, count, heads, width, padded(width), 32, weight_tile),
         )
     return out, weights

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ag.kernels.attention_stats import attention_stats, reference
-from ag.kernels.attention_stats.reference import KINDS
+from ag.kernels.attention_stats.reference import STATISTICS
 from tests.gpu.cases import DEVICE, covering, draw, here, name
 from tests.support.bounds import near, right
 
@@ -31,7 +31,7 @@ def exactly(kind, q, k, *others, **options):
     return right(lambda q, k: [reference.attention_stats(kind, q, k, *others, **options)], q, k)[0]
 
 
-@pytest.mark.parametrize(("dim", "dtype", "sizes", "case", "kind"), covering(CASES, KINDS), ids=name)
+@pytest.mark.parametrize(("dim", "dtype", "sizes", "case", "kind"), covering(CASES, STATISTICS), ids=name)
 def test_statistics(triton_only, dim, dtype, sizes, case, kind):
     for length, group in sizes:
         arguments = given(here(length), group, dim, dtype, case)

@@ -8,7 +8,7 @@ import torch
 
 from ag.kernels.attention_stats import attention_stats
 from ag.kernels.attention_stats import reference as stats_reference
-from ag.kernels.attention_stats.reference import KINDS
+from ag.kernels.attention_stats.reference import STATISTICS
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.kv_append import kv_append
@@ -49,7 +49,7 @@ def test_attention_stats():
     own, held = ranks.expand(len(q), -1), torch.rand(*k.shape[:3], device=DEVICE).argsort(-1) - 3
     options = {"window": 11, "skip": 1, "factors": torch.rand(own.shape, device=DEVICE)}
     options["softmax"] = Softmax(3.0, torch.linspace(-1, 1, q.shape[1], device=DEVICE))
-    for kind in KINDS:
+    for kind in STATISTICS:
         function = lambda *x, kind=kind: [stats_reference.attention_stats(kind, *x, own, held, 0.3, **options)]  # noqa: E731
         (want,) = right(function, q, k)
         near(attention_stats(kind, q, k, own, held, 0.3, **options), want, kind)

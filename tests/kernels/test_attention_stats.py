@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ag.kernels.attention_stats import attention_stats, cpu, reference
-from ag.kernels.attention_stats.reference import KINDS
+from ag.kernels.attention_stats.reference import STATISTICS
 from ag.kernels.softmax import PLAIN, Softmax
 from tests.support.bounds import near, right
 from tests.support.compiled import INTERPRETED, needs, versions
@@ -30,7 +30,7 @@ CASES = {
     "later-all": {"newest": 14, "padding": "left", "skip": 2, "window": 9, "factors": 3, "softmax": True},
 }
 SHAPES = [(37, 2, 1, 20)] if INTERPRETED else [(300, 6, 2, 20), (127, 2, 2, 12), (1, 2, 1, 12)]
-kinds = pytest.mark.parametrize("kind", KINDS)
+kinds = pytest.mark.parametrize("kind", STATISTICS)
 fast = versions("attention_stats", "cpp", "triton")
 
 

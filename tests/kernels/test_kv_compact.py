@@ -104,7 +104,7 @@ def chosen():
 def test_the_worst_go(monkeypatch, version, case, few):
     """In Triton one by one, if at most ``few`` go, else by a search bit by bit."""
     if INTERPRETED:
-        monkeypatch.setattr("ag.kernels.kv_compact.triton.FEW", few)
+        monkeypatch.setattr("ag.kernels.kv_compact.triton.FEW_EVICTED", few)
     c, generator, pages, records = drawn(CASES[case], len(case))
     batch, heads, slots = 3, 2, pages.table.shape[1] * c["page"]
     score = torch.randn(batch, heads if c.get("of_head", True) else 1, slots, generator=generator)
