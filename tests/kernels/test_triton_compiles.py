@@ -167,4 +167,4 @@ def test_kv_compact_compiles(compiled, dim, dtype, masked):
     keep_count, records = torch.ones(4).int(), [torch.zeros(4, 3, 32)]
     for nonfinite in (None, torch.zeros(4).int()):
         kv_compact(in_pages(dim, dtype), torch.randn(2, 2, 32), keep_count, records, nonfinite)
-    assert set(compiled) == {"_choose", "_move", "_carry"}
+    assert set(compiled) == {"_plan_moves", "_move", "_move_records"}
