@@ -23,11 +23,10 @@ from torchmetrics import MeanMetric
 from ag import retention
 from ag.config import Config
 from ag.engine.policy import policy
-from ag.engine.scorers.gates import Gates
 from ag.errors import UserError
 from ag.files import replacing
 from ag.gates.gate import AttentionGates
-from ag.model.geometry import shared_layers
+from ag.model.geometry import shared_layers, sliding_windows
 from ag.model.hooks import AttentionCall, Interceptor, UnsupportedModelError, decoder_of, instrument
 from ag.training import losses
 from ag.training.gated_loss import Batch, GatedLoss, Measured, measured_values
@@ -165,43 +164,49 @@ class Contexts:
         return context
 
 
-def ranked_flags(logits: Tensor, share: float, gates: AttentionGates) -> Tensor:
+def ranked_flags(logits: Tensor, share: float, gates: AttentionGates, window: int | None = None) -> Tensor:
     """Return the flags of the tokens that ``gates@global`` keeps of a context at its end, with a slope.
 
-    Sinks and recents stay as the engine protects them; of the rest the highest logits of all layers and heads. The
-    gradient is the straight-through one of a sigmoid around the boundary, which moves with the logits next to it, as
-    the number of kept tokens is fixed: raising all logits by the same number changes nothing.
+    Sinks and recents stay as the engine protects them; of the rest the highest logits of all gated layers and heads, of
+    equal ones the first. The gradient is the straight-through one of a sigmoid around the boundary, which moves with
+    the logits next to it, as the number of kept tokens is fixed: raising all logits by the same number changes nothing.
 
     Args:
         logits: gate logits ``[L, Hkv, N]`` of the gated layers.
         share: share of the tokens to keep, in (0, 1].
         gates: the gates, for what they protect.
+        window: sliding window of the gated layers, which the next query sees the newest of; None means that they have
+            none.
 
     Returns:
-        ``[L, Hkv, N]``, each 0 or 1.
+        ``[L, Hkv, N]``, each 0 or 1; 0 where a token has left the window.
     """
-    length = logits.shape[-1]
-    config = gates.config
-    capacity = policy("gates", share).capacity(torch.tensor([length]))
-    scorer = Gates().trained_with(config.sink_tokens, max(config.recent_tokens - 1, 0))
-    tokens = torch.tensor([length])
-    sure = retention.protected_mask(torch.arange(length)[None, None], tokens, *scorer.limits(capacity))[0, 0].to(
-        logits.device
-    )
-    total = capacity.to(logits.device) * logits.shape[0] * logits.shape[1]
-    score = retention.eviction_score(logits.detach(), sure).flatten()
-    flags = retention.keep_mask(score, total[0]).view_as(logits).to(logits)
-    kept, gone = score[(flags.flatten() > 0) & score.isfinite()], score[flags.flatten() == 0]
-    if not (len(kept) and len(gone)):
-        return 0.0 * logits + flags  # a backward pass needs a graph
+    ranked, token_index = policy("gates", share).trained_with(gates), torch.arange(logits.shape[-1])[None, None]
+    assert ranked.scorer is not None
+    num_tokens = torch.tensor([logits.shape[-1]])
+    capacity = ranked.capacity(num_tokens)
+    protected = retention.protected_mask(token_index, num_tokens, *ranked.scorer.limits(capacity))[0, 0]
+    expired = torch.zeros_like(protected)
+    if window is not None:
+        expired = retention.expired_mask(token_index, num_tokens, window)[0, 0]
+    protected, expired, capacity = (x.to(logits.device) for x in (protected & ~expired, expired, capacity))
+    competing, num_heads = ~(protected | expired), logits[..., 0].numel()
+    score = retention.eviction_score(gates.stored(logits.detach()), protected, expired)
+    keep = retention.keep_mask(score.flatten(), capacity[0] * num_heads).view_as(logits) & ~expired
+    flags = keep.to(logits)
+    num_kept = int(capacity - protected.sum()) * num_heads
+    competing_logits = logits.detach()[..., competing].flatten()
+    if not 0 < num_kept < len(competing_logits):
+        return flags + 0.0 * logits  # a backward pass needs a graph
     with torch.no_grad():
-        boundary = (kept.min() + gone.max()) / 2
-        width = SOFTNESS * score[score.isfinite()].std()
+        boundary, spread = competing_logits.topk(num_kept + 1).values[-2:].mean(), competing_logits.std()
+        width = SOFTNESS * spread.where(spread > 0, 1.0)
         slope = torch.sigmoid((logits - boundary) / width)
-        near = slope * (1 - slope) * ~sure
-    level = (near * logits).sum() / near.sum()
-    soft = torch.sigmoid((logits - boundary - (level - level.detach())) / width)
-    return torch.where(sure, 1.0, flags + (soft - soft.detach()))
+        near = slope * (1 - slope) * competing
+    mean_near_boundary = (near * logits).sum() / near.sum()
+    shift = mean_near_boundary - mean_near_boundary.detach()
+    soft = torch.sigmoid((logits - boundary - shift) / width)
+    return torch.where(competing, flags + (soft - soft.detach()), flags)
 
 
 class ReplayLoss(GatedLoss):
@@ -220,6 +225,8 @@ class ReplayLoss(GatedLoss):
         assert gates is not None
         gates.check_flags()
         self.contexts = Contexts(model, gates, config.loss.contexts)
+        #: Sliding window of the gated layers, which is one; None means that they have none.
+        self.window = sliding_windows(decoder_of(model).config)[gates.layer_indices[0]]
 
     def _objective(self, batch: Batch, step: int) -> Measured:
         low, high = self.config.loss.share_low, self.config.loss.share_high
@@ -244,7 +251,7 @@ class ReplayLoss(GatedLoss):
         assert self.gates is not None
         context, tokens, labels = self.parts_of(batch, row)
         logits = self.logits_of(context)
-        flags = torch.stack([ranked_flags(logits, share, self.gates) for share in shares])
+        flags = torch.stack([self.flags_of(logits, share) for share in shares])
         tokens, labels = (x.expand(len(shares), -1) for x in (tokens, labels))
         hidden = self.hidden_of(
             context, tokens, Reply(context, dict(zip(context.hidden, flags.unbind(1), strict=True)))
@@ -265,6 +272,11 @@ class ReplayLoss(GatedLoss):
         """Return the gate logits ``[L, Hkv, N]`` of a context, of the gated layers in order."""
         assert self.gates is not None
         return torch.stack([self.gates.layers[str(layer)](x[None])[0] for layer, x in context.hidden.items()])
+
+    def flags_of(self, logits: Tensor, share: float) -> Tensor:
+        """Return the flags ``[L, Hkv, N]`` of a context under a share; see :func:`ranked_flags`."""
+        assert self.gates is not None
+        return ranked_flags(logits, share, self.gates, self.window)
 
     def hidden_of(self, context: Context, tokens: Tensor, reply: Reply) -> Tensor:
         """Return the final hidden states ``[S, R, d]`` of a response ``[S, R]`` behind what is kept of a context."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ag.kernels.pages import Pages, coded
@@ -16,7 +17,10 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
     chosen = valid.nonzero(as_tuple=True)
     slots = slots[chosen]
     pool_index = pages.table.long()[chosen[0], slots // page] * page + slots % page
-    gate_values = token_index.new_ones(token_index.shape) if gate is None else gate.flatten(0, 1)
+    if gate is None:
+        gate_values = torch.full(token_index.shape, pages.ungated_value, device=token_index.device)
+    else:
+        gate_values = gate.flatten(0, 1)
     fresh = [*(x.flatten(0, 1) for x in coded(pages, k, v)), token_index, gate_values]
     for column, x in zip(pages.columns, fresh, strict=False):
         column.view(-1, *column.shape[2:]).index_copy_(0, pool_index, x[chosen].to(column.dtype))

@@ -15,7 +15,7 @@ from ag.kernels.tiles import copy_tokens, pool_indices
 @triton.jit(do_not_specialize=["T", "blocks"])
 def _append(keys, values, token_indices, gate, table, lengths, after, k, v, ranks, gate_values, k_strides, v_strides,
             stride, T, blocks, H, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-            PAGE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+            PAGE: tl.constexpr, TOKENS: tl.constexpr, UNGATED: tl.constexpr):  # fmt: skip
     """Store TOKENS of the T new tokens of a row, behind the row's tokens and the new ones before them."""
     row, block = tl.cast(tl.program_id(0) // blocks, tl.int64), tl.program_id(0) % blocks
     b, h = row // H, row % H
@@ -35,7 +35,7 @@ def _append(keys, values, token_indices, gate, table, lengths, after, k, v, rank
     copy_tokens(values, v + b * v_strides[0] + h * v_strides[1], v_strides[2], tokens, pool_index, valid, E, EP)
     tl.store(token_indices + pool_index, token_index.to(tl.int32), mask=valid)
     if gate is not None:
-        new_gate = tl.full([TOKENS], 1, gate.dtype.element_ty)
+        new_gate = tl.full([TOKENS], UNGATED, gate.dtype.element_ty)
         if gate_values is not None:
             new_gate = tl.load(gate_values + row * T + tokens, mask=valid, other=0)
         tl.store(gate + pool_index, new_gate, mask=valid)
@@ -61,6 +61,7 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
             *(pages.keys, pages.values, pages.ranks, column, pages.table, lengths, after, k, v, ranks.contiguous()),
             *(gate_values, k.stride()[:3], v.stride()[:3], pages.table.stride(0), count, blocks, heads),
             *(dim, triton.next_power_of_2(dim), width, triton.next_power_of_2(width), pages.keys.shape[1], tokens),
+            pages.ungated_value,
         )
     if after is not lengths:
         lengths.copy_(after)

@@ -29,7 +29,7 @@ class Progressing:
         self._console, self._total, self._clock = console, total, clock
         self._begun = self._last = clock()
         self._before = self._done = done
-        self._name, self._samples, self._outcomes, self._together = "cells", 0, 0, 1
+        self._name, self._samples, self._outcomes, self._together, self._waiting = "cells", 0, 0, 1, 0
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[said]}"))
         self._bar = Progress(*columns, console=console, transient=True)
         self._task = self._bar.add_task(self._name, total=total, said="")
@@ -39,15 +39,22 @@ class Progressing:
         return self._bar if self._console.is_terminal else nullcontext()
 
     def cells(self, done: int) -> None:
-        """Set the number of finished cells; the samples of running cells are counted anew."""
-        self._done, self._outcomes, self._samples = done, 0, 0
+        """Set the number of finished cells, once for those that ran together; no cell runs then."""
+        self._done, self._outcomes = done, 0
         self._show()
 
-    def begin(self, name: str, together: int, samples: int) -> None:
-        """Begin with a number of cells that run together, and the number of samples of their task."""
+    def begin(self, name: str, together: int, samples: int, waiting: int = 0) -> None:
+        """Begin with a number of cells that run together; :meth:`outcome` shows it, with the samples done before.
+
+        Args:
+            name: of the first of them.
+            together: how many they are.
+            samples: of their task.
+            waiting: samples that cells after them have done already.
+        """
         more = f" and {together - 1} more" if together > 1 else ""
         self._name, self._together, self._samples, self._outcomes = name + more, together, samples, 0
-        self._show()
+        self._waiting = waiting
 
     def outcome(self, samples: int = 1) -> None:
         """Count finished samples of one cell."""
@@ -57,7 +64,7 @@ class Progressing:
     def said(self) -> str:
         """Return the numbers and the estimate as text."""
         parts = [f"{self._done} of {self._total} cells"]
-        if self._samples:
+        if self._outcomes:
             parts.append(f"{self._outcomes // self._together} of {self._samples} samples")
         run = self._completed - self._before
         # results of samples that run together come together, so that the first of them says nothing about time
@@ -68,8 +75,8 @@ class Progressing:
 
     @property
     def _completed(self) -> float:
-        """The finished cells, and the finished part of those that run."""
-        return self._done + (self._outcomes / self._samples if self._samples else 0.0)
+        """The finished cells, and the finished part of the others."""
+        return self._done + ((self._outcomes + self._waiting) / self._samples if self._samples else 0.0)
 
     def _show(self) -> None:
         if self._console.is_terminal:

@@ -62,19 +62,20 @@ def fill(
         try:
             with progress.shown():
                 progress.cells(done)
-                for ended in _ended(config, missing, command or called(config), progress):
-                    folder.append(ended)
-                    found[ended.summary.key] = ended
-                    done += 1
-                    progress.cells(done)
+                for together in _ended(config, missing, command or called(config), progress):
+                    for ended in together:
+                        folder.append(ended)
+                        found[ended.summary.key] = ended
+                        done += 1
+                    progress.cells(done)  # once: a part of a pass that is over would look like a slow one
         except KeyboardInterrupt:
             kept = f"{done} of {len(cells)} cells are in {folder.path}"
             raise KeyboardInterrupt(f"{kept}; the same command goes on from there") from None
     return found
 
 
-def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress: Progressing) -> Iterator[Ended]:
-    """Run cells and yield each as it is finished."""
+def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress: Progressing) -> Iterator[list[Ended]]:
+    """Run cells and yield those that are finished together."""
     if not cells:  # needs neither a model nor a cluster
         return
     most, by_task = config.batch_policies, [[*some] for _, some in groupby(cells, lambda cell: cell.task)]
@@ -93,7 +94,7 @@ def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress:
                 why = f"{ended.times} workers ended while they worked on it: {ended.why}"
                 where = conditions(config, command)
                 ended = [Ended(cell.summary([], Loaded([]), "", where, why), [], []) for cell in unit]
-            yield from ended
+            yield ended
 
 
 def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list[Cell]], list[Ended]]:
@@ -101,7 +102,7 @@ def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list
     torch.set_num_threads(threads)
     load(config.plugins)
     worker = Worker(config, command, Progressing(Console(quiet=True), 0))
-    return lambda unit: list(worker.run(unit))
+    return lambda unit: [ended for together in worker.run(unit) for ended in together]
 
 
 class Worker:
@@ -123,8 +124,10 @@ class Worker:
         self.task: Task | None = None
         self.loaded = Loaded([])
 
-    def run(self, cells: Sequence[Cell]) -> Iterator[Ended]:
+    def run(self, cells: Sequence[Cell]) -> Iterator[list[Ended]]:
         """Run cells of one task together; if that fails, one by one on the samples that are left.
+
+        Yields the cells that are finished at the same time.
 
         Raises:
             UserError: the task's data cannot be read.
@@ -137,26 +140,28 @@ class Worker:
         except UserError:
             raise
         except Exception as error:  # a task of a plugin may raise anything
-            yield from [self._ended(cell, problem=_problem(error)) for cell in cells]
+            yield [self._ended(cell, problem=_problem(error)) for cell in cells]
             return
         done: list[list[Outcome]] = [[] for _ in cells]
         ended = self._attempt(cells, done)
         if not isinstance(ended, str):
-            yield from ended
+            yield ended
             return
         torch.cuda.empty_cache()  # the error, whose traceback held tensors, is gone
-        for cell, outcomes in zip(cells, done, strict=True):
-            alone = ended if len(cells) == 1 else self._attempt([cell], [outcomes])
-            yield from [self._ended(cell, problem=alone)] if isinstance(alone, str) else alone
+        for place, (cell, outcomes) in enumerate(zip(cells, done, strict=True), 1):
+            waiting = sum(map(len, done[place:]))
+            alone = ended if len(cells) == 1 else self._attempt([cell], [outcomes], waiting)
+            yield [self._ended(cell, problem=alone)] if isinstance(alone, str) else alone
 
-    def _attempt(self, cells: Sequence[Cell], done: list[list[Outcome]]) -> list[Ended] | str:
+    def _attempt(self, cells: Sequence[Cell], done: list[list[Outcome]], waiting: int = 0) -> list[Ended] | str:
         """Run cells; returns them finished, or why that failed.
 
         Args:
             cells: cells of one task.
             done: by cell, the outcomes of its first samples, which are not run again; the others are appended.
+            waiting: samples that the cells after these have done.
         """
-        self.progress.begin(cells[0].name, len(cells), len(self.loaded.samples))
+        self.progress.begin(cells[0].name, len(cells), len(self.loaded.samples), waiting)
         try:
             return self._run(cells, done)
         except Exception as error:  # a part of a plugin may raise anything

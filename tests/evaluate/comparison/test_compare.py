@@ -18,6 +18,7 @@ from rich.console import Console
 import ag
 from ag.compare import CompareConfig, main
 from ag.errors import UserError
+from ag.evaluate import tasks
 from ag.evaluate.comparison import charts, work
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.compare import compare
@@ -277,6 +278,30 @@ def test_progress_waits_for_a_sample_of_every_cell_before_it_tells_a_time(quiet)
     ]
     progress.cells(5)
     assert progress.said() == "5 of 8 cells, about 0:02:00 left"
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["together", "then one by one"])
+def test_what_is_done_of_a_pass_of_several_cells_never_counts_less(config, quiet, monkeypatch, fails):
+    """So that the time that is left does not jump when their rows are written, or when the pass fails."""
+    completed, kind = [], tasks.TASKS["ppl"][0]
+    run, show = kind.run, Progressing._show
+
+    def shown(self):
+        completed.append(round(6 * self._completed))  # samples
+        show(self)
+
+    def failing(self, model, tokenizer, policies, samples):
+        for place, outcome in enumerate(run(self, model, tokenizer, policies, samples)):
+            if place == 2 * len(policies) > 2:
+                raise MemoryError("none left")
+            yield outcome
+
+    monkeypatch.setattr(Progressing, "_show", shown)
+    if fails:
+        monkeypatch.setattr(kind, "run", failing)
+    comparison = compare(config(policies=["full", "h2o", "knorm"], budgets=[0.5], samples=6), quiet)
+    assert not comparison.failed
+    assert completed == sorted(completed) and completed[-1] == 3 * 6
 
 
 # ---- policies
