@@ -164,6 +164,12 @@ class Contexts:
         return context
 
 
+def in_window(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which tokens of a context the next query sees, bool ``[N]``: the newest ``window`` - 1, or all."""
+    at = torch.arange(length, device=device)
+    return at >= 0 if window is None else at > length - window
+
+
 def ranked_flags(logits: Tensor, share: float, gates: AttentionGates, window: int | None = None) -> Tensor:
     """Return the flags of the tokens that ``gates@global`` keeps of a context at its end, with a slope.
 
@@ -175,8 +181,7 @@ def ranked_flags(logits: Tensor, share: float, gates: AttentionGates, window: in
         logits: gate logits ``[L, Hkv, N]`` of the gated layers.
         share: share of the tokens to keep, in (0, 1].
         gates: the gates, for what they protect.
-        window: sliding window of the gated layers, which the next query sees the newest of; None means that they have
-            none.
+        window: sliding window of the gated layers, in tokens; None means that they have none.
 
     Returns:
         ``[L, Hkv, N]``, each 0 or 1; 0 where a token has left the window.
@@ -185,8 +190,7 @@ def ranked_flags(logits: Tensor, share: float, gates: AttentionGates, window: in
     assert ranked.scorer is not None
     capacity = ranked.capacity(torch.tensor([length]))
     sinks, recent = (int(x) for x in ranked.scorer.limits(capacity))
-    at = torch.arange(length, device=logits.device)
-    visible = at > length - (length + 1 if window is None else window)
+    at, visible = torch.arange(length, device=logits.device), in_window(length, window, logits.device)
     protected = visible & ((at < sinks) | (at >= length - recent))
     rivals = visible & ~protected
     score = gates.stored(logits.detach()).view(1, 1, -1)
