@@ -20,7 +20,7 @@ from ag.gates.gate import AffineGate, MLPGate
 from ag.model.hooks import AttentionCall, lm_logits
 from ag.training import losses
 from ag.training.gated_loss import Batch
-from ag.training.replay import Context, ReplayLoss, Reply
+from ag.training.replay import Context, ReplayLoss, Reply, in_window
 from ag.training.replay_attention import attention_weights
 
 KNOTS = (0.1, 0.2, 0.3, 0.5)  # shares at which thresholds are measured
@@ -158,7 +158,8 @@ def _measured(
             divergence = losses.token_kl(loss.model, hidden, teacher, labels)[0]
             divergence.sum().backward()
             cost = cost + torch.stack([watching.linear[layer] for layer in context.hidden])
-    cost, kept = cost / len(drawn), (logits[..., None] > thresholds).float().mean(2)
+    visible = in_window(logits.shape[-1], loss.window, logits.device)[:, None]
+    cost, kept = cost / len(drawn), ((logits[..., None] > thresholds) & visible).float().mean(2)
     return cost, kept, cost[..., len(moves) // 2].sum() if whole else divergence.detach().mean()
 
 

@@ -164,6 +164,14 @@ class Contexts:
         return context
 
 
+def in_window(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which tokens of a context the next query sees, bool ``[N]``: the newest ``window`` - 1, or all."""
+    token_index = torch.arange(length, device=device)
+    if window is None:
+        return torch.ones_like(token_index, dtype=torch.bool)
+    return ~retention.expired_mask(token_index[None, None], torch.tensor([length], device=device), window)[0, 0]
+
+
 def ranked_flags(logits: Tensor, share: float, gates: AttentionGates, window: int | None = None) -> Tensor:
     """Return the flags of the tokens that ``gates@global`` keeps of a context at its end, with a slope.
 
@@ -175,8 +183,7 @@ def ranked_flags(logits: Tensor, share: float, gates: AttentionGates, window: in
         logits: gate logits ``[L, Hkv, N]`` of the gated layers.
         share: share of the tokens to keep, in (0, 1].
         gates: the gates, for what they protect.
-        window: sliding window of the gated layers, which the next query sees the newest of; None means that they have
-            none.
+        window: sliding window of the gated layers, in tokens; None means that they have none.
 
     Returns:
         ``[L, Hkv, N]``, each 0 or 1; 0 where a token has left the window.
@@ -186,9 +193,7 @@ def ranked_flags(logits: Tensor, share: float, gates: AttentionGates, window: in
     num_tokens = torch.tensor([logits.shape[-1]])
     capacity = ranked.capacity(num_tokens)
     protected = retention.protected_mask(token_index, num_tokens, *ranked.scorer.limits(capacity))[0, 0]
-    expired = torch.zeros_like(protected)
-    if window is not None:
-        expired = retention.expired_mask(token_index, num_tokens, window)[0, 0]
+    expired = ~in_window(logits.shape[-1], window, protected.device)
     protected, expired, capacity = (x.to(logits.device) for x in (protected & ~expired, expired, capacity))
     competing, num_heads = ~(protected | expired), logits[..., 0].numel()
     score = retention.eviction_score(gates.stored(logits.detach()), protected, expired)

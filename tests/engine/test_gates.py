@@ -97,6 +97,24 @@ def test_a_layer_without_a_gate_grows_with_the_text(tiny_llama):
     assert cache.held_tokens().tolist() == [[45, 8, 8]]
 
 
+# ---- logits
+
+
+def test_tokens_rank_by_logits_whose_probabilities_are_all_1(tiny_llama):
+    model = tiny_llama()
+    gates = gates_for(model, kind="linear", prefill="dense", bias=30.0)
+    ag.attach(model, gates)
+    ids = row(40)[None]
+    gating = ag.Gating(gates, torch.ones_like(ids), torch.tensor([40]), open=True)
+    with torch.no_grad():
+        model(ids, gating=gating, use_cache=False)
+    logits = torch.stack([x[0] for x in gating.logits.values()])  # [L, Hkv, N]
+    assert bool((gates.probability(logits) == 1).all())
+    best = logits.flatten().argsort(descending=True)[: 8 * 6]
+    wanted = {tuple(int(x) for x in place) for place in zip(*torch.unravel_index(best, logits.shape), strict=True)}
+    assert kept(model, "gates", budget=8, seed=40, recent=0) == wanted
+
+
 # ---- generated tokens that no gate judges
 
 
