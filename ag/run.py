@@ -13,6 +13,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.warnings import disable_possible_user_warnings
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import StrategyRegistry
 from peft import PeftModel
@@ -92,6 +93,7 @@ def fit(
     """
     if dry_run:  # writes nothing, neither contexts nor tokenised rows
         config = replace(config, loss=replace(config.loss, contexts=None), data=replace(config.data, cache=None))
+    disable_possible_user_warnings()  # tips of Lightning, by names of its API, until `quiet` ends
     check_trainer(config)
     data.check(config.data)
     check_kind(config)
@@ -268,7 +270,7 @@ def build_trainer(config: Config, run_dir: Path | None, stop_signal: Callable[[]
             fast_dev_run=run_dir is None,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
-            enable_progress_bar=True if run_dir else options.progress,  # a callback prints lines for false
+            enable_progress_bar=run_dir is not None,  # a callback prints lines for trainer.progress=false
             enable_model_summary=False,
         )
     except (ImportError, ValueError, MisconfigurationException) as error:

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -133,8 +132,6 @@ class DataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the values of a checkpoint, which :meth:`train_dataloader` compares."""
         self._restored = state_dict
-        # Lightning expects resumable loaders; here the data module resumes
-        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
 
     def _position(self) -> tuple[int, int]:
         """Return the epoch and batch where training starts, by Lightning's counters, which a checkpoint restores."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 from pathlib import Path
@@ -44,6 +43,7 @@ def test_dry_run_writes_nothing_and_says_what_a_gpu_needs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"text": "the old bridge over the river"}\n' * 40)
@@ -53,6 +53,7 @@ def test_dry_run_writes_nothing_and_says_what_a_gpu_needs(
         assert fit.main([f"recipe={recipe}", "output=elsewhere", "gate.scope=causal", "--dry-run", *overrides]) == 0
         assert ("at its peak: 2.50 GiB" in capsys.readouterr().out) == said
     assert (tree(tmp_path), tree(tiny_base)) == before
+    assert [record for record in caplog.records if record.name.startswith("lightning")] == []
 
 
 def test_runs_in_one_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,17 +80,17 @@ def test_processes_with_a_common_id_share_a_folder(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_a_sweep_of_a_real_run_which_says_nothing_of_other_projects(recipe: Path, tmp_path: Path) -> None:
-    """Without Lightning's advertisements, deprecations that only libraries can mend, and bars in a log file."""
-    arguments = [f"recipe={recipe}", "trainer.max_steps=2", "loss.beta=0.3", f"output={tmp_path}"]
+    """Without Lightning's lines and tips, deprecations that only libraries can mend, and bars in a log file."""
+    given = ["trainer.max_steps=2", "loss.beta=0.3", "trainer.log_every=50", "trainer.precision=bf16-mixed"]
+    arguments = [f"recipe={recipe}", f"output={tmp_path}", *given]
     command = [started(), "-m", "ag.fit", "-m", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     [swept] = runs(tmp_path)
     assert done.stdout.count("  ok  ") == 1 and done.stdout.count("validation at step 2/2") == 1
-    alone = train(recipe, tmp_path, "trainer.max_steps=2", "loss.beta=0.3")
+    alone = train(recipe, tmp_path, *given)
     assert logged(swept) == logged(alone)
-    own = re.compile("(GPU|TPU) available|`Trainer.fit` stopped")
-    assert [line for line in done.stderr.splitlines() if not own.match(line)] == []
+    assert done.stderr == ""
 
 
 def test_gates_of_another_geometry_to_start_from(
