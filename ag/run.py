@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import sys
 import time
@@ -114,8 +115,11 @@ def fit(
     )
     run_dir = None if dry_run else folder or run_folder(config)
     trainer = build_trainer(config, run_dir, stop_signal)
-    if trainer.is_global_zero and batches.about:
-        print(batches.about)
+    if trainer.is_global_zero:
+        lines, warned = batches.report()
+        print("\n".join(lines), flush=True)
+        for line in warned:
+            print(f"ag.fit: warning: {line}", file=sys.stderr)
     begun = folder if folder is not None and checkpoints(folder) else config.resume
     checkpoint = None if begun is None else newest_valid(Path(begun))
     if run_dir is None:
@@ -136,8 +140,9 @@ def fit(
     finally:
         os.environ.pop("AG_RUN", None)
     if run_dir is None:
-        if trainer.is_global_zero and (peak := torch.cuda.max_memory_allocated()):  # 0 without a GPU
-            print(f"memory of the GPU at its peak: {peak / GIB:.2f} GiB")
+        if trainer.is_global_zero:
+            print(f"memory at its peak: {peak_memory()}")
+            print("ready: one training and one validation batch ran, and nothing was written")
         return None
     if module.validated_step != trainer.global_step:
         trainer.validate(module, batches, verbose=False)
@@ -150,15 +155,19 @@ def fit(
         picture = run_dir / "figures" / f"keep-0-{step:06d}.png"
         write_export(run_dir / "export", module, base, tokenizer, metrics, picture if picture.exists() else None)
         log_export(trainer.loggers, run_dir / "export", config.recipe, metrics)
-        if batches.counts.truncated:
-            print(f"{batches.counts.truncated} prompts lost {batches.counts.truncated_tokens} tokens on their left.")
-        if batches.counts.skipped:
-            print(f"{batches.counts.skipped} rows of the data were left out: too short for a prompt, or too long.")
         print(f"run folder: {run_dir}")
         if config.export.push_to_hub:
             print(f"uploaded: {export.push(run_dir / 'export', config.export.push_to_hub)}")
     trainer.strategy.barrier()
     return run_dir
+
+
+def peak_memory() -> str:
+    """Return the most memory of the GPU that was taken so far, without a GPU that of this process."""
+    if peak := torch.cuda.max_memory_allocated():  # 0 without a GPU
+        return f"{peak / GIB:.2f} GiB of the GPU"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return f"{peak / GIB:.2f} GiB of this process"
 
 
 def check_kind(config: Config) -> None:

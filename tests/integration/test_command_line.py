@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -36,7 +37,7 @@ def tree(folder: Path) -> dict[str, int]:
     ],
     ids=["gates+lora", "lora", "cache"],
 )
-def test_dry_run_writes_nothing_and_says_what_a_gpu_needs(
+def test_dry_run_writes_nothing_and_ends_with_rows_memory_and_ready(
     overrides: list[str],
     recipe: Path,
     tiny_base: Path,
@@ -48,10 +49,12 @@ def test_dry_run_writes_nothing_and_says_what_a_gpu_needs(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"text": "the old bridge over the river"}\n' * 40)
     before = tree(tmp_path), tree(tiny_base)
-    for took, said in ((0, False), (5 << 29, True)):
+    for took, said in ((0, r"\d+\.\d\d GiB of this process"), (5 << 29, "2.50 GiB of the GPU")):
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda took=took: took)
         assert fit.main([f"recipe={recipe}", "output=elsewhere", "gate.scope=causal", "--dry-run", *overrides]) == 0
-        assert ("at its peak: 2.50 GiB" in capsys.readouterr().out) == said
+        training, validation, memory, ready = capsys.readouterr().out.splitlines()
+        assert re.match(r"training: \d+ rows", training) and re.match(r"validation: \d+ rows", validation)
+        assert re.fullmatch(f"memory at its peak: {said}", memory) and ready.startswith("ready: ")
     assert (tree(tmp_path), tree(tiny_base)) == before
     assert [record for record in caplog.records if record.name.startswith("lightning")] == []
 
