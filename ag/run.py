@@ -35,6 +35,7 @@ from ag.model.hooks import decoder_of
 from ag.model.quiet import quiet
 from ag.model.support import check_attention
 from ag.run_on_cluster import run_on_cluster
+from ag.training import needs
 from ag.training.loggers import build_loggers, log_export, read_metrics
 from ag.training.memory_plan import GIB
 from ag.training.module import GatedLM
@@ -100,7 +101,13 @@ def fit(
     check_kind(config)
     objective(config.loss.objective)
     L.seed_everything(config.seed, workers=True, verbose=False)
-    base, tokenizer = models.load_base(config.model)
+    needed = needs.check_memory(config)
+    try:
+        base, tokenizer = models.load_base(config.model)
+    except models.ModelError as error:
+        if not needed:
+            raise
+        raise models.ModelError(f"{error}. {needed}") from error
     (decoder_of if config.train == "lora" else check_attention)(base)  # before the data are read
     context = base.config.get_text_config().max_position_embeddings
     batches = data.build(config, tokenizer, context)

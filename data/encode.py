@@ -67,8 +67,8 @@ def fitted(row: Row, limit: int, start: list[int], counts: SplitCounts) -> Row |
 
     The row is counted, and what it lost.
     """
-    first, size = len(start) if row.tokens[: len(start)].tolist() == start else 0, len(row.tokens)
-    lost = max(0, size - limit)
+    first = len(start) if row.tokens[: len(start)].tolist() == start else 0
+    size, lost = len(row.tokens), max(0, len(row.tokens) - limit)
     fits = row.response_start - first > lost
     counts.add(size)
     counts.keep(size - lost if fits else 0, size)
