@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ag.engine.block_pool import PoolFullError as PoolFullError
     from ag.engine.step_runner import StepRunner as StepRunner
     from ag.errors import BudgetWarning as BudgetWarning
+    from ag.errors import UserError as UserError
     from ag.gates.attach import attach as attach
     from ag.gates.attach import detach as detach
     from ag.gates.gate import AttentionGates as AttentionGates
@@ -34,6 +35,7 @@ _PUBLIC = {
     "Policy": "ag.engine",
     "Pool": "ag.engine.block_pool",
     "PoolFullError": "ag.engine.block_pool",
+    "UserError": "ag.errors",
     "attach": "ag.gates.attach",
     "detach": "ag.gates.attach",
     "load_base": "ag.model.base",

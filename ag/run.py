@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.warnings import disable_possible_user_warnings
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import StrategyRegistry
 from peft import PeftModel
@@ -33,6 +35,7 @@ from ag.model.hooks import decoder_of
 from ag.model.quiet import quiet
 from ag.model.support import check_attention
 from ag.run_on_cluster import run_on_cluster
+from ag.training import needs
 from ag.training.loggers import build_loggers, log_export, read_metrics
 from ag.training.memory_plan import GIB
 from ag.training.module import GatedLM
@@ -92,12 +95,19 @@ def fit(
     """
     if dry_run:  # writes nothing, neither contexts nor tokenised rows
         config = replace(config, loss=replace(config.loss, contexts=None), data=replace(config.data, cache=None))
+    disable_possible_user_warnings()  # tips of Lightning, by names of its API, until `quiet` ends
     check_trainer(config)
     data.check(config.data)
     check_kind(config)
     objective(config.loss.objective)
     L.seed_everything(config.seed, workers=True, verbose=False)
-    base, tokenizer = models.load_base(config.model)
+    needed = needs.check_memory(config)
+    try:
+        base, tokenizer = models.load_base(config.model)
+    except models.ModelError as error:
+        if not needed:
+            raise
+        raise models.ModelError(f"{error}. {needed}") from error
     (decoder_of if config.train == "lora" else check_attention)(base)  # before the data are read
     context = base.config.get_text_config().max_position_embeddings
     batches = data.build(config, tokenizer, context)
@@ -112,8 +122,11 @@ def fit(
     )
     run_dir = None if dry_run else folder or run_folder(config)
     trainer = build_trainer(config, run_dir, stop_signal)
-    if trainer.is_global_zero and batches.about:
-        print(batches.about)
+    if trainer.is_global_zero:
+        lines, warned = batches.report()
+        print("\n".join(lines), flush=True)
+        for line in warned:
+            print(f"ag.fit: warning: {line}", file=sys.stderr)
     begun = folder if folder is not None and checkpoints(folder) else config.resume
     checkpoint = None if begun is None else newest_valid(Path(begun))
     if run_dir is None:
@@ -134,8 +147,9 @@ def fit(
     finally:
         os.environ.pop("AG_RUN", None)
     if run_dir is None:
-        if trainer.is_global_zero and (peak := torch.cuda.max_memory_allocated()):  # 0 without a GPU
-            print(f"memory of the GPU at its peak: {peak / GIB:.2f} GiB")
+        if trainer.is_global_zero:
+            print(f"memory at its peak: {peak_memory()}")
+            print("ready: one training and one validation batch ran, and nothing was written")
         return None
     if module.validated_step != trainer.global_step:
         trainer.validate(module, batches, verbose=False)
@@ -148,15 +162,19 @@ def fit(
         picture = run_dir / "figures" / f"keep-0-{step:06d}.png"
         write_export(run_dir / "export", module, base, tokenizer, metrics, picture if picture.exists() else None)
         log_export(trainer.loggers, run_dir / "export", config.recipe, metrics)
-        if batches.counts.truncated:
-            print(f"{batches.counts.truncated} prompts lost {batches.counts.truncated_tokens} tokens on their left.")
-        if batches.counts.skipped:
-            print(f"{batches.counts.skipped} rows of the data were left out: too short for a prompt, or too long.")
         print(f"run folder: {run_dir}")
         if config.export.push_to_hub:
             print(f"uploaded: {export.push(run_dir / 'export', config.export.push_to_hub)}")
     trainer.strategy.barrier()
     return run_dir
+
+
+def peak_memory() -> str:
+    """Return the most memory of the GPU that was taken so far, without a GPU that of this process."""
+    if peak := torch.cuda.max_memory_allocated():  # 0 without a GPU
+        return f"{peak / GIB:.2f} GiB of the GPU"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return f"{peak / GIB:.2f} GiB of this process"
 
 
 def check_kind(config: Config) -> None:
@@ -268,7 +286,7 @@ def build_trainer(config: Config, run_dir: Path | None, stop_signal: Callable[[]
             fast_dev_run=run_dir is None,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
-            enable_progress_bar=True if run_dir else options.progress,  # a callback prints lines for false
+            enable_progress_bar=run_dir is not None,  # a callback prints lines for trainer.progress=false
             enable_model_summary=False,
         )
     except (ImportError, ValueError, MisconfigurationException) as error:

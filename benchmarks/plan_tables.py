@@ -5,14 +5,12 @@ from pathlib import Path
 
 from ag.config import Config
 from ag.config.recipes import resolve
-from ag.training.memory_plan import GIB, MemoryPlan, plan
+from ag.training.memory_plan import GIB, TFLOPS, MemoryPlan, plan
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "planning.md"
-MODELS = ["llama-2-7b", "llama-2-13b", "llama-2-70b"]
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
+MODELS = {f"llama-2-{size}": f"meta-llama/Llama-2-{size}-hf" for size in ("7b", "13b", "70b")}
 GPUS = [1, 2, 4, 8, 16, 32, 64]
 BASES = {"NF4, DDP": ("nf4", "ddp"), "bf16, DDP": ("none", "ddp"), "bf16, FSDP2": ("none", "fsdp2")}
-TFLOPS = 70
 
 
 def table(name: str) -> str:
@@ -35,7 +33,7 @@ def settings(name: str, quantization: str, strategy: str, count: int) -> Config:
         Config,
         {
             "recipe": "redpajama_cpt",
-            "model.name": f"{ROOT}/docs/models/{name}.json",
+            "model.name": MODELS[name],
             "model.quantization": quantization,
             "trainer.strategy": "auto" if count == 1 and strategy == "ddp" else strategy,
             "trainer.devices": str(count // nodes),

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ag.data.collate import Collator, Row, end_tokens, padding_token, start_tokens
-from ag.data.encode import encode, fitted
-from ag.data.module import Counts, DataModule
+from ag.data.encode import encode, fitted, left_of_prompts
+from ag.data.module import Counts, DataModule, SplitCounts
 from ag.data.sources import TOO_DEEP, DataError, Record, called, check_fields, dataset_of, held_out
 from ag.data.templates import Example
 from ag.data.text import Text
@@ -85,19 +85,18 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
         )
     first = counts.held_out = held_out(source, data)
     limit, begin = min(data.max_length, context), start_tokens(tokenizer)
-    longer = f"a higher data.max_length={data.max_length}" if limit < context else "a model with a longer context"
-    counts.remedy = f"without a prompt, or with no room for one beside the response; use {longer}"
+    longer, counts.cut_remedy = left_of_prompts(data, context)
+    counts.remedy = f"without a prompt, or with no room for one beside the response; {longer}"
 
-    def rows(split: str, start: int, stop: int | None, most: int | None) -> list[Row]:
+    def rows(split: str, start: int, stop: int | None, most: int | None, counts: SplitCounts) -> list[Row]:
         numbered = itertools.islice(enumerate(source.read(split), start=1), start, stop)
         encoded = (_chats if form.chat else _pairs)(form, data, tokenizer, numbered, source.where(split))
         fits = (fit for row in encoded if (fit := fitted(row, limit, begin, counts)) is not None)
         return list(itertools.islice(fits, most))
 
-    train = rows("train", first, None, data.train_samples)
-    before = counts.skipped
-    validation = rows("train" if first else "validation", 0, first or None, data.val_samples)
-    counts.val_skipped = counts.skipped - before
+    train = rows("train", first, None, data.train_samples, counts.train)
+    held = "train" if first else "validation"
+    validation = rows(held, 0, first or None, data.val_samples, counts.validation)
     collator = Collator(padding_token(tokenizer))
     module = DataModule(train, [(row,) for row in validation], collator, data, config.seed, counts)
     module.about = f"{called(data)}: {form.describe(tokenizer)}"

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ag.data.collate import Answer, Row, start_tokens, tokenize, tokenize_after
-from ag.data.module import Counts
+from ag.data.module import SplitCounts
 from ag.data.templates import Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ag.config import DataConfig
 
 
 def encode(
@@ -60,26 +62,31 @@ def encode(
     return groups
 
 
-def fitted(row: Row, limit: int, start: list[int], counts: Counts) -> Row | None:
+def fitted(row: Row, limit: int, start: list[int], counts: SplitCounts) -> Row | None:
     """Cut a prompt, behind its start, so that the row has at most ``limit`` tokens; None if no token of it would stay.
 
-    Both are counted.
+    The row is counted, and what it lost.
     """
     first = len(start) if row.tokens[: len(start)].tolist() == start else 0
-    lost = max(0, len(row.tokens) - limit)
-    if row.response_start - first <= lost:
-        counts.skipped += 1
-        return None
-    if not lost:
-        return row
-    counts.truncated += 1
-    counts.truncated_tokens += lost
+    size, lost = len(row.tokens), max(0, len(row.tokens) - limit)
+    fits = row.response_start - first > lost
+    counts.add(size)
+    counts.keep(size - lost if fits else 0, size)
+    if not fits or not lost:
+        return row if fits else None
     cut = np.s_[first : first + lost]
     return row._replace(
         tokens=np.delete(row.tokens, cut),
         prompt_length=max(1, (row.prompt_length or 0) - lost),
         loss=None if row.loss is None else np.delete(row.loss, cut),
     )
+
+
+def left_of_prompts(data: DataConfig, context: int) -> tuple[str, str]:
+    """Return the keys that let longer rows in, and with them what a row that is too long loses."""
+    limited = data.max_length < context
+    longer = f"use a higher data.max_length={data.max_length}" if limited else "use a model with a longer context"
+    return longer, f"the left of their prompts; {longer}"
 
 
 def divided(context: list[int], whole: list[int]) -> tuple[list[int], list[int]]:

@@ -6,10 +6,9 @@ import os
 import signal
 import sys
 import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ag.config import Config, DataConfig
+
+
+WARNED_SHARE = 0.1  # of a split's tokens that are in no row
 
 
 class DataKind(ABC):
@@ -53,15 +55,54 @@ class DataKind(ABC):
 
 
 @dataclass
-class Counts:
-    """Numbers of rows that did not fit or were held out."""
+class SplitCounts:
+    """What a split has, and what of it is in no row: rows as they were given, or documents that rows are cut from."""
 
-    truncated: int = 0  # rows whose prompt lost its left part
-    truncated_tokens: int = 0  # tokens that those prompts lost
-    skipped: int = 0  # rows left out: too short or too long
-    val_skipped: int = 0  # those of them that are validation rows
-    remedy: str = ""  # the keys that let more rows in
+    read: int = 0  # rows or documents
+    tokens: int = 0  # that they have
+    longest: int = 0  # tokens of the longest
+    skipped: int = 0  # those that are left out: too short or too long
+    skipped_tokens: int = 0  # that these have
+    cut: int = 0  # those that lost a part
+    cut_tokens: int = 0  # that these had
+    lost_tokens: int = 0  # that these lost
+
+    def add(self, tokens: int) -> None:
+        """Count a row or document of this many tokens."""
+        self.read += 1
+        self.tokens += tokens
+        self.longest = max(self.longest, tokens)
+
+    def keep(self, kept: int, tokens: int) -> None:
+        """Count how many tokens of one that was added stay; none means that it is left out."""
+        if not kept:
+            self.skipped += 1
+            self.skipped_tokens += tokens
+        elif kept < tokens:
+            self.cut += 1
+            self.cut_tokens += tokens
+            self.lost_tokens += tokens - kept
+
+    @property
+    def lost_share(self) -> float:
+        """The share of all tokens that is in no row."""
+        return (self.skipped_tokens + self.lost_tokens) / max(self.tokens, 1)
+
+
+@dataclass
+class Counts:
+    """What was read of both splits, and the keys on which it depends what of that is in no row."""
+
+    train: SplitCounts = field(default_factory=SplitCounts)
+    validation: SplitCounts = field(default_factory=SplitCounts)
+    unit: str = "rows"  # what is read: rows, or documents that rows are cut from
+    remedy: str = ""  # why rows or documents are left out, and the keys that let more in
+    cut_remedy: str = ""  # the part that others lose, and the keys by which they lose less
     held_out: int = 0  # training rows that are used for validation
+
+    def of(self, validates: bool) -> SplitCounts:
+        """Return the counts of the validation split, or of the training split."""
+        return self.validation if validates else self.train
 
 
 class DataModule(LightningDataModule):
@@ -76,7 +117,7 @@ class DataModule(LightningDataModule):
         collator: makes a batch of rows.
         data: batch sizes and workers are read.
         seed: seed of the order.
-        counts: rows that did not fit.
+        counts: what was read, and what of it did not fit.
 
     Raises:
         DataError: a split is empty.
@@ -93,15 +134,37 @@ class DataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         if not train:
-            raise DataError(_empty("training", data, counts.skipped - counts.val_skipped, counts))
+            raise DataError(_empty("training", data, counts.train.skipped, counts))
         if not validation:
-            raise DataError(_empty("validation", data, counts.val_skipped, counts))
+            raise DataError(_empty("validation", data, counts.validation.skipped, counts))
         self.train_rows, self.val_rows, self.collator = train, validation, collator
         self.data, self.seed = data, seed
         self.counts = counts
         #: The form of the rows, in a line for the user; empty where the configuration says it.
         self.about = ""
         self._restored: dict[str, Any] = {}
+
+    def report(self) -> tuple[list[str], list[str]]:
+        """Return lines about the rows of both splits, and about what is in no row.
+
+        Returns:
+            Lines to print, and lines to print as warnings: a split lost more than a tenth of its tokens.
+        """
+        lines: list[str] = [self.about] if self.about else []
+        warnings: list[str] = []
+        unit = self.counts.unit
+        for name, rows in (("training", self.train_rows), ("validation", self.val_rows)):
+            counts = self.counts.of(name == "validation")
+            source = f" of {counts.read} {unit}" if unit != "rows" else ""
+            lines.append(f"{name}: {len(rows)} rows{source}")
+            of_all = f"of {counts.read} {name} {unit}"
+            lost = [f"left out: {counts.skipped} {of_all}, {self.counts.remedy}"] if counts.skipped else []
+            if counts.cut:
+                share = 100 * counts.lost_tokens / counts.cut_tokens
+                part = f"{self.counts.cut_remedy} (the longest has {counts.longest} tokens)"
+                lost.append(f"{counts.cut} {of_all} lost {share:.0f} % of their tokens, {part}")
+            (warnings if counts.lost_share > WARNED_SHARE else lines).extend(lost)
+        return lines, warnings
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the training batches, from the restored position on.
@@ -133,8 +196,6 @@ class DataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the values of a checkpoint, which :meth:`train_dataloader` compares."""
         self._restored = state_dict
-        # Lightning expects resumable loaders; here the data module resumes
-        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
 
     def _position(self) -> tuple[int, int]:
         """Return the epoch and batch where training starts, by Lightning's counters, which a checkpoint restores."""

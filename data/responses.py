@@ -42,7 +42,7 @@ class Responses:
         start: tokens before a context.
         tokenizer: tokenises facts and questions.
         seed: of the draws.
-        counts: skipped: documents too short for a context and what follows it.
+        counts: of documents, and of their ends.
     """
 
     lengths: tuple[int, ...]
@@ -57,7 +57,9 @@ class Responses:
         [again] = tokenize_after(self.tokenizer, [AGAIN])
         [[*_, stop]] = tokenize(self.tokenizer, ["."])
         split = "validation" if validates else "train"
+        counts = self.counts.of(validates)
         for number, tokens in enumerate(documents):
+            counts.add(len(tokens))
             rng = np.random.default_rng([self.seed, number])
             position = 0
             while fit := [n for n in self.lengths if n - len(self.start) + RESPONSE <= len(tokens) - position]:
@@ -80,7 +82,7 @@ class Responses:
                 position = end + RESPONSE
                 if validates:
                     break
-            self.counts.skipped += position == 0
+            counts.keep(len(tokens) if validates and position else position, len(tokens))
 
     def _row(self, context: list[int], silent: list[int], response: list[int]) -> Row:
         """Return the row of a response that follows tokens without loss."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from ag.data import custom_sft
 from ag.data.collate import Collator, Row, end_tokens, padding_token, start_tokens
-from ag.data.encode import encode, fitted
-from ag.data.module import Counts, DataKind, DataModule
+from ag.data.encode import encode, fitted, left_of_prompts
+from ag.data.module import Counts, DataKind, DataModule, SplitCounts
 from ag.data.sources import DataError, Source, local_folder
 from ag.data.templates import TASKS, WITH_CONTEXT, Example, examples, find_task, is_own
 
@@ -72,8 +72,9 @@ def from_examples(
     """
     data, counts, start = config.data, Counts(), start_tokens(tokenizer)
     end, limit = end_tokens(tokenizer) if data.eos else [], min(data.max_length, context)
+    _, counts.cut_remedy = left_of_prompts(data, context)
 
-    def rows(split: str, questions: Sequence[Example], every_choice: bool) -> Iterator[list[Row]]:
+    def rows(split: str, questions: Sequence[Example], every_choice: bool, counts: SplitCounts) -> Iterator[list[Row]]:
         groups = encode(tokenizer, questions, end=end, question=data.question, every_choice=every_choice)
         for number, group in enumerate(groups, start=1):
             fits = [fit for row in group if (fit := fitted(row, limit, start, counts)) is not None]
@@ -85,6 +86,6 @@ def from_examples(
                 )
             yield fits
 
-    train_rows = [row for [row] in rows("train", train, every_choice=False)]
-    groups = list(rows("validation", validation, every_choice=True))
+    train_rows = [row for [row] in rows("train", train, every_choice=False, counts=counts.train)]
+    groups = list(rows("validation", validation, every_choice=True, counts=counts.validation))
     return DataModule(train_rows, groups, Collator(padding_token(tokenizer)), data, config.seed, counts)

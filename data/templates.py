@@ -41,6 +41,7 @@ class Task:
     context: bool = False  # whether its questions have a context
     subset: str | None = None  # configuration name on the hub
     revision: str | None = None  # git revision on the hub
+    train_rows: int | None = None  # on the hub; None means that plans of a run have no number of steps
 
 
 def _piqa(row: Record) -> Example:
@@ -115,13 +116,27 @@ TASKS: dict[str, Task] = {
         {"goal": str, "sol1": str, "sol2": str, "label": int},
         _piqa,
         revision="refs/convert/parquet",
+        train_rows=16113,
     ),
     "arc_challenge": Task(
-        "allenai/ai2_arc", "arc_challenge", {"question": str, **_CHOICES}, _arc, subset="ARC-Challenge"
+        "allenai/ai2_arc",
+        "arc_challenge",
+        {"question": str, **_CHOICES},
+        _arc,
+        subset="ARC-Challenge",
+        train_rows=1119,
     ),
-    "arc_easy": Task("allenai/ai2_arc", "arc_easy", {"question": str, **_CHOICES}, _arc, subset="ARC-Easy"),
+    "arc_easy": Task(
+        "allenai/ai2_arc", "arc_easy", {"question": str, **_CHOICES}, _arc, subset="ARC-Easy", train_rows=2251
+    ),
     "rte": Task(
-        "aps/super_glue", "rte", {"premise": str, "hypothesis": str, "label": int}, _rte, context=True, subset="rte"
+        "aps/super_glue",
+        "rte",
+        {"premise": str, "hypothesis": str, "label": int},
+        _rte,
+        context=True,
+        subset="rte",
+        train_rows=2490,
     ),
     "copa": Task(
         "aps/super_glue",
@@ -129,16 +144,30 @@ TASKS: dict[str, Task] = {
         {"premise": str, "choice1": str, "choice2": str, "question": str, "label": int},
         _copa,
         subset="copa",
+        train_rows=400,
     ),
-    "boolq": Task("google/boolq", "boolq", {"question": str, "passage": str, "answer": bool}, _boolq, context=True),
+    "boolq": Task(
+        "google/boolq",
+        "boolq",
+        {"question": str, "passage": str, "answer": bool},
+        _boolq,
+        context=True,
+        train_rows=9427,
+    ),
     "openbookqa": Task(
-        "allenai/openbookqa", "openbookqa", {"question_stem": str, **_CHOICES}, _openbookqa, subset="main"
+        "allenai/openbookqa",
+        "openbookqa",
+        {"question_stem": str, **_CHOICES},
+        _openbookqa,
+        subset="main",
+        train_rows=4957,
     ),
     "hellaswag": Task(
         "Rowan/hellaswag",
         "hellaswag",
         {"activity_label": str, "ctx": str, "endings": list, "label": (str, int)},
         _hellaswag,
+        train_rows=39905,
     ),
     "mmlu": Task(
         "cais/mmlu",

@@ -10,6 +10,7 @@ With ``cross_documents=false`` attention ends at every EOS, and the first token 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 STEP = 64  # prompt lengths lie on this grid, so that the rows of a batch have few different lengths
 DOCUMENTS = 64  # per call of the tokenizer
-FORMAT = 7  # raise it when rows are cut in another way, so that earlier caches are not read
+FORMAT = 8  # raise it when rows are cut in another way, so that earlier caches are not read
 NONE = -1  # no prompt, nothing copied, no tokens without loss
 ROW_SETTINGS = (
     *("text_field", "packing", "max_length", "prompt_min", "prompt_max", "continuation"),
@@ -51,26 +52,25 @@ class Text(DataKind):
         data = config.data
         source = dataset_of(data)
         first = held_out(source, data)
-        counts = Counts(held_out=first)
+        counts = Counts(unit="documents", held_out=first)
         longest, start = min(data.max_length, context), start_tokens(tokenizer)
         cut: Packed | Windows | Repeated | Responses
         if data.packing == "packed":
-            cut = _packed(data, tokenizer, longest, start)
+            cut = _packed(data, tokenizer, longest, start, counts)
         elif data.packing == "repeated":
             cut = _repeated(data, tokenizer, longest, start, config.seed, counts)
         elif data.packing == "responses":
             cut = responses(data, tokenizer, longest, start, config.seed, counts)
         else:
             cut = _windows(data, longest, start, config.seed, counts)
+        counts.cut_remedy = f"an end {counts.remedy}"
         end = cut.end if isinstance(cut, Packed) and not data.cross_documents else None
 
         train = TextRows(source, "train", data, tokenizer, cut, start=first)
         split = "train" if first else "validation"
         validation = TextRows(source, split, data, tokenizer, cut, stop=first or None, validates=True)
         training = _kept(train, counts, context, config.seed)
-        before = counts.skipped
         groups = [(row,) for row in _kept(validation, counts, context, config.seed)]
-        counts.val_skipped = counts.skipped - before
         collator = Collator(padding_token(tokenizer), end, whole=data.packing == "repeated")
         return DataModule(training, groups, collator, data, config.seed, counts)
 
@@ -98,14 +98,15 @@ def _kept(rows: TextRows, counts: Counts, *more: object) -> Sequence[Row]:
         "tokenizer": [text_to_ids, tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template],
         "settings": [*(getattr(data, name) for name in ROW_SETTINGS), rows.limit, *more],
     }
-    before, folder = counts.skipped, Path(data.cache)
+    split, folder = counts.of(rows.validates), Path(data.cache)
 
     def make() -> Iterator[dict[str, Any]]:
         for row in rows:
             prompt = NONE if row.prompt_length is None else row.prompt_length
             first = NONE if row.loss is None else row.response_start
             yield {"tokens": row.tokens, "prompt": prompt, "first": first, "copied": row.copied or (NONE, NONE)}
-        yield {"tokens": [], "prompt": counts.skipped - before, "first": NONE, "copied": (NONE, NONE)}
+        last = list(json.dumps(vars(split)).encode())
+        yield {"tokens": last, "prompt": NONE, "first": NONE, "copied": (NONE, NONE)}
 
     kind = datasets.Value("int32")
     columns = {"tokens": datasets.List(kind), "prompt": kind, "first": kind, "copied": datasets.List(kind, length=2)}
@@ -121,16 +122,16 @@ def _kept(rows: TextRows, counts: Counts, *more: object) -> Sequence[Row]:
             f"data.cache={folder} cannot be used ({cause}): name a folder with room and permission, or delete this one"
         ) from error
     kept = CachedRows(found.with_format("numpy", dtype=np.int32))
-    counts.skipped = before + kept.skipped
+    vars(split).update(kept.counts)
     return kept
 
 
 class CachedRows(Sequence[Row]):
-    """Rows on disk, mapped into memory; the last record is no row, but the number of documents that gave none."""
+    """Rows on disk, mapped into memory; the tokens of the last record are no row, but the counts of the split."""
 
     def __init__(self, records: Any) -> None:
         self.records = records
-        self.skipped = int(records[-1]["prompt"])
+        self.counts: dict[str, int] = json.loads(bytes(records[-1]["tokens"].tolist()))
 
     def __len__(self) -> int:
         return len(self.records) - 1
@@ -143,7 +144,9 @@ class CachedRows(Sequence[Row]):
         return Row(tokens, None if prompt == NONE else prompt, loss=loss, copied=None if NONE in copied else copied)
 
 
-def _packed(data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int]) -> Packed:
+def _packed(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int], counts: Counts
+) -> Packed:
     end = tokenizer.eos_token_id
     if end is None:
         raise DataError(
@@ -155,7 +158,7 @@ def _packed(data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, 
             f"data.cross_documents=false: the tokenizer {tokenizer.name_or_path} begins and ends documents alike, "
             "so that it does not tell them apart: use data.cross_documents=true"
         )
-    return Packed(longest, start, int(end))
+    return Packed(longest, start, int(end), counts)
 
 
 def _windows(data: DataConfig, longest: int, start: list[int], seed: int, counts: Counts) -> Windows:
@@ -227,10 +230,18 @@ class Packed:
     length: int
     start: list[int]  # tokens before a document
     end: int  # the token after a document
+    counts: Counts
 
     def rows(self, documents: Iterable[list[int]], validates: bool) -> Iterator[Row]:
         """Pack all tokenised documents."""
-        tokens = itertools.chain.from_iterable([*self.start, *document, self.end] for document in documents)
+        counts = self.counts.of(validates)
+
+        def whole() -> Iterator[list[int]]:
+            for document in documents:
+                counts.add(len(document))
+                yield [*self.start, *document, self.end]
+
+        tokens = itertools.chain.from_iterable(whole())
         while row := list(itertools.islice(tokens, self.length)):
             yield Row(np.array(row, dtype=np.int32))
 
@@ -243,14 +254,16 @@ class Windows:
     continuation: int  # tokens after the prompt
     start: list[int]  # tokens before a window
     seed: int
-    counts: Counts  # skipped: documents too short for one window
+    counts: Counts  # of documents, and of their ends
 
     def rows(self, documents: Iterable[list[int]], validates: bool) -> Iterator[Row]:
         """Cut each document into windows whose prompt lengths are drawn from (seed, document).
 
         Validation takes one window from the start of each document, with the longest prompt that fits.
         """
+        counts = self.counts.of(validates)
         for number, tokens in enumerate(documents):
+            counts.add(len(tokens))
             rng = np.random.default_rng([self.seed, number])
             position = 0
             while row := self._window(
@@ -260,7 +273,7 @@ class Windows:
                 position += len(row.tokens) - len(self.start)
                 if validates:
                     break
-            self.counts.skipped += position == 0
+            counts.keep(len(tokens) if validates and position else position, len(tokens))
 
     def _window(self, tokens: list[int], position: int, wanted: int) -> Row | None:
         room = len(self.start) + len(tokens) - position - self.continuation
@@ -283,15 +296,17 @@ class Repeated:
     start: list[int]  # tokens before it
     again: list[int]  # tokens between it and its copy
     seed: int
-    counts: Counts  # skipped: documents too short for one passage
+    counts: Counts  # of documents, and of their ends
 
     def rows(self, documents: Iterable[list[int]], validates: bool) -> Iterator[Row]:
         """Cut each document into passages; the rest at its end is left out. Validation takes one of each document."""
+        counts = self.counts.of(validates)
         for number, tokens in enumerate(documents):
+            counts.add(len(tokens))
             rng = np.random.default_rng([self.seed, number])
             starts = range(0, len(tokens) - self.length + 1, self.length)[: 1 if validates else None]
             yield from (self.row(tokens[at : at + self.length], rng) for at in starts)
-            self.counts.skipped += not starts
+            counts.keep(len(tokens) if validates and starts else len(starts) * self.length, len(tokens))
 
     def row(self, passage: list[int], rng: np.random.Generator) -> Row:
         """Return a passage, which is the prompt, with its copy."""

@@ -129,7 +129,7 @@ def benches(gib: float) -> Iterator[Row]:
     yield bench("decode_even_batch_8", 45, f"{decode} context=[32768] batch=[8]")
     yield bench("decode_batches_8k", 50, f"{served} context=[8192] batch=[1,8,32,128]")
     yield bench("decode_batches_32k", 80, f"{served} context=[32768] batch=[1,8,32]")
-    hybrid = "model=random:docs/models/qwen3.5-9b.json dtype=bfloat16 device=cuda output={out} policy=[h2o] keep=[0.2]"
+    hybrid = "model=random:Qwen/Qwen3.5-9B dtype=bfloat16 device=cuda output={out} policy=[h2o] keep=[0.2]"
     words = ("-m", "ag.bench", "decode", *hybrid.split(), "rounds=3", "steps=32", long)
     yield Row("bench_decode_hybrid", words, 90, 22, ("omegaconf",))
 

@@ -26,7 +26,10 @@ assert ag.__version__ == sys.argv[2], ag.__version__
 gates, cache = ag.GateConfig(), ag.EvictionCache
 assert gates.boundary == -2.0 and ag.policy("h2o+vatp@pyramid", budget=0.25).budget == 0.25
 """
-COMMANDS = ("--version", "fit --recipes", "fit recipe=quickstart --print", "compare --recipes", "generate --help")
+COMMANDS = (
+    *("--version", "fit --recipes", "fit recipe=quickstart --print", "compare --recipes", "generate --help"),
+    "plan recipe=piqa_sft tflops=70",
+)
 
 
 def build(out: Path) -> list[Path]:

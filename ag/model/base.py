@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -36,6 +37,7 @@ ALIAS = SMOLLM2.name
 ALIAS_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ALIAS_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 WEIGHTS = "*.safetensors", "*.bin"  # files of weights in a folder
+GATED = ("meta-llama/",)  # owners whose models all need a licence; the hub names others
 HUB_TIMEOUT = 5.0  # seconds for an answer of the hub
 
 log = logging.getLogger(__name__)
@@ -91,10 +93,7 @@ def fetch(name: str) -> str:
     try:  # folders of a repository have the weights in other formats
         return snapshot_download(found, ignore_patterns=["*/*"], etag_timeout=HUB_TIMEOUT)
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model.name={name!r} cannot be fetched from the hub ({first_line(error)}): check the spelling and the "
-            f"connection, log in if the model asks for it (`hf auth login`), or give a local folder or {ALIAS!r}"
-        ) from error
+        raise _refused(name, error) from error
 
 
 def stored_nbytes(name: str, revision: str | None = None) -> int:
@@ -167,6 +166,8 @@ def load_base(
     if config.name.startswith(random_base.PREFIX):
         return _ready(config, *random_base.load(config, device))
     path = resolve(config.name, config.revision)
+    if not Path(path).is_dir():
+        _ask_hub(path, config.revision)
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     if config.trust_remote_code:
         warnings.warn(f"model.trust_remote_code=true runs the Python code of {config.name}", stacklevel=2)
@@ -198,6 +199,39 @@ def load_base(
         except (RuntimeError, AssertionError) as error:
             raise ModelError(f"device={device}: {first_line(error)}; give cpu, or a device that has room") from error
     return _ready(config, model, tokenizer)
+
+
+def _ask_hub(name: str, revision: str | None) -> None:
+    """Ask the hub for the configuration of a model, unless it is in the cache; transformers would ask for a minute.
+
+    Raises:
+        ModelError: the hub does not answer, has no such model, or does not give it to this user.
+    """
+    try:
+        snapshot_download(name, revision=revision, allow_patterns=["config.json"], etag_timeout=HUB_TIMEOUT)
+    except (OSError, ValueError) as error:
+        raise _refused(name, error) from error
+
+
+def _refused(name: str, error: Exception) -> ModelError:
+    """Return the error for a model that the hub does not give."""
+    advice = licence(name, isinstance(error, GatedRepoError)) or "check the spelling and the connection"
+    return ModelError(
+        f"model.name={name!r} cannot be fetched from the hub ({first_line(error)}): {advice}; or give a local folder "
+        f"or {ALIAS!r}"
+    )
+
+
+def licence(name: str, gated: bool = False) -> str:
+    """Return what a model of a gated repository asks for; nothing for others.
+
+    Args:
+        name: hub id.
+        gated: whether the hub has said that it is gated; some are known to be.
+    """
+    if not gated and not name.startswith(GATED):
+        return ""
+    return f"its repository is gated: accept its licence at https://huggingface.co/{name} and log in by `hf auth login`"
 
 
 def _ready(

@@ -1,6 +1,7 @@
 """A base model with random weights, to measure a run without a download.
 
-``model.name=random:llama-8b`` names a geometry, ``random:PATH.json`` the file of a configuration.
+``model.name=random:llama-8b`` names a geometry, ``random:PATH.json`` the file of a configuration, and
+``random:meta-llama/Llama-2-7b-hf`` a model of the hub whose configuration comes with the package.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 from ag.errors import UserError, first_line
+from ag.model import configurations
 
 if TYPE_CHECKING:
     from ag.config import ModelConfig
@@ -44,19 +46,19 @@ GEOMETRIES = {
 
 
 def geometry(name: str) -> PretrainedConfig:
-    """Return the configuration of ``random:NAME`` or ``random:PATH.json``, or raise a ``UserError``."""
+    """Return the configuration that a name after ``random:`` stands for, or raise a ``UserError``."""
     if (known := name.removeprefix(PREFIX)) in GEOMETRIES:
         shape: dict[str, Any] = dict(zip(COLUMNS, GEOMETRIES[known], strict=True))
         rope = {"rope_type": "default", "rope_theta": 500000.0}
         return LlamaConfig(max_position_embeddings=1 << 20, rope_parameters=rope, **shape)
-    path = Path(known).expanduser()
+    path = configurations.find(known) or Path(known).expanduser()
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(str(path))
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise UserError(
-            f"model.name={name}: {reason}; expected random:{', random:'.join(GEOMETRIES)}, or random:PATH, a JSON file "
-            "with a model's configuration (docs/models/llama-2-7b.json)."
+            f"model.name={name}: {reason}; expected random:{', random:'.join([*GEOMETRIES, *configurations.names()])}, "
+            "or random:PATH, a JSON file with a model's configuration."
         ) from error
     return found
 

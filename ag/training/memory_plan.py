@@ -39,16 +39,21 @@ from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ag.config import Config
+from ag.data.facts import TRAIN_ROWS as FACTS
+from ag.data.problems import TRAIN_ROWS as PROBLEMS
+from ag.data.templates import TASKS
 from ag.errors import UserError, first_line
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.model import base as models
-from ag.model import random_base
+from ag.model import configurations, random_base
 from ag.model.geometry import attention_layers, fingerprint, kv_heads
 from ag.model.hooks import decoder_of
 from ag.model.structure import attention_of
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 GIB = 1 << 30
+TFLOPS = 70  # 10^12 operations a second of a GPU such as an RTX 4090 in training
+GENERATED = {"facts": FACTS, "worked": PROBLEMS}  # training rows where data.train_samples does not say how many
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a nibble, an 8-bit maximum per 64, a float32 per 256 of those
 
 
@@ -171,6 +176,8 @@ def report(config: Config, tflops: float | None = None) -> str:
     seconds = found.flops / tflops / 1e12
     counts = ", ".join(f"{name} {count / 1e6:,.1f} M" for name, count in found.parameters.items())
     gpus = config.trainer.devices * config.trainer.num_nodes
+    count = steps(config)
+    whole = [] if count is None else [f"the run: {count:,} steps, at most {duration(count * seconds)}"]
     plain, kept = found.activations
     sizes = {f"  {name}": size for name, size in {**found.memory, "peak of a step": found.total}.items()}
     sizes |= {"activations without checkpointing": plain, "activations with checkpointing": kept}
@@ -185,8 +192,30 @@ def report(config: Config, tflops: float | None = None) -> str:
             f"one step: {found.tokens:,} tokens, {found.flops / 1e12:,.3g} tera-operations per device",
             f"at {tflops:.3g} tera-operations a second ({source}): {seconds:.3g} s a step, "
             f"{found.tokens / seconds:,.0f} tokens a second on all devices",
+            *whole,
         ]
     )
+
+
+def steps(config: Config) -> int | None:
+    """Return the optimiser steps of a run; None where the number of rows is known after reading the data only."""
+    trainer, sizes = config.trainer, [config.data.train_samples]
+    if trainer.max_steps >= 0:
+        return trainer.max_steps
+    if config.data.kind == "sft" and config.data.name in TASKS:
+        sizes.append(TASKS[config.data.name].train_rows)
+    elif config.data.kind in GENERATED and sizes == [None]:
+        sizes.append(GENERATED[config.data.kind])
+    rows = min((size for size in sizes if size is not None), default=None)
+    if rows is None:
+        return None
+    batches = rows // (config.data.batch_size * trainer.devices * trainer.num_nodes)
+    return trainer.max_epochs * -(-batches // trainer.accumulate)
+
+
+def duration(seconds: float) -> str:
+    """Return a time in hours, or in minutes if it is less than one."""
+    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
 
 
 class _Layer(NamedTuple):
@@ -274,7 +303,7 @@ def _dtype(config: Config) -> torch.dtype:
 
 
 def _geometry(config: Config) -> PretrainedConfig:
-    """Read the configuration of ``model.name``: random weights, a JSON file, a folder, a hub id or an alias.
+    """Read the configuration of ``model.name``: of random weights, the package, a JSON file, a folder or the hub.
 
     Raises:
         ModelError: when there is none.
@@ -282,7 +311,13 @@ def _geometry(config: Config) -> PretrainedConfig:
     name = config.model.name
     if name.startswith(random_base.PREFIX):
         return random_base.geometry(name)
-    path = name if name.endswith(".json") and Path(name).is_file() else models.resolve(name, config.model.revision)
+    packaged = None if config.model.revision is not None else configurations.find(models.hub_name(name))
+    if packaged is not None:
+        path = str(packaged)
+    elif name.endswith(".json") and Path(name).is_file():
+        path = name
+    else:
+        path = models.resolve(name, config.model.revision)
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(
             path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code

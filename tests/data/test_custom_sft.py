@@ -217,8 +217,29 @@ def test_rows_that_do_not_fit(module, bos_tokenizer, messages):
     [row] = made.train_rows
     whole = len(module(rows, template, bos_tokenizer).train_rows[0].tokens)
     assert (len(row.tokens), row.tokens[0]) == (30, bos_tokenizer.bos_token_id)
-    assert (made.counts.truncated, made.counts.truncated_tokens, made.counts.skipped) == (1, whole - 30, 1)
+    counts = made.counts.train
+    assert (counts.read, counts.cut, counts.cut_tokens, counts.lost_tokens) == (2, 1, whole, whole - 30)
+    lines, warned = made.report()
+    assert lines == [made.about, "training: 1 rows", "validation: 1 rows"]
+    left_out, lost = warned
+    names(left_out, "left out: 1 of 2 training rows", "data.max_length=30")
+    names(lost, f"1 of 2 training rows lost {100 * (whole - 30) / whole:.0f} % of their tokens", "data.max_length=30")
+    names(lost, f"the longest has {counts.longest} tokens")
     assert answered(made, bos_tokenizer)[0][1] == ("yes</s>\n" if messages else "yes</s>")
+
+
+def test_more_than_a_tenth_of_the_tokens_is_a_warning(module):
+    """Of rows of 19 tokens, the prompts lose one or two."""
+    rows = [{"prompt": "~" * 17, "response": "!"}] * 3  # the tokenizer merges none of them
+    assert module(rows).report()[1] == [] and len(module(rows).train_rows[0].tokens) == 19
+    read = ["training: 2 rows", "validation: 1 rows"]
+    for lost, share in ((1, 5), (2, 11)):
+        lines, warned = module(rows, max_length=19 - lost).report()
+        told = warned if lost == 2 else [lines.pop(2), lines.pop(3)]
+        assert lines[1:] == read and warned == (told if lost == 2 else [])
+        for line, of in zip(told, ("2 of 2 training", "1 of 1 validation"), strict=True):
+            names(line, f"{of} rows lost {share} % of their tokens", f"data.max_length={19 - lost}", "19 tokens")
+    names(module(rows, context=18).report()[0][2], "a model with a longer context")
 
 
 ALL = {"messages": [], "conversations": [], "prompt": "a", "response": "b", "completion": "c", "text": "d", "q": "e"}

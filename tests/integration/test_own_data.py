@@ -7,13 +7,34 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ag import fit
 from ag.evaluate.__main__ import main as evaluate
 from ag.gates import export
 from tests.support.command import train
+from tests.support.refused import names
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
+
+
+def test_prompts_that_are_cut_are_told_before_the_first_step_and_in_a_dry_run(recipe, tmp_path, capsys):
+    """Sixty rows of a hundred tokens, of which fifty stay."""
+    (tmp_path / "train.jsonl").write_text(62 * (json.dumps({"prompt": "a" * 98, "response": "b"}) + "\n"))
+    given = [f"recipe={recipe}", "data.name=own", f"data.root={tmp_path}", "data.val_samples=2", "data.max_length=50"]
+    given += ["trainer.max_steps=1", f"output={tmp_path / 'out'}"]
+    for more, last in (["--dry-run"], "ready: "), ([], "run folder: "):
+        assert fit.main([*given, *more]) == 0
+        out, err = capsys.readouterr()
+        names(
+            err.splitlines()[0],
+            "ag.fit: warning",
+            "60 of 60 training rows lost 50 % of their tokens",
+            "data.max_length=50",
+        )
+        lines = out.splitlines()
+        assert lines[1:3] == ["training: 60 rows", "validation: 2 rows"] and lines[-1].startswith(last)
+        assert more or any(line.startswith("step 1/1") for line in lines[3:])
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ class TestLoadBase:
         assert all((p.grad is not None) == p.requires_grad for p in adapted.parameters())
 
     def test_unreachable_hub_id(self) -> None:
-        with refuses(models.ModelError, "'nobody/nothing'", "connect to", "check the spelling") as caught:
+        with refuses(models.ModelError, "'nobody/nothing'", "from the hub", "check the spelling") as caught:
             models.load_base(ModelConfig(name="nobody/nothing"))
         assert "\n" not in str(caught.value)
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from ag.config import ModelConfig
 from ag.errors import UserError
@@ -12,10 +11,11 @@ from tests.support.refused import refuses
 
 
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
-def test_a_random_base_is_the_geometry_and_the_same_each_time(quantization):
+def test_a_random_base_is_the_geometry_and_the_same_each_time(quantization, tmp_path):
     if quantization == "nf4":
         pytest.importorskip("bitsandbytes")
-    config = ModelConfig(name="random:docs/models/tiny.json", quantization=quantization)
+    random_base.geometry("random:tiny").save_pretrained(tmp_path)
+    config = ModelConfig(name=f"random:{tmp_path}", quantization=quantization)
     (one, tokenizer), (two, _) = (models.load_base(config, "cpu") for _ in range(2))
     ids = tokenizer("Random, but the same.\n\u00e9", return_tensors="pt").input_ids
     assert tokenizer.decode(ids[0]) == "Random, but the same.\n\u00e9"
@@ -33,11 +33,11 @@ def test_a_random_base_is_the_geometry_and_the_same_each_time(quantization):
 
 
 def test_a_random_base_of_no_file_or_on_no_device_is_one_sentence(tmp_path):
-    with refuses(UserError, "model.name=random:nothing.json", "random:llama-8b", "docs/models/llama-2-7b.json"):
+    with refuses(UserError, "model.name=random:nothing.json", "random:llama-8b", "random:meta-llama/Llama-2-7b-hf"):
         models.load_base("random:nothing.json")
     with refuses(UserError, "device=cuda:99", "give cpu"):
         models.load_base("random:tiny", "cuda:99")
-    small = AutoConfig.from_pretrained("docs/models/tiny.json")
+    small = random_base.geometry("random:tiny")
     small.vocab_size = 100
     small.save_pretrained(tmp_path)
     with refuses(UserError, "vocab_size=100", "259"):

@@ -30,11 +30,11 @@ PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().spl
 
 
 def packages_on_disk():
-    """Every folder below `ag`, its links followed, that holds a module, a recipe or shipped gates."""
+    """Every folder below `ag`, its links followed, that holds a module, a recipe, shipped gates or configurations."""
     found = set()
     for folder, below, files in os.walk(ROOT / "ag", followlinks=True):
         below[:] = [name for name in below if name != "__pycache__"]
-        if any(name.endswith((".py", ".yaml", ".safetensors")) for name in files):
+        if any(name.endswith((".py", ".yaml", ".safetensors", ".json")) for name in files):
             found.add(".".join(Path(folder).relative_to(ROOT).parts))
     return found
 
@@ -94,7 +94,7 @@ def test_both_packages_hold_what_they_should_and_work_elsewhere(tmp_path, capsys
     shipped = [path for path in (ROOT / "recipes").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert {"ag/py.typed", *(f"ag/recipes/{path.relative_to(ROOT / 'recipes')}" for path in shipped)} <= set(names)
     package.check(wheel, version)
-    assert "5 commands" in capsys.readouterr().out
+    assert "6 commands" in capsys.readouterr().out
 
 
 def test_malicious_lightning_releases_are_excluded():

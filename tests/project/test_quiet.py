@@ -9,9 +9,9 @@ import warnings
 
 import pytest
 
+import ag
 from ag.__main__ import COMMANDS
 from ag.config.command_line import command
-from ag.errors import BudgetWarning, UserError
 from tests.support.warm import started
 
 HEAVY = {"torch", "transformers", "lightning", "peft", "matplotlib", "pandas"}
@@ -48,7 +48,7 @@ def test_a_reader_that_leaves_early_is_no_error():
 @pytest.mark.parametrize(
     ("raised", "code", "line"),
     [
-        (UserError("a=1: expected 2."), 2, "ag.x: error: a=1: expected 2."),
+        (ag.UserError("a=1: expected 2."), 2, "ag.x: error: a=1: expected 2."),
         (KeyboardInterrupt(), 130, "ag.x: stopped by Ctrl-C"),
         (KeyboardInterrupt("2 of 3 are in F"), 130, "ag.x: stopped by Ctrl-C; 2 of 3 are in F"),
     ],
@@ -66,7 +66,7 @@ def test_what_a_user_causes_is_one_line(raised, code, line, capsys):
 def test_a_warning_of_a_budget_is_one_line_and_others_are_pythons_own(capsys):
     @command("ag.x")
     def main(argv):
-        warnings.warn("budget=1 is less than 4", BudgetWarning, stacklevel=2)
+        warnings.warn("budget=1 is less than 4", ag.BudgetWarning, stacklevel=2)
         warnings.warn("something else", stacklevel=2)
         return 0
 

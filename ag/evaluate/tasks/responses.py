@@ -100,7 +100,7 @@ class Responses(PromptTask):
                 "split."
             )
         samples = [of_rows(f"{number}", group) for number, group in enumerate(rows.val_rows)]
-        return Loaded(samples, too_short=rows.counts.val_skipped)
+        return Loaded(samples, too_short=rows.counts.validation.skipped)
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Yield the rows of the run's validation."""
