@@ -74,6 +74,15 @@ class Admission:
             writing=self._blocks(writing, prompt + read, min(read, EXPIRED)),
         )
 
+    def whole_tokens(self, blocks: int) -> int:
+        """Return the tokens per KV head whose keys and values take this number of blocks if no layer evicts any."""
+        return int(blocks / sum(heads / size for heads, size in self._rows))
+
+    def at_once(self, request: Request, blocks: int) -> int:
+        """Return how many such requests are answered at once in a pool of this number of blocks."""
+        need = self.need(request)
+        return max(0, 1 + (blocks - max(need.reading, need.writing)) // need.writing)
+
     def _capacity(self, marks: Tensor, seen: int) -> int:
         """Return the tokens per KV head after an eviction: the budget, or the protected tokens if those are more.
 

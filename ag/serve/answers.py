@@ -6,17 +6,23 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from ag.serve.metrics import Metrics
 from ag.serve.request import Event, Prompt, Stream, Token
-from ag.serve.scheduler import Scheduler
+from ag.serve.scheduler import Scheduler, StoppedError
 
 logger = logging.getLogger("ag.serve")
+
+#: The id of the request that is being answered, for the log.
+request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 SILENCE_SECONDS = 15.0  # between two signs of life on a stream; proxies often close after 30 or 60 seconds
 
@@ -39,7 +45,7 @@ class Answers:
     Args:
         prompts: the prompts.
         scheduler: generates the answers in another thread.
-        timed: is called with the seconds of each token and whether it is the first one of its answer.
+        metrics: record what was asked for, the seconds of each token, and the ends.
 
     Raises:
         Busy: when the queue is full; none of the prompts is read then.
@@ -47,12 +53,13 @@ class Answers:
         UserError: for a prompt that no empty pool and no context could hold.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], scheduler: Scheduler, timed: Callable[[float, bool], None]) -> None:
+    def __init__(self, prompts: Sequence[Prompt], scheduler: Scheduler, metrics: Metrics) -> None:
         self._prompts = [prompt for prompt in prompts for _ in range(prompt.request.n)]  # by answer
         self._read = sum(len(prompt.request.tokens) for prompt in prompts)
-        self._written = 0
-        self._since = time.monotonic()
-        self._timed, self._loop = timed, asyncio.get_running_loop()
+        self._written, self._tokens = 0, [0] * len(self._prompts)  # of all answers, and of each
+        self._since, self._id, self._scheduler = time.monotonic(), request_id.get(), scheduler
+        self._failed = False  # whether an error ended an answer, and so the others
+        self._metrics, self._loop = metrics, asyncio.get_running_loop()
         self._last: dict[int, float] = {}  # time of the last token of each answer
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._streams: list[Stream] = []
@@ -62,6 +69,8 @@ class Answers:
         except Exception:
             self._cancel()
             raise
+        for prompt in prompts:
+            metrics.asked(prompt.request)
 
     @property
     def used(self) -> dict[str, Any]:
@@ -83,11 +92,14 @@ class Answers:
             event: a token, an error or the end.
         """
         number += first
+        if isinstance(event, Exception):
+            self._failed = True
         if isinstance(event, Token):
             now = time.monotonic()
-            self._timed(now - self._last.get(number, self._since), number not in self._last)
+            self._metrics.timed(now - self._last.get(number, self._since), number not in self._last)
             self._last[number] = now
             self._written += 1
+            self._tokens[number] += 1
         with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
 
@@ -106,6 +118,8 @@ class Answers:
             except TimeoutError:
                 yield None
                 continue
+            if isinstance(event, StoppedError) and self._written and not self._scheduler.failed:
+                event = None  # of several answers this one has no token when the server stops
             if isinstance(event, Exception):
                 raise event
             if event is None:
@@ -135,7 +149,9 @@ class Answers:
         text = "".join(token.text for token in tokens) + stream.text.rest()
         if stream.text.stopped:
             tokens = [token for token in tokens if token.place < stream.text.given]
-        return Piece(number, text, tuple(tokens), "stop" if stream.reason == "stop" else "length")
+        reason: Literal["stop", "length"] = "stop" if stream.reason == "stop" or stream.text.stopped else "length"
+        self._metrics.ended(reason, self._tokens[number])
+        return Piece(number, text, tuple(tokens), reason)
 
     async def whole(self) -> list[Piece]:
         """Return each answer as one piece."""
@@ -149,10 +165,13 @@ class Answers:
 
     def close(self) -> None:
         """Cancel the answers that have not ended, so that their blocks are freed, and write a line into the log."""
+        ends = Counter(stream.reason or ("error" if self._failed else "cancelled") for stream in self._streams)
         self._cancel()
-        ends = "+".join(stream.reason or "open" for stream in self._streams)
+        reasons = ", ".join(
+            reason if len(self._streams) == 1 else f"{count} {reason}" for reason, count in ends.items()
+        )
         seconds = time.monotonic() - self._since
-        logger.info("%d tokens read, %d written, %.2f s, %s", self._read, self._written, seconds, ends)
+        logger.info("%s: %d tokens read, %d written, %.2f s, %s", self._id, self._read, self._written, seconds, reasons)
 
     def _cancel(self) -> None:
         for stream in self._streams:

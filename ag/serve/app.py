@@ -34,7 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ag.commands.serve import ServeConfig
 from ag.engine.block_pool import PoolFullError
 from ag.errors import UserError
-from ag.serve.answers import Answers, where
+from ag.serve.answers import Answers, request_id, where
 from ag.serve.metrics import Metrics, Status, as_text
 from ag.serve.prompts import ASKED, Prompts, policy_text
 from ag.serve.protocol import ApiError, Form, parse
@@ -182,7 +182,7 @@ class Endpoints(ABC):
                     yield part
         except Exception as error:
             if begun:
-                yield f"data: {json.dumps(api_error(error).body)}\n\n".encode()
+                yield f"data: {json.dumps(_seen(error, 'broken off').body)}\n\n".encode()
             else:
                 response = refusal(error)
                 yield start(response)
@@ -257,11 +257,16 @@ class PartsResponse(StreamingResponse):
 
 
 def with_request_ids(app: ASGIApp) -> ASGIApp:
-    """Return an app that adds the header ``X-Request-Id`` to every response: that of the request, or a new one."""
+    """Return an app that adds the header ``X-Request-Id`` to every response: that of the request, or a new one.
+
+    The log has it too.
+    """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id") if scope["type"] == "http" else None
-        name = (b"x-request-id", (given or uuid.uuid4().hex).encode("latin-1"))
+        told = given or uuid.uuid4().hex
+        name = (b"x-request-id", told.encode("latin-1"))
+        request_id.set(re.sub("[^!-~]", "?", told)[:64])  # a client may send any signs
 
         async def add(message: Message) -> None:
             more = {"headers": [*message["headers"], name]} if message["type"] == "http.response.start" else {}
@@ -285,7 +290,7 @@ class Service(Endpoints):
         most = 2 * (scheduler.queue + scheduler.batch)
         super().__init__(name, policy_text(scheduler.policy), config, most)
         self.prompts = Prompts(scheduler, config)
-        self.scheduler, self._metrics = scheduler, Metrics(scheduler.snapshot)
+        self.scheduler, self._metrics = scheduler, Metrics(scheduler.snapshot, scheduler.context)
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._encoder = ThreadPoolExecutor(1, "encoder")  # one thread, as a tokenizer cannot encode two texts at once
 
@@ -330,7 +335,7 @@ class Service(Endpoints):
         if form is None:
             form = Form(asked, self.scheduler.vocabulary, self.prompts.divider(asked, found[0].request.tokens))
         try:
-            answers = Answers(found, self.scheduler, self._metrics.timed)
+            answers = Answers(found, self.scheduler, self._metrics)
         except (Busy, StoppedError):
             raise
         except UserError as error:  # too long for the pool
@@ -359,9 +364,17 @@ async def _refuse(http: Http, error: Exception) -> Response:
 
 def refusal(error: Exception) -> Response:
     """Return the response for an error, in OpenAI's form."""
-    found = api_error(error)
+    found = _seen(error)
     more = {401: {"WWW-Authenticate": "Bearer"}, 429: RETRY, 503: RETRY}
     return JSONResponse(found.body, found.status, more.get(found.status))
+
+
+def _seen(error: Exception, how: str = "refused") -> ApiError:
+    """Return the error that a client sees, after a line of the log, which has no part of the request."""
+    found = api_error(error)
+    reason = found.code or found.body["error"]["type"]
+    logger.info("%s: %s with %d %s", request_id.get(), how, found.status, reason)
+    return found
 
 
 def api_error(error: Exception) -> ApiError:

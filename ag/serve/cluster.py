@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,7 @@ from ag.commands.serve import ServeConfig
 from ag.config.recipes import resolve
 from ag.continuation import read_policy
 from ag.errors import UserError
+from ag.serve.answers import request_id
 from ag.serve.app import Endpoints, api_error
 from ag.serve.metrics import Status, labelled
 from ag.serve.prompts import policy_text
@@ -47,6 +49,8 @@ try:
     from ray.serve.handle import DeploymentHandle
 except ModuleNotFoundError as error:
     raise UserError("ag.serve needs Ray Serve with cluster=...: pip install 'ag[serve,cluster]'.") from error
+
+logger = logging.getLogger("ag.serve")
 
 APP = "ag"  # the application's name on the cluster
 TRIES = 3  # replicas that a request is sent to if each one dies
@@ -82,9 +86,13 @@ class Replica:
         if self._service.scheduler.failed:
             raise StoppedError("the scheduler has failed.")
 
-    async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes | None]:
-        """Answer a request as :meth:`Endpoints.told` does, after a None that says that a replica has received it."""
+    async def ask(self, path: str, body: bytes, name: str) -> AsyncGenerator[Message | bytes | None]:
+        """Answer a request as :meth:`Endpoints.told` does, after a None that says that a replica has received it.
+
+        ``name`` is the request's id in the log.
+        """
         yield None
+        request_id.set(name)
         async with aclosing(self._service.told(path, body)) as answered:
             async for part in answered:
                 yield part
@@ -108,6 +116,7 @@ class Front(Endpoints):
         self._replicas = replicas
 
     def __serve_build_asgi_app__(self) -> FastAPI:
+        log()
         return self.app()
 
     async def status(self) -> Status:
@@ -157,7 +166,9 @@ class Front(Endpoints):
         session, pause = conversation(body), 0.0
         for _ in range(TRIES):
             await asyncio.sleep(pause)
-            answer: Any = self._replicas.options(stream=True, session_id=session).ask.remote(path, body)
+            answer: Any = self._replicas.options(stream=True, session_id=session).ask.remote(
+                path, body, request_id.get()
+            )
             try:
                 async with asyncio.timeout(self.config.wait_seconds):
                     await anext(answer)  # a replica has received the request
@@ -271,12 +282,14 @@ def run_on(address: str, config: ServeConfig) -> int:
         serve.start(http_options={"host": config.host, "port": port}, logging_config=LOGGING)
         if APP in serve.status().applications:
             raise UserError(f"cluster={address}: it serves already: `serve shutdown` ends that.")
+        log()
         try:
             _serve_until_signal(made, lambda: announce(config, str(config.name), config.host, port))
         finally:
             serve.delete(APP)
             if address == "local":
                 serve.shutdown()  # type: ignore[no-untyped-call]
+    logger.info("stopped")
     return 0
 
 
@@ -287,11 +300,19 @@ def _serve_until_signal(made: serve.Application, ready: Callable[[], None]) -> N
     except RuntimeError:
         reasons = [one.message for one in serve.status().applications[APP].deployments.values() if one.message]
         raise UserError(f"cluster: no replica could start: {' '.join(' '.join(reasons).split())[-600:]}") from None
-    stop = threading.Event()
+    stop, names = threading.Event(), list[str]()
+
+    def end_by(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(1)
+        names.append(signal.Signals(number).name)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(1) if stop.is_set() else stop.set())
+        signal.signal(number, end_by)
     ready()
     stop.wait()
+    logger.info("%s: open requests have %.0f s", *names, DRAIN_SECONDS)
     end = time.monotonic() + DRAIN_SECONDS
     while any(front.broadcast("drain").results(timeout_s=LOOK_SECONDS)) and time.monotonic() < end:
         time.sleep(0.1)

@@ -102,27 +102,35 @@ class Detokenizer:
         """Add the next token; returns the text that became final."""
         self._least -= 1
         if token in self._ends and self._least < 0:
+            self._read(b"", last=True)
+            self._held += self._ends[token] if self._include_stop and not self.stopped else ""
             self.stopped = True
-            self._held += self._ends[token] if self._include_stop else ""
             return self.rest()
         found = self._vocabulary.bytes_of(token)
         if found and self._begins:
             found, self._begins = self._vocabulary.bytes_of(token, first=True), False
-        new = self._bytes.decode(self._special.get(token, found))
-        self.length += len(new)
-        self._held += new
+        self._read(self._special.get(token, found))
+        if self.stopped:
+            return self.rest()
+        return self._give(len(self._held) - max((_begun(self._held, text) for text in self._stop), default=0))
+
+    def rest(self) -> str:
+        """Return the text that was held back, with U+FFFD for half a character; call this after the last token."""
+        if not self.stopped:
+            self._read(b"", last=True)
+        return self._give(len(self._held))
+
+    def _read(self, new: bytes, last: bool = False) -> None:
+        """Hold back the characters that new bytes complete, up to a stop text; ``last`` ends the text."""
+        text = self._bytes.decode(new, last)
+        self.length += len(text)
+        self._held += text
         stop = self._stop if self._least < 0 else ()
         places = [(place, text) for text in stop if (place := self._held.find(text)) >= 0]
         if places:
             place, text = min(places)
             self.stopped = True
             self._held = self._held[: place + len(text) * self._include_stop]
-            return self.rest()
-        return self._give(len(self._held) - max((_begun(self._held, text) for text in self._stop), default=0))
-
-    def rest(self) -> str:
-        """Return the text that was held back; call this after the last token."""
-        return self._give(len(self._held))
 
     def _give(self, characters: int) -> str:
         given, self._held = self._held[:characters], self._held[characters:]

@@ -51,11 +51,11 @@ class Prompts:
     def __init__(self, scheduler: Scheduler, limits: ServeConfig) -> None:
         self.tokenizer, self.limits = scheduler.tokenizer, limits
         self._texts, self._batch, self._queue = scheduler.vocabulary, scheduler.batch, scheduler.queue
-        self._model, self._own = scheduler.model, scheduler.policy
+        self._model, self._own, self._ends_of = scheduler.model, scheduler.policy, scheduler.ends_of
         self._policy = lru_cache(POLICIES, typed=True)(self._made)
         self.context, self._vocabulary = scheduler.context, scheduler.model.config.get_text_config().vocab_size
         self._grammars = Grammars(self.tokenizer, self._vocabulary, scheduler.ends)
-        self._calls = calls_of(self.tokenizer)
+        self._calls, self._ruled_calls = calls_of(self.tokenizer), calls_of(self.tokenizer, ruled=True)
 
     def __call__(self, asked: Body) -> list[Prompt] | dict[str, Any]:
         """Return the requests, one for each prompt, or what ``/tokenize`` and ``/detokenize`` return.
@@ -116,7 +116,12 @@ class Prompts:
             "wait_seconds": self.limits.wait_seconds,
             "answer_seconds": self.limits.answer_seconds,
         }
-        return Request(**(same | other))
+        request = Request(**(same | other))
+        try:
+            self._ends_of(request)
+        except UserError as error:
+            raise ApiError(400, str(error), "min_tokens") from None
+        return request
 
     def _made(self, text: str | None, budget: int | float | None) -> Policy | None:
         """Return the policy of a request; None means the server's.
@@ -128,7 +133,7 @@ class Prompts:
             return None
         try:
             spec = own.spec if text is None else PolicySpec.parse(text)
-            if spec.path not in (None, own.spec.path):
+            if text is not None and spec.path is not None:
                 raise UserError(f"ag.policy={text!r:.80}: expected no path: gates are those of the server.")
             same = spec.resolved().scorer == own.spec.resolved().scorer
             evicts = spec.takes_budget
@@ -170,10 +175,13 @@ class Prompts:
 
     def divider(self, asked: Asked, tokens: Sequence[int]) -> Callable[[], Divider] | None:
         """Return what makes the divider of an answer to a prompt; None means that an answer is content alone."""
-        if not isinstance(asked, ChatAsked) or not asked.callable or self._calls is None:
+        if not isinstance(asked, ChatAsked) or not asked.callable:
+            return None
+        calls = self._ruled_calls if asked.rule or asked.forced else self._calls
+        if calls is None:
             return None
         tools = asked.variables["tools"]
-        return partial(Divider, self._calls, self.tokenizer.decode(tokens), tools, asked.parallel_tool_calls)
+        return partial(Divider, calls, self.tokenizer.decode(tokens), tools, asked.parallel_tool_calls)
 
     def _grammar(self, asked: Asked, tokens: Sequence[int]) -> Any:
         """Return a matcher of the grammar that the answers to a prompt follow; None means free text."""
@@ -234,6 +242,7 @@ class Prompts:
         elif asked.echo:
             reader = Detokenizer(self._texts, special=True)
             pieces = [reader.add(token) for token in ids]
+            pieces[-1:] = [piece + reader.rest() for piece in pieces[-1:]]  # half a character
         request = self._request(asked, ids, (asked.ag and asked.ag.protect) or (), param)
         places = accumulate(map(len, pieces), initial=0)
         echo = tuple(Token(*each) for each in zip(ids, pieces, places, strict=False))
@@ -306,5 +315,6 @@ class Prompts:
 
 
 def policy_text(chosen: Policy) -> str:
-    """Return the text of a policy with its budget."""
-    return str(chosen.spec) + (f" {chosen.budget}" if chosen.budget else "")
+    """Return the label of a policy, or its text without a path, with its budget; clients see it."""
+    name = chosen.spec.label or str(replace(chosen.spec, path=None))
+    return name + (f" {chosen.budget}" if chosen.budget else "")

@@ -493,7 +493,7 @@ class Form:
     """
 
     def __init__(self, asked: Asked, vocabulary: Vocabulary, divider: Callable[[], Divider] | None = None) -> None:
-        self.asked, self.text_of, self._chat = asked, vocabulary.text, isinstance(asked, ChatAsked)
+        self.asked, self._vocabulary, self._chat = asked, vocabulary, isinstance(asked, ChatAsked)
         name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._dividers: dict[int, Divider] | None = None if divider is None else defaultdict(divider)  # by answer
         self._head = {"id": name, "created": int(time.time()), "model": asked.model}
@@ -572,7 +572,7 @@ class Form:
         best = token.best[: self.asked.prompt_logprobs]
         ranked = [(other, logprob, rank) for rank, (other, logprob) in enumerate(best, 1)]
         return {
-            other: {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.text_of(other)}
+            other: {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._vocabulary.text(other)}
             for other, logprob, rank in [*ranked, (token.id, token.logprob, token.rank)]
         }
 
@@ -580,9 +580,9 @@ class Form:
 
     def _of_chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
         def value(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self.text_of(token)  # U+FFFD stands for a part of a character, whose bytes are unknown here
-            known = None if "\ufffd" in text else list(text.encode())
-            return {"token": text, "bytes": known, "logprob": _finite(logprob)}
+            text = self._vocabulary.text(token)  # U+FFFD stands for a part of a character
+            spelled = self._vocabulary.bytes_of(token) or text.encode()  # of a special token
+            return {"token": text, "bytes": [*spelled], "logprob": _finite(logprob)}
 
         best = [[value(*other) for other in token.best] for token in tokens]
         found = [value(token.id, token.logprob) for token in tokens]
@@ -590,7 +590,7 @@ class Form:
 
     def _of_text(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {
-            "tokens": [self.text_of(token.id) for token in tokens],
+            "tokens": [self._vocabulary.text(token.id) for token in tokens],
             "token_logprobs": [_finite(token.logprob) if token.rank else None for token in tokens],
             "top_logprobs": [self._best(token) if token.rank else None for token in tokens],
             "text_offset": [token.place for token in tokens],
@@ -605,7 +605,7 @@ class Form:
         values = dict(token.best[: self.asked.best]) | {token.id: token.logprob}
         names: dict[str, int] = {}
         for other in [token.id, *values]:
-            names.setdefault(self.text_of(other), other)
+            names.setdefault(self._vocabulary.text(other), other)
         texts = {other: text for text, other in names.items()}
         return {texts.get(other, f"token_id:{other}"): _finite(value) for other, value in values.items()}
 

@@ -184,6 +184,8 @@ class Scheduler:
         #: True when :meth:`run` has raised.
         self.failed = False
         ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+        #: The bounds of requests under its own policy.
+        self.admission = self._main.admission
         #: Ids of tokens that end a text.
         self.ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
         self._show()
@@ -208,8 +210,7 @@ class Scheduler:
         self._check(request, need)
         text, now = torch.tensor(request.tokens, dtype=torch.long), self._clock()
         answers = []
-        ends = {*request.stop_token_ids} | (set() if request.ignore_eos else self.ends)
-        special = {self.vocabulary.special[stop] for stop in request.stop if stop in self.vocabulary.special}
+        ends, special = self.ends_of(request)
         for number in range(request.n):
             detokenizer = Detokenizer(
                 self.vocabulary,
@@ -239,6 +240,22 @@ class Scheduler:
             self._lock.notify()
         return streams
 
+    def ends_of(self, request: Request) -> tuple[set[int], set[int]]:
+        """Return the tokens that end the answers to a request: by their ids, and by a stop text that is their name.
+
+        Raises:
+            UserError: when all tokens do, and ``min_tokens`` forbids them.
+        """
+        ends = {*request.stop_token_ids} | (set() if request.ignore_eos else self.ends)
+        special = {self.vocabulary.special[stop] for stop in request.stop if stop in self.vocabulary.special}
+        if request.min_tokens and len(ends | special) >= self.model.config.get_text_config().vocab_size:
+            raise UserError(
+                f"min_tokens={request.min_tokens}: each token of the model ends the answer, by stop_token_ids, stop or "
+                "as an end token of the model, so that no answer can have so many: expected min_tokens=0, or fewer "
+                "stop tokens."
+            )
+        return ends, special
+
     def run(self) -> None:
         """Answer requests until :meth:`stop` is called and no request is left.
 
@@ -259,7 +276,11 @@ class Scheduler:
             raise
 
     def stop(self, why: str = "") -> None:
-        """Let :meth:`run` return once no request is left; with a reason, every answer ends now with that error."""
+        """Let :meth:`run` return once no request is left; with a reason, every answer ends now.
+
+        An answer without a token ends with that error, as does every one if the scheduler has failed; another one ends
+        with what was written of it.
+        """
         with self._lock:
             self._stopping = True
             self._stopped = StoppedError(why) if why else None
@@ -604,7 +625,8 @@ class Scheduler:
     def _unwanted(self, answer: _Answer, waiting: bool = False) -> bool:
         """End an answer if it was cancelled or is past a time limit; returns whether it ended."""
         if self._stopped is not None:
-            self._finish(answer, None, self._stopped)
+            cut = answer.written > 0 and not self.failed
+            self._finish(answer, "timeout" if cut else None, None if cut else self._stopped)
             return True
         limits = [answer.request.answer_seconds, answer.request.wait_seconds if waiting else None]
         late, waited = (limit is not None and self._clock() - answer.since > limit for limit in limits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 import time
 from types import FrameType
 
@@ -19,6 +21,8 @@ except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     raise UserError(f"ag.serve needs {missing}: pip install 'ag[serve]'.") from error
 
+logger = logging.getLogger("ag.serve")
+
 CLOSE_SECONDS = 2  # for connections after the answers
 
 
@@ -33,8 +37,8 @@ def run(asked: Invocation[ServeConfig]) -> int:
         from ag.serve.cluster import run_on
 
         return run_on(config.cluster, config)
-    service = serving(config)
     log()
+    service = serving(config)
     listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
     announce(config, service.name, host, port)
@@ -46,7 +50,9 @@ def run(asked: Invocation[ServeConfig]) -> int:
         lifespan="on",
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )
-    Server(service, settings).run([listener])
+    server = Server(service, settings)
+    server.run([listener])
+    logger.info("stopped, %d requests cut", server.cut)
     return 0
 
 
@@ -62,20 +68,28 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._end: float | None = None  # when running answers are cut
+        self._signal = ""  # name of the first signal, until the log has it
+        #: Requests whose answers were cut at the end.
+        self.cut = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests after SIGTERM or Ctrl-C; end at once after a second one."""
         if self._end is not None:
             self.should_exit = self.force_exit = True
+            self.cut = self._service.open
             return
         self._service.draining = True
-        self._end = time.monotonic() + DRAIN_SECONDS
+        self._end, self._signal = time.monotonic() + DRAIN_SECONDS, signal.Signals(sig).name
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to end; uvicorn calls this ten times a second."""
         if self._end is not None:
+            if self._signal:  # not in the handler, which may interrupt the log
+                logger.info("%s: %d open requests have %.0f s", self._signal, self._service.open, DRAIN_SECONDS)
+                self._signal = ""
             over = time.monotonic() > self._end
-            if over:
+            if over and not self.should_exit:
+                self.cut = self._service.open
                 self._service.scheduler.stop(STOPPING)
             self.should_exit |= over or not self._service.open
         return await super().on_tick(counter)

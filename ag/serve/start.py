@@ -16,15 +16,21 @@ from ag.engine.block_pool import Pool
 from ag.errors import UserError
 from ag.serve.answers import where
 from ag.serve.app import Service
+from ag.serve.request import Request
 from ag.serve.scheduler import Scheduler
 
+logger = logging.getLogger("ag.serve")
+
+REQUEST = 4096  # tokens of the request by which the log says what fits; fewer where the context is shorter
+ANSWER = 8  # one token in so many of them is of the answer
 DRAIN_SECONDS = 24.0  # for running answers after SIGTERM; orchestrators kill after 30
 
 
 def serving(config: ServeConfig) -> Service:
-    """Load the model, and return its endpoints."""
+    """Load the model, and return its endpoints; the log says what fits."""
     chosen = read_policy(config)
     model, tokenizer = load(config, chosen.spec.path or config.gates)
+    chosen = replace(chosen, spec=replace(chosen.spec, path=None))  # clients read its text in answers and errors
     scheduler = Scheduler(
         model,  # type: ignore[arg-type]  # a PeftModel forwards every attribute
         tokenizer,
@@ -35,7 +41,21 @@ def serving(config: ServeConfig) -> Service:
         queue=config.queue,
         prompt_lookup=config.prompt_lookup,
     )
-    return Service(scheduler, config.name or Path(str(model.config.name_or_path)).name, config)
+    service = Service(scheduler, config.name or Path(str(model.config.name_or_path)).name, config)
+    logger.info("policy %s, %s", service.policy, room(scheduler))
+    return service
+
+
+def room(scheduler: Scheduler) -> str:
+    """Return what fits into the pool of a scheduler: tokens of a whole cache, and requests under the policy."""
+    length = min(REQUEST, scheduler.context or REQUEST)
+    request = Request(tokens=[0] * (length - length // ANSWER), max_tokens=length // ANSWER)
+    fits = min(scheduler.admission.at_once(request, scheduler.pool.capacity), scheduler.batch)
+    tokens = scheduler.admission.whole_tokens(scheduler.pool.capacity)
+    return (
+        f"memory for {tokens:,} tokens of a whole cache: fits {fits} requests of {length:,} tokens "
+        f"({request.max_tokens:,} of the answer)"
+    )
 
 
 def with_key(config: ServeConfig) -> ServeConfig:
@@ -66,7 +86,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def log() -> None:
-    """Write a line on stderr for each request."""
+    """Write the log on stderr: the start, a line for each request, and the end."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Line("%(asctime)s %(message)s"))
     for name, level in (("ag.serve", logging.INFO), ("uvicorn", logging.WARNING)):

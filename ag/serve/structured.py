@@ -35,9 +35,12 @@ class Grammars:
     @cached_property
     def _tokens(self) -> Any:
         """The tokens as llguidance has them; it takes seconds to make them of a large vocabulary."""
+        from llguidance import LLTokenizer, TokenizerWrapper
         from llguidance.hf import from_tokenizer
 
-        return from_tokenizer(self._tokenizer, self._vocabulary, sorted(self._ends) or None)
+        made = from_tokenizer(self._tokenizer, self._vocabulary, sorted(self._ends) or None)
+        plain: Any = TokenizerWrapper(_PlainText(made))
+        return LLTokenizer(plain, n_vocab=self._vocabulary, eos_token=made.eos_tokens)
 
     def __call__(self, kind: str, text: str) -> Any:
         """Return a matcher that has read nothing.
@@ -64,6 +67,32 @@ class Grammars:
         if wrong:
             raise UserError(f"expected a valid {kind} that llguidance supports: {' '.join(wrong.split()):.300}.")
         return matcher
+
+
+class _PlainText:
+    """A tokenizer of llguidance whose tokens spell each text letter by letter.
+
+    Where a grammar allows one text alone, llguidance asks for the tokens of that text. Those of the model's tokenizer
+    may spell another text: ``<|im_end|>`` becomes a special token, and a normalizer composes accents.
+
+    Args:
+        made: the tokenizer of llguidance.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, made: Any) -> None:
+        self._made, self.eos_token_id = made, made.eos_token
+        self.tokens = [made.decode_bytes([token]) for token in range(made.vocab_size)]
+        self.special_token_ids = [token for token in range(made.vocab_size) if made.is_special_token(token)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return the tokens of a text in UTF-8: those of the tokenizer, or the longest ones where those differ."""
+        found: list[int] = self._made.tokenize_bytes(text)
+        special = any(map(self._made.is_special_token, found))
+        if special or self._made.decode_bytes(found) != text:
+            found = self._made.greedy_tokenize(text.decode())
+        return found
 
 
 class Masks:

@@ -113,14 +113,19 @@ def _families(end: str) -> dict[str, Calls]:
     }
 
 
-def calls_of(tokenizer: Any) -> Calls | None:
+def calls_of(tokenizer: Any, ruled: bool = False) -> Calls | None:
     """Return how the chat template of a tokenizer writes calls; None means that neither it nor its family says so.
 
     The tokenizer's own response template comes before that of the family.
+
+    Args:
+        tokenizer: of transformers.
+        ruled: whether the answers follow a grammar, where the text of an end token is a part of the answer.
     """
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    end = rf"\s*(?:{'|'.join(re.escape(text) for text in ENDS if text in special) or '(?!)'})"
+    ends = [re.escape(text) for text in ENDS if text in special and not ruled]
+    end = rf"\s*(?:{'|'.join(ends) or '(?!)'})"
     family = next((calls for pattern, calls in _families(end).items() if re.search(pattern, template)), None)
     own = getattr(tokenizer, "response_template", None)
     if own is None:

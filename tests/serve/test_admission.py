@@ -6,9 +6,13 @@ import random
 
 import pytest
 
-import ag
-from ag.serve import Request, Scheduler
-from tests.support.gates_for import gates_for
+pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
+pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
+
+import ag  # noqa: E402
+from ag.serve import Request, Scheduler  # noqa: E402
+from ag.serve.start import room  # noqa: E402
+from tests.support.gates_for import gates_for  # noqa: E402
 
 #: Policies whose bound is met exactly by a long answer, by name.
 EXACT = {
@@ -94,6 +98,30 @@ def test_no_answer_takes_more_than_it_is_admitted_with(tiny_llama, tiny_mistral,
     if name in EXACT or name == "window":
         need, _, writing = needs[0]
         assert writing == need.writing
+
+
+@pytest.mark.parametrize("name", ["full", "prefill", "every"])
+def test_as_many_requests_run_at_once_as_the_log_says(tiny_llama, tiny_tokenizer, name):
+    model, request = model_of(name, tiny_llama, None), Request(tokens=[7] * 90, max_tokens=30)
+    scheduler = Scheduler(model, tiny_tokenizer, EXACT[name], ag.Pool(model, 2**19))
+    fits, most = scheduler.admission.at_once(request, scheduler.pool.capacity), 0
+    for _ in range(fits + 2):
+        scheduler.submit(request)
+    while scheduler.busy:
+        scheduler.step()
+        most = max(most, len(scheduler._running))
+    assert most == fits > 2 and scheduler.admission.at_once(request, scheduler.pool.capacity // 99) == 0
+
+
+def test_what_fits_is_said_in_tokens_of_a_whole_cache(tiny_llama, tiny_tokenizer):
+    model = tiny_llama(eos_token_id=None)
+    scheduler = Scheduler(model, tiny_tokenizer, "h2o", ag.Pool(model, 2**18), 40)
+    tokens, size = scheduler.admission.whole_tokens(scheduler.pool.capacity), scheduler.pool.tokens[0]
+    rows = sum(heads for heads, _ in scheduler.admission._rows)
+    assert rows * (tokens // size) <= scheduler.pool.capacity < rows * (tokens // size + 1)
+    context = scheduler.context
+    assert f"memory for {tokens:,} tokens of a whole cache" in room(scheduler)
+    assert f"requests of {context:,} tokens ({context // 8:,} of the answer)" in room(scheduler)
 
 
 @pytest.mark.parametrize("blocks", [40, 60])

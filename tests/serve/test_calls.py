@@ -253,6 +253,23 @@ def test_forced_calls(served, family):
             assert (found.finish_reason, found.message.content) == ("tool_calls", None)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_of_an_end_token_stays_in_answers_by_a_rule(served, family):
+    """In arguments of a forced call, and in an answer by a schema beside tools."""
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install 'ag[structured]'")
+    text = "Os </s>lo"
+    town = {"town": {"enum": [text]}}
+    tool = {"name": "rain", "parameters": TOWN | {"properties": town, "additionalProperties": False}}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [text]}}}
+    fields = {"tools": [{"type": "function", "function": tool}]}
+    with asked(served(family), answer_tokens=300) as (client, *_):
+        forced = both(client, **fields, tool_choice="required")
+        bias = FEW_BLANKS | {str(byte_tokenizer().convert_tokens_to_ids('"')): 100}
+        free = both(client, **fields, response_format=schema, logit_bias=bias)
+    assert called(forced) == [{"name": "rain", "arguments": {"town": text}}]
+    assert (free.message.content, called(free)) == (json.dumps(text), [])
+
+
 def test_a_special_token_may_end_the_thoughts_before_a_forced_call():
     pytest.importorskip("llguidance", reason="needs llguidance: pip install 'ag[structured]'")
     tokenizer = tokenizer_of("hermes")

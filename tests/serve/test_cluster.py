@@ -127,7 +127,7 @@ def test_a_replica_with_a_failed_scheduler_is_not_healthy(tiny, tmp_path):
         replica.check_health()
         replica._service.scheduler.step = None  # so that the thread raises
         body = json.dumps({"model": config.name, "prompt": "x"}).encode()
-        received, begin, *_ = [message async for message in replica.ask("/v1/completions", body)]
+        received, begin, *_ = [message async for message in replica.ask("/v1/completions", body, "mine")]
         assert (received, begin["status"]) == (None, 503)
         with refuses(StoppedError, "failed"):
             replica.check_health()
@@ -152,7 +152,7 @@ class Replicas:
     def options(self, **options):
         return self
 
-    def remote(self, path, body):
+    def remote(self, path, body, name):
         self.times.append(time.monotonic())
         return Answer(next(self._begins))
 

@@ -86,7 +86,31 @@ def test_any_tokens_become_the_text_of_their_bytes(kind):
         for token in tokens:
             text, said = text + made.add(token), said + says(token)
             assert text == codecs.getincrementaldecoder("utf-8")("replace").decode(said), tokens
-        assert made.rest() == "" and made.given == made.length == len(text)
+        text += made.rest()
+        assert text == said.decode("utf-8", "replace") and made.given == made.length == len(text)
+        assert made.rest() == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_a_character_before_the_end(kind):
+    """It is U+FFFD before a stop text that is a special token, and no part of what comes after another one."""
+    vocabulary, half = Vocabulary(KINDS[kind][0]), bytes_as_tokens(b"a\xe4\xb8")
+    end = SPECIAL.index("<end>")
+    for include, text in ((False, "a\ufffd"), (True, "a\ufffd<end>")):
+        made = Detokenizer(vocabulary, ["<end>"], include_stop=include)
+        assert "".join(map(made.add, [*half, end])) + made.rest() == text and made.stopped
+        made = Detokenizer(vocabulary, ["a", "x"], include_stop=include)
+        assert "".join(map(made.add, half)) + made.rest() == "a" * include and made.stopped
+    made = Detokenizer(vocabulary, ["\ufffd"])
+    assert ("".join(map(made.add, half)) + made.rest(), made.stopped) == ("a", True)
+    made = Detokenizer(vocabulary, ["<end>", "\ufffd"], include_stop=True)
+    assert "".join(map(made.add, [*half, end])) + made.rest() == "a\ufffd"
+
+
+def test_a_token_may_end_a_stop_text_and_begin_a_character():
+    made = Detokenizer(Vocabulary(level_tokenizer()), ["\u00e9"])
+    token = len(SPECIAL) + LEVEL.index(b"\xc3\xa9\xe4")
+    assert (made.add(token), made.rest(), made.stopped) == ("", "", True)
 
 
 def test_a_continuation_begins_with_its_space():

@@ -69,6 +69,11 @@ def test_clients_come_and_leave_and_sigterm_lets_answers_end(tiny, served):
         assert client.completions.create(**body | {"max_tokens": 3}).usage.completion_tokens == 3
     assert idle(address)[cancelled] == before + 2
     log = (folder / "stderr").read_text()
+    (start,) = [line for line in log.splitlines() if "policy" in line]
+    assert "policy h2o 0.5, memory for " in start and " requests of 4,096 tokens" in start
+    refused = httpx.post(f"{address}/v1/completions", json={}, headers={"X-Request-Id": "some-id"})
+    assert refused.status_code == 401
+    assert "some-id: refused with 401 invalid_api_key" in (folder / "stderr").read_text()
     assert "3 written" in log and not [secret for secret in ("secret", KEY, "folder") if secret in log]
 
     body = {"model": "tiny", "prompt": "x", "max_tokens": 1000, "temperature": 0}
@@ -82,6 +87,9 @@ def test_clients_come_and_leave_and_sigterm_lets_answers_end(tiny, served):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
         pieces = [begun, *stream]
     assert process.wait(30) == 0
+    *_, end, last = (folder / "stderr").read_text().splitlines()
+    assert "written" in end and last.endswith("stopped, 0 requests cut")
+    assert "SIGTERM: 1 open requests have 24 s" in (folder / "stderr").read_text()
     request = Request(tokens=byte_tokenizer()("x")["input_ids"], max_tokens=1000)
     expected = said(alone(tiny, ag.policy("h2o", 0.5), request))
     assert "".join(piece.choices[0].text for piece in pieces) == expected

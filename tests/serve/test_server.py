@@ -225,6 +225,38 @@ def test_each_of_the_most_probable_tokens_has_its_name(fallback, best):
         assert place == 2
 
 
+@pytest.mark.parametrize("end", [{"max_tokens": 2}, {"max_tokens": 3, "stop_token_ids": [2]}, {"stop": "</s>"}])
+def test_half_a_character_at_the_end_of_an_answer(fallback, end):
+    """It is U+FFFD, whole and in a stream, in each of several answers; with log-probabilities it has its bytes."""
+    client, http, service = fallback
+    service.scheduler.tokenizer.chat_template = "{{ messages[0].content }}"
+    first, half = bytes_as_tokens(b"a\xe4")
+    tokens = [first, half, 2]
+    grammar = {"grammar": "start: " + " ".join(f"<[{token}]>" for token in tokens)}
+    common = {"model": "tiny", "temperature": 0, "n": 2, "max_tokens": 3, "structured_outputs": grammar} | end
+    chat = common | {"messages": [{"role": "user", "content": "A"}], "logprobs": True, "top_logprobs": 20}
+    for path, body in (("completions", common | {"prompt": "A", "logprobs": 2}), ("chat/completions", chat)):
+        whole = http.post(f"/v1/{path}", json=body).json()["choices"]
+        pieces, _ = events(http.post(f"/v1/{path}", json=body | {"stream": True}))
+        for choice in whole:
+            streamed = [x for piece in pieces for x in piece["choices"] if x["index"] == choice["index"]]
+            if path == "completions":
+                assert choice["text"] == "".join(x["text"] for x in streamed) == "a\ufffd"
+                continue
+            assert choice["message"]["content"] == "a\ufffd"
+            assert "".join(x["delta"].get("content", "") for x in streamed) == "a\ufffd"
+            content = choice["logprobs"]["content"]
+            assert content == [one for x in streamed if x.get("logprobs") for one in x["logprobs"]["content"]]
+            assert bytes(byte for one in content[:2] for byte in one["bytes"]) == b"a\xe4"
+            assert all(other["bytes"] for one in content for other in one["top_logprobs"])
+
+
+def test_half_a_character_at_the_end_of_a_prompt(fallback):
+    prompt = bytes_as_tokens(b"xy\xe4\xb8")
+    answer = fallback[0].completions.create(model="tiny", prompt=prompt, max_tokens=0, echo=True, logprobs=0)
+    assert answer.choices[0].text == "xy\ufffd"
+
+
 # ---- refusals
 
 
@@ -246,6 +278,31 @@ def test_refused_parameters(client, change, param, words):
         client.completions.create(**BODY | {"extra_body": change, "stream": True})
     assert (refused.value.param, refused.value.type) == (param, "invalid_request_error")
     assert all(word in refused.value.message for word in words), refused.value.message
+
+
+ALL = [*range(VOCABULARY)]
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0}, {"temperature": 1, "top_p": 0.5}, {"n": 2, "stream": True}])
+@pytest.mark.parametrize(
+    "ends",
+    [{"stop_token_ids": ALL}, {"stop_token_ids": [*ALL[:2], *ALL[3:]]}, {"stop_token_ids": ALL[1:], "stop": "<pad>"}],
+)
+def test_no_token_may_come_where_all_end_the_answer(served, ends, change):
+    """By their ids, as the end token of the model, or as a stop text; the only other token comes where there is one."""
+    client, http, service = served
+    body = BODY | change | ends
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**BODY, extra_body=body | {"min_tokens": 1})
+    assert refused.value.param == "min_tokens" and "stop_token_ids" in refused.value.message
+    with refuses(UserError, "min_tokens=1", "stop_token_ids"):
+        more = {"stop_token_ids": ends["stop_token_ids"], "stop": (ends["stop"],) if "stop" in ends else ()}
+        service.scheduler.submit(Request(tokens=[7], min_tokens=1, **more))
+    first = client.completions.create(**BODY, extra_body=ends)
+    assert (first.usage.completion_tokens, first.choices[0].finish_reason) == (1, "stop")
+    rest = {"min_tokens": 2, "stop_token_ids": ALL[:70] + ALL[71:], "stream": False}
+    for choice in http.post("/v1/completions", json=body | rest | {"return_token_ids": True}).json()["choices"]:
+        assert choice["token_ids"][:2] == [70, 70] and choice["finish_reason"] in ("stop", "length")
 
 
 def test_invalid_bodies(served):
@@ -496,6 +553,118 @@ def test_what_signals_do(scheduler):
     assert made.force_exit
 
 
+def test_the_end_of_the_server_cuts_answers_to_what_was_written(scheduler, caplog):
+    """Whole and in a stream, also of several answers; a request without a token yet is refused."""
+    caplog.set_level("INFO", "ag.serve")
+
+    async def work(service, made):
+        body = BODY | NEVER | {"max_tokens": 450}
+        whole, stream = Connection(made, body | {"n": 1}), Connection(made, body | {"stream": True})
+        await until(lambda: scheduler.counts.tokens > 3 and scheduler.snapshot().waiting)
+        scheduler.batch = 9  # the stream runs too
+        await until(lambda: len(scheduler._running) == 2 and min(x.written for x in scheduler._running) > 3)
+        scheduler.batch = 2
+        several = Connection(made, body | {"prompt": ["a", "b"], "n": 1})
+        await until(lambda: scheduler.snapshot().waiting)
+        signalled = Server(service, uvicorn.Config(made))
+        signalled.handle_exit(signal.SIGTERM, None)
+        assert not await signalled.on_tick(1)
+        signalled._end = 0.0
+        assert await signalled.on_tick(1) and signalled.cut == 3
+        for each in (whole, stream, several):
+            await each.answer
+        return [
+            (each.status, b"".join(message.get("body", b"") for message in each.sent))
+            for each in (whole, stream, several)
+        ]
+
+    (whole, text), (stream, pieces), (several, error) = in_loop(scheduler, work)
+    assert (whole, stream, several) == (200, 200, 503)
+    answer = json.loads(text)
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["choices"][0]["text"]
+    assert 3 < answer["usage"]["completion_tokens"] < 450
+    *_, last = [json.loads(x) for x in pieces.decode().replace("data: ", "").split("\n\n") if x and x != "[DONE]"]
+    assert last["choices"][0]["finish_reason"] == "length" and pieces.endswith(b"data: [DONE]\n\n")
+    assert json.loads(error)["error"]["type"] == "server_error"
+    assert scheduler.counts.ended == {"timeout": 2, "error": 2}
+    assert "SIGTERM: 3 open requests have 24 s" in caplog.text
+
+
+def test_several_answers_of_which_one_has_no_token_at_the_end(tiny, caplog):
+    scheduler = Scheduler(tiny, byte_tokenizer(), "full", ag.Pool(tiny, 2**22), batch=1)
+    caplog.set_level("INFO", "ag.serve")
+
+    async def work(service, made):
+        asking = Connection(made, BODY | NEVER | {"prompt": ["a", "b"], "max_tokens": 450})
+        await until(lambda: scheduler.counts.tokens > 3)
+        scheduler.stop("the end")
+        await asking.answer
+        return asking.status, json.loads(asking.sent[1]["body"])
+
+    status, answer = in_loop(scheduler, work)
+    first, second = answer["choices"]
+    assert status == 200 and first["text"] and (second["text"], second["finish_reason"]) == ("", "length")
+    assert "1 timeout, 1 error" in caplog.text
+
+
+def test_the_log_has_a_line_for_each_request(tiny, caplog):
+    """With its id: what was answered and how it ended, or the status of a refusal, and nothing of the request."""
+    scheduler = Scheduler(tiny, byte_tokenizer(), "full", ag.Pool(tiny, 2**22), batch=4)
+    caplog.set_level("INFO", "ag.serve")
+
+    def line(ask, name="id"):
+        caplog.clear()
+        ask({"X-Request-Id": name})
+        (record,) = [record.getMessage() for record in caplog.records if record.name == "ag.serve"]
+        assert "secret" not in record
+        return record
+
+    with asked(scheduler) as (_, http, _):
+
+        def post(change, **more):
+            return lambda named: http.post("/v1/completions", json=BODY | change, headers=named | more)
+
+        answered = line(post({}))
+        several = line(post(NEVER | {"n": 3, "stream": True}))
+        refused = {
+            "400 invalid_value": post({"temperature": "secret"}),
+            "400 unknown_parameter": post({"secret": 1}),
+            "400 invalid_request_error": post({"prompt": [1, 400]}),
+            "401 invalid_api_key": post({}, Authorization="Bearer secret"),
+            "404 model_not_found": post({"model": "secret"}),
+            "404 invalid_request_error": lambda named: http.get("/secret", headers=named),
+            "415 invalid_request_error": post({}, **{"Content-Type": "text/secret"}),
+        }
+        for expected, ask in refused.items():
+            assert line(ask) == f"id: refused with {expected}"
+        assert line(post({"n": 0}), "a b\tsecre") == "a?b?secre: refused with 400 invalid_value"
+    assert answered.startswith("id: 5 tokens read, 4 written, ") and answered.endswith(" s, length")
+    assert several.startswith("id: 5 tokens read, 12 written, ") and several.endswith(" s, 3 length")
+
+
+def test_the_log_says_how_answers_ended_that_were_not_complete(tiny, monkeypatch, caplog):
+    """They were cancelled, as their client left, or an error ended them."""
+    scheduler = Scheduler(tiny, byte_tokenizer(), "full", ag.Pool(tiny, 2**22))
+    caplog.set_level("INFO", "ag.serve")
+    body = BODY | NEVER | {"max_tokens": 450, "n": 3, "stream": True}
+
+    async def work(service, made):
+        left = Connection(made, body)
+        await until(lambda: scheduler.counts.tokens > 9)
+        left.leave()
+        await left.answer
+        await until(lambda: not scheduler.busy)
+        failing = Connection(made, body)
+        await until(lambda: scheduler._running)
+        monkeypatch.setattr(scheduler._main, "next", None)
+        await failing.answer
+
+    in_loop(scheduler, work)
+    lines = [record.getMessage() for record in caplog.records if record.name == "ag.serve"]
+    assert [line.rpartition(" s, ")[2] for line in lines if "written" in line] == ["3 cancelled", "3 error"]
+    assert lines[-1].endswith(": broken off with 500 server_error") and not [line for line in lines if "open" in line]
+
+
 def test_a_port_that_is_taken():
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -503,6 +672,33 @@ def test_a_port_that_is_taken():
             listen("127.0.0.1", port)
     with refuses(UserError, "host=192.0.2.1", "port=0"):  # of no machine
         listen("192.0.2.1", 0)
+
+
+def figures(http):
+    lines = [line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_figures_grow_by_what_was_asked(served, stream):
+    """Each prompt by its tokens, its answers and their limit; each answer by its reason and its tokens."""
+    _, http, _ = served
+    before, ids = figures(http), TOKENIZER("hello")["input_ids"]
+    for change in ({"prompt": ["hello", "Hi"], "n": 3}, {"n": 2, "stop_token_ids": ALL}, {"max_tokens": 0}):
+        assert http.post("/v1/completions", json=BODY | NEVER | change | {"stream": stream}).status_code == 200
+    for change, status in (({"n": 0}, 400), ({"model": "other"}, 404), ({"prompt": "x" * 400, "n": 9}, 400)):
+        assert http.post("/v1/completions", json=BODY | change).status_code == status
+    grown = {name: value - before[name] for name, value in figures(http).items() if name.startswith("ag_request")}
+    sums = {
+        "params_n": (4, 3 + 3 + 2 + 1),
+        "params_max_tokens": (4, 4 + 4 + 4 + 0),
+        "prompt_tokens": (4, 3 * len(ids) + len(TOKENIZER("Hi")["input_ids"])),
+        "generation_tokens": (9, 6 * 4 + 2 * 1),
+    }
+    for name, (count, total) in sums.items():
+        assert (grown[f"ag_request_{name}_count"], grown[f"ag_request_{name}_sum"]) == (count, total), name
+    assert grown['ag_request_params_n_bucket{le="1.0"}'] == 1 and grown['ag_request_params_n_bucket{le="5.0"}'] == 4
+    assert [grown[f'ag_request_success_total{{finished_reason="{name}"}}'] for name in ("stop", "length")] == [2, 7]
 
 
 def test_what_prometheus_and_the_page_read(served):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from tokenizers import normalizers
 
 pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
 pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
@@ -18,17 +19,17 @@ from ag.errors import UserError  # noqa: E402
 from ag.serve import Request, Scheduler  # noqa: E402
 from ag.serve.structured import Grammars  # noqa: E402
 from tests.support.asked import asked  # noqa: E402
+from tests.support.byte_fallback import fallback_tokenizer  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer, said  # noqa: E402
 from tests.support.refused import refuses  # noqa: E402
 from tests.support.served import alone, finish, read, text  # noqa: E402
 
 TOKENIZER = byte_tokenizer()
-SCHEMA = {
-    "type": "object",
+#: Without blanks, which a random model would write.
+BARE = {"type": "object", "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+SCHEMA = BARE | {
     "properties": {"town": {"enum": ["Oslo", "Łódź"]}, "mm": {"type": "integer", "minimum": 0, "maximum": 99}},
     "required": ["town", "mm"],
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},  # a random model would write blanks
 }
 #: Grammars by kind, and what says whether a whole answer follows them.
 KINDS = {
@@ -37,6 +38,13 @@ KINDS = {
     "choice": ('["Ja 😀", "Jawohl", "nein"]', lambda text: text in ("Ja 😀", "Jawohl", "nein")),
     "grammar": ('root ::= "(" root ")" | "o"', lambda text: re.fullmatch(r"(\(*)o(\)*)", text)),
 }
+
+
+def composing():
+    """A tokenizer that composes accents, as that of Qwen."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
 
 
 @pytest.fixture
@@ -95,6 +103,33 @@ def test_an_answer_that_leaves_its_grammar_ends_by_an_error(model, grammars, mon
     with refuses(UserError, "grammar"):
         read(wrong)
     assert said(read(right)) == "ab" and right.reason == "stop"
+
+
+#: Texts that tokenizers write with tokens of another text: special tokens, and a letter with its accent apart.
+OTHERWISE = ["b</s>b", "<pad>", "<s", "</s></s>.", "cafe\u0301"]
+
+
+@pytest.mark.parametrize("text", OTHERWISE)
+@pytest.mark.parametrize("tokenizer", [byte_tokenizer(), fallback_tokenizer(), composing()])
+def test_a_text_is_spelled_by_tokens_of_text(tiny_llama, tokenizer, text):
+    """As the only text, and in a longer one; no special token is in the answer."""
+    model = tiny_llama(vocab_size=len(tokenizer), num_hidden_layers=1, eos_token_id=2)
+    scheduler = Scheduler(model, tokenizer, "full", ag.Pool(model, 2**22))
+    made, said = Grammars(tokenizer, len(tokenizer), {2}), json.dumps(text, ensure_ascii=False)
+    for kind, grammar, expected in (
+        ("choice", f"[{said}]", text),
+        ("json", f'{{"enum": [{said}]}}', said),
+        ("json", json.dumps(BARE | {"properties": {text: {"const": 1}}, "required": [text]}), f"{{{said}:1}}"),
+        ("regex", f"x{re.escape(text)}x", f"x{text}x"),
+        ("grammar", f'root ::= "y" {said} | {said}', text),
+    ):
+        for temperature in (0.0, 1.0):
+            [stream] = scheduler.submit(Request(tokens=[7], grammar=made(kind, grammar), temperature=temperature))
+            finish(scheduler)
+            tokens = [*stream]
+            written = "".join(token.text for token in tokens) + stream.text.rest()
+            assert (written.removeprefix("y"), stream.reason) == (expected, "stop")
+            assert not {token.id for token in tokens} & {*scheduler.vocabulary.special.values()}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Endpoints beside chats and texts, and what pages and programs send and read."""
 
 import pytest
+import torch
 
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
 pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
@@ -8,9 +9,13 @@ pytest.importorskip("fastapi", reason="needs the server's libraries: pip install
 from openai.types.responses import Response  # noqa: E402
 
 import ag  # noqa: E402
+from ag.commands.serve import ServeConfig  # noqa: E402
+from ag.config.recipes import resolve  # noqa: E402
 from ag.serve import Request, Scheduler  # noqa: E402
+from ag.serve.start import serving  # noqa: E402
 from tests.support.asked import asked  # noqa: E402
-from tests.support.http_server import TEMPLATE, VOCABULARY, byte_tokenizer, said  # noqa: E402
+from tests.support.gates_for import gates_for  # noqa: E402
+from tests.support.http_server import TEMPLATE, VOCABULARY, byte_tokenizer, said, saved  # noqa: E402
 from tests.support.served import alone  # noqa: E402
 
 TOKENIZER = byte_tokenizer()
@@ -190,6 +195,55 @@ def test_a_policy_of_a_request_has_the_positions_of_the_server(tiny):
         ):
             answer = http.post("/v1/completions", json=fields | {"ag": own}).json()
             assert answer["choices"][0]["token_ids"] == alone(tiny, policy, request)
+
+
+@pytest.fixture(scope="module")
+def export(tiny, tmp_path_factory):
+    """A folder with a model and exported gates, whose path nobody but the server may know."""
+    folder = saved(tiny, tmp_path_factory.mktemp("secret") / "run")
+    gates_for(tiny).save_pretrained(folder / "export")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("keys", "label"),
+    [
+        ({"policy": "gates:{0}/export", "budget": "0.5"}, "gates 0.5"),
+        ({"policy": "mine=gates:{0}/export+caote", "budget": "0.5"}, "mine 0.5"),
+        ({"gates": "{0}/export"}, "gates"),
+        ({"policy": "flags", "gates": "{0}/export"}, "flags"),
+    ],
+)
+def test_clients_read_no_path(export, keys, label):
+    """In no answer and in no error, on no route; a path of a request is refused, right or wrong."""
+    keys = {name: value.format(export) for name, value in keys.items()}
+    scheduler = serving(resolve(ServeConfig, {"model": str(export), "memory": "4MiB"} | keys)).scheduler
+    body, told = {"model": "tiny", "prompt": "abc def " * 9, "max_tokens": 2, "temperature": 0}, []
+    with asked(scheduler) as (_, http, _):
+        for path in ("/live", "/metrics", "/v1/models", "/v1/models/tiny", "/version", "/health", "/", "/none"):
+            told.append(http.get(path))
+        assert told[0].json()["policy"] == label
+        whole = http.post("/v1/completions", json=body | {"ag": {}})
+        assert whole.json()["choices"][0]["ag"]["policy"] == label
+        told.append(whole)
+        for own in ({"budget": 0.25}, {"budget": 7}, {"policy": "gates", "budget": 0.25}, {"policy": "flags"}):
+            told.append(http.post("/v1/completions", json=body | {"ag": own, "stream": True}))
+            assert '"ag":{"policy":' in told[-1].text or told[-1].status_code == 400
+        for own in ({"policy": "gates+vatp@heads"}, {"policy": "flags+vatp"}, {"budget": 0}, {"policy": "g"}):
+            told.append(http.post("/v1/completions", json=body | {"ag": own}))
+        chat = {"model": "tiny", "messages": CHAT[:1], "max_tokens": 2}
+        told += [http.post("/v1/chat/completions", json=chat | {"ag": own}) for own in ({}, {"policy": "flags+x"})]
+        told += [http.post("/tokenize", json={"prompt": "x"}), http.post("/v1/responses", json={"input": "x"})]
+        refused = [
+            http.post("/v1/completions", json=body | {"ag": {"policy": f"gates:{path}"}}).json()["error"]["message"]
+            for path in (export / "export", "/etc")
+        ]
+        with torch.no_grad():  # probabilities become NaN, which the engine refuses with the text of the policy
+            for parameter in scheduler.policy.gates.parameters():
+                parameter.fill_(torch.nan)
+        told.append(http.post("/v1/completions", json=body))
+    assert refused[0].replace(str(export / "export"), "/etc") == refused[1] and "no path" in refused[0]
+    assert not [answer.text for answer in told if "secret" in answer.text or str(export.parent) in answer.text]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -35,11 +34,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def said(tokens: Sequence[int]) -> str:
-    """Text of an answer: what is no character is U+FFFD, and half a character at its end is not given."""
+    """Text of an answer: what is no character is U+FFFD, also half of one at the end."""
     letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
     pieces = byte_tokenizer().convert_ids_to_tokens([*tokens])
     spelled = bytes(letters[piece] for piece in pieces if piece in letters)
-    return codecs.getincrementaldecoder("utf-8")("replace").decode(spelled)
+    return spelled.decode("utf-8", "replace")
 
 
 def saved(model: PreTrainedModel, folder: Path) -> Path:
