@@ -23,10 +23,10 @@ from ag.commands.generate import GenerateConfig
 from ag.commands.shared import SharedPolicy
 from ag.config import ModelConfig
 from ag.config.command_line import Invocation
+from ag.config.spec import PolicySpec, named
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.decode import decode
 from ag.engine.report import Report
-from ag.engine.spec import PolicySpec, named
 from ag.errors import BudgetWarning, UserError
 from ag.gates import export
 from ag.model import base as models

@@ -12,8 +12,8 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from ag.commands.bench import BenchConfig
 from ag.commands.shared import KVDtype
 from ag.config.policies import FLAGS
+from ag.config.spec import PolicySpec
 from ag.engine import policy
-from ag.engine.spec import PolicySpec
 from ag.errors import UserError, first_line
 
 

@@ -13,7 +13,7 @@ from ag.config.sections import BUDGET, ModelConfig, WandbConfig, key, mapping
 from ag.errors import UserError
 
 if TYPE_CHECKING:
-    from ag.engine.spec import PolicySpec
+    from ag.config.spec import PolicySpec
 
 
 @dataclass
@@ -72,8 +72,8 @@ class CompareConfig(SharedModel):
 
     @property
     def specs(self) -> dict[str, PolicySpec]:
-        """The policies by their names in tables; see :func:`ag.engine.spec.named`."""
-        from ag.engine.spec import named
+        """The policies by their names in tables; see :func:`ag.config.spec.named`."""
+        from ag.config.spec import named
 
         return named(self.policies)
 

@@ -20,8 +20,8 @@ from ag.commands.explain import ExplainConfig
 from ag.config import ModelConfig
 from ag.config.command_line import Invocation
 from ag.config.policies import GATES
+from ag.config.spec import named, parse_budget
 from ag.engine import EvictionCache, Policy, policy
-from ag.engine.spec import named, parse_budget
 from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.inside import Reading, View, attention_map, gate_map, output_errors, record

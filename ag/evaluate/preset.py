@@ -19,7 +19,7 @@ from ag.config import Config, ModelConfig
 from ag.config.command_line import Invocation
 from ag.config.policies import FLAGS, FULL, GATES
 from ag.config.recipes import load_config
-from ag.engine.spec import PolicySpec, named
+from ag.config.spec import PolicySpec, named
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import list_cells, stored
 from ag.evaluate.comparison.compare import compare, log

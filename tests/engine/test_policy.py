@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import ag
 from ag.config.policies import ALIASES, FLAGS
+from ag.config.spec import PolicySpec, named
 from ag.engine.allocators import ALLOCATORS
 from ag.engine.allocators.heads import Heads
 from ag.engine.allocators.pyramid import Pyramid
@@ -19,7 +20,6 @@ from ag.engine.scorers import SCORERS
 from ag.engine.scorers.gates import Gates
 from ag.engine.scorers.h2o import H2O
 from ag.engine.scorers.snapkv import SnapKV
-from ag.engine.spec import PolicySpec, named
 from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote
 from ag.engine.wrappers.vatp import Vatp

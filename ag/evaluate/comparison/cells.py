@@ -14,8 +14,8 @@ from typing import Any
 from ag.commands.compare import CompareConfig
 from ag.commands.shared import KVDtype
 from ag.config.keys import nearest
+from ag.config.spec import PolicySpec, parse_budget
 from ag.engine import Policy, policy
-from ag.engine.spec import PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.comparison.folder import Summary, tag_mean
@@ -34,7 +34,7 @@ class Cell:
     """One policy at one budget on one task."""
 
     key: str  # a hash of all that the result depends on, the same in every run
-    label: str  # name of the policy in tables; see ag.engine.spec.named
+    label: str  # name of the policy in tables; see ag.config.spec.named
     policy: Policy
     task: Task
     model: str  # hub id or folder

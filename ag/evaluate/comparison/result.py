@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ag.commands.compare import CompareConfig
-from ag.engine.spec import PolicySpec
+from ag.config.spec import PolicySpec
 from ag.evaluate.comparison.cells import Cell, stored
 from ag.evaluate.comparison.folder import Ended, Summary, tag_values
 from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error
