@@ -81,7 +81,14 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
     return decorate
 
 
-def keyed(program: str, schema: type[Any], runs: str, first: str = "") -> Main:
+def keyed(
+    program: str,
+    schema: type[Any],
+    runs: str,
+    first: str = "",
+    check: Callable[[Any], None] | None = None,
+    elsewhere: bool = False,
+) -> Main:
     """Make the ``main`` of a program from the schema of its keys.
 
     Args:
@@ -90,12 +97,17 @@ def keyed(program: str, schema: type[Any], runs: str, first: str = "") -> Main:
         runs: ``module:function``, a function from an :class:`Invocation` to an exit code. It is imported after parsing,
             so that help and listings need no torch.
         first: a key whose value may stand alone as the first word.
+        check: refuses what :func:`ag.config.early.check` does not, before torch is loaded; None means that this is
+            nothing.
+        elsewhere: whether what is described runs on another machine, whose devices are not those of this one.
     """
 
     @command(program)
     def main(argv: list[str]) -> int:
         invocation = parse(argv, schema, program, first)
-        early.check(invocation.config)
+        early.check(invocation.config, elsewhere)
+        if check is not None:
+            check(invocation.config)
         module, _, function = runs.partition(":")
         code: int = getattr(import_module(module), function)(invocation)
         return code

@@ -43,7 +43,9 @@ class Key:
     high: float | None = None  # the largest value
     words: str = ""  # description of the values if the type is wider; the code that reads them then checks them
     of: str = ""  # for a mapping, the key that lists its entries
-    holds: str = ""  # export, file or folder: a path that must exist (ag.config.early); output: any other path
+    #: What its values are. policy, budget, device: checked by ag.config.early; export, file, folder: a path that must
+    #: exist; output: any other path.
+    holds: str = ""
 
     def expected(self) -> str:
         """Return a description of the values that fit."""

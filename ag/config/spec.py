@@ -25,6 +25,9 @@ def parse_budget(value: Any) -> int | float:
         return int(value) if isinstance(value, int) else float(value)
     whole = number and math.isfinite(value) and value >= 1 and value == int(value)
     hint = f"; {int(value)} tokens are written without a point" if whole else ""
+    if isinstance(value, str) and (percent := re.fullmatch(r"(\d+(?:\.\d+)?) *%", value)):
+        share = float(percent[1]) / 100
+        hint = f"; {value} are written {share}" if 0 < share <= 1 else ""
     raise UserError(f"budget={value!r:.80}: expected {BUDGET}{hint}.")
 
 
