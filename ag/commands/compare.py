@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from ag.cluster import CLUSTER
 from ag.commands.shared import KVDtype, SharedModel
 from ag.config.command_line import keyed
-from ag.config.policies import split_label
+from ag.config.policies import FULL, split_label
 from ag.config.sections import BUDGET, ModelConfig, WandbConfig, key, mapping
 from ag.config.spec import PolicySpec, check_policy, named, parse_budget
 from ag.errors import UserError, nearest
@@ -65,7 +65,11 @@ class CompareConfig(SharedModel):
     policy_options: dict[str, dict[str, Any]] = mapping(
         "options of policies, as policy_options.POLICY.OPTION=VALUE", of="policies"
     )
-    baseline: str = key("full", "the policy that the others are tested against, at its own or the same budget")
+    baseline: str = key(
+        "full",
+        "the policy that the others are tested against, at its own or the same budget; full is added if policies does "
+        "not list it",
+    )
     batch_policies: int = key(8, "policies of a task that share the reading of a prompt, if they allow it", low=1)
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
     output: str | None = key(
@@ -81,6 +85,8 @@ class CompareConfig(SharedModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.policies, self.also = [*self.policies, *self.also], []  # so that a dumped configuration can be read again
+        if self.baseline == FULL and FULL not in self.policies:
+            self.policies = [FULL, *self.policies]
         if self.baseline not in [*self.policies, *(split_label(text)[0] for text in self.policies)]:
             raise UserError(f"baseline={self.baseline}: expected one of policies={self.policies}")
 

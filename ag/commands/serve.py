@@ -99,10 +99,10 @@ class ServeConfig(SharedPolicy):
         """Refuse ``memory`` that is more than the bytes of a machine or a GPU."""
         if self.memory_bytes > nbytes:
             unit = re.sub(r"[\d.\s]", "", self.memory)
-            has = nbytes / UNITS[unit.lower()]
+            has = f"{nbytes / UNITS[unit.lower()]:,.1f}{unit}" if unit else f"{nbytes:,} bytes"
             raise UserError(
-                f"memory={self.memory}: {where} has {has:.4g}{unit or ' bytes'} in all: expected less, as the weights "
-                "of the model need some too."
+                f"memory={self.memory}: {where} has {has} in all: expected less, as the weights of the model need some "
+                "too."
             )
 
 

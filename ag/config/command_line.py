@@ -179,11 +179,19 @@ def _split(argv: Sequence[str], known: dict[str, Key]) -> tuple[set[str], dict[s
             hint = f"; write {bare}=..." if bare in known else nearest(argument, list(OPTIONS))
             raise ConfigError(f"unknown option {short(argument)}{hint or '; --help lists the options'}")
         elif not equals:
-            hint = f"; write {name}=..." if name in known else nearest(name, list(known))
-            raise ConfigError(f"{short(argument)}: expected key=value{hint}")
+            raise ConfigError(f"{short(argument)}: expected key=value{_missing_key(argument, known)}")
         else:
             overrides[name] = text
     return options, overrides
+
+
+def _missing_key(argument: str, known: dict[str, Key]) -> str:
+    """Return what to write in place of an argument without a key."""
+    if argument in known:
+        return f"; write {argument}=..."
+    if argument.endswith((".yaml", ".yml")) or argument in recipes():
+        return f"; write recipe={argument}" if "recipe" in known else "; this command takes no recipe"
+    return nearest(argument, list(known)) or "; --help lists the keys"
 
 
 def _resolve(schema: type[T], runs: list[dict[str, str]], program: str) -> list[T]:

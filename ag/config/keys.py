@@ -120,6 +120,8 @@ def unknown(name: str, known: Mapping[str, Key]) -> ConfigError:
     leaf = name.rpartition(".")[2]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
     sections = {key.rpartition(".")[0] for key in known if "." in key}
+    if name == "recipe":
+        return ConfigError("unknown key 'recipe': this command takes no recipe; give its own keys, which --help lists")
     if name in sections:
         inside = ", ".join(key for key in known if key.startswith(name + "."))
         return ConfigError(f"{name!r} is a section, not a key: set one of {inside}")
@@ -144,7 +146,9 @@ def check(key: Key, value: Any) -> Any:
     if key.accepts(value):
         return value
     unquoted = not isinstance(value, str) and key.accepts(str(value))
-    hint = "; put it in quotes" if unquoted else nearest(str(value), _choices(key.type))
+    choices = _choices(key.type)
+    wrong = [one for one in (value if isinstance(value, list) else [value]) if str(one) not in choices]
+    hint = "; put it in quotes" if unquoted else nearest(str(wrong[0]), choices) if wrong else ""
     raise ConfigError(f"{key.name}={short(value)}: expected {key.expected()}{hint}")
 
 

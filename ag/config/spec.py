@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any
 
 from ag.config.policies import ALIASES, FLAGS, FULL, GATES, check_class, check_name, option_names, parts, split_label
@@ -16,6 +17,8 @@ from ag.errors import UserError, check_known
 
 ENGINE = ("positions", "kv_dtype")  # options of every policy
 BOUNDARY = ("threshold", "share")  # options that move the boundary of flags
+EVICTED_SHARE = "compression_ratio"  # the name that KVPress has for the share that goes
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def parse_budget(value: Any) -> int | float:
@@ -199,15 +202,21 @@ def _end_of_path(text: str, start: int) -> int:
 
 
 def check_policy(
-    spec: PolicySpec, budget: int | float | None, schedule: str = "prefill", options: Collection[str] = ()
+    spec: PolicySpec, budget: int | float | None, schedule: str = "prefill", options: Mapping[str, Any] = NO_OPTIONS
 ) -> None:
-    """Refuse a budget, a schedule and names of options that a policy cannot take, or the lack of a budget.
+    """Refuse a budget, a schedule and options that a policy cannot take, by their names, and the lack of a budget.
 
     Raises:
         UserError: names the policy, the value and the fix.
     """
+    _check_known(spec, budget, options)
     _check_schedule(spec, budget, schedule)
-    _check_options(spec, budget, options)
+    for name in options:
+        if spec.evicts and budget is None and name not in (*ENGINE, *BOUNDARY):
+            raise UserError(
+                f"Policy '{spec}': {name} has no meaning, because without a budget the gates' flags decide; leave it "
+                "out."
+            )
 
 
 def _check_schedule(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
@@ -231,8 +240,8 @@ def _check_schedule(spec: PolicySpec, budget: int | float | None, schedule: str)
         raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
 
 
-def _check_options(spec: PolicySpec, budget: int | float | None, options: Collection[str]) -> None:
-    """Refuse options that no part has, and those without meaning where flags decide."""
+def _check_known(spec: PolicySpec, budget: int | float | None, options: Mapping[str, Any]) -> None:
+    """Refuse options that no part has."""
     named = spec.resolved()
     used = [parts("ag.scorers")[named.scorer]] if spec.evicts else []
     used += [parts("ag.wrappers")[named.wrapper]] if named.wrapper else []
@@ -241,10 +250,8 @@ def _check_options(spec: PolicySpec, budget: int | float | None, options: Collec
     if not spec.reads_gates or budget is not None:
         kind = parts("ag.allocators")[str(named.allocator)]
         known |= {*option_names(kind), *kind.shorthands}
-    for name in options:
+    for name, value in options.items():
+        if name == EVICTED_SHARE and name not in known and isinstance(value, float) and 0 < value < 1:
+            kept = f"expected the share that stays, as budget={1 - value:.6g}" if spec.takes_budget else "leave it out"
+            raise UserError(f"Policy '{spec}': {name}={value}: {kept}.")
         check_known(name, sorted(known), "option", str(spec))
-        if spec.evicts and budget is None and name not in (*ENGINE, *BOUNDARY):
-            raise UserError(
-                f"Policy '{spec}': {name} has no meaning, because without a budget the gates' flags decide; leave it "
-                "out."
-            )

@@ -164,6 +164,8 @@ def policy(
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
         ag.gates.export.ExportError: when the gates cannot be read.
     """
+    if not isinstance(spec, str | PolicySpec):
+        raise UserError(f"ag.policy: spec={spec!r:.80}: expected the text of a policy, such as 'h2o' or 'gates:PATH'.")
     spec = PolicySpec.parse(spec) if isinstance(spec, str) else spec
     budget = None if budget is None else parse_budget(budget)
     parts, rest = spec.resolved(), dict(options)

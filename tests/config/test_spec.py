@@ -31,8 +31,8 @@ def test_a_policy_is_read_without_torch():
     code = """
 import sys
 from ag.config.spec import PolicySpec, check_policy
-check_policy(PolicySpec.parse("snapkv+caote@pyramid"), 64, "every", ["window", "beta"])
-check_policy(PolicySpec.parse("flags:runs/a"), None, options=["share"])
+check_policy(PolicySpec.parse("snapkv+caote@pyramid"), 64, "every", {"window": 32, "beta": 20})
+check_policy(PolicySpec.parse("flags:runs/a"), None, options={"share": 0.3})
 print(*sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
