@@ -17,6 +17,7 @@ from ag.bench.measure import machine
 from ag.commands.bench import BenchConfig
 from ag.config.command_line import Invocation
 from ag.errors import UserError, first_line
+from ag.model.base import check_device
 
 PERCENT = ("kept", "trained of base")  # columns
 
@@ -27,6 +28,7 @@ def run(asked: Invocation[BenchConfig]) -> int:
     if asked.dry_run:
         print(*(f"{config.mode}: context {n}, batch {b}" for n in config.context for b in config.batch), sep="\n")
         return 0
+    check_device(config.device)
     try:
         results = bench(config, asked.line)
     except torch.OutOfMemoryError as error:

@@ -195,7 +195,7 @@ def _missing_key(argument: str, known: dict[str, Key]) -> str:
 
 
 def _resolve(schema: type[T], runs: list[dict[str, str]], program: str) -> list[T]:
-    for name in (run.get("recipe", "") for run in runs):
+    for name in (run.get("recipe", "") for run in runs if recipes(program)):
         if name in recipes() and name not in recipes(program):
             owner = f"ag.{recipes()[name].parent.name}"
             raise ConfigError(f"recipe={name} is one of {owner}, not of {program}; {program} --recipes lists its own")

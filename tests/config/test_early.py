@@ -62,6 +62,11 @@ REFUSED = {
     "fit data.kind=text data.name=./rows data.val_samples=3": ("data.val_samples=3", "2 rows", "fewer than 2"),
     "fit data.kind=sft data.root=rows": ("validation.jsonl", "data.val_samples=N"),
     "fit data.kind=sft data.root=empty data.name=own": ("data.root=empty", "train.jsonl"),
+    "fit support.yaml": ("'support.yaml'", "recipe=support.yaml"),
+    "fit quickstart": ("'quickstart'", "recipe=quickstart"),
+    "fit something": ("'something'", "key=value", "--help"),
+    "serve recipe=quickstart": ("'recipe'", "takes no recipe", "--help"),
+    "serve support.yaml": ("'support.yaml'", "takes no recipe"),
     "plan data.kind=text data.name=mine data.root=GONE": ("data.root=GONE", "no such folder"),
 }
 
@@ -116,6 +121,7 @@ def test_what_is_refused_before_torch_is_loaded(line, said):
     code, told = lines[line]
     assert code == 2 and told.startswith(f"ag.{line.partition(' ')[0]}: error: ") and told.count("\n") == 1
     names(told, *REFUSED[line])
+    assert ("did you mean" in told) == any(part.startswith("did you mean") for part in REFUSED[line])
     assert not HEAVY & set(modules)
 
 

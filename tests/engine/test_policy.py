@@ -96,6 +96,12 @@ BUDGET = {"budget": 64}
 #: What is given, and what the error names.
 REFUSED = [
     ("h2o", {"widnow": 3} | BUDGET, "'widnow' 'h2o' window?"),
+    ("h2o", {"compression_ratio": 0.3}, "'h2o' compression_ratio=0.3 budget=0.7"),
+    ("h2o", {"compression_ratio": 0.3} | BUDGET, "'h2o' compression_ratio=0.3 budget=0.7"),
+    ("full", {"compression_ratio": 0.3}, "'full' compression_ratio=0.3 leave"),
+    ("h2o", {"ratio": 0.3}, "'ratio' 'h2o' window"),
+    (0.3, {}, "spec=0.3 'h2o'"),
+    ("h2o", {"budget": "30%"}, "budget='30%' 0.3"),
     ("gates", {"recent": 5}, "recent flags"),
     ("snapkv", {"kernel": 4} | BUDGET, "SnapKV: kernel=4 odd"),
     ("snapkv", {"window": "32"} | BUDGET, "SnapKV: window='32' int"),
