@@ -18,7 +18,7 @@ EXPECTED = {
     "file": "no such file; expected a text file in UTF-8.",
     "folder": "no such folder; expected an existing one.",
 }
-NO_GPU = "no driver of a GPU is on this machine"
+NO_GPU = "no driver of a CUDA device is on this machine"
 
 
 def check(config: Any, elsewhere: bool = False) -> None:

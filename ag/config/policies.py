@@ -37,7 +37,7 @@ class Shipped:
     shorthands: tuple[str, ...] = ()
 
 
-#: The parts of the library by group and name; tests/config/test_spec.py compares them with the classes.
+#: The parts of the library by group and name, which have to agree with the classes.
 SHIPPED = {
     "ag.scorers": {
         "streaming_llm": Shipped("sinks recent"),
