@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import warnings
 from contextlib import suppress
@@ -23,10 +22,10 @@ from ag.commands.generate import GenerateConfig
 from ag.commands.shared import SharedPolicy
 from ag.config import ModelConfig
 from ag.config.command_line import Invocation
+from ag.config.spec import named
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.decode import decode
 from ag.engine.report import Report
-from ag.engine.spec import PolicySpec, named
 from ag.errors import BudgetWarning, UserError
 from ag.gates import export
 from ag.model import base as models
@@ -59,8 +58,6 @@ class Generation:
 def run(asked: Invocation[GenerateConfig]) -> int:
     """Generate and print, as ``python -m ag.generate`` does; returns the exit code."""
     if asked.dry_run:
-        _read_prompt(asked.config)
-        _spans(asked.config)
         print(*_policies(asked.config), sep="\n")
         return 0
     generations = generate(asked.config)
@@ -97,7 +94,7 @@ def table(generations: dict[str, Generation]) -> Table:
 
 def generate(config: GenerateConfig) -> dict[str, Generation]:
     """Return continuations by name of the policy: under the policy, with a full cache, or both in this order."""
-    asked, policies, protected = _read_prompt(config), _policies(config), _spans(config)
+    asked, policies, protected = config.asked(), _policies(config), config.spans()
     model, tokenizer = load(config, next(iter(policies.values())).spec.path or config.gates)
     text = asked.text(tokenizer) if isinstance(asked, Chat) else asked
     if isinstance(asked, Chat) and (parts := [word for word in config.protect if word in get_args(Part)]):
@@ -115,58 +112,16 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
     }
 
 
-def _read_prompt(config: GenerateConfig) -> str | Chat:
-    """Return the text to continue, or the chat to answer."""
-    if sum(one is not None for one in (config.prompt, config.file, config.messages)) != 1:
-        raise UserError(
-            "Expected one text to continue: give either prompt=TEXT or file=PATH, or a chat with messages=FILE.json."
-        )
-    if config.messages is not None:
-        asked = Chat.read(config.messages)
-        return replace(asked, variables={**asked.variables, **config.template})
-    text = config.prompt
-    if text is None:
-        try:
-            text = Path(str(config.file)).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"file={config.file}: {error}; expected a text file in UTF-8.") from error
-    if config.chat:
-        return Chat([{"role": "user", "content": text}], config.template)
-    if config.template:
-        raise UserError(f"template.{next(iter(config.template))}: expected chat=true, or messages=FILE.json.")
-    return text
-
-
-def _text(config: SharedPolicy) -> str:
-    """Return the policy of a command as text."""
-    return config.policy or ("gates" if config.gates else "full")
-
-
 def read_policy(config: SharedPolicy) -> Policy:
     """Return the policy of a command; this raises for unknown names and bad budgets before a model is loaded."""
-    spec = PolicySpec.parse(_text(config))
-    if config.gates and spec.path and Path(config.gates) != Path(spec.path):
-        raise UserError(f"gates={config.gates} and policy={spec} name two exports; leave gates= out.")
     held = {} if config.kv_dtype == "float" else {"kv_dtype": config.kv_dtype}
-    options = held | config.options
-    return policy(spec.with_gates(config.gates, "gates=EXPORT"), config.budget, config.schedule, **options)
-
-
-def _spans(config: GenerateConfig) -> list[tuple[int, int]]:
-    """Return the spans of tokens in ``protect``."""
-    found = []
-    for word in config.protect:
-        if ends := re.fullmatch(r"(\d+)-(\d+)", word):
-            found.append((int(ends[1]), int(ends[2])))
-        elif word not in get_args(Part) or not (config.chat or config.messages):
-            raise UserError(f"protect={word}: expected spans such as 0-40, or template or system of a chat.")
-    return found
+    return policy(config.spec(), config.budget, config.schedule, **held | config.options)
 
 
 def _policies(config: GenerateConfig) -> dict[str, Policy]:
     """Return the policies by name."""
     chosen, full = read_policy(config), policy("full")
-    name = "full cache" if chosen == full else next(iter(named([_text(config)])))
+    name = "full cache" if chosen == full else next(iter(named([config.policy_text])))
     return {name: chosen} | ({"full cache": full} if config.compare else {})
 
 

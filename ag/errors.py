@@ -8,6 +8,10 @@ class UserError(ValueError):
     """An error that the user can fix, in one sentence; commands print it and exit with code 2."""
 
 
+SHORT, LONG = 0.6, 0.75  # least similarity of a name that is suggested for a word, see nearest
+SHORT_LETTERS = 4
+
+
 class BudgetWarning(UserWarning):
     """A policy protects more tokens than its budget allows, so that the cache exceeds the budget."""
 
@@ -31,7 +35,14 @@ def check_known(name: str, names: Collection[str], what: str, text: str = "") ->
         raise UserError(f"Unknown {what} {name!r}{where}: {expected}{nearest(name, names)}")
 
 
-def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return ``"; did you mean X?"`` for the closest name, or ``""`` when none is close."""
-    close = get_close_matches(word, list(names), n=1, cutoff=cutoff)
+def nearest(word: str, names: Iterable[str], cutoff: float | None = None) -> str:
+    """Return ``"; did you mean X?"`` for the closest name, or ``""`` when none is close.
+
+    Args:
+        word: what was given.
+        names: what it may have meant.
+        cutoff: least similarity of the two, from 0 to 1; None means that short words may differ more, in a letter.
+    """
+    least = cutoff if cutoff is not None else SHORT if len(word) <= SHORT_LETTERS else LONG
+    close = get_close_matches(word, list(names), n=1, cutoff=least)
     return f"; did you mean {close[0]}?" if close else ""

@@ -26,6 +26,7 @@ from ag.config import Config
 from ag.config.command_line import Invocation
 from ag.config.keys import nearest
 from ag.config.recipes import dump
+from ag.data import early
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.calibration import Calibration
@@ -98,6 +99,7 @@ def fit(
     disable_possible_user_warnings()  # tips of Lightning, by names of its API, until `quiet` ends
     check_trainer(config)
     data.check(config.data)
+    early.check(config.data)
     check_kind(config)
     objective(config.loss.objective)
     L.seed_everything(config.seed, workers=True, verbose=False)

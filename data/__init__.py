@@ -1,52 +1,31 @@
-"""Training and validation data: supervised tasks, plain documents, generated facts and worked problems."""
+"""Training and validation data: supervised tasks, plain documents, generated facts and worked problems.
 
-from __future__ import annotations
+Names are imported on first use, as in :mod:`ag`: the checks of :mod:`ag.data.early` need no torch.
+"""
 
-from typing import TYPE_CHECKING
-
-from ag.data.collate import Row
-from ag.data.facts import Facts
-from ag.data.module import DataKind, DataModule
-from ag.data.problems import Worked
-from ag.data.sft import Supervised
-from ag.data.sources import DataError, called
-from ag.data.text import Text
-from ag.plugins import part
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from ag.data.kinds import KINDS as KINDS
+    from ag.data.kinds import build as build
+    from ag.data.kinds import check as check
+    from ag.data.module import DataKind as DataKind
+    from ag.data.module import DataModule as DataModule
+    from ag.data.sources import DataError as DataError
 
-    from ag.config import Config
-    from ag.config.sections import DataConfig
-
+_PUBLIC = {
+    "KINDS": "ag.data.kinds",
+    "DataError": "ag.data.sources",
+    "DataKind": "ag.data.module",
+    "DataModule": "ag.data.module",
+    "build": "ag.data.kinds",
+    "check": "ag.data.kinds",
+}
 __all__ = ["KINDS", "DataError", "DataKind", "DataModule", "build", "check"]
 
-#: The kinds of data by the name that ``data.kind`` gives them.
-KINDS: dict[str, type[DataKind]] = {"sft": Supervised, "text": Text, "facts": Facts, "worked": Worked}
 
-
-def check(data: DataConfig) -> None:
-    """Raise a ``UserError`` for an unknown kind or name, before anything is loaded."""
-    _kind(data).check(data)
-
-
-def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
-    """Read, tokenise and batch the data of a run; see :meth:`ag.data.module.DataKind.build`."""
-    made = _kind(config.data).build(config, tokenizer, context)
-    if config.loss.replay and not any(_has_second(row) for row in made.train_rows):
-        raise DataError(
-            f"loss.replay=true: no training row of {called(config.data)} has a second token with loss behind its "
-            "prompt, and the first one precedes eviction: expected longer responses, or set loss.replay=false."
-        )
-    return made
-
-
-def _has_second(row: Row) -> bool:
-    """Whether a token behind the first one after the prompt carries loss."""
-    behind = (row.prompt_length or 0) + 1
-    return len(row.tokens) > behind if row.loss is None else bool(row.loss[behind:].any())
-
-
-def _kind(data: DataConfig) -> DataKind:
-    made: DataKind = part("ag.data_kinds", "data.kind", data.kind, DataKind)()
-    return made
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'ag.data' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)

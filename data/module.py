@@ -278,7 +278,4 @@ def _empty(split: str, data: DataConfig, skipped: int, counts: Counts) -> str:
     said = f"the {split} split of {called(data)} has no rows"
     if skipped:
         return f"{said}: {skipped} were left out, {counts.remedy}"
-    if split == "training" and counts.held_out:
-        said += f": the first {counts.held_out} were held out for validation; use a lower "
-        return f"{said}data.val_samples={data.val_samples}, or give a validation split"
     return said

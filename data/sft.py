@@ -29,7 +29,7 @@ class Supervised(DataKind):
     def check(self, data: DataConfig) -> None:
         """Refuse a task that is not in the table, and a question after eviction where no text comes before it."""
         if not is_own(data):
-            find_task(data.name)
+            find_task(data)
         if data.question == "after" and not (data.name in TASKS and TASKS[data.name].context):
             raise DataError(
                 f"data.question=after with data.name={data.name}: expected a task with a text before its question "
@@ -45,7 +45,7 @@ class Supervised(DataKind):
         data = config.data
         if is_own(data):
             return custom_sft.build(config, tokenizer, context)
-        task = find_task(data.name)
+        task = find_task(data)
         folder: Path | None = local_folder(data.root, task.folder) if data.root else None
         source = Source(task.hub, task.subset, task.revision, folder)
 

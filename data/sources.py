@@ -128,13 +128,20 @@ def held_out(source: Source, data: DataConfig) -> int:
     """Return how many training rows validate, from the first on: 0 where there is a validation split.
 
     Raises:
-        DataError: there is none, and ``data.val_samples`` does not say how many.
+        DataError: there is none, and ``data.val_samples`` does not say how many, or is all training rows or more.
     """
     try:
         source.read("validation")
     except MissingSplitError as error:
         if data.val_samples is None:
             raise DataError(f"{error}; or set data.val_samples=N to validate on the first N training rows") from error
+        rows = sum(1 for _ in itertools.islice(source.read("train"), data.val_samples + 1))
+        if 0 < rows <= data.val_samples:
+            raise DataError(
+                f"data.val_samples={data.val_samples}: the training split {source.where('train')} has {rows} rows, and "
+                f"the first ones are held out for validation: expected fewer than {rows}, as the others train; "
+                "give a lower number, or a validation split"
+            ) from error
         return data.val_samples
     return 0
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ag.data.sources import DataError, Record, check_fields, holds_rows
+from ag.data.sources import ENDINGS, DataError, Record, check_fields, holds_rows
 from ag.errors import nearest
 
 if TYPE_CHECKING:
@@ -191,12 +191,25 @@ def is_own(data: DataConfig) -> bool:
     return data.name not in TASKS and (named or (data.root is not None and holds_rows(Path(data.root))))
 
 
-def find_task(name: str) -> Task:
-    """Return a task of the table, or raise a :class:`DataError` that suggests the nearest name."""
-    if name in TASKS:
-        return TASKS[name]
-    known = f"{', '.join(TASKS)}, a folder or ORG/NAME{nearest(name, TASKS, cutoff=0.4)}"
-    raise DataError(f"data.name={name} is not a task: expected one of {known}")
+def find_task(data: DataConfig) -> Task:
+    """Return the task of the table that ``data.name`` names.
+
+    Raises:
+        DataError: there is none of this name, or ``data.root`` holds neither that task nor rows; a near name is
+            suggested.
+    """
+    if data.name in TASKS:
+        return TASKS[data.name]
+    hint = nearest(data.name, TASKS)
+    if data.root is not None:
+        raise DataError(
+            f"data.root={data.root} holds no rows, and no folder {data.name}: expected train.jsonl (or "
+            f"{', '.join(ENDINGS[1:])}), shards such as train-*.jsonl, what save_to_disk wrote, or data.name=TASK with "
+            f"a folder of that task{hint}"
+        )
+    raise DataError(
+        f"data.name={data.name} is not a task: expected one of {', '.join(TASKS)}, a folder or ORG/NAME{hint}"
+    )
 
 
 def examples(task: Task, rows: Iterable[Record], where: str) -> Iterator[Example]:

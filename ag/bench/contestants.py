@@ -13,8 +13,7 @@ from ag.commands.bench import BenchConfig
 from ag.commands.shared import KVDtype
 from ag.config.policies import FLAGS
 from ag.engine import policy
-from ag.engine.spec import PolicySpec
-from ag.errors import UserError, first_line
+from ag.errors import first_line
 
 
 @dataclass(frozen=True)
@@ -37,28 +36,17 @@ Row = dict[str, Any]  # of a table, by column
 
 def contestants(config: BenchConfig) -> list[Contestant]:
     """Return plain transformers, this engine's full cache, transformers' other forms, each policy with each share."""
-    wrong = [share for share in config.keep if not 0 < share <= 1]
-    if wrong:
-        raise UserError(f"keep={wrong[0]}: expected shares of the prompt, above 0 and up to 1.")
-    if config.static and (config.mode != "decode" or config.interleaved):
-        raise UserError(f"static=[{','.join(config.static)}]: a static cache runs in decode with interleaved=false.")
+    config.check()
     first, *others = backends(config)
     rivals = [replace(PLAIN, name=f"{PLAIN.name}, {name}", backend=name) for name in others]
     if config.device.startswith("cuda") and config.dtype != "float32" and is_flash_attn_2_available():
         rivals.append(Contestant("transformers, flash-attn", attention="flash_attention_2"))
     rivals += [Contestant(f"transformers, static, {name}", backend=name, static=True) for name in config.static]
     for spec in config.policy:
-        if spec == FLAGS and (config.mode == "decode" or config.fill):
-            raise UserError("policy=flags: random gates decide nothing while decoding or filling; use random.")
-        parsed = PolicySpec.parse(spec)
-        if parsed.reads_gates and parsed.path is None and spec != FLAGS:
-            raise UserError(
-                f"policy={spec}: expected gates:EXPORT, or flags, those of random gates that evict as much."
-            )
         for share in config.keep:
-            rivals.append(Contestant(f"{spec} {share:g}", spec, share))
+            rivals.append(Contestant(f"{spec} {share:g}", spec, float(share)))  # a whole number would be tokens
             if spec != FLAGS:
-                policy(spec, share, config.schedule)  # checked before anything runs
+                policy(spec, float(share), config.schedule)  # checked before anything runs
     engine = [
         replace(one, name=one.name if held == "float" else f"{one.name} {held}", kv_dtype=held)
         for held in config.kv_dtypes

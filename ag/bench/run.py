@@ -17,6 +17,7 @@ from ag.bench.measure import machine
 from ag.commands.bench import BenchConfig
 from ag.config.command_line import Invocation
 from ag.errors import UserError, first_line
+from ag.model.base import check_device
 
 PERCENT = ("kept", "trained of base")  # columns
 
@@ -24,10 +25,10 @@ PERCENT = ("kept", "trained of base")  # columns
 def run(asked: Invocation[BenchConfig]) -> int:
     """Run ``python -m ag.bench`` and print its table; returns the exit code."""
     config = asked.config
-    check(config)
     if asked.dry_run:
         print(*(f"{config.mode}: context {n}, batch {b}" for n in config.context for b in config.batch), sep="\n")
         return 0
+    check_device(config.device)
     try:
         results = bench(config, asked.line)
     except torch.OutOfMemoryError as error:
@@ -42,15 +43,6 @@ def run(asked: Invocation[BenchConfig]) -> int:
     print(text)
     print("written:", *written)
     return 0
-
-
-def check(config: BenchConfig) -> None:
-    """Raise ``UserError`` for a missing device, and for sizes below 1."""
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device={config.device}: no CUDA device is there; give device=cpu.")
-    wrong = [value for values in (config.context, config.batch) for value in values if value < 1]
-    if wrong or not (config.context and config.batch):
-        raise UserError(f"context={config.context}, batch={config.batch}: expected numbers of at least 1.")
 
 
 def bench(config: BenchConfig, command: str) -> dict[str, Any]:

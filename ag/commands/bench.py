@@ -7,9 +7,13 @@ from typing import Literal
 
 from ag.commands.shared import KVDtype, SharedModel
 from ag.config.command_line import keyed
+from ag.config.policies import FLAGS
 from ag.config.sections import key
+from ag.config.spec import PolicySpec, check_policy
+from ag.errors import UserError
 
 Backend = Literal["flash", "cudnn", "efficient", "math"]
+COMPARED = ("decode", "prefill", "memory")  # modes that measure policies
 
 
 @dataclass
@@ -35,6 +39,7 @@ class BenchConfig(SharedModel):
     policy: list[str] = key(
         ["random"],
         "policies in addition to full; flags uses random gates that evict as much (prefill, memory)",
+        holds="policy",
     )
     schedule: str = key("prefill", "when policies evict")
     kv_dtypes: list[KVDtype] = key(
@@ -57,5 +62,30 @@ class BenchConfig(SharedModel):
     seed: int = key(0, "seed of tokens, gates and uneven heads", low=0, high=2**32 - 1)
     output: str = key("runs/bench", "folder for MODE.json and MODE.md", holds="output")
 
+    def check(self) -> None:
+        """Refuse sizes, shares and policies that cannot be measured.
 
-main = keyed("ag.bench", BenchConfig, "ag.bench.run:run", first="mode")
+        Raises:
+            UserError: names the value, what was expected and the fix.
+        """
+        wrong = [value for values in (self.context, self.batch) for value in values if value < 1]
+        if wrong or not (self.context and self.batch):
+            raise UserError(f"context={self.context}, batch={self.batch}: expected numbers of at least 1.")
+        shares = [share for share in self.keep if not 0 < share <= 1]
+        if shares:
+            raise UserError(f"keep={shares[0]}: expected shares of the prompt, above 0 and up to 1.")
+        if self.static and (self.mode != "decode" or self.interleaved):
+            raise UserError(f"static=[{','.join(self.static)}]: a static cache runs in decode with interleaved=false.")
+        for text in self.policy if self.mode in COMPARED else []:
+            spec = PolicySpec.parse(text)
+            if text == FLAGS and (self.mode == "decode" or self.fill):
+                raise UserError("policy=flags: random gates decide nothing while decoding or filling; use random.")
+            if spec.reads_gates and spec.path is None and text != FLAGS:
+                raise UserError(
+                    f"policy={text}: expected gates:EXPORT, or flags, those of random gates that evict as much."
+                )
+            for share in self.keep if text != FLAGS else []:
+                check_policy(spec, float(share), self.schedule)
+
+
+main = keyed("ag.bench", BenchConfig, "ag.bench.run:run", first="mode", check=BenchConfig.check)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ag.cluster import CLUSTER
 from ag.commands.shared import KVDtype, SharedModel
 from ag.config.command_line import keyed
-from ag.config.policies import split_label
+from ag.config.policies import FULL, split_label
 from ag.config.sections import BUDGET, ModelConfig, WandbConfig, key, mapping
-from ag.errors import UserError
+from ag.config.spec import PolicySpec, check_policy, named, parse_budget
+from ag.errors import UserError, nearest
 
-if TYPE_CHECKING:
-    from ag.engine.spec import PolicySpec
+
+class Plan(NamedTuple):
+    """A policy of a comparison at one budget; the fields are arguments of :func:`ag.policy`."""
+
+    name: str  # in tables
+    spec: PolicySpec
+    budget: int | float | None
+    schedule: str
+    options: dict[str, Any]
 
 
 @dataclass
@@ -29,10 +37,16 @@ class CompareConfig(SharedModel):
         None, "export whose LoRA adapter every policy uses, with or without gates", holds="export"
     )
     policies: list[str] = key(
-        ["full", "h2o", "snapkv"], "policies to compare, such as snapkv+caote or mine=gates:EXPORT"
+        ["full", "h2o", "snapkv"],
+        "policies to compare, such as snapkv+caote or mine=gates:EXPORT",
+        holds="policy",
     )
-    also: list[str] = key([], "policies in addition to policies, such as your own gates beside those of a recipe")
-    budgets: list[Any] = key([], "what policies keep; full and flags take no budget", words=f"list of {BUDGET}")
+    also: list[str] = key(
+        [], "policies in addition to policies, such as your own gates beside those of a recipe", holds="policy"
+    )
+    budgets: list[Any] = key(
+        [], "what policies keep; full and flags take no budget", words=f"list of {BUDGET}", holds="budget"
+    )
     schedule: str = key("prefill", "when tokens are evicted, for policies with a budget")
     kv_dtypes: list[KVDtype] = key(["float"], "how every policy stores keys and values: float (the model's type), int8")
     positions: Literal["original", "slot", "interpolated"] = key(
@@ -51,7 +65,11 @@ class CompareConfig(SharedModel):
     policy_options: dict[str, dict[str, Any]] = mapping(
         "options of policies, as policy_options.POLICY.OPTION=VALUE", of="policies"
     )
-    baseline: str = key("full", "the policy that the others are tested against, at its own or the same budget")
+    baseline: str = key(
+        "full",
+        "the policy that the others are tested against, at its own or the same budget; full is added if policies does "
+        "not list it",
+    )
     batch_policies: int = key(8, "policies of a task that share the reading of a prompt, if they allow it", low=1)
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
     output: str | None = key(
@@ -67,15 +85,44 @@ class CompareConfig(SharedModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.policies, self.also = [*self.policies, *self.also], []  # so that a dumped configuration can be read again
+        if self.baseline == FULL and FULL not in self.policies:
+            self.policies = [FULL, *self.policies]
         if self.baseline not in [*self.policies, *(split_label(text)[0] for text in self.policies)]:
             raise UserError(f"baseline={self.baseline}: expected one of policies={self.policies}")
 
     @property
     def specs(self) -> dict[str, PolicySpec]:
-        """The policies by their names in tables; see :func:`ag.engine.spec.named`."""
-        from ag.engine.spec import named
-
+        """The policies by their names in tables; see :func:`ag.config.spec.named`."""
         return named(self.policies)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The policies with their budgets and options.
+
+        Raises:
+            UserError: names a policy, a budget or an option that cannot be used, and the fix.
+        """
+        budgets, specs = [parse_budget(budget) for budget in self.budgets], self.specs
+        options = {self.called.get(name, name): given for name, given in self.policy_options.items()}
+        for name in options:
+            if name not in specs:
+                listed = nearest(name, [*specs, *self.policies])
+                raise UserError(f"policy_options.{name}: policies= does not list {name!r}{listed or '.'}")
+        found = []
+        for name, spec in specs.items():
+            spec.with_gates(None)
+            alone = not spec.takes_budget or (spec.bare and not budgets)
+            if not (alone or budgets):
+                raise UserError(f"policy {name!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
+            for budget in [None] if alone else budgets:
+                plan = Plan(name, spec, budget, "prefill" if alone else self.schedule, options.get(name, {}))
+                check_policy(spec, plan.budget, plan.schedule, plan.options)
+                found.append(plan)
+        return found
+
+    def check(self) -> None:
+        """Refuse policies, budgets and options that cannot be used."""
+        _ = self.plans
 
     @property
     def called(self) -> dict[str, str]:
@@ -100,4 +147,9 @@ class CompareConfig(SharedModel):
         )
 
 
-main = keyed("ag.compare", CompareConfig, "ag.evaluate.comparison.compare:run")
+def stored(name: str, held: str) -> str:
+    """Return the name of a policy that stores keys and values in a form, for tables."""
+    return name if held == "float" else f"{name} {held}"
+
+
+main = keyed("ag.compare", CompareConfig, "ag.evaluate.comparison.compare:run", check=CompareConfig.check)

@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from ag.cluster import CLUSTER
+from ag.commands.compare import CompareConfig, stored
 from ag.commands.shared import MODEL, KVDtype, Shared
+from ag.config import Config, ModelConfig
 from ag.config.command_line import keyed
+from ag.config.policies import FLAGS, FULL, GATES
+from ag.config.recipes import load_config
 from ag.config.sections import BUDGET, key
+from ag.config.spec import PolicySpec, named
+from ag.errors import UserError
+
+TASK = "responses"
 
 
 @dataclass
@@ -27,9 +35,13 @@ class EvaluateConfig(Shared):
     policies: list[str] | None = key(
         None,
         "policies to compare; flags and gates are those of the run; null means full, flags, and with budgets gates",
+        holds="policy",
     )
     budgets: list[Any] = key(
-        [], "what policies keep, gates included; full and flags take no budget", words=f"list of {BUDGET}"
+        [],
+        "what policies keep, gates included; full and flags take no budget",
+        words=f"list of {BUDGET}",
+        holds="budget",
     )
     schedule: str = key("prefill", "when tokens are evicted, for policies with a budget")
     kv_dtypes: list[KVDtype] = key(["float"], "how every policy stores keys and values: float (the model's type), int8")
@@ -49,4 +61,77 @@ class EvaluateConfig(Shared):
         return Path(self.output) if self.output else Path(self.run or "runs") / "evaluation.json"
 
 
-main = keyed("ag.evaluate", EvaluateConfig, "ag.evaluate.preset:run")
+@dataclass(frozen=True)
+class Preset:
+    """A comparison with the settings of a run."""
+
+    config: CompareConfig
+    names: dict[str, str]  # names of the policies here, by label
+    trained: Config | None  # configuration of the run; None means plain documents without a run
+
+
+def translate(config: EvaluateConfig) -> Preset:
+    """Return the comparison of a command."""
+    if config.run is None and config.root is None:
+        raise UserError("nothing to evaluate on: give run=RUN, or root=FOLDER of plain documents.")
+    if config.file.suffix != ".json":
+        raise UserError(f"output={config.output}: expected a name that ends in .json, such as {config.output}.json.")
+    recipe = None if config.run is None else load_config(Path(config.run) / "config.yaml", Config)
+    base = ModelConfig(name=config.model) if recipe is None else recipe.model
+    trained = "" if recipe is None else recipe.train
+    listed = _policies(config, trained)
+    if not listed:
+        raise UserError("policies=[]: expected at least one, such as full.")
+    options = {"run_folder": config.run, "prompt": config.prompt, "continuation": config.continuation}
+    return Preset(
+        CompareConfig(
+            recipe="evaluate",
+            model=base.name,
+            revision=base.revision,
+            dtype=base.dtype,
+            quantization=base.quantization,
+            attn_implementation=base.attn_implementation,
+            trust_remote_code=base.trust_remote_code,
+            adapter=f"{config.run}/export" if "lora" in trained else None,
+            policies=list(listed),
+            budgets=config.budgets,
+            schedule=config.schedule,
+            kv_dtypes=config.kv_dtypes,
+            tasks=[TASK],
+            root=config.root,
+            samples=config.samples,
+            task_options={TASK: {name: value for name, value in options.items() if value is not None}},
+            baseline=next(iter(listed)),
+            device=config.device,
+            plugins=config.plugins,
+            cluster=config.cluster,
+            output=str(config.file.with_suffix("")),
+            retry=True,
+        ),
+        {
+            stored(label, held): stored(name, held)
+            for held in config.kv_dtypes
+            for label, name in zip(named(list(listed)), listed.values(), strict=True)
+        },
+        recipe,
+    )
+
+
+def _policies(config: EvaluateConfig, trained: str) -> dict[str, str]:
+    """Return the names of the policies by their text; ``flags`` and ``gates`` are the run's."""
+    listed: dict[str, str] = {}
+    default = [FULL, *([FLAGS, *([GATES] if config.budgets else [])] if "gates" in trained else [])]
+    for text in default if config.policies is None else config.policies:
+        export = f"{config.run}/export" if "gates" in trained else None
+        spec = PolicySpec.parse(text).with_gates(export, "run=RUN of a run that trained some")
+        name = spec.label or text
+        listed[f"{name}={spec}" if spec.label else str(spec)] = name if spec.evicts else "full cache"
+    return listed
+
+
+def check(config: EvaluateConfig) -> None:
+    """Refuse policies and budgets that cannot be compared, and a command without rows."""
+    translate(config).config.check()
+
+
+main = keyed("ag.evaluate", EvaluateConfig, "ag.evaluate.preset:run", check=check)

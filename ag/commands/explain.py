@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from ag.commands.shared import SharedModel
 from ag.config.command_line import keyed
+from ag.config.policies import GATES
 from ag.config.sections import BUDGET, key, mapping
+from ag.config.spec import PolicySpec, check_policy, named, parse_budget
 
 
 @dataclass
@@ -24,9 +26,9 @@ class ExplainConfig(SharedModel):
         True, "apply the export's LoRA adapter to the model; false if it is merged into the model already"
     )
     policies: list[str] = key(
-        ["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "policies to picture"
+        ["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "policies to picture", holds="policy"
     )
-    budget: Any = key(0.25, "what the policies keep; flags take no budget", words=f"{BUDGET} | null")
+    budget: Any = key(0.25, "what the policies keep; flags take no budget", words=f"{BUDGET} | null", holds="budget")
     task: str = key("ppl", "task whose texts are shown")
     task_options: dict[str, Any] = mapping("options of the task, as task_options.OPTION=VALUE")
     root: str | None = key(None, "local folder of the task's data; null means the hub", holds="folder")
@@ -45,5 +47,24 @@ class ExplainConfig(SharedModel):
         if self.continuation >= self.tokens:
             raise ValueError(f"continuation={self.continuation}: expected fewer than tokens={self.tokens}")
 
+    @property
+    def specs(self) -> dict[str, tuple[PolicySpec, int | float | None]]:
+        """The policies with their budgets by name; those without gates of their own use ``gates=``.
 
-main = keyed("ag.explain", ExplainConfig, "ag.evaluate.explain:run")
+        Raises:
+            UserError: names a policy or a budget that cannot be used, and the fix.
+        """
+        budget = None if self.budget is None else parse_budget(self.budget)
+        found = {}
+        for name, spec in named(list(dict.fromkeys([*self.policies, *([GATES] if self.gates else [])]))).items():
+            own = budget if spec.takes_budget else None
+            found[name] = spec.with_gates(self.gates, "gates=EXPORT"), own
+            check_policy(found[name][0], own)
+        return found
+
+    def check(self) -> None:
+        """Refuse policies and budgets that cannot be used."""
+        _ = self.specs
+
+
+main = keyed("ag.explain", ExplainConfig, "ag.evaluate.explain:run", check=ExplainConfig.check)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 from ag.commands.shared import SharedPolicy
 from ag.config.command_line import keyed
 from ag.config.sections import key, mapping
+from ag.errors import UserError
+
+if TYPE_CHECKING:
+    from ag.model.chat import Chat
 
 
 @dataclass
@@ -34,5 +40,51 @@ class GenerateConfig(SharedPolicy):
     seed: int = key(0, "seed of the samples", low=0, high=2**32 - 1)
     compare: bool = key(False, "also continue with a full cache")
 
+    def check(self) -> None:
+        """Refuse a policy, a prompt and spans that cannot be used."""
+        self.spec()
+        self.asked()
+        self.spans()
 
-main = keyed("ag.generate", GenerateConfig, "ag.continuation:run")
+    def asked(self) -> str | Chat:
+        """Return the text to continue, or the chat to answer.
+
+        Raises:
+            UserError: there is none, or more than one, or its file cannot be read.
+        """
+        from ag.model.chat import Chat
+
+        if sum(one is not None for one in (self.prompt, self.file, self.messages)) != 1:
+            raise UserError(
+                "Expected one text to continue: give either prompt=TEXT or file=PATH, or a chat with "
+                "messages=FILE.json."
+            )
+        if self.messages is not None:
+            asked = Chat.read(self.messages)
+            return replace(asked, variables={**asked.variables, **self.template})
+        text = self.prompt
+        if text is None:
+            try:
+                text = Path(str(self.file)).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"file={self.file}: {error}; expected a text file in UTF-8.") from error
+        if self.chat:
+            return Chat([{"role": "user", "content": text}], self.template)
+        if self.template:
+            raise UserError(f"template.{next(iter(self.template))}: expected chat=true, or messages=FILE.json.")
+        return text
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Return the spans of tokens in ``protect``."""
+        from ag.model.chat import Part
+
+        found = []
+        for word in self.protect:
+            if ends := re.fullmatch(r"(\d+)-(\d+)", word):
+                found.append((int(ends[1]), int(ends[2])))
+            elif word not in get_args(Part) or not (self.chat or self.messages):
+                raise UserError(f"protect={word}: expected spans such as 0-40, or template or system of a chat.")
+        return found
+
+
+main = keyed("ag.generate", GenerateConfig, "ag.continuation:run", check=GenerateConfig.check)

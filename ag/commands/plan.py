@@ -18,4 +18,4 @@ class PlanConfig(Config):
     )
 
 
-main = keyed("ag.plan", PlanConfig, "ag.plan:show")
+main = keyed("ag.plan", PlanConfig, "ag.plan:show", elsewhere=True)

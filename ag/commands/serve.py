@@ -11,6 +11,8 @@ from ag.cluster import CLUSTER
 from ag.commands.shared import SharedPolicy
 from ag.config.command_line import keyed
 from ag.config.sections import key
+from ag.errors import UserError
+from ag.hardware import main_memory
 
 KEY_VARIABLE = "AG_API_KEY"
 UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -87,5 +89,21 @@ class ServeConfig(SharedPolicy):
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", self.memory.strip().lower())
         return int(float(found[1]) * UNITS.get(found[2], 0)) if found else 0
 
+    def check(self) -> None:
+        """Refuse a policy that cannot be used, and more memory than this machine has."""
+        self.spec()
+        if self.cluster in (None, "local") and self.device == "cpu":
+            self.check_memory(main_memory(), "this machine")
 
-main = keyed("ag.serve", ServeConfig, "ag.serve.server:run")
+    def check_memory(self, nbytes: int, where: str) -> None:
+        """Refuse ``memory`` that is more than the bytes of a machine or a GPU."""
+        if self.memory_bytes > nbytes:
+            unit = re.sub(r"[\d.\s]", "", self.memory)
+            has = f"{nbytes / UNITS[unit.lower()]:,.1f}{unit}" if unit else f"{nbytes:,} bytes"
+            raise UserError(
+                f"memory={self.memory}: {where} has {has} in all: expected less, as the weights of the model need some "
+                "too."
+            )
+
+
+main = keyed("ag.serve", ServeConfig, "ag.serve.server:run", check=ServeConfig.check)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from ag.config.policies import FULL, GATES
 from ag.config.sections import BUDGET, key, mapping
+from ag.config.spec import PolicySpec, check_policy, parse_budget
+from ag.errors import UserError
 from ag.plugins import load
 
 KVDtype = Literal["float", "int8"]  # as in ag.kernels.codes, which loads torch
@@ -17,7 +21,7 @@ class Shared:
     """The keys of every command that runs a policy."""
 
     plugins: list[str] = key([], "modules to import first, which add your own scorers, wrappers, allocators or tasks")
-    device: str = key("cpu", "cpu, cuda, cuda:1, ...")
+    device: str = key("cpu", "cpu, cuda, cuda:1, ...", holds="device")
 
     def __post_init__(self) -> None:
         load(self.plugins)
@@ -43,9 +47,11 @@ class SharedPolicy(SharedDtype):
 
     gates: str | None = key(None, "folder of exported gates for a policy named gates or flags", holds="export")
     policy: str | None = key(
-        None, "policy to evict with, such as h2o or gates; null means gates if there are some, else full"
+        None,
+        "policy to evict with, such as h2o or gates; null means gates if there are some, else full",
+        holds="policy",
     )
-    budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
+    budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null", holds="budget")
     schedule: str = key("prefill", "when tokens are evicted: prefill, blocks:m, every, steps:n, or several joined by +")
     kv_dtype: KVDtype = key(
         "float", "how keys and values are stored: float means the model's type, int8 codes of 8 bits"
@@ -55,3 +61,21 @@ class SharedPolicy(SharedDtype):
         True, "apply the export's LoRA adapter to the model; false if it is merged into the model already"
     )
     model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")
+
+    @property
+    def policy_text(self) -> str:
+        """The policy as text: the one that is given, or what null means."""
+        return self.policy or (GATES if self.gates else FULL)
+
+    def spec(self) -> PolicySpec:
+        """Return the policy with its gates, for which budget, schedule and options are checked.
+
+        Raises:
+            UserError: names the value, what was expected and the fix.
+        """
+        spec = PolicySpec.parse(self.policy_text)
+        if self.gates and spec.path and Path(self.gates) != Path(spec.path):
+            raise UserError(f"gates={self.gates} and policy={spec} name two exports; leave gates= out.")
+        spec = spec.with_gates(self.gates, "gates=EXPORT")
+        check_policy(spec, None if self.budget is None else parse_budget(self.budget), self.schedule, self.options)
+        return spec

@@ -81,7 +81,14 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
     return decorate
 
 
-def keyed(program: str, schema: type[Any], runs: str, first: str = "") -> Main:
+def keyed(
+    program: str,
+    schema: type[Any],
+    runs: str,
+    first: str = "",
+    check: Callable[[Any], None] | None = None,
+    elsewhere: bool = False,
+) -> Main:
     """Make the ``main`` of a program from the schema of its keys.
 
     Args:
@@ -90,12 +97,17 @@ def keyed(program: str, schema: type[Any], runs: str, first: str = "") -> Main:
         runs: ``module:function``, a function from an :class:`Invocation` to an exit code. It is imported after parsing,
             so that help and listings need no torch.
         first: a key whose value may stand alone as the first word.
+        check: refuses what :func:`ag.config.early.check` does not, before torch is loaded; None means that this is
+            nothing.
+        elsewhere: whether what is described runs on another machine, whose devices are not those of this one.
     """
 
     @command(program)
     def main(argv: list[str]) -> int:
         invocation = parse(argv, schema, program, first)
-        early.check(invocation.config)
+        early.check(invocation.config, elsewhere)
+        if check is not None:
+            check(invocation.config)
         module, _, function = runs.partition(":")
         code: int = getattr(import_module(module), function)(invocation)
         return code
@@ -167,15 +179,23 @@ def _split(argv: Sequence[str], known: dict[str, Key]) -> tuple[set[str], dict[s
             hint = f"; write {bare}=..." if bare in known else nearest(argument, list(OPTIONS))
             raise ConfigError(f"unknown option {short(argument)}{hint or '; --help lists the options'}")
         elif not equals:
-            hint = f"; write {name}=..." if name in known else nearest(name, list(known))
-            raise ConfigError(f"{short(argument)}: expected key=value{hint}")
+            raise ConfigError(f"{short(argument)}: expected key=value{_missing_key(argument, known)}")
         else:
             overrides[name] = text
     return options, overrides
 
 
+def _missing_key(argument: str, known: dict[str, Key]) -> str:
+    """Return what to write in place of an argument without a key."""
+    if argument in known:
+        return f"; write {argument}=..."
+    if argument.endswith((".yaml", ".yml")) or argument in recipes():
+        return f"; write recipe={argument}" if "recipe" in known else "; this command takes no recipe"
+    return nearest(argument, list(known)) or "; --help lists the keys"
+
+
 def _resolve(schema: type[T], runs: list[dict[str, str]], program: str) -> list[T]:
-    for name in (run.get("recipe", "") for run in runs):
+    for name in (run.get("recipe", "") for run in runs if recipes(program)):
         if name in recipes() and name not in recipes(program):
             owner = f"ag.{recipes()[name].parent.name}"
             raise ConfigError(f"recipe={name} is one of {owner}, not of {program}; {program} --recipes lists its own")

@@ -43,7 +43,9 @@ class Key:
     high: float | None = None  # the largest value
     words: str = ""  # description of the values if the type is wider; the code that reads them then checks them
     of: str = ""  # for a mapping, the key that lists its entries
-    holds: str = ""  # export, file or folder: a path that must exist (ag.config.early); output: any other path
+    #: What its values are. policy, budget, device: checked by ag.config.early; export, file, folder: a path that must
+    #: exist; output: any other path.
+    holds: str = ""
 
     def expected(self) -> str:
         """Return a description of the values that fit."""
@@ -118,6 +120,8 @@ def unknown(name: str, known: Mapping[str, Key]) -> ConfigError:
     leaf = name.rpartition(".")[2]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
     sections = {key.rpartition(".")[0] for key in known if "." in key}
+    if name == "recipe":
+        return ConfigError("unknown key 'recipe': this command takes no recipe; give its own keys, which --help lists")
     if name in sections:
         inside = ", ".join(key for key in known if key.startswith(name + "."))
         return ConfigError(f"{name!r} is a section, not a key: set one of {inside}")
@@ -142,7 +146,9 @@ def check(key: Key, value: Any) -> Any:
     if key.accepts(value):
         return value
     unquoted = not isinstance(value, str) and key.accepts(str(value))
-    hint = "; put it in quotes" if unquoted else nearest(str(value), _choices(key.type))
+    choices = _choices(key.type)
+    wrong = [one for one in (value if isinstance(value, list) else [value]) if str(one) not in choices]
+    hint = "; put it in quotes" if unquoted else nearest(str(wrong[0]), choices) if wrong else ""
     raise ConfigError(f"{key.name}={short(value)}: expected {key.expected()}{hint}")
 
 

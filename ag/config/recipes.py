@@ -14,6 +14,7 @@ from ag.config.keys import ConfigError, Key, check, from_text, keys, nearest, pa
 T = TypeVar("T")
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+PATHS = ("export", "file", "folder", "output")  # values of Key.holds that are paths
 OWNERS = {"ag.plan": "ag.fit"}  # commands that take the recipes of another one
 MAY_CHANGE_ON_RESUME = re.compile(
     r"resume|init|cluster|failures|tflops|output|logger|(wandb|checkpoint|export)\..+|data\.(root|cache|num_workers)"
@@ -106,7 +107,7 @@ def build(schema: type[T], values: Mapping[str, Any]) -> T:
 
     tree, known = OmegaConf.structured(schema), keys(schema)
     for name, value in values.items():
-        OmegaConf.update(tree, name, _at_home(value) if known[name].holds else value, merge=False)
+        OmegaConf.update(tree, name, _at_home(value) if known[name].holds in PATHS else value, merge=False)
     missing = sorted(OmegaConf.missing_keys(tree))
     if missing:
         raise ConfigError(f"{missing[0]} has no value: give {missing[0]}=...")

@@ -216,7 +216,9 @@ class OptimConfig:
 class TrainerConfig:
     """Arguments of lightning.Trainer."""
 
-    accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "device type to train on; auto takes CUDA where it is")
+    accelerator: Literal["auto", "cpu", "gpu"] = key(
+        "auto", "device type to train on; auto takes CUDA where it is", holds="device"
+    )
     devices: int = key(1, "devices per node", low=1)
     num_nodes: int = key(1, "machines", low=1)
     strategy: str = key(

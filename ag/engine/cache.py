@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ag.config.spec import PolicySpec
 from ag.engine import saved
 from ag.engine.block_pool import BlockPool, Pool
 from ag.engine.checks import attached, check_add, check_needs, fitted
@@ -23,7 +24,6 @@ from ag.engine.policy import Option, Policy, policy
 from ag.engine.positions import ROTATIONS
 from ag.engine.reconstruction import ReconstructionPass
 from ag.engine.sequences import SequenceState
-from ag.engine.spec import PolicySpec
 from ag.errors import UserError
 from ag.model.geometry import attention_layers, chunk_size, fingerprint, kv_heads, shared_layers
 from ag.model.hooks import decoder_of, device_of, instrument

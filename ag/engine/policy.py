@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,24 +11,19 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 import torch
 from torch import Tensor
 
-from ag.config.policies import FLAGS
+from ag.config.policies import FLAGS, option_names
+from ag.config.spec import BOUNDARY, ENGINE, PolicySpec, check_policy, parse_budget
 from ag.engine.allocators import ALLOCATORS, Allocator
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.scorers import SCORERS, Scorer
-from ag.engine.scorers.base import option_names
 from ag.engine.scorers.kvzip import KVzip
-from ag.engine.spec import PolicySpec, parse_budget
 from ag.engine.wrappers import WRAPPERS, Wrapper
-from ag.errors import UserError, check_known
+from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.kernels.codes import KVDtype
 
-#: Options of every policy.
-ENGINE = ("positions", "kv_dtype")
-
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
-BOUNDARY = ("threshold", "share")  # options that move the boundary of flags
 
 
 @dataclass(frozen=True)
@@ -143,7 +137,7 @@ def policy(
     """Make a policy.
 
     Args:
-        spec: ``SCORER[:PATH][+WRAPPER][@ALLOCATOR]``, see :class:`ag.engine.spec.PolicySpec`. Scorers: full,
+        spec: ``SCORER[:PATH][+WRAPPER][@ALLOCATOR]``, see :class:`ag.config.spec.PolicySpec`. Scorers: full,
             streaming_llm, h2o, scissorhands, tova, snapkv, cake, expected_attention, keydiff, kvzip, knorm, random,
             ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones, of a folder or the hub), and
             ``flags`` or ``flags:PATH``: the same gates, whose flags decide. Wrappers: vatp, caote, fastcaote,
@@ -170,11 +164,14 @@ def policy(
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
         ag.gates.export.ExportError: when the gates cannot be read.
     """
+    if not isinstance(spec, str | PolicySpec):
+        raise UserError(f"ag.policy: spec={spec!r:.80}: expected the text of a policy, such as 'h2o' or 'gates:PATH'.")
     spec = PolicySpec.parse(spec) if isinstance(spec, str) else spec
     budget = None if budget is None else parse_budget(budget)
     parts, rest = spec.resolved(), dict(options)
-    _check(spec, budget, schedule)
-    _check_options(spec, parts, budget, rest)
+    check_policy(spec, budget, schedule, options)
+    if spec.evicts and schedule != "prefill" and issubclass(SCORERS[parts.scorer], KVzip):
+        raise UserError(f"Policy '{spec}' scores a prompt once, after it: schedule={schedule!r}: expected prefill.")
     engine: dict[str, Any] = {name: rest.pop(name) for name in ENGINE if name in rest}
     for name, value in engine.items():
         _check_type(f"Policy '{spec}': {name}={value!r}", value, get_type_hints(Policy)[name])
@@ -187,49 +184,6 @@ def policy(
     gates = _moved(gates, boundary, spec, budget)
     whole = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
     return whole if gates is None else whole.trained_with(gates)
-
-
-def _check(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
-    """Refuse an unknown schedule, and parts that cannot act where nothing is evicted, once, or where flags decide."""
-    kinds = [part.partition(":")[0] for part in schedule.split("+")]
-    if not re.fullmatch(r"(prefill|every|(blocks|steps):[1-9]\d*)(\+(every|(blocks|steps):[1-9]\d*))*", schedule):
-        raise UserError(f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +.")
-    if len(set(kinds)) < len(kinds) or {"every", "steps"} <= {*kinds} or {"prefill", "blocks"} <= {*kinds}:
-        raise UserError(f"schedule={schedule!r}: expected at most one part for the prompt and one for what follows.")
-    later = bool({"every", "steps"} & {*kinds})
-    acts = later or (schedule != "prefill" and not spec.evicts)
-    given = {"budget=": budget, "+": spec.wrapper, "@": spec.allocator, "schedule=": schedule if acts else None}
-    for sign, value in given.items():
-        if value is not None and not spec.takes_budget:
-            why = "nothing is evicted; leave it out"
-            if spec.evicts:
-                ranked = replace(spec.ranked, wrapper=None, allocator=None)
-                why = f"flags decide themselves how much stays; leave it out, or use {ranked} with a budget"
-            raise UserError(f"Policy '{spec}': {sign}{value} cannot act on {spec.scorer}: {why}.")
-    if budget is None and (not spec.bare or later):
-        raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
-    if spec.evicts and schedule != "prefill" and issubclass(SCORERS[spec.resolved().scorer], KVzip):
-        raise UserError(f"Policy '{spec}' scores a prompt once, after it: schedule={schedule!r}: expected prefill.")
-
-
-def _check_options(
-    spec: PolicySpec, parts: PolicySpec, budget: int | float | None, options: Mapping[str, Option]
-) -> None:
-    """Refuse options that no part has, and those without meaning where flags decide."""
-    kind = ALLOCATORS[str(parts.allocator)]
-    used = [SCORERS[parts.scorer]] if spec.evicts else []
-    used += [WRAPPERS[parts.wrapper]] if parts.wrapper else []
-    known = {name for part in used for name in option_names(part)} - {"inner"} | {*ENGINE}
-    known |= {*BOUNDARY} if spec.reads_gates else set()
-    if not spec.reads_gates or budget is not None:
-        known |= {*option_names(kind), *kind.shorthands}
-    for name in options:
-        check_known(name, sorted(known), "option", str(spec))
-        if spec.evicts and budget is None and name not in (*ENGINE, *BOUNDARY):
-            raise UserError(
-                f"Policy '{spec}': {name} has no meaning, because without a budget the gates' flags decide; leave it "
-                "out."
-            )
 
 
 def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:

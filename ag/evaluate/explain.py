@@ -21,7 +21,6 @@ from ag.config import ModelConfig
 from ag.config.command_line import Invocation
 from ag.config.policies import GATES
 from ag.engine import EvictionCache, Policy, policy
-from ag.engine.spec import named, parse_budget
 from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.inside import Reading, View, attention_map, gate_map, output_errors, record
@@ -192,11 +191,5 @@ def errors_by_layer(errors: Mapping[str, Array], kept: Mapping[str, float], plan
 
 
 def _policies(config: ExplainConfig) -> dict[str, Policy]:
-    """Return the policies by name; those without gates of their own use ``gates=``."""
-    specs = named(list(dict.fromkeys([*config.policies, *([GATES] if config.gates else [])])))
-    budget = None if config.budget is None else parse_budget(config.budget)
-    found = {}
-    for name, spec in specs.items():
-        spec = spec.with_gates(config.gates, "gates=EXPORT")
-        found[name] = policy(spec, budget if spec.takes_budget else None)
-    return found
+    """Return the policies by name."""
+    return {name: policy(spec, budget) for name, (spec, budget) in config.specs.items()}

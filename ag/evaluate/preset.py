@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +12,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ag.commands.compare import CompareConfig
-from ag.commands.evaluate import EvaluateConfig
-from ag.config import Config, ModelConfig
+from ag.commands.evaluate import TASK, EvaluateConfig, Preset, translate
 from ag.config.command_line import Invocation
-from ag.config.policies import FLAGS, FULL, GATES
-from ag.config.recipes import load_config
-from ag.engine.spec import PolicySpec, named
-from ag.errors import UserError
-from ag.evaluate.comparison.cells import list_cells, stored
+from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.compare import compare, log
 from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.tables import OVER, OVER_NOTE, counted
-
-TASK = "responses"
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A comparison with the settings of a run."""
-
-    config: CompareConfig
-    names: dict[str, str]  # names of the policies here, by label
-    trained: Config | None  # configuration of the run; None means plain documents without a run
-
-    def name(self, result: Result) -> str:
-        """Return the name of a result: ``full cache``, ``flags``, ``gates 0.5``, ``h2o 0.5``."""
-        return f"{self.names[result.summary.label]} {result.budget}".rstrip()
 
 
 def run(asked: Invocation[EvaluateConfig]) -> int:
@@ -50,7 +28,7 @@ def run(asked: Invocation[EvaluateConfig]) -> int:
         return 0
     console = Console()
     comparison = compare(preset.config, console, asked.line)
-    results = {preset.name(result): result for result in comparison.results if result.outcomes}
+    results = {name_of(preset, result): result for result in comparison.results if result.outcomes}
     text = json.dumps({name: figures(result) for name, result in results.items()}, indent=2)
     asked.config.file.write_text(text, encoding="utf-8")
     if results:
@@ -59,67 +37,13 @@ def run(asked: Invocation[EvaluateConfig]) -> int:
     if preset.trained is not None and "wandb" in preset.trained.logger:
         log(comparison, Path(str(asked.config.run)), preset.trained.recipe, preset.trained.wandb)
     for result in comparison.failed:
-        print(f"ag.evaluate: error: {preset.name(result)}: {result.summary.problem}", file=sys.stderr)
+        print(f"ag.evaluate: error: {name_of(preset, result)}: {result.summary.problem}", file=sys.stderr)
     return 2 if comparison.failed else 0
 
 
-def translate(config: EvaluateConfig) -> Preset:
-    """Return the comparison of a command."""
-    if config.run is None and config.root is None:
-        raise UserError("nothing to evaluate on: give run=RUN, or root=FOLDER of plain documents.")
-    if config.file.suffix != ".json":
-        raise UserError(f"output={config.output}: expected a name that ends in .json, such as {config.output}.json.")
-    recipe = None if config.run is None else load_config(Path(config.run) / "config.yaml", Config)
-    base = ModelConfig(name=config.model) if recipe is None else recipe.model
-    trained = "" if recipe is None else recipe.train
-    listed = _policies(config, trained)
-    if not listed:
-        raise UserError("policies=[]: expected at least one, such as full.")
-    options = {"run_folder": config.run, "prompt": config.prompt, "continuation": config.continuation}
-    return Preset(
-        CompareConfig(
-            recipe="evaluate",
-            model=base.name,
-            revision=base.revision,
-            dtype=base.dtype,
-            quantization=base.quantization,
-            attn_implementation=base.attn_implementation,
-            trust_remote_code=base.trust_remote_code,
-            adapter=f"{config.run}/export" if "lora" in trained else None,
-            policies=list(listed),
-            budgets=config.budgets,
-            schedule=config.schedule,
-            kv_dtypes=config.kv_dtypes,
-            tasks=[TASK],
-            root=config.root,
-            samples=config.samples,
-            task_options={TASK: {name: value for name, value in options.items() if value is not None}},
-            baseline=next(iter(listed)),
-            device=config.device,
-            plugins=config.plugins,
-            cluster=config.cluster,
-            output=str(config.file.with_suffix("")),
-            retry=True,
-        ),
-        {
-            stored(label, held): stored(name, held)
-            for held in config.kv_dtypes
-            for label, name in zip(named(list(listed)), listed.values(), strict=True)
-        },
-        recipe,
-    )
-
-
-def _policies(config: EvaluateConfig, trained: str) -> dict[str, str]:
-    """Return the names of the policies by their text; ``flags`` and ``gates`` are the run's."""
-    listed: dict[str, str] = {}
-    default = [FULL, *([FLAGS, *([GATES] if config.budgets else [])] if "gates" in trained else [])]
-    for text in default if config.policies is None else config.policies:
-        export = f"{config.run}/export" if "gates" in trained else None
-        spec = PolicySpec.parse(text).with_gates(export, "run=RUN of a run that trained some")
-        name = spec.label or text
-        listed[f"{name}={spec}" if spec.label else str(spec)] = name if spec.evicts else "full cache"
-    return listed
+def name_of(preset: Preset, result: Result) -> str:
+    """Return the name of a result: ``full cache``, ``flags``, ``gates 0.5``, ``h2o 0.5``."""
+    return f"{preset.names[result.summary.label]} {result.budget}".rstrip()
 
 
 def figures(result: Result) -> dict[str, Any]:

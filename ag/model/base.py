@@ -162,6 +162,8 @@ def load_base(
         ModelError: naming the value, what was expected and the fix.
     """
     config = ModelConfig(name=config) if isinstance(config, str) else config
+    if device is not None:
+        check_device(device)
     quantization = _quantization(config, device)
     if config.name.startswith(random_base.PREFIX):
         return _ready(config, *random_base.load(config, device))
@@ -232,6 +234,28 @@ def licence(name: str, gated: bool = False) -> str:
     if not gated and not name.startswith(GATED):
         return ""
     return f"its repository is gated: accept its licence at https://huggingface.co/{name} and log in by `hf auth login`"
+
+
+def check_device(device: torch.device | str) -> None:
+    """Refuse what is no device of torch, or a GPU that this machine does not have, before weights are read.
+
+    Raises:
+        ModelError: naming the value, what was expected and the fix.
+    """
+    try:
+        there = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"device={device}: {first_line(error)}; give cpu, cuda, or a GPU by its number.") from error
+    if there.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            f"device={device}: PyTorch {torch.__version__} finds no CUDA device here; give cpu, or look at the driver "
+            "and the build of torch."
+        )
+    if there.type == "cuda" and (there.index or 0) >= torch.cuda.device_count():
+        raise ModelError(
+            f"device={device}: expected a number below {torch.cuda.device_count()}, that of the CUDA devices here; "
+            "give cpu, or a lower number."
+        )
 
 
 def _ready(

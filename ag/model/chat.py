@@ -60,8 +60,10 @@ class Chat:
         Raises:
             UserError: it cannot be read, or holds something else.
         """
+        text = ""
         try:
-            told = json.loads(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
+            told = json.loads(text)
             json.dumps(told, ensure_ascii=False).encode()  # half of a surrogate pair is no character
             row = {"messages": told} if isinstance(told, list) else told
             messages = [for_template(message) for message in row["messages"]]
@@ -69,6 +71,11 @@ class Chat:
                 raise ValueError("a message has no role, or there is none")
             return cls(messages, variables(row))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            if rows := _rows(text):
+                raise UserError(
+                    f"{path}: these are JSON lines, {rows} rows; expected the JSON of one chat: write one row into a "
+                    "file of its own."
+                ) from error
             raise UserError(
                 f"{path}: {error!r:.200}; expected JSON in UTF-8: a list of messages with role and content, or an "
                 "object with messages and tools."
@@ -106,6 +113,16 @@ class Chat:
             raise UserError(f"The chat template of the model refuses this: {error}.") from error
         except OverflowError as error:  # an older transformers looks for the token before the text
             raise UserError("The chat template of the model marks an empty {% generation %} at its start.") from error
+
+
+def _rows(text: str) -> int:
+    """Return the number of rows of JSON lines; 0 for any other text, one JSON value included."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    try:
+        whole = all(isinstance(json.loads(line), dict | list) for line in lines)
+    except (ValueError, RecursionError):
+        return 0
+    return len(lines) if whole and len(lines) > 1 else 0
 
 
 def for_template(message: Mapping[str, Any]) -> Message:

@@ -34,7 +34,13 @@ def decoder_of(model: nn.Module) -> Any:
 
     Raises:
         UnsupportedModelError: when there is none, or it does not use the attention interface.
+        UserError: for something that is no model, such as its name.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model={model!r:.80}: expected a loaded model of transformers, such as that of model, tokenizer = "
+            f"ag.load_base({(model if isinstance(model, str) else 'smollm2')!r})."
+        )
     base = unwrapped(model)
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
     decoder = getattr(base, "model", base) if decoder is base else decoder  # Llama 4 does not find its own

@@ -11,9 +11,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ag.commands.serve import ServeConfig
+from ag.config.spec import ENGINE, PolicySpec
 from ag.engine.cache import EvictionCache
-from ag.engine.policy import ENGINE, Policy, policy
-from ag.engine.spec import PolicySpec
+from ag.engine.policy import Policy, policy
 from ag.errors import UserError
 from ag.model.chat import Chat, reads, spans
 from ag.serve.detokenizer import Detokenizer

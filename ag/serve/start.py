@@ -10,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ag.commands.serve import KEY_VARIABLE, ServeConfig
 from ag.continuation import load, read_policy
 from ag.engine.block_pool import Pool
-from ag.errors import UserError
+from ag.errors import UserError, first_line
+from ag.model.base import check_device
 from ag.serve.answers import where
 from ag.serve.app import Service
 from ag.serve.request import Request
@@ -29,13 +32,25 @@ DRAIN_SECONDS = 24.0  # for running answers after SIGTERM; orchestrators kill af
 def serving(config: ServeConfig) -> Service:
     """Load the model, and return its endpoints; the log says what fits."""
     chosen = read_policy(config)
+    check_device(config.device)
+    if torch.device(config.device).type == "cuda":
+        config.check_memory(torch.cuda.get_device_properties(config.device).total_memory, config.device)
     model, tokenizer = load(config, chosen.spec.path or config.gates)
+    try:
+        pool = Pool(model, config.memory_bytes, chosen.kv_dtype)
+    except UserError as error:
+        raise UserError(f"memory={config.memory}: {error}") from error
+    except RuntimeError as error:  # torch could not take it
+        raise UserError(
+            f"memory={config.memory}: {config.device} has not that much beside the weights of the model "
+            f"({first_line(error)}); give less."
+        ) from error
     chosen = replace(chosen, spec=replace(chosen.spec, path=None))  # clients read its text in answers and errors
     scheduler = Scheduler(
         model,  # type: ignore[arg-type]  # a PeftModel forwards every attribute
         tokenizer,
         chosen,
-        Pool(model, config.memory_bytes, chosen.kv_dtype),
+        pool,
         prefill_tokens=config.prefill_tokens,
         batch=config.batch,
         queue=config.queue,

@@ -6,6 +6,8 @@ import pytest
 
 from ag.commands.serve import ServeConfig
 from ag.config.command_line import parse
+from ag.errors import UserError
+from tests.support.refused import refuses
 from tests.support.warm import started
 
 
@@ -28,6 +30,18 @@ def test_what_is_refused(words, expected, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse(words, ServeConfig, "ag.serve")
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("memory", ["64", "9000TiB"])
+def test_memory_that_no_pool_can_take_is_told_as_it_was_given(memory, tmp_path, tiny_llama):
+    """Fewer bytes than a block has; more than a process can address, where the machine was not asked before."""
+    pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
+    from ag.serve.start import serving
+    from tests.support.http_server import saved
+
+    folder = saved(tiny_llama(), tmp_path)
+    with refuses(UserError, f"memory={memory}", "give"):
+        serving(ServeConfig(model=str(folder), policy="full", memory=memory))
 
 
 def test_a_share_is_a_budget():

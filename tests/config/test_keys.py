@@ -7,6 +7,7 @@ import pytest
 from ag.commands.compare import CompareConfig
 from ag.config.keys import from_text
 from ag.config.recipes import resolve
+from ag.errors import nearest
 from tests.support.refused import names
 from tests.support.schemas import KEYS, Inner, Other, fit, other
 
@@ -79,3 +80,19 @@ def test_another_schema() -> None:
 )
 def test_errors_of_other_schemas(schema: Any, word: str, parts: Any, error: Any) -> None:
     names(error(word, schema=schema), *parts)
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "meant"),
+    [
+        ("h2p", ["tova", "h2o"], "h2o"),
+        ("ppll", ["ppl", "ppl_stream"], "ppl"),
+        ("loss.alhpa", ["loss.beta", "loss.alpha"], "loss.alpha"),
+        ("max_tokens", ["tokens", "max_new_tokens"], "max_new_tokens"),
+        ("support.yaml", ["export.merge", "output"], None),
+        ("recipe", ["device", "replicas"], None),
+        ("own", ["copa", "openbookqa"], None),
+    ],
+)
+def test_a_name_is_suggested_if_it_is_near(word: str, known: list[str], meant: str | None) -> None:
+    assert nearest(word, known) == (f"; did you mean {meant}?" if meant else "")

@@ -169,3 +169,12 @@ def test_gradients_do_not_go_through_a_cache(tiny_llama, policy):
     with refuses(UserError, "gradients", "torch.no_grad()"):
         embeds = model.get_input_embeddings()(ids[:, :1]).requires_grad_()
         model(inputs_embeds=embeds, past_key_values=cache)
+
+
+@pytest.mark.parametrize("model", ["smollm2", None])
+def test_a_cache_of_something_that_is_no_model(model):
+    for spec in ("h2o", "gates"):
+        with refuses(UserError, f"model={model!r}", "ag.load_base('smollm2')"):
+            ag.EvictionCache(model, spec, 0.3)
+    with refuses(UserError, "spec=0.3", "'h2o'"):
+        ag.EvictionCache(model, 0.3)

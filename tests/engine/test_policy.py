@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import ag
 from ag.config.policies import ALIASES, FLAGS
+from ag.config.spec import PolicySpec, named
 from ag.engine.allocators import ALLOCATORS
 from ag.engine.allocators.heads import Heads
 from ag.engine.allocators.pyramid import Pyramid
@@ -19,7 +20,6 @@ from ag.engine.scorers import SCORERS
 from ag.engine.scorers.gates import Gates
 from ag.engine.scorers.h2o import H2O
 from ag.engine.scorers.snapkv import SnapKV
-from ag.engine.spec import PolicySpec, named
 from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote
 from ag.engine.wrappers.vatp import Vatp
@@ -96,6 +96,12 @@ BUDGET = {"budget": 64}
 #: What is given, and what the error names.
 REFUSED = [
     ("h2o", {"widnow": 3} | BUDGET, "'widnow' 'h2o' window?"),
+    ("h2o", {"compression_ratio": 0.3}, "'h2o' compression_ratio=0.3 budget=0.7"),
+    ("h2o", {"compression_ratio": 0.3} | BUDGET, "'h2o' compression_ratio=0.3 budget=0.7"),
+    ("full", {"compression_ratio": 0.3}, "'full' compression_ratio=0.3 leave"),
+    ("h2o", {"ratio": 0.3}, "'ratio' 'h2o' window"),
+    (0.3, {}, "spec=0.3 'h2o'"),
+    ("h2o", {"budget": "30%"}, "budget='30%' 0.3"),
     ("gates", {"recent": 5}, "recent flags"),
     ("snapkv", {"kernel": 4} | BUDGET, "SnapKV: kernel=4 odd"),
     ("snapkv", {"window": "32"} | BUDGET, "SnapKV: window='32' int"),

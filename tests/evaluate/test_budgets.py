@@ -9,8 +9,8 @@ import ag.evaluate.__main__
 import ag.explain
 import ag.generate
 from ag.config.command_line import parse
+from ag.config.spec import parse_budget
 from ag.continuation import _policies
-from ag.engine.spec import parse_budget
 from ag.errors import UserError
 from ag.evaluate import explain
 from ag.evaluate.comparison import cells

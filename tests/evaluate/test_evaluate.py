@@ -10,11 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from ag import data
+from ag.commands.evaluate import translate
 from ag.config import Config, DataConfig, ModelConfig
 from ag.config.recipes import dump
 from ag.evaluate.__main__ import EvaluateConfig, main
 from ag.evaluate.comparison.cells import list_cells
-from ag.evaluate.preset import translate
 from ag.gates import export
 from tests.support import by_hand
 from tests.support.bounds import of_nats

@@ -76,6 +76,9 @@ def test_thoughts_calls_and_tools_lie_in_the_template(said):
     [
         ("{", "JSON messages role"),
         ("[]", "messages role"),
+        ('{"messages": []}\n\n{"messages": []}\n', "lines 2 one"),
+        ('[{"role": "user", "content": "x"}]\n[]\n[]\n', "lines 3 one"),
+        ('{"messages": []}\nnot JSON\n', "JSONDecodeError messages"),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": "{"}', "tools"),
         ('[{"role": "user", "content": "\\ud83d"}]', "surrogates messages"),
         ('[{"role": "user", "content": ' + "[" * 5000 + "]" * 5000 + "}]", "messages"),

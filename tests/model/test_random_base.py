@@ -37,6 +37,8 @@ def test_a_random_base_of_no_file_or_on_no_device_is_one_sentence(tmp_path):
         models.load_base("random:nothing.json")
     with refuses(UserError, "device=cuda:99", "give cpu"):
         models.load_base("random:tiny", "cuda:99")
+    with refuses(UserError, "device=gpu", "give cpu"):  # before the model is looked for
+        models.load_base("./nowhere", "gpu")
     small = random_base.geometry("random:tiny")
     small.vocab_size = 100
     small.save_pretrained(tmp_path)

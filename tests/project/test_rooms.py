@@ -25,7 +25,7 @@ BELOW = {
     "plugins": "errors",
     "cluster": "errors versions",
     "config": "errors files plugins cluster versions",
-    "commands": "errors plugins config cluster engine",  # the engine in functions alone
+    "commands": "errors plugins config cluster hardware model data",  # model and data in functions alone
     "model": "errors files kernels plugins config cluster versions wheels",
     "gates": LOW,
     "data": "errors files plugins config model cluster versions wheels",

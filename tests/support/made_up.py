@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ag.engine.spec import PolicySpec
+from ag.config.spec import PolicySpec
 from ag.evaluate.comparison.folder import Summary
 from ag.evaluate.comparison.result import Comparison, Result
 from ag.evaluate.tasks import Outcome

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -21,11 +21,6 @@ from ag.errors import require
 
 #: Metadata of a field that is no option of a policy.
 DERIVED = MappingProxyType({"option": False})
-
-
-def option_names(part: type | object) -> list[str]:
-    """Return the fields of a part of a policy that are its options."""
-    return [f.name for f in fields(cast("Any", part)) if f.metadata.get("option", True)]
 
 
 @dataclass(frozen=True, kw_only=True)

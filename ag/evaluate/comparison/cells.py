@@ -11,11 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ag.commands.compare import CompareConfig
+from ag.commands.compare import CompareConfig, Plan, stored
 from ag.commands.shared import KVDtype
 from ag.config.keys import nearest
 from ag.engine import Policy, policy
-from ag.engine.spec import PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.comparison.folder import Summary, tag_mean
@@ -34,7 +33,7 @@ class Cell:
     """One policy at one budget on one task."""
 
     key: str  # a hash of all that the result depends on, the same in every run
-    label: str  # name of the policy in tables; see ag.engine.spec.named
+    label: str  # name of the policy in tables; see ag.config.spec.named
     policy: Policy
     task: Task
     model: str  # hub id or folder
@@ -123,19 +122,7 @@ class Cell:
 
 def list_cells(config: CompareConfig) -> list[Cell]:
     """Return the cells, task by task; names and values are checked here, before a model is loaded."""
-    budgets = [parse_budget(budget) for budget in config.budgets]
-    specs = config.specs
-    named_options = {config.called.get(name, name): options for name, options in config.policy_options.items()}
-    for name in named_options:
-        if name not in specs:
-            listed = nearest(name, [*specs, *config.policies])
-            raise UserError(f"policy_options.{name}: policies= does not list {name!r}{listed}.")
-    policies = [
-        (stored(name, held), one)
-        for held in config.held
-        for name, spec in specs.items()
-        for one in _policies(name, spec, named_options.get(name, {}), budgets, held, config)
-    ]
+    policies = [(stored(plan.name, held), _policy(plan, held, config)) for held in config.held for plan in config.plans]
     adapter = None if config.adapter is None else export.adapter_checksum(config.adapter)
     samples = None if config.samples is None else f"the first {config.samples} that can be run"
     local = checksums(config.model)  # another model may be written into its folder
@@ -159,35 +146,18 @@ def list_cells(config: CompareConfig) -> list[Cell]:
     return cells
 
 
-def stored(name: str, held: str) -> str:
-    """Return the name of a policy that stores keys and values in a form, for tables."""
-    return name if held == "float" else f"{name} {held}"
-
-
 def _text(one: Policy) -> str:
     """Return a policy as keys have it: flags as gates without a budget, the same policy's older name."""
     return repr(replace(one, spec=one.spec.ranked))
 
 
-def _policies(
-    label: str,
-    spec: PolicySpec,
-    options: dict[str, Any],
-    budgets: Sequence[int | float],
-    held: KVDtype,
-    config: CompareConfig,
-) -> list[Policy]:
-    """Return a policy at each budget; full and flags take no budget, and gates without one are flags."""
-    path = spec.with_gates(None).path
-    if path is not None:
-        _check_adapter(label, path, config)
+def _policy(plan: Plan, held: KVDtype, config: CompareConfig) -> Policy:
+    """Return the policy of a plan, which stores keys and values in a form."""
+    if plan.spec.path is not None:
+        _check_adapter(plan.name, plan.spec.path, config)
     places: dict[str, Any] = {} if config.positions == "original" else {"positions": config.positions}
     places |= {} if held == "float" else {"kv_dtype": held}
-    if not spec.takes_budget or (spec.bare and not budgets):
-        return [policy(spec, **places | options)]
-    if not budgets:
-        raise UserError(f"policy {label!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
-    return [policy(spec, budget, config.schedule, **places | options) for budget in budgets]
+    return policy(plan.spec, plan.budget, plan.schedule, **places | plan.options)
 
 
 def _check_adapter(label: str, path: str, config: CompareConfig) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ag.commands.compare import CompareConfig
-from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison.cells import Cell, stored
+from ag.commands.compare import CompareConfig, stored
+from ag.config.spec import PolicySpec
+from ag.evaluate.comparison.cells import Cell
 from ag.evaluate.comparison.folder import Ended, Summary, tag_values
 from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error
 from ag.evaluate.inside import View

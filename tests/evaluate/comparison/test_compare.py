@@ -374,6 +374,15 @@ def test_the_full_cache_is_measured_first(config):
     assert replace(made).policies == made.policies  # as when a dumped configuration is read
 
 
+def test_the_baseline_full_is_added_where_it_is_not_listed(config):
+    made = config(policies=["h2o", "tova"], budgets=[0.5])
+    assert made.policies == ["full", "h2o", "tova"] == replace(made).policies
+    assert [cell.label for cell in list_cells(made)] == ["full", "h2o", "tova"]
+    assert config(policies=["h2o"], baseline="h2o").policies == ["h2o"]
+    with refuses(UserError, "baseline=snapkv", "['h2o']"):
+        config(policies=["h2o"], baseline="snapkv")
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from ag.engine.spec import PolicySpec
+from ag.config.spec import PolicySpec
 from ag.evaluate.comparison import charts, tables
 from ag.evaluate.comparison.page import embedded, layers, viewer, wins
 from ag.evaluate.comparison.result import Comparison, Result

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ag.engine.spec import PolicySpec
+from ag.config.spec import PolicySpec
 from ag.evaluate.comparison import charts
 from ag.evaluate.comparison.page import render, wins
 from ag.evaluate.comparison.result import Comparison, Result, agree, apart, at_budget, held, hold_alike, percent

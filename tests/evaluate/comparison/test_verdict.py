@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ag.engine.spec import PolicySpec
+from ag.config.spec import PolicySpec
 from ag.evaluate.comparison.charts import leading, looks
 from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.result import Comparison, Result

@@ -1,4 +1,4 @@
-"""The text of a policy and the rule of budgets; both are read here alone."""
+"""The text of a policy, its options and the rule of budgets; they are read here alone, without torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any
 
-from ag.config.policies import ALIASES, FLAGS, FULL, GATES, split_label
+from ag.config.policies import ALIASES, FLAGS, FULL, GATES, check_class, check_name, option_names, parts, split_label
 from ag.config.sections import BUDGET
-from ag.engine.allocators import ALLOCATORS, Allocator
-from ag.engine.scorers import SCORERS, Scorer
-from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.errors import UserError, check_known
-from ag.plugins import check_part, discover
+
+ENGINE = ("positions", "kv_dtype")  # options of every policy
+BOUNDARY = ("threshold", "share")  # options that move the boundary of flags
+EVICTED_SHARE = "compression_ratio"  # the name that KVPress has for the share that goes
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def parse_budget(value: Any) -> int | float:
@@ -26,6 +28,9 @@ def parse_budget(value: Any) -> int | float:
         return int(value) if isinstance(value, int) else float(value)
     whole = number and math.isfinite(value) and value >= 1 and value == int(value)
     hint = f"; {int(value)} tokens are written without a point" if whole else ""
+    if isinstance(value, str) and (percent := re.fullmatch(r"(\d+(?:\.\d+)?) *%", value)):
+        share = float(percent[1]) / 100
+        hint = f"; {value} are written {share}" if 0 < share <= 1 else ""
     raise UserError(f"budget={value!r:.80}: expected {BUDGET}{hint}.")
 
 
@@ -58,13 +63,11 @@ class PolicySpec:
     @classmethod
     def parse(cls, text: str) -> PolicySpec:
         """Read the text of a policy; refuse unknown names (the nearest is suggested) and parts out of order."""
-        for group in ("ag.scorers", "ag.wrappers", "ag.allocators"):
-            discover(group)
         label, bare = split_label(text)
         scorer = re.split("[:+@]", bare, maxsplit=1)[0]
         if label is not None:
             _check_label(label, scorer, text)
-        check_known(scorer, (FULL, *SCORERS, FLAGS, *ALIASES), "policy", text)
+        check_known(scorer, (FULL, *parts("ag.scorers"), FLAGS, *ALIASES), "policy", text)
         rest, path = bare[len(scorer) :], None
         if rest.startswith(":"):
             end = _end_of_path(rest, 1)
@@ -74,15 +77,11 @@ class PolicySpec:
             shape = f"{scorer}{':PATH' * _reads_gates(scorer)}[+WRAPPER][@ALLOCATOR]"
             raise UserError(f"Policy {text!r}: {bare[len(scorer) :]!r} behind {scorer}: expected {shape}.")
         wrapper, allocator = signs.groups()
-        parts: list[tuple[str, str | None, Mapping[str, Any], type]] = [
-            ("policy", scorer if scorer in SCORERS else None, SCORERS, Scorer),
-            ("wrapper", wrapper, WRAPPERS, Wrapper),
-            ("allocator", allocator, ALLOCATORS, Allocator),
-        ]
-        for kind, name, names, base in parts:
+        if scorer in parts("ag.scorers"):
+            check_class("ag.scorers", scorer)
+        for what, name in (("wrapper", wrapper), ("allocator", allocator)):
             if name is not None:
-                check_known(name, names, kind, text)
-                check_part(name, names[name], base)
+                check_name(what, name, text)
         if scorer in ALIASES and allocator is not None:
             same = "@".join(ALIASES[scorer])
             raise UserError(f"Policy {text!r}: {scorer} stands for {same}, allocator included; name the parts instead.")
@@ -138,7 +137,7 @@ class PolicySpec:
         if self.scorer in ALIASES:
             scorer, allocator = ALIASES[self.scorer]
             return replace(self, scorer=scorer, allocator=allocator)
-        own = SCORERS[self.scorer].default_allocator if self.evicts else next(iter(ALLOCATORS))
+        own = parts("ag.scorers")[self.scorer].default_allocator if self.evicts else next(iter(parts("ag.allocators")))
         return replace(self, allocator=self.allocator or own)
 
 
@@ -149,7 +148,7 @@ def _check_label(label: str, scorer: str, text: str) -> None:
         expected = "expected one label of letters, digits, _, - and . before the policy"
     elif scorer == FULL:
         expected = f"{FULL} goes without"
-    elif label in (FULL, FLAGS, *SCORERS, *ALIASES) and label != scorer:
+    elif label in (FULL, FLAGS, *parts("ag.scorers"), *ALIASES) and label != scorer:
         expected = f"{label} is another policy; choose another label"
     if expected is not None:
         raise UserError(f"Policy {text!r}: label {label!r}: {expected}.")
@@ -185,7 +184,8 @@ def _short(path: str, paths: Collection[tuple[str, ...]]) -> str:
 
 
 def _reads_gates(scorer: str) -> bool:
-    return scorer == FLAGS or (scorer in SCORERS and SCORERS[scorer].reads_gates)
+    scorers = parts("ag.scorers")
+    return scorer == FLAGS or (scorer in scorers and scorers[scorer].reads_gates)
 
 
 def _end_of_path(text: str, start: int) -> int:
@@ -195,7 +195,63 @@ def _end_of_path(text: str, start: int) -> int:
         place = max(text.rfind("+", start, end), text.rfind("@", start, end))
         if place < 0:
             return end
-        name, names = text[place + 1 : end], WRAPPERS if text[place] == "+" else ALLOCATORS
+        name, names = text[place + 1 : end], parts("ag.wrappers" if text[place] == "+" else "ag.allocators")
         if name and not difflib.get_close_matches(name, names, 1, cutoff=0.75):
             return end
         end = place
+
+
+def check_policy(
+    spec: PolicySpec, budget: int | float | None, schedule: str = "prefill", options: Mapping[str, Any] = NO_OPTIONS
+) -> None:
+    """Refuse a budget, a schedule and options that a policy cannot take, by their names, and the lack of a budget.
+
+    Raises:
+        UserError: names the policy, the value and the fix.
+    """
+    _check_known(spec, budget, options)
+    _check_schedule(spec, budget, schedule)
+    for name in options:
+        if spec.evicts and budget is None and name not in (*ENGINE, *BOUNDARY):
+            raise UserError(
+                f"Policy '{spec}': {name} has no meaning, because without a budget the gates' flags decide; leave it "
+                "out."
+            )
+
+
+def _check_schedule(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
+    """Refuse an unknown schedule, and parts that cannot act where nothing is evicted, once, or where flags decide."""
+    kinds = [part.partition(":")[0] for part in schedule.split("+")]
+    if not re.fullmatch(r"(prefill|every|(blocks|steps):[1-9]\d*)(\+(every|(blocks|steps):[1-9]\d*))*", schedule):
+        raise UserError(f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +.")
+    if len(set(kinds)) < len(kinds) or {"every", "steps"} <= {*kinds} or {"prefill", "blocks"} <= {*kinds}:
+        raise UserError(f"schedule={schedule!r}: expected at most one part for the prompt and one for what follows.")
+    later = bool({"every", "steps"} & {*kinds})
+    acts = later or (schedule != "prefill" and not spec.evicts)
+    given = {"budget=": budget, "+": spec.wrapper, "@": spec.allocator, "schedule=": schedule if acts else None}
+    for sign, value in given.items():
+        if value is not None and not spec.takes_budget:
+            why = "nothing is evicted; leave it out"
+            if spec.evicts:
+                ranked = replace(spec.ranked, wrapper=None, allocator=None)
+                why = f"flags decide themselves how much stays; leave it out, or use {ranked} with a budget"
+            raise UserError(f"Policy '{spec}': {sign}{value} cannot act on {spec.scorer}: {why}.")
+    if budget is None and (not spec.bare or later):
+        raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
+
+
+def _check_known(spec: PolicySpec, budget: int | float | None, options: Mapping[str, Any]) -> None:
+    """Refuse options that no part has."""
+    named = spec.resolved()
+    used = [parts("ag.scorers")[named.scorer]] if spec.evicts else []
+    used += [parts("ag.wrappers")[named.wrapper]] if named.wrapper else []
+    known = {name for part in used for name in option_names(part)} - {"inner"} | {*ENGINE}
+    known |= {*BOUNDARY} if spec.reads_gates else set()
+    if not spec.reads_gates or budget is not None:
+        kind = parts("ag.allocators")[str(named.allocator)]
+        known |= {*option_names(kind), *kind.shorthands}
+    for name, value in options.items():
+        if name == EVICTED_SHARE and name not in known and isinstance(value, float) and 0 < value < 1:
+            kept = f"expected the share that stays, as budget={1 - value:.6g}" if spec.takes_budget else "leave it out"
+            raise UserError(f"Policy '{spec}': {name}={value}: {kept}.")
+        check_known(name, sorted(known), "option", str(spec))

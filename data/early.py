@@ -1,0 +1,30 @@
+"""The checks of training data that need neither torch nor a tokenizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ag.data.sources import Source, dataset_of, held_out, local_folder
+from ag.data.templates import find_task, is_own
+
+if TYPE_CHECKING:
+    from ag.config import DataConfig
+
+
+def check(data: DataConfig) -> None:
+    """Refuse a local folder without the rows that a run reads; the hub is not asked, and other kinds have no rows.
+
+    Raises:
+        DataError: a folder or a split is missing, or ``data.val_samples`` leaves no row to train on.
+    """
+    if data.kind == "sft" and not is_own(data):
+        task = find_task(data)
+        if data.root is not None:
+            source = Source(task.hub, folder=local_folder(data.root, task.folder))
+            for split in ("train", "validation"):
+                source.read(split)
+    elif data.kind in ("sft", "text"):
+        source = dataset_of(data)
+        if source.folder is not None:
+            source.read("train")
+            held_out(source, data)
