@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 FILES = frozenset({WEIGHTS, CONFIG, CARD, FIGURE, ADAPTER})
 SCALE, LARGEST = ".scale", 127  # of a matrix in eight bits: the suffix of its scales, its largest step
+#: What PEFT raises for an adapter that does not fit, or whose configuration it cannot follow.
+UNFIT = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError)
 Gates = Any  # ag.gates.gate.AttentionGates, whose module imports this one
 
 
@@ -316,13 +318,23 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
         check_base(local(path), info, model.config)
         if adapter := adapter_of(local(path), info):
             adapter.check(model, times=0)
+    names = check_files(local(path))
     try:
         with quiet():
             wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
-    except (RuntimeError, ValueError) as error:  # other shapes, or none of the layers
+    except UNFIT as error:  # other shapes, none of the layers, settings that PEFT refuses
         raise ExportError(
-            f"{folder}: it does not fit this model ({first_line(error)}): load the base model of the adapter."
+            f"{folder}: PEFT cannot load it into this model ({first_line(error)}): expected the base model of the "
+            "adapter and the files as exported; load that model, or copy the files again."
         ) from error
+    wanted = set(peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False))
+    odd = {"missing": sorted(wanted - names), "unknown": sorted(names - wanted)}
+    if names != wanted:
+        found = " and ".join(f"{len(some)} tensors are {how} ({some[0]}, ...)" for how, some in odd.items() if some)
+        raise ExportError(
+            f"{local(path) / ADAPTER_FILES[1]}: {found}: expected the tensors that {ADAPTER_FILES[0]} asks for in this "
+            "model; copy the adapter again, or load its base model."
+        )
     return _merged(wrapped, path) if merge else wrapped
 
 
