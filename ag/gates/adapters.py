@@ -21,7 +21,7 @@ from ag.gates.folder import parse, read
 from ag.gates.manifest import ADAPTER_FILES, ExportError, minor
 
 if TYPE_CHECKING:
-    from peft import TunerLayerStatus
+    from peft.peft_model import TunerLayerStatus
 
 MERGED = "merged_adapter"  # in the config.json of a merged model
 WRITTEN = "default"  # PEFT's name of the adapter that an export holds
