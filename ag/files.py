@@ -1,4 +1,4 @@
-"""The cache folder, checksums of files, and writing that survives a crash."""
+"""The cache folder, checksums of files, and writing that survives a crash or another process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ag.errors import UserError
+
+LOCK = "lock"  # the file in a folder on which its writer has a lock of the kernel, which ends with the process
 
 
 def fsync(path: Path) -> None:
@@ -40,6 +46,29 @@ def replacing(target: Path) -> Iterator[Path]:
         fsync(target.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path, refusal: str, wait: float = 0) -> Iterator[None]:
+    """Lock a folder for this process.
+
+    Args:
+        folder: an existing folder, which gets a file ``lock``.
+        refusal: message of the error.
+        wait: seconds in which another process may end.
+
+    Raises:
+        UserError: another process has locked it.
+    """
+    lock = FileLock(folder / LOCK, timeout=wait)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(refusal) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def checksum(file: Path) -> str:

@@ -29,6 +29,7 @@ from ag.config.exports import StrPath
 from ag.data.collate import IGNORED
 from ag.errors import UserError
 from ag.gates import export
+from ag.gates.adapters import check_written
 from ag.gates.attach import attach, detach
 from ag.gates.gate import AttentionGates
 from ag.model import base as models
@@ -129,8 +130,9 @@ class GatedTrainer(Trainer):
 class GateCallback(TrainerCallback):
     """Attaches gates to the Trainer's model before training, and writes the export after it.
 
-    The base is frozen; a LoRA adapter of PEFT is trained and exported with the gates. Gates attached before are
-    detached. After training ``ag.EvictionCache(model, "gates")`` uses the new ones.
+    The base is frozen; the LoRA adapter ``default`` of PEFT is trained and exported with the gates, and no other
+    adapter may act on the model. Gates attached before are detached. After training ``ag.EvictionCache(model,
+    "gates")`` uses the new ones.
 
     Args:
         config: ``gate``, ``init``, ``loss``, ``optim.gate_lr``, ``export.weights``, and for ``loss.objective=regress``
@@ -168,6 +170,8 @@ class GateCallback(TrainerCallback):
                 f"GateCallback(path={str(self.path)!r}) is the Trainer's output_dir, whose checkpoints would be in "
                 "the way of the export: expected another folder, such as one in it."
             )
+        if not isinstance(model, PeftModel):
+            check_written(self.path, model, None)
         export.check(gates, model if isinstance(model, PeftModel) else None, path=self.path)
         attach(model, gates)
         _Part(self.config, model, gates).install(instrument(model))

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,15 +22,15 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ag import callbacks, data
-from ag.callbacks.checkpoint_files import checkpoints, newest_valid
+from ag.callbacks.checkpoint_files import checkpoints, newest_valid, step_of
 from ag.config import Config
 from ag.config.command_line import Invocation
 from ag.config.keys import nearest
 from ag.config.recipes import dump
 from ag.data import early
 from ag.errors import UserError
+from ag.files import locked
 from ag.gates import export
-from ag.gates.calibration import Calibration
 from ag.gates.gate import AttentionGates, gate_kind
 from ag.model import base as models
 from ag.model.hooks import decoder_of
@@ -37,13 +38,14 @@ from ag.model.quiet import quiet
 from ag.model.support import check_attention
 from ag.run_on_cluster import run_on_cluster
 from ag.training import needs
-from ag.training.loggers import build_loggers, log_export, read_metrics
+from ag.training.loggers import build_loggers, log_export
 from ag.training.memory_plan import GIB
 from ag.training.module import GatedLM
 from ag.training.objectives import objective
 from ag.training.sharded import ShardedStrategy, gather
 
 EXIT_NOT_FINITE = 3
+RESTART = 60.0  # seconds in which the rank that a cluster replaces ends
 #: Keys of ``gate`` that determine the shapes of its weights.
 SIZES = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "layer_offset", "first_layer")
 
@@ -94,6 +96,16 @@ def fit(
         ag.callbacks.Stopped: on SIGTERM, SIGUSR1 or Ctrl-C, after a checkpoint.
         KeyboardInterrupt: on Ctrl-C before the first step, and on a second one.
     """
+    with ExitStack() as leaving:
+        return _fit(config, dry_run, folder, stop_signal, leaving)
+
+
+def _fit(
+    config: Config, dry_run: bool, folder: Path | None, stop_signal: Callable[[], int] | None, leaving: ExitStack
+) -> Path | None:
+    existing = folder or (None if config.resume is None else Path(config.resume))
+    if existing is not None and not dry_run:
+        _lock(existing, leaving, RESTART if folder is not None else 0)
     if dry_run:  # writes nothing, neither contexts nor tokenised rows
         config = replace(config, loss=replace(config.loss, contexts=None), data=replace(config.data, cache=None))
     disable_possible_user_warnings()  # tips of Lightning, by names of its API, until `quiet` ends
@@ -122,18 +134,20 @@ def fit(
         path=None if config.resume is None else Path(config.resume) / "export",
         merge=config.export.merge,
     )
-    run_dir = None if dry_run else folder or run_folder(config)
-    trainer = build_trainer(config, run_dir, stop_signal)
+    run_dir = None if dry_run else existing or run_folder(config)
+    if run_dir is not None and existing is None:
+        _lock(run_dir, leaving)
+    begun = folder if folder is not None and checkpoints(folder) else config.resume
+    checkpoint = None if begun is None else newest_valid(Path(begun))
+    if run_dir is None:
+        checkpoint = None  # Lightning's dry run has one epoch, and refuses a checkpoint of a later one
+    trainer = build_trainer(config, run_dir, stop_signal, 0 if checkpoint is None else step_of(checkpoint))
     if trainer.is_global_zero:
         lines, warned = batches.report()
         print("\n".join(lines), flush=True)
         for line in warned:
             print(f"ag.fit: warning: {line}", file=sys.stderr)
-    begun = folder if folder is not None and checkpoints(folder) else config.resume
-    checkpoint = None if begun is None else newest_valid(Path(begun))
-    if run_dir is None:
-        checkpoint = None  # Lightning's dry run has one epoch, and refuses a checkpoint of a later one
-    elif trainer.is_global_zero and checkpoint is not None:
+    if trainer.is_global_zero and checkpoint is not None:
         print(f"on from {checkpoint}")
     module.train()  # Lightning does not change the mode, and activation checkpointing needs training mode
     if run_dir is not None:
@@ -153,17 +167,15 @@ def fit(
             print(f"memory at its peak: {peak_memory()}")
             print("ready: one training and one validation batch ran, and nothing was written")
         return None
-    if module.validated_step != trainer.global_step:
+    if module.validated.get("step") != trainer.global_step:
         trainer.validate(module, batches, verbose=False)
-    metrics, step = {name: float(value) for name, value in trainer.callback_metrics.items()}, trainer.global_step
     gather(module)
     if config.checkpoint.patience and (run_dir / "checkpoints" / "best.ckpt").exists():
-        metrics = load_best(module, run_dir)
-        step = int(metrics["step"])
+        load_best(module, run_dir)
     if trainer.is_global_zero:
-        picture = run_dir / "figures" / f"keep-0-{step:06d}.png"
-        write_export(run_dir / "export", module, base, tokenizer, metrics, picture if picture.exists() else None)
-        log_export(trainer.loggers, run_dir / "export", config.recipe, metrics)
+        picture = run_dir / "figures" / f"keep-0-{int(module.validated['step']):06d}.png"
+        write_export(run_dir / "export", module, base, tokenizer, picture if picture.exists() else None)
+        log_export(trainer.loggers, run_dir / "export", config.recipe, module.validated)
         print(f"run folder: {run_dir}")
         if config.export.push_to_hub:
             print(f"uploaded: {export.push(run_dir / 'export', config.export.push_to_hub)}")
@@ -247,7 +259,7 @@ def run_folder(config: Config) -> Path:
     if name == "none":
         raise UserError("torchrun has no id for this run: start it with torchrun --rdzv-id=NAME.")
     folder = Path(config.output) / config.recipe / (name or time.strftime("%Y-%m-%d_%H-%M-%S"))
-    if int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0) != 0:
+    if not is_first_rank():
         return folder
     if name is not None and folder.exists():
         raise UserError(f"{folder} is there already: continue it with resume={folder}, or give the run another id.")
@@ -261,8 +273,28 @@ def run_folder(config: Config) -> Path:
     return folder
 
 
-def build_trainer(config: Config, run_dir: Path | None, stop_signal: Callable[[], int] | None = None) -> L.Trainer:
-    """Return the trainer; without a run folder it runs one batch of each kind and writes nothing."""
+def is_first_rank() -> bool:
+    """Whether this process is the first of its run, by the environment, before there is a trainer."""
+    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0) == 0
+
+
+def _lock(run_dir: Path, leaving: ExitStack, wait: float = 0) -> None:
+    """Lock a run folder for this run, by its first rank, which writes the checkpoints."""
+    if is_first_rank():
+        refusal = (
+            f"{run_dir}: another process trains in this run folder: wait for it, or stop it; then continue with "
+            f"resume={run_dir}."
+        )
+        leaving.enter_context(locked(run_dir, refusal, wait))
+
+
+def build_trainer(
+    config: Config, run_dir: Path | None, stop_signal: Callable[[], int] | None = None, step: int = 0
+) -> L.Trainer:
+    """Return the trainer; without a run folder it runs one batch of each kind and writes nothing.
+
+    ``step`` is the number of optimiser steps of the checkpoint from which it will continue.
+    """
     options = config.trainer
     sharded = options.strategy == "fsdp2"
     try:
@@ -282,7 +314,7 @@ def build_trainer(config: Config, run_dir: Path | None, stop_signal: Callable[[]
             log_every_n_steps=options.log_every,
             deterministic=options.deterministic,
             callbacks=callbacks.build(config, run_dir, stop_signal) if run_dir else None,
-            logger=build_loggers(config, run_dir) if run_dir else False,
+            logger=build_loggers(config, run_dir, step) if run_dir else False,
             plugins=[callbacks.AtomicCheckpointIO()],
             default_root_dir=run_dir,
             fast_dev_run=run_dir is None,
@@ -299,12 +331,12 @@ def build_trainer(config: Config, run_dir: Path | None, stop_signal: Callable[[]
 
 
 def write_export(
-    folder: Path, module: GatedLM, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
-    metrics: dict[str, float], picture: Path | None,
-) -> None:  # fmt: skip
+    folder: Path, module: GatedLM, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, picture: Path | None
+) -> None:
     """Write the gates with their adapter, or the adapter of the baseline; with ``export.merge`` a merged model too."""
     adapter = module.model if isinstance(module.model, PeftModel) else None
-    measured = {name.removeprefix("val/"): value for name, value in metrics.items() if name.startswith("val/")}
+    values = module.validated
+    measured = {name.removeprefix("val/"): value for name, value in values.items() if name.startswith("val/")}
     if "evicted" in measured:
         measured["kept"] = 1 - measured["evicted"]
     if module.gates is not None:
@@ -325,12 +357,10 @@ def write_export(
         export.save_merged(adapter, folder.parent / "merged", tokenizer, folder)
 
 
-def load_best(module: GatedLM, run_dir: Path) -> dict[str, float]:
-    """Load the weights of the best checkpoint into the module; returns the metrics of its step."""
+def load_best(module: GatedLM, run_dir: Path) -> None:
+    """Load the weights of the best checkpoint into the module, with what its validation measured."""
     best = torch.load(run_dir / "checkpoints" / "best.ckpt", map_location="cpu", weights_only=True)
     module.load_state_dict(best["state_dict"], strict=False)
-    if module.gates is not None:
-        table = best.get("calibration")
-        module.gates.calibration = None if table is None else Calibration(**table)
-    rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.csv")}
-    return rows[best["global_step"]]
+    module.load_validation(best)
+    if not module.validated:  # a checkpoint of an earlier version; the export has no metrics then
+        module.validated = {"step": best["global_step"]}

@@ -68,4 +68,5 @@ class Figures(Callback):
             if isinstance(logger, WandbLogger):
                 logger.log_image(f"figures/{name}", [str(path)], step=trainer.global_step)
             elif isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_image(f"figures/{name}", imread(path), trainer.global_step, dataformats="HWC")
+                step = trainer.global_step - 1  # as Lightning counts in metrics, from 0
+                logger.experiment.add_image(f"figures/{name}", imread(path), step, dataformats="HWC")

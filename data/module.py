@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import signal
 import sys
@@ -11,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningDataModule
@@ -215,12 +218,25 @@ class DataModule(LightningDataModule):
         # Lightning fetches ahead of the step that it runs
         return epoch, batches["current"]["processed"]
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, int | str]:
         return {
             "seed": self.seed,
             "training rows": len(self.train_rows),
+            "training rows of hash": self._hash,
             "rows per step": self._shard(self.data.batch_size).global_batch,
         }
+
+    @functools.cached_property
+    def _hash(self) -> str:
+        """A hash of the tokens of the training rows, of what carries loss, and of their order."""
+        digest = hashlib.sha256()
+        for row in self.train_rows:
+            prompt = -1 if row.prompt_length is None else row.prompt_length
+            marks = [len(row.tokens), prompt, *(row.copied or (-1, -1)), -1 if row.loss is None else row.loss.sum()]
+            digest.update(np.array(marks, dtype=np.int64).tobytes())
+            digest.update(np.asarray(row.tokens, dtype=np.int32).tobytes())
+            digest.update(b"" if row.loss is None else row.loss.tobytes())
+        return digest.hexdigest()[:16]
 
     def _shard(self, batch_size: int) -> Shard:
         if self.trainer is None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ag.data.collate import Collator, Row, padding_token, start_tokens, tokenize, tokenize_after
+from ag.data.collate import Collator, Row, Tokens, padding_token, start_tokens, tokenize, tokenize_after
 from ag.data.module import Counts, DataKind, DataModule
 from ag.data.responses import AGAIN, LEAD, Responses, responses
 from ag.data.sources import DataError, Source, check_fields, dataset_of, held_out
@@ -138,10 +138,20 @@ class CachedRows(Sequence[Row]):
 
     def __getitem__(self, index: int) -> Row:  # type: ignore[override]  # no slices
         record = self.records[range(len(self))[index]]
-        prompt, copied = int(record["prompt"]), tuple(record["copied"].tolist())
-        first, tokens = int(record["first"]), record["tokens"]
-        loss = None if first == NONE else np.arange(len(tokens)) >= first
-        return Row(tokens, None if prompt == NONE else prompt, loss=loss, copied=None if NONE in copied else copied)
+        return _row(record["tokens"], record["prompt"], record["first"], record["copied"])
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield all rows; many records at once are read in a small part of the time."""
+        records = self.records.select(range(len(self)))
+        for some in records.iter(batch_size=1000):
+            yield from map(_row, some["tokens"], some["prompt"], some["first"], some["copied"])
+
+
+def _row(tokens: Tokens, prompt: Any, first: Any, copied: Tokens) -> Row:
+    """Return the row of a record, in which -1 stands for None."""
+    loss = None if first == NONE else np.arange(len(tokens)) >= first
+    chunk = None if NONE in copied else (int(copied[0]), int(copied[1]))
+    return Row(tokens, None if prompt == NONE else int(prompt), loss=loss, copied=chunk)
 
 
 def _packed(

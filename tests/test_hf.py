@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
@@ -388,6 +388,101 @@ def test_arguments_that_are_refused_where_they_are_used(make):
     other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     with refuses(UserError, "optimizers=", "optim.gate_lr"):
         make(optimizers=(other, None), max_steps=1).train()
+
+
+def adapted(model, objective="lm", path=None, share=None):
+    """Give a Trainer a model with adapters."""
+    loss = {"objective": objective} | ({} if share is None else {"share_high": share})
+    args = TrainingArguments(str(path / "out"), report_to=[], use_cpu=True, disable_tqdm=True)
+    rows = datasets.Dataset.from_list(labelled(1))
+    return Gated(
+        model, args, train_dataset=rows, callbacks=[ag.hf.GateCallback(configured(loss=loss), path / "export", "tiny")]
+    )
+
+
+def lora(**options):
+    return LoraConfig(**{"r": 2, "target_modules": TARGETS, "init_lora_weights": False} | options)
+
+
+def with_two(model, trained):
+    """Both adapters are active; the second is frozen, or trained too."""
+    model = get_peft_model(model, lora())
+    model.add_adapter("tone", lora())
+    model.base_model.set_adapter(["default", "tone"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".default" in name or (trained and ".tone" in name))
+    return model
+
+
+def with_merged(model):
+    model = get_peft_model(model, lora())
+    model.add_adapter("tone", lora())
+    model.base_model.merge_adapter(["tone"])
+    return model
+
+
+def with_disabled(model):
+    model = get_peft_model(model, lora())
+    model.base_model.disable_adapter_layers()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda model: with_two(model, trained=False), "'tone' set_adapter"),
+        (lambda model: with_two(model, trained=True), "'tone' set_adapter"),
+        (with_merged, "'tone' set_adapter"),
+        (with_disabled, "'default' enable_adapter_layers"),
+        (lambda model: inject_adapter_in_model(lora(), model, "tone"), "'tone' peft.PeftModel"),
+    ],
+    ids=["frozen", "trained", "merged", "disabled", "unwrapped"],
+)
+def test_adapters_that_shape_the_model_are_in_the_export_or_refused(tiny_llama, tmp_path, change, parts):
+    with refuses(ExportError, *parts.split()):
+        adapted(change(tiny_llama()), path=tmp_path)
+
+
+def test_an_adapter_that_does_not_act_is_no_hindrance(tiny_llama, tmp_path):
+    model = get_peft_model(tiny_llama(), lora())
+    model.add_adapter("tone", lora())
+    trainer = adapted(model, path=tmp_path)
+    trainer.args.max_steps = 1
+    trainer.train()
+    ag.detach(model)
+    ids = torch.tensor([labelled(1)[0]["input_ids"]])
+    with torch.no_grad():
+        again = export.load_adapter(tiny_llama(), tmp_path / "export")(ids).logits
+        assert torch.equal(model.eval()(ids).logits, again)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_an_adapter_that_changed_the_base_has_no_teacher(tiny_llama, tmp_path, start):
+    for loss in ({"objective": "kl"}, {"objective": "lm", "share": 0.7}):
+        with refuses(UserError, f"init_lora_weights={start}", "init_lora_weights=True", "loss.objective=lm"):
+            adapted(get_peft_model(tiny_llama(), lora(init_lora_weights=start)), path=tmp_path, **loss)
+    for model in (get_peft_model(tiny_llama(), lora(init_lora_weights="orthogonal")), tiny_llama()):
+        adapted(model, objective="kl", path=tmp_path)
+
+
+def test_an_adapter_that_changed_the_base_comes_back_or_is_refused(tiny_llama, tmp_path):
+    """PEFT makes the base of PiSSA again from its weights; by a random decomposition it gets another one."""
+    model = get_peft_model(tiny_llama(), lora(init_lora_weights="pissa"))
+    trainer = adapted(model, path=tmp_path)
+    trainer.args.max_steps = 1
+    trainer.train()
+    ag.detach(model)
+    ids = torch.tensor([labelled(1)[0]["input_ids"]])
+    with torch.no_grad():
+        again = export.load_adapter(tiny_llama(), tmp_path / "export")(ids).logits
+        assert torch.equal(model.eval()(ids).logits, again)
+    for start in ("pissa_niter_4", "lora_ga"):
+        with refuses(ExportError, f"init_lora_weights={start}", "init_lora_weights=True"):
+            adapted(get_peft_model(tiny_llama(), lora(init_lora_weights=start)), path=tmp_path)
+    model = get_peft_model(tiny_llama(), lora())
+    model.add_adapter("tone", lora(init_lora_weights="olora"))
+    with refuses(ExportError, "'tone'", "init_lora_weights=olora"):
+        adapted(model, path=tmp_path)
 
 
 def test_trl_collates_what_ag_fit_collates(make_sft, tiny_tokenizer, tmp_path):

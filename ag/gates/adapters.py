@@ -6,19 +6,29 @@ hash of the adapter's weights in its configuration (MERGED).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from ag.errors import UserError
 from ag.gates.folder import parse, read
-from ag.gates.manifest import ADAPTER_FILES, minor
+from ag.gates.manifest import ADAPTER_FILES, ExportError, minor
+
+if TYPE_CHECKING:
+    from peft.peft_model import TunerLayerStatus
 
 MERGED = "merged_adapter"  # in the config.json of a merged model
+WRITTEN = "default"  # PEFT's name of the adapter that an export holds
+#: Values of PEFT's ``init_lora_weights`` under which the weights of the base model stay as they are.
+BASE_STAYS = frozenset({"none", "true", "false", "gaussian", "eva", "orthogonal", "mica"})
+#: Values under which they change by themselves alone; PEFT changes them again when it loads the adapter.
+BASE_IS_REPEATED = frozenset({"pissa", "olora", "loftq"})
 
 
 @dataclass(frozen=True)
@@ -58,11 +68,131 @@ def _active(model: Any) -> list[dict[str, Tensor]]:
     """Return the weights of each active adapter of a model, by PEFT's names."""
     if not hasattr(model, "peft_config"):
         return []
-    from peft import get_model_status, get_peft_model_state_dict  # loads bitsandbytes, which only some models need
+    from peft import get_peft_model_state_dict  # loads bitsandbytes, which only some models need
 
-    status = get_model_status(model)
-    names = set(status.active_adapters) if status.enabled else set()
+    names = {name for layer in _layers(model) for name in layer.available_adapters if _acts(layer, name)}
     return [get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) for name in names]
+
+
+def _layers(model: Any) -> list[TunerLayerStatus]:
+    """Return the state of each layer of PEFT in a model, whether or not the model is wrapped by PEFT."""
+    from peft import get_layer_status
+
+    try:
+        return get_layer_status(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    except ValueError:  # there are none
+        return []
+
+
+def _acts(layer: TunerLayerStatus, name: str) -> bool:
+    return layer.enabled is True and name in {*layer.active_adapters, *layer.merged_adapters}
+
+
+def check_written(target: Path, model: Any, written: str | None = WRITTEN) -> None:
+    """Refuse a model that its export would not give again, because adapters shape it that are not written.
+
+    Args:
+        target: folder of the export, for messages.
+        model: the model, wrapped by PEFT or not.
+        written: PEFT's name of the adapter that the export will hold; None means that it will hold none.
+
+    Raises:
+        ExportError: naming an adapter that acts and is not written, or is written and does not act, or has changed the
+            base for good.
+    """
+    states = {(name, _acts(layer, name)) for layer in _layers(model) for name in layer.available_adapters}
+    unwritten = sorted(name for name, acts in states if acts and name != written)
+    if unwritten:
+        raise ExportError(
+            f"{target.name}: the model runs with the adapters {unwritten}, which the export would not hold: expected "
+            f"one adapter at most, of a peft.PeftModel and named {WRITTEN!r}; deactivate the others "
+            f"(model.set_adapter({WRITTEN!r})), or merge them into the base first (merge_and_unload, save_pretrained)."
+        )
+    if (written, False) in states:
+        raise ExportError(
+            f"{target.name}: the adapter {written!r}, which the export would hold, is not active: expected a model "
+            f"that runs with it; call model.set_adapter({written!r}) and model.base_model.enable_adapter_layers()."
+        )
+    for name, config in getattr(model, "peft_config", {}).items():
+        if name != written and (change := base_change(vars(config))):
+            raise ExportError(
+                f"{target.name}: the adapter {name!r} with {change} has changed the base model, and the export would "
+                f"not hold it: expected adapters beside the base; load the base model again, without {name!r}."
+            )
+        check_repeatable(f"{target.name}: the adapter {name!r}", vars(config))
+
+
+def base_change(settings: Mapping[str, Any]) -> str:
+    """Return the setting of an adapter that changes weights of the base model; empty if there is none."""
+    if settings.get("kasa_config") is not None:
+        return "kasa_config"
+    start = str(settings.get("init_lora_weights", True))
+    return "" if start.lower() in BASE_STAYS else f"init_lora_weights={start}"
+
+
+def check_repeatable(where: object, settings: Mapping[str, Any]) -> None:
+    """Refuse an adapter that changes its base in a way that PEFT does not repeat when it loads the adapter.
+
+    Raises:
+        ExportError: naming the setting of the adapter.
+    """
+    change = base_change(settings)
+    if change and change.partition("=")[2] not in {"", *BASE_IS_REPEATED}:
+        raise ExportError(
+            f"{where} with {change} changes the base model in a way that loading it does not repeat: expected "
+            "init_lora_weights=True, or a start that follows from the weights alone, such as pissa; train it again so."
+        )
+
+
+def check_files(folder: Path) -> set[str]:
+    """Check the files of an adapter; returns PEFT's names of its tensors.
+
+    Args:
+        folder: folder that holds ``adapter/``.
+
+    Raises:
+        ExportError: naming the file and the value that is wrong.
+    """
+    settings, weights = (folder / name for name in ADAPTER_FILES)
+    raw = read(folder, ADAPTER_FILES[0])
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ExportError(f"{settings}: not JSON ({error}): expected the file as exported; copy it again.") from error
+    if not isinstance(content, dict):
+        raise ExportError(f"{settings}: {content!r:.80}: expected a JSON object; copy the file again.")
+    if content.get("peft_type") == "LORA":
+        _check_lora(settings, content)
+    check_repeatable(f"{settings}: an adapter", content)
+    return set(parse(weights, read(folder, ADAPTER_FILES[1])))
+
+
+def _check_lora(settings: Path, content: dict[str, Any]) -> None:
+    fix = "correct it, or copy the file again."
+    try:
+        lora = _Lora.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, value = ".".join(map(str, first["loc"])), f"{first['input']!r:.80}"
+        raise ExportError(f"{settings}: {name}={value}: {first['msg'].lower()}; {fix}") from None
+    lacking = sorted({"loftq_bits", "loftq_iter"} - set(lora.loftq_config or {}))
+    if content.get("init_lora_weights") == "loftq" and lacking:
+        raise ExportError(
+            f"{settings}: init_lora_weights=loftq needs {lacking} in loftq_config, which lacks them; {fix}"
+        )
+
+
+class _Lora(BaseModel):
+    """The settings of a LoRA adapter that are numbers; PEFT calculates with whatever is in the file."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    r: PositiveInt = 8
+    lora_alpha: float = 8
+    lora_dropout: Annotated[float, Field(ge=0, le=1)] = 0
+    rank_pattern: dict[str, PositiveInt] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    loftq_config: dict[str, PositiveInt] | None = None
 
 
 def adapter_of(folder: Path, info: Mapping[str, Any]) -> Adapter | None:

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ag.config.exports import StrPath
 from ag.config.gate import GateConfig
 from ag.errors import first_line
-from ag.gates.adapters import MERGED, adapter_of
+from ag.gates.adapters import MERGED, WRITTEN, adapter_of, check_files, check_written
 from ag.gates.calibration import Calibration
 from ag.gates.card import model_card
 from ag.gates.folder import MEGABYTE, REFUSALS, check_base, check_finite, check_replaceable, parse, read, staged, write
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 FILES = frozenset({WEIGHTS, CONFIG, CARD, FIGURE, ADAPTER})
 SCALE, LARGEST = ".scale", 127  # of a matrix in eight bits: the suffix of its scales, its largest step
+#: What PEFT raises for an adapter that does not fit, or whose configuration it cannot follow.
+UNFIT = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError)
 Gates = Any  # ag.gates.gate.AttentionGates, whose module imports this one
 
 
@@ -316,13 +318,23 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
         check_base(local(path), info, model.config)
         if adapter := adapter_of(local(path), info):
             adapter.check(model, times=0)
+    names = check_files(local(path))
     try:
         with quiet():
             wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
-    except (RuntimeError, ValueError) as error:  # other shapes, or none of the layers
+    except UNFIT as error:  # other shapes, none of the layers, settings that PEFT refuses
         raise ExportError(
-            f"{folder}: it does not fit this model ({first_line(error)}): load the base model of the adapter."
+            f"{folder}: PEFT cannot load it into this model ({first_line(error)}): expected the base model of the "
+            "adapter and the files as exported; load that model, or copy the files again."
         ) from error
+    wanted = set(peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False))
+    odd = {"missing": sorted(wanted - names), "unknown": sorted(names - wanted)}
+    if names != wanted:
+        found = " and ".join(f"{len(some)} tensors are {how} ({some[0]}, ...)" for how, some in odd.items() if some)
+        raise ExportError(
+            f"{local(path) / ADAPTER_FILES[1]}: {found}: expected the tensors that {ADAPTER_FILES[0]} asks for in this "
+            "model; copy the adapter again, or load its base model."
+        )
     return _merged(wrapped, path) if merge else wrapped
 
 
@@ -354,7 +366,7 @@ def save_adapter(path: StrPath, adapter: PeftModel, *, base_model: str = "") -> 
 def write_adapter(adapter: PeftModel, folder: Path, base_model: str) -> dict[str, str]:
     """Write ``folder/adapter``; returns the hashes of its files by name."""
     check_adapter(folder, adapter)
-    adapter.save_pretrained(str(folder / ADAPTER), selected_adapters=["default"], save_embedding_layers=False)
+    adapter.save_pretrained(str(folder / ADAPTER), selected_adapters=[WRITTEN], save_embedding_layers=False)
     (folder / ADAPTER / "README.md").unlink()  # PEFT's template
     config, weights = ADAPTER_FILES
     content = json.loads(read(folder, config)) | {"base_model_name_or_path": base_model or None}
@@ -365,11 +377,12 @@ def write_adapter(adapter: PeftModel, folder: Path, base_model: str) -> dict[str
 
 
 def check_adapter(target: Path, adapter: PeftModel) -> None:
-    """Refuse a model with trained parameters that PEFT does not write."""
+    """Refuse a model that the export would not give again: trained parameters, or adapters, that PEFT leaves out."""
     from peft import get_peft_model_state_dict  # loads bitsandbytes, which only some models need
 
-    if "default" not in adapter.peft_config:
-        raise ExportError(f"{target.name}: adapters {list(adapter.peft_config)}: expected one named 'default'.")
+    if WRITTEN not in adapter.peft_config:
+        raise ExportError(f"{target.name}: adapters {list(adapter.peft_config)}: expected one named {WRITTEN!r}.")
+    check_written(target, adapter)
     written = {x.data_ptr() for x in get_peft_model_state_dict(adapter, save_embedding_layers=False).values()}
     lost = [name for name, x in adapter.named_parameters() if x.requires_grad and x.data_ptr() not in written]
     if lost:

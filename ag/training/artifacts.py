@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ag.config import WandbConfig
+from ag.files import LOCK
 
 ID, FILES = "wandb_id.txt", "wandb"  # in a run folder: the id of its W&B run, and that run's own files
-NOT_SHARED = (ID, FILES, "lock")
+NOT_SHARED = (ID, FILES, LOCK)
 
 
 def run_id(folder: Path) -> str:

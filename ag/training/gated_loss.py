@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ag.config import Config
+from ag.errors import UserError
+from ag.gates.adapters import base_change
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating, Observing
 from ag.kernels.gated_attention.masks import sink_mask
@@ -47,6 +49,21 @@ class GatedLoss:
         if gates is not None:
             without_dropout(model)
         self.objective = objective(config.loss.objective)
+        if config.loss.draws_share or self.objective.needs_teacher:
+            self._check_teacher()
+
+    def _check_teacher(self) -> None:
+        """Refuse an adapter without which the model is not the base model."""
+        adapters: dict[str, Any] = getattr(self.model, "peft_config", {})
+        for name, adapter in adapters.items():
+            if change := base_change(vars(adapter)):
+                loss = self.config.loss
+                need = f"share_high={loss.share_high}" if loss.draws_share else f"objective={loss.objective}"
+                raise UserError(
+                    f"loss.{need} compares with the base model, which the adapter {name!r} with {change} has changed: "
+                    "expected a start beside the base, such as init_lora_weights=True; or set loss.objective=lm "
+                    "without drawn shares."
+                )
 
     def regresses(self, step: int) -> bool:
         """Whether an optimiser step of the run trains by regression, without eviction."""

@@ -79,11 +79,18 @@ def _number(cell: str) -> float:
     return int(cell) if cell.isdigit() else float(cell)
 
 
-def build_loggers(config: Config, run_dir: Path) -> list[Logger]:
-    """Return the loggers of a run: metrics.csv and those of `logger`, which all write to the run folder."""
+def build_loggers(config: Config, run_dir: Path, step: int = 0) -> list[Logger]:
+    """Return the loggers of a run: metrics.csv and those of `logger`, which all write to the run folder.
+
+    ``step`` is the number of optimiser steps of the checkpoint from which the run continues: TensorBoard forgets what
+    came after it.
+    """
     loggers: list[Logger] = [MetricsFile(run_dir)]
     if "tensorboard" in config.logger:
-        loggers.append(TensorBoardLogger(run_dir, name="tensorboard", version="", default_hp_metric=False))
+        purge = step or None  # Lightning counts from 0, so that the first step after the checkpoint has this number
+        loggers.append(
+            TensorBoardLogger(run_dir, name="tensorboard", version="", default_hp_metric=False, purge_step=purge)
+        )
     if "wandb" in config.logger:
         logger = WandbLogger(
             project=config.wandb.project,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ag.config import Config
 from ag.errors import UserError
+from ag.gates.calibration import Calibration
 from ag.gates.gate import AttentionGates
 from ag.training import costs
 from ag.training.gated_loss import GatedLoss
@@ -46,8 +47,8 @@ class GatedLM(L.LightningModule):
         #: Share of evicted tokens by gated layer ``[L]``, of the last training batch of this rank.
         self.evicted_in_batch: Tensor | None = None
         self._sums: dict[str, Tensor] = {}  # of the measurements of the batches of an optimiser step
-        #: Optimiser steps done before the last validation; None before the first.
-        self.validated_step: int | None = None
+        #: The metrics of the last validation, ``val/...``, with its ``step``; empty before the first.
+        self.validated: dict[str, float] = {}
 
     @property
     def evicted(self) -> Tensor | None:
@@ -65,7 +66,13 @@ class GatedLM(L.LightningModule):
         torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
 
     def on_train_start(self) -> None:
-        """Set the biases of heads by their costs, if the recipe says so and the run begins here."""
+        """Set the learning rates of the first step, and biases of heads by their costs if the run begins here.
+
+        Those of a checkpoint belong to the length that the run had then: at its end a rate is 0.
+        """
+        for schedule in self.trainer.lr_scheduler_configs:
+            for group in schedule.scheduler.optimizer.param_groups:
+                group["lr"] = self.learning_rate(group["name"], schedule.scheduler.last_epoch)
         warm = self.config.warmup
         if warm.target == "costs" and self.global_step == 0 and isinstance(self.gated_loss, ReplayLoss):
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -101,9 +108,9 @@ class GatedLM(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation metrics."""
-        values = self.validation.compute()
-        self.log_dict({f"val/{name}": value for name, value in values.items()}, prog_bar=False)
-        self.validated_step = self.global_step
+        values = {f"val/{name}": value for name, value in self.validation.compute().items()}
+        self.log_dict(values, prog_bar=False)
+        self.validated = {"step": self.global_step} | {name: float(value) for name, value in values.items()}
         self.log("step", float(self.global_step - 1))  # Lightning counts steps from 0, and one too far after training
         self.validation.reset()
 
@@ -156,15 +163,16 @@ class GatedLM(L.LightningModule):
         return {"gates": gates, "lora": [p for p in self.model.parameters() if p.requires_grad]}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the trained weights, and the boundaries of the last validation."""
+        """Keep the trained weights, and the metrics and the boundaries of the last validation."""
         names = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: value for name, value in state.items() if name in names}
         if self.gates is not None and self.gates.calibration is not None:
             checkpoint["calibration"] = self.gates.calibration.record()
+        checkpoint["validated"] = self.validated
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise a ``UserError`` unless the checkpoint has the trained weights of this run."""
+        """Read the last validation, or raise a ``UserError`` if the checkpoint lacks trained weights of this run."""
         names = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         odd = sorted(names ^ set(checkpoint["state_dict"]))
         if odd:
@@ -172,6 +180,14 @@ class GatedLM(L.LightningModule):
                 f"The checkpoint does not fit this run: {len(odd)} tensors are missing or unknown, the first being "
                 f"{odd[0]}; resume with the same recipe."
             )
+        self.load_validation(checkpoint)
+
+    def load_validation(self, checkpoint: dict[str, Any]) -> None:
+        """Take the metrics and the boundaries of the last validation from a checkpoint."""
+        self.validated = checkpoint.get("validated", {})
+        table = checkpoint.get("calibration")
+        if self.gates is not None:
+            self.gates.calibration = None if table is None else Calibration(**table)
 
     def _forget(self, name: str) -> None:
         """Remove a metric from the log; Lightning would repeat its last value until the epoch ends."""

@@ -88,6 +88,20 @@ def test_resuming_with_another_order_is_an_error(tmp_path, change, parts):
         run(tmp_path, data_module(**change), checkpoints(tmp_path)[0])
 
 
+def test_resuming_with_other_rows_of_the_same_number_is_an_error(tmp_path):
+    """In their tokens, in their order, or in what carries loss."""
+    run(tmp_path, data_module(), max_steps=1)
+    [checkpoint] = checkpoints(tmp_path)
+    last = rows()[-1]
+    longer = last._replace(tokens=np.array([25, 26, 25], dtype=np.int32))
+    for other in (longer, last._replace(prompt_length=0), last._replace(loss=np.array([False, True])), rows()[0]):
+        data = data_module()
+        data.train_rows = [*rows()[:-1], other]
+        with refuses(DataError, "training rows of hash", data._hash, "resume with the same seed, data"):
+            run(tmp_path, data, checkpoint)
+    assert len({data_module()._hash, data_module(seed=1)._hash}) == 1
+
+
 def test_loading_leaves_the_global_generator_alone():
     torch.manual_seed(0)
     expected = torch.rand(3)

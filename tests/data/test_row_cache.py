@@ -56,6 +56,7 @@ def test_second_run_reads_what_the_first_one_made(build, corpus, tmp_path, monke
     assert fresh[1]["train"]["skipped"] > 0 < fresh[1]["train"]["lost_tokens"]
     options["cache"] = str(tmp_path / "cache")
     assert contents(build(**options)) == fresh
+    assert build(**options)._hash == first._hash  # a run is resumed with and without a cache
     real = text_module.tokenize
 
     def joint_only(tokenizer, texts):  # what stands between a passage and its copy

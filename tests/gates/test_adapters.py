@@ -1,6 +1,8 @@
 """Adapters beside the gates and alone, merged into models, missing, or there twice."""
 
 import copy
+import json
+import math
 import re
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import peft
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -169,6 +172,67 @@ def test_adapter_errors(tmp_path: Path) -> None:
     with refuses(ExportError, "lora_A.weight"):
         export.save(tmp_path / "nan", make_gates(), adapter=broken)
     assert not (tmp_path / "nan").exists() and hidden(folder) == []
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """``alone(settings, weigh)``: an adapter without gates whose files were changed, and its base model."""
+
+    def make(settings=None, weigh=None):
+        adapted = make_adapter(1).eval()
+        export.save_adapter(tmp_path / "alone", adapted)
+        config, weights = (tmp_path / "alone" / name for name in ADAPTER_FILES)
+        config.write_text(json.dumps(json.loads(config.read_text()) | (settings or {})))
+        if weigh is not None:
+            tensors = load_file(weights)
+            weigh(tensors)
+            save_file(tensors, weights)
+        return copy.deepcopy(adapted).unload(), tmp_path / "alone"
+
+    return make
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("settings", "weigh", "parts"),
+    [
+        ({}, lambda tensors: tensors.pop(FIRST), f"adapter_model.safetensors 1 missing {FIRST}"),
+        ({}, lambda tensors: tensors.clear(), f"adapter_model.safetensors 12 missing {FIRST}"),
+        ({"target_modules": ["q_proj"]}, None, "adapter_model.safetensors 6 unknown v_proj"),
+        ({"use_dora": True}, None, "adapter_model.safetensors 6 missing lora_magnitude_vector"),
+        ({}, lambda tensors: tensors[FIRST].fill_(math.nan), f"{FIRST} NaN"),
+    ],
+    ids=["one", "all", "unknown", "dora", "nan"],
+)
+def test_an_adapter_has_the_tensors_that_its_settings_ask_for(alone, settings, weigh, parts):
+    with refuses(ExportError, *parts.split()):
+        export.load_adapter(*alone(settings, weigh))
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"r": "8"}, "r='8'"),
+        ({"lora_alpha": math.nan}, "lora_alpha=nan finite"),
+        ({"alpha_pattern": {"q_proj": math.inf}}, "alpha_pattern.q_proj=inf finite"),
+        ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern.q_proj='2'"),
+        ({"init_lora_weights": "loftq"}, "loftq_config loftq_bits loftq_iter"),
+        ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "loftq_config loftq_iter"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights=lora_ga init_lora_weights=True"),
+    ],
+)
+def test_settings_that_peft_would_calculate_with(alone, settings, parts):
+    with refuses(ExportError, "adapter_config.json", *parts.split()):
+        export.load_adapter(*alone(settings))
+
+
+@pytest.mark.parametrize("settings", [{"target_modules": 5}, {"peft_type": "NONE"}, {"layers_to_transform": "x"}])
+def test_settings_that_peft_cannot_follow(alone, settings):
+    base, folder = alone(settings)
+    with refuses(ExportError, str(folder / "adapter"), "base model"):
+        export.load_adapter(base, folder)
 
 
 def test_what_cannot_be_exported_is_told_before(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -13,12 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ag import fit
-from ag.callbacks.checkpoint_files import checkpoints
+from ag.callbacks.checkpoint_files import checkpoints, step_of
+from ag.config import Config
+from ag.gates import export
 from ag.gates.gate import AttentionGates
 from ag.training.module import GatedLM
-from tests.support.command import column, logged, resume, runs, start, train, weights
+from tests.support.bounds import hold
+from tests.support.command import EPS, column, logged, resume, runs, start, train, weights
 from tests.support.undrawn import UNDRAWN
 
 # noise in the gates and the adapters, a target that falls, optimiser steps of two batches, two epochs of 12 batches
@@ -179,3 +184,94 @@ def test_checkpoint_of_another_recipe(
     shutil.copy(checkpoints(whole)[0], run / "checkpoints")
     assert fit.main([f"resume={run}", "trainer.max_steps=99"]) == 2
     assert "16 tensors are missing or unknown" in capsys.readouterr().err
+
+
+def forget(run: Path, step: int) -> None:
+    """Leave what a run had when it was killed after this step, its metrics aside: they reach the end."""
+    for path in checkpoints(run):
+        if step_of(path) > step:
+            path.unlink()
+    shutil.rmtree(run / "export")
+
+
+@pytest.mark.slow
+def test_one_process_at_a_time_trains_in_a_run_folder(
+    recipe: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second one is refused at once, and the first one is not disturbed, be it a new run or a resumed one."""
+    process = start(f"recipe={recipe}", f"output={tmp_path}", *RUN, "checkpoint.keep_last=9")
+    for again in (False, True):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(("step 1/", "step 7/")):
+                break
+        else:
+            pytest.fail(process.communicate()[1])
+        [run] = runs(tmp_path)
+        assert fit.main([f"resume={run}"]) == 2
+        said = capsys.readouterr().err
+        assert str(run) in said and "another process" in said and f"resume={run}" in said
+        if again:  # which has a checkpoint; a dry run writes nothing
+            assert fit.main([f"resume={run}", "--dry-run"]) == 0
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        if not again:
+            forget(run, 6)
+            process = start(f"resume={run}")
+    equal(run, whole)
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_knows_its_metrics(recipe: Path, tmp_path: Path) -> None:
+    """A run with patience exports the best weights with their metrics, also without metrics.csv."""
+    run = train(recipe, tmp_path, "checkpoint.patience=9", "trainer.max_steps=4", "trainer.val_every=2")
+    info = export.read_info(run / "export")
+    best = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["global_step"]
+    [row] = [row for row in logged(run) if row["step"] == best]
+    assert info["metrics"]["loss"] == row["val/loss"] == min(column(run, "val/loss"))
+    assert info["metrics"].keys() == {name.removeprefix("val/") for name in row if name.startswith("val/")}
+    (run / "metrics.csv").unlink()
+    shutil.rmtree(run / "export")
+    resume(run)
+    assert export.read_info(run / "export") == info
+    path = run / "checkpoints" / "best.ckpt"
+    torch.save({key: x for key, x in torch.load(path, weights_only=True).items() if key != "validated"}, path)
+    shutil.rmtree(run / "export")
+    resume(run)  # a checkpoint of an earlier version
+    assert not export.read_info(run / "export").get("metrics")
+
+
+@pytest.mark.slow
+def test_a_finished_run_that_is_continued_has_the_learning_rates_of_its_new_length(
+    recipe: Path, tmp_path: Path
+) -> None:
+    run = train(recipe, tmp_path, "trainer.max_steps=3", "trainer.log_every=1")
+    resume(run, "trainer.max_steps=6")
+    optim = Config().optim
+    assert (optim.schedule, optim.warmup_steps) == ("cosine", 0)
+    rates = [row["lr-AdamW/gates"] for row in logged(run)]
+    expected = torch.tensor([1e-2 * 0.5 * (1 + math.cos(math.pi * step / 6)) for step in range(6)])
+    hold(torch.tensor(rates[3:]), expected[3:], 8 * EPS * expected[:1])
+    assert rates[3] > rates[4] > rates[5] > 0
+
+
+@pytest.mark.slow
+def test_tensorboard_has_each_step_once(recipe: Path, tmp_path: Path) -> None:
+    """After a kill, after a resume of a finished run, and after one that goes on."""
+    run = train(recipe, tmp_path, *RUN, "logger=[tensorboard]", "checkpoint.keep_last=9")
+    whole = scalars(run)
+    assert whole["train/loss"] == [*range(STEPS)] and whole["val/loss"] == [3, 7, 11]
+    forget(run, 6)
+    resume(run)
+    assert scalars(run) == whole
+    resume(run)
+    assert scalars(run) == whole
+    resume(run, "trainer.max_epochs=3")
+    assert scalars(run)["train/loss"] == [*range(STEPS + 6)] and scalars(run)["val/loss"] == [3, 7, 11, 15, 17]
+
+
+def scalars(run: Path) -> dict[str, list[int]]:
+    """The steps of each curve in TensorBoard, counted from 0."""
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return {name: [event.step for event in events.Scalars(name)] for name in events.Tags()["scalars"]}

@@ -20,14 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from filelock import FileLock, Timeout
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from ag.errors import UserError
 from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.inside import View
 from ag.evaluate.tasks import Outcome
-from ag.files import replacing
+from ag.files import locked, replacing
 
 ROWS = "results.jsonl"
 T = TypeVar("T")
@@ -154,14 +153,12 @@ class Folder:
         Raises:
             UserError: another process writes into it.
         """
-        try:
-            with FileLock(self.path / "lock", timeout=0):
-                yield
-        except Timeout:
-            raise UserError(
-                f"output={self.path}: another process writes there: wait for it, or give another folder; "
-                "cluster=local runs several cells at once."
-            ) from None
+        refusal = (
+            f"output={self.path}: another process writes there: wait for it, or give another folder; "
+            "cluster=local runs several cells at once."
+        )
+        with locked(self.path, refusal):
+            yield
 
     def _skip(self, number: int, why: Exception) -> None:
         what = f"line {number} is skipped, and its cell runs again unless a later line has it"
