@@ -60,14 +60,16 @@ class GatedLM(L.LightningModule):
         return self.validation.sample_flags
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Seed the noise of gates and dropout by the position in the run, so that a resumed run repeats it."""
+        """Set biases by costs where that is due, and seed noise and dropout, so that a resumed run repeats it."""
+        if self.global_step == self.config.warmup.regress_steps and batch_idx % self.config.trainer.accumulate == 0:
+            self._set_biases()
         place = [self.config.seed, self.current_epoch, batch_idx, self.global_rank]
         torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
 
-    def on_train_start(self) -> None:
-        """Set the biases of heads by their costs, if the recipe says so and the run begins here."""
+    def _set_biases(self) -> None:
+        """Set the biases of heads by their costs, if the recipe says so."""
         warm = self.config.warmup
-        if warm.target == "costs" and self.global_step == 0 and isinstance(self.gated_loss, ReplayLoss):
+        if warm.rounds and isinstance(self.gated_loss, ReplayLoss):
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             few = self.trainer.world_size if self.trainer.fast_dev_run else warm.rows  # type: ignore[attr-defined]
             batches = [{name: x.to(self.device) for name, x in row.items()} for row in data.first_rows(few)]

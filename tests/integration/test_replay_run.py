@@ -47,12 +47,14 @@ def recipe(tmp_path: Path, tiny_base: Path) -> Path:
     return path
 
 
-def test_a_run_with_measured_costs(recipe: Path, tiny_base: Path, tmp_path: Path) -> None:
+def test_a_run_with_regression_and_measured_costs(recipe: Path, tiny_base: Path, tmp_path: Path) -> None:
     folder = tmp_path / "contexts"
-    costs = ["warmup.target=costs", "warmup.rows=5", "warmup.rounds=2"]
-    run = train(recipe, tmp_path / "runs", *costs, f"loss.contexts={folder}")
+    warm = ["warmup.regress_steps=1", "warmup.target=reread", "warmup.rows=5", "warmup.rounds=2"]
+    run = train(recipe, tmp_path / "runs", *warm, f"loss.contexts={folder}")
     rows = logged(run)
-    assert all(float(row["train/kl_loss"]) > 0 for row in rows if row.get("train/kl_loss"))
+    for step, name in enumerate(("regress", "kl")):
+        [value] = [row[f"train/{name}_loss"] for row in rows if row.get(f"train/{name}_loss")]
+        assert float(value) > 0, (step, name)
     shares = [float(rows[-1][f"val/kl_at_{share}"]) for share in ("0.5", "0.3", "0.2", "0.1")]
     assert all(value > 0 for value in shares) and list(folder.glob("*.safetensors"))
     biases = torch.cat([x.outer.bias for x in AttentionGates.from_pretrained(run / "export").layers.values()])
@@ -65,8 +67,8 @@ def test_a_run_with_measured_costs(recipe: Path, tiny_base: Path, tmp_path: Path
 
 
 def test_two_ranks_are_one_with_twice_the_rows(recipe: Path, moved_base: Path, tmp_path: Path) -> None:
-    costs = ["warmup.target=costs", "warmup.rows=5", "warmup.rounds=2"]
-    overrides = ["loss.share_low=0.3", "loss.share_high=0.3", *costs]  # draws of shares depend on the rank
+    warm = ["warmup.regress_steps=1", "warmup.target=reread", "warmup.rows=5", "warmup.rounds=2"]
+    overrides = ["loss.share_low=0.3", "loss.share_high=0.3", *warm]  # draws of shares depend on the rank
     ranks = ["trainer.devices=2", "trainer.strategy=ddp", "data.batch_size=1"]
     process = start(f"recipe={recipe}", *overrides, *ranks, f"output={tmp_path / 'two'}")
     one = train(recipe, tmp_path / "one", *overrides)
