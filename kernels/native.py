@@ -20,6 +20,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from ag.files import home
+from ag.kernels.dispatch import VARIABLE
 
 HEADER = Path(__file__).with_name("native.h")
 # Without -fno-trapping-math a loop that compares floats, as every exponential does, is not vectorised.
@@ -28,6 +29,8 @@ SECONDS = 300  # limit of a compilation
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # their numbers in C++
 
 log = logging.getLogger(__name__)
+#: By compiler, why it did not compile a kernel; it is not tried again in this process.
+failures: dict[str, str] = {}
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, which takes no time
@@ -65,16 +68,33 @@ class Kernel:
 @functools.cache
 def _function(kernel: Kernel) -> ctypes._NamedFuncPointer | str:
     """Return the compiled function, or why there is none."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        return "there is no C++ compiler (install g++)"
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") or ""
+    if compiler in failures:
+        return failures[compiler]
+    if not compiler:
+        return _failed(compiler, "there is no C++ compiler", "install g++")
+    if shutil.which(compiler) is None:
+        return _failed(compiler, f"CXX={compiler} is no program", "install g++ and unset CXX")
+    folder = home() / "kernels"
     try:
-        found = load(kernel.source, compiler, home() / "kernels")
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [repr(error)]
-        return f"{compiler} could not compile it: {said[0]}"
+        found = load(kernel.source, compiler, folder)
+    except subprocess.SubprocessError as error:
+        said = (getattr(error, "stderr", None) or "").strip() or f"it ended with {getattr(error, 'returncode', error)}"
+        reason = f"{compiler} could not compile {kernel.source.parent.name}: {said.splitlines()[0]}"
+        return _failed(compiler, reason, "install g++, or set CXX to a C++ compiler with OpenMP")
+    except OSError as error:
+        reason = f"a compiled kernel cannot be kept in {folder} or loaded from it: {error}"
+        return _failed(compiler, reason, "set AG_HOME to a folder that can be written")
     found.restype = None
     return found
+
+
+def _failed(compiler: str, reason: str, fix: str) -> str:
+    """Remember why a compiler makes no kernels, say it once where no version was asked for, and return the reason."""
+    failures[compiler] = reason
+    if not os.environ.get(VARIABLE):
+        log.warning("CPU kernels run in PyTorch (version reference), which is slower: %s; %s.", reason, fix)
+    return reason
 
 
 def load(source: Path, compiler: str, folder: Path) -> ctypes._NamedFuncPointer:

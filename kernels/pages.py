@@ -51,6 +51,11 @@ class Pages(_Pages):
         return [self.keys, self.values, self.ranks, *([] if self.gate is None else [self.gate])]
 
     @cached_property
+    def unjudged(self) -> float:
+        """The gate output of a token that no gate has judged: a set flag, or the largest number."""
+        return 1 if self.gate is None or self.gate.dtype == torch.bool else torch.finfo(self.gate.dtype).max
+
+    @cached_property
     def channels(self) -> tuple[int, int]:
         """Numbers of a key and of a value, D and Dv."""
         if self.format is None:

@@ -30,8 +30,6 @@ loss.replay=true; loss.objective!=kl -> it is the divergence from the response b
 loss.replay=true; loss.share_high<=0 -> a share is drawn for each response; set loss.share_high too
 loss.replay=true; train!=gates -> a prompt is read once, so that the model must not change; use train=gates
 loss.replay=true; gate.estimator!=ste -> flags are ranked, without noise; use gate.estimator=ste
-loss.replay=true; gate.first_layer>0 -> the layers before it keep everything, and shares are of all layers; use
-    gate.first_layer=0
 loss.replay=true; data.packing=packed|repeated -> such a row has no response behind a prompt; use data.packing=responses
     or split
 loss.replay=true; trainer.strategy=fsdp2 -> prompts are read by a whole model; use trainer.strategy=ddp

@@ -53,8 +53,8 @@ class AttentionStats:
         softmax: caps and sink logits of the model.
         layer: index of the layer.
         sliding_window: of the model's layer, or None.
-        gate: probabilities ``[B, Hkv, N]`` of the layer's gate, or None.
-        decays: whether these are logs, of what is left of a token's worth after each one that comes.
+        gate: logits ``[B, Hkv, N]`` of the layer's gate with its bias, or None; the largest number where no gate ran.
+        decays: whether these are logs of probabilities, of what is left of a token's worth after each one that comes.
         stays: ``[B, Hkv, N]`` bool, tokens that the caller protects; None means none.
         decoding: whether the prompt is over.
         recorded: what the scorer noted, tensors ``[..., N]`` whose last dimension is that of the keys (tokens that came

@@ -91,6 +91,8 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         if self.rotation is not None:
             self.rotation.check(self.pool)
         self.sharing = [index for index in range(len(self.heads)) if index not in windowed]
+        if self.gates is not None and self.policy.budget is not None:
+            self.sharing = self.gates.layer_indices
         self.chunk, places = chunk_size(config), attention_layers(config)
         self.readers = [places.index(source) for source in shared_layers(config).values()]
         self.reset()

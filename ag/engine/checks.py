@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ag.engine.policy import Policy
-from ag.errors import UserError
+from ag.errors import BudgetWarning, UserError
 from ag.gates.attach import alike, attached_gates, check_geometry, move_to_layers
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import attentions_of, device_of
@@ -39,6 +40,16 @@ def fitted(model: nn.Module, gates: AttentionGates, wanting: Policy) -> Policy:
         raise UserError(
             f"{wanting!r}: gates of gate.scope=prompt read a prompt in one forward pass; use the schedule prefill, or "
             "gates of gate.scope=causal."
+        )
+    first, windowed = gates.config.first_layer, gates.fingerprint["windowed_layers"]
+    whole = sum(index not in windowed for index in range(first))
+    if whole and wanting.budget is not None:
+        warnings.warn(
+            f"{wanting!r}: {whole} of {gates.fingerprint['num_layers']} layers have no gate (gate.first_layer={first}) "
+            "and keep all their tokens; the budget is that of the layers with a gate. Train gates with "
+            "gate.first_layer=0 for a budget of all layers.",
+            BudgetWarning,
+            stacklevel=2,
         )
     return wanting.trained_with(gates)
 

@@ -39,7 +39,8 @@ class Forward(Interceptor):
     store_of: list[KVStore]
     sequences: SequenceState
     layers: list[Layer]
-    #: Indices of the layers that share the budget: those without a sliding window, where others have one.
+    #: Indices of the layers that share the budget: under gates those that have one, else those without a sliding window
+    #: where others have one.
     sharing: list[int]
     #: Decides what goes; None means that the policy has no budget.
     evictor: Evictor | None

@@ -315,8 +315,12 @@ class AttentionGates(nn.Module):
         return torch.sigmoid(logits + self.config.bias)
 
     def stored(self, logits: Tensor) -> Tensor:
-        """Return the scores that a cache stores: the soft gate, or its log where scores decay."""
-        return F.logsigmoid(logits + self.config.bias) if self.decays else self.probability(logits)
+        """Return what a cache stores and a budget ranks by: the logit of the soft gate, or its log where scores decay.
+
+        Sigmoids would not do: from about 17 on they are 1 in float32.
+        """
+        biased = logits + self.config.bias
+        return F.logsigmoid(biased) if self.decays else biased
 
     def check_flags(self) -> None:
         """Raise ``UserError`` when these gates have no flags."""

@@ -98,6 +98,14 @@ def chunk_size(config: PretrainedConfig) -> int | None:
     return int(config.attention_chunk_size) if chunked else None
 
 
+def sliding_windows(model_config: PretrainedConfig) -> list[int | None]:
+    """Return the sliding window of each layer with keys and values, in tokens; None where a layer has none."""
+    text = model_config.get_text_config()
+    window: int | None = getattr(text, "sliding_window", None)
+    layers, kinds = attention_layers(text), getattr(text, "layer_types", None)
+    return [window if kinds is None or kinds[index] == "sliding_attention" else None for index in layers]
+
+
 def shared_layers(config: PretrainedConfig) -> dict[int, int]:
     """Return the layers of a decoder that read the keys and values of an earlier one, and which that is."""
     modes, types = getattr(config, "kv_sharing_modes", None) or (), getattr(config, "layer_types", ())

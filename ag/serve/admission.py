@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.cache import EvictionCache
 from ag.engine.layer import EXPIRED
-from ag.model.geometry import attention_layers
+from ag.model.geometry import sliding_windows
 from ag.serve.request import Request
 
 MARGIN = 1.25  # factor on the share that flags have kept of earlier prompts
@@ -39,10 +39,9 @@ class Admission:
     """
 
     def __init__(self, cache: EvictionCache, config: PretrainedConfig, part: int) -> None:
-        text = config.get_text_config()
         self.policy, self.part = cache.policy, part
         self._rows = [(store.kv_heads, store.block) for store in cache.store_of]  # of each layer; tokens of a block
-        self._windows = _windows(text, len(cache.heads))
+        self._windows = sliding_windows(config)
         self._sharing = set(cache.sharing)
         self._flags = self.policy.by_gates and self.policy.budget is None
         self._even = isinstance(self.policy.allocator, Uniform) and not self._flags
@@ -115,10 +114,3 @@ class Admission:
         # tokens may lie where blocks have the fewest, and each of the unequal rows may have a last block with one token
         least, most = min(sizes), max(sizes)
         return blocks + shared * (tokens * most + (most - 1) * least) // (least * most)
-
-
-def _windows(text: PretrainedConfig, layers: int) -> list[int | None]:
-    """Return the sliding window of each layer."""
-    window: int | None = getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * layers
-    return [window if kinds[index] == "sliding_attention" else None for index in attention_layers(text)]

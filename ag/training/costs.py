@@ -20,7 +20,7 @@ from ag.gates.gate import AffineGate, MLPGate
 from ag.model.hooks import AttentionCall, lm_logits
 from ag.training import losses
 from ag.training.gated_loss import Batch
-from ag.training.replay import Context, ReplayLoss, Reply, ranked_flags
+from ag.training.replay import Context, ReplayLoss, Reply
 from ag.training.replay_attention import attention_weights
 
 KNOTS = (0.1, 0.2, 0.3, 0.5)  # shares at which thresholds are measured
@@ -138,7 +138,7 @@ def _measured(
         return None
     with torch.no_grad():
         logits = loss.logits_of(context)
-    flags = ranked_flags(logits, share, loss.gates)
+    flags = loss.flags_of(logits, share)
     sure = flags.bool().flatten(0, 1).all(0)
     chosen = logits[flags.bool() & ~sure]
     if not len(chosen):

@@ -22,12 +22,12 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
 from ag.config import Config
+from ag.engine.allocators.base import select
 from ag.engine.policy import policy
-from ag.engine.scorers.gates import Gates
 from ag.errors import UserError
 from ag.files import replacing
 from ag.gates.gate import AttentionGates
-from ag.model.geometry import shared_layers
+from ag.model.geometry import shared_layers, sliding_windows
 from ag.model.hooks import AttentionCall, Interceptor, UnsupportedModelError, decoder_of, instrument
 from ag.training import losses
 from ag.training.gated_loss import Batch, GatedLoss, Measured, measured_values
@@ -196,42 +196,47 @@ class Contexts:
         return context
 
 
-def ranked_flags(logits: Tensor, share: float, gates: AttentionGates) -> Tensor:
+def ranked_flags(logits: Tensor, share: float, gates: AttentionGates, window: int | None = None) -> Tensor:
     """Return the flags of the tokens that ``gates@global`` keeps of a context at its end, with a slope.
 
-    Sinks and recents stay as the engine protects them; of the rest the highest logits of all layers and heads. The
-    gradient is the straight-through one of a sigmoid around the boundary, which moves with the logits next to it, as
-    the number of kept tokens is fixed: raising all logits by the same number changes nothing.
+    Sinks and recents stay as the engine protects them; of the rest the highest logits of all gated layers and heads, of
+    equal ones the first. The gradient is the straight-through one of a sigmoid around the boundary, which moves with
+    the logits next to it, as the number of kept tokens is fixed: raising all logits by the same number changes nothing.
 
     Args:
         logits: gate logits ``[L, Hkv, N]`` of the gated layers.
         share: share of the tokens to keep, in (0, 1].
         gates: the gates, for what they protect.
+        window: sliding window of the gated layers, which the next query sees the newest of; None means that they have
+            none.
 
     Returns:
-        ``[L, Hkv, N]``, each 0 or 1.
+        ``[L, Hkv, N]``, each 0 or 1; 0 where a token has left the window.
     """
-    length = logits.shape[-1]
-    config = gates.config
-    capacity = policy("gates", share).capacity(torch.tensor([length]))
-    scorer = Gates().trained_with(config.sink_tokens, max(config.recent_tokens - 1, 0))
-    sinks, recent = (int(x) for x in scorer.limits(capacity))
+    length, ranked = logits.shape[-1], policy("gates", share).trained_with(gates)
+    assert ranked.scorer is not None
+    capacity = ranked.capacity(torch.tensor([length]))
+    sinks, recent = (int(x) for x in ranked.scorer.limits(capacity))
     at = torch.arange(length, device=logits.device)
-    sure = (at < sinks) | (at >= length - recent)
-    heads = logits.shape[0] * logits.shape[1]
-    count = (int(capacity) - int(sure.sum())) * heads
-    rest = logits.detach()[..., ~sure].flatten()
+    visible = at > length - (length + 1 if window is None else window)
+    protected = visible & ((at < sinks) | (at >= length - recent))
+    rivals = visible & ~protected
+    score = gates.stored(logits.detach()).view(1, 1, -1)
+    total, heads = capacity[:, None].to(at) * logits[..., 0].numel(), logits[..., 0].numel()
+    always, there = (x.expand_as(logits).reshape(1, 1, -1) for x in (protected, visible))
+    flags = select(score, always, there, total).view_as(logits).to(logits)
+    count = (int(capacity) - int(protected.sum())) * heads
+    rest = logits.detach()[..., rivals].flatten()
     if not 0 < count < len(rest):
-        return torch.where(sure, 1.0, 0.0 * logits + float(count > 0))  # a backward pass needs a graph
+        return flags + 0.0 * logits  # a backward pass needs a graph
     with torch.no_grad():
-        highest = rest.topk(count + 1).values[-2:]
-        boundary, width = highest.mean(), SOFTNESS * rest.std()
+        boundary, spread = rest.topk(count + 1).values[-2:].mean(), rest.std()
+        width = SOFTNESS * spread.where(spread > 0, 1.0)
         slope = torch.sigmoid((logits - boundary) / width)
-        near = slope * (1 - slope) * ~sure
-        flags = (logits >= highest[0]).to(logits)
+        near = slope * (1 - slope) * rivals
     level = (near * logits).sum() / near.sum()
     soft = torch.sigmoid((logits - boundary - (level - level.detach())) / width)
-    return torch.where(sure, 1.0, flags + (soft - soft.detach()))
+    return torch.where(rivals, flags + (soft - soft.detach()), flags)
 
 
 class ReplayLoss(GatedLoss):
@@ -250,6 +255,8 @@ class ReplayLoss(GatedLoss):
         assert gates is not None
         gates.check_flags()
         self.contexts = Contexts(model, gates, config.loss.contexts, twice=config.warmup.regress_steps > 0)
+        #: Sliding window of the gated layers, which is one; None means that they have none.
+        self.window = sliding_windows(decoder_of(model).config)[gates.layer_indices[0]]
 
     def _regression(self, batch: Batch) -> Measured:
         """Regress the gates on KVzip's scores of whole contexts, each of which the model reads and repeats once."""
@@ -289,7 +296,7 @@ class ReplayLoss(GatedLoss):
         assert self.gates is not None
         context, tokens, labels = self.parts_of(batch, row)
         logits = self.logits_of(context)
-        flags = torch.stack([ranked_flags(logits, share, self.gates) for share in shares])
+        flags = torch.stack([self.flags_of(logits, share) for share in shares])
         tokens, labels = (x.expand(len(shares), -1) for x in (tokens, labels))
         hidden = self.hidden_of(
             context, tokens, Reply(context, dict(zip(context.hidden, flags.unbind(1), strict=True)))
@@ -310,6 +317,11 @@ class ReplayLoss(GatedLoss):
         """Return the gate logits ``[L, Hkv, N]`` of a context, of the gated layers in order."""
         assert self.gates is not None
         return torch.stack([self.gates.layers[str(layer)](x[None])[0] for layer, x in context.hidden.items()])
+
+    def flags_of(self, logits: Tensor, share: float) -> Tensor:
+        """Return the flags ``[L, Hkv, N]`` of a context under a share; see :func:`ranked_flags`."""
+        assert self.gates is not None
+        return ranked_flags(logits, share, self.gates, self.window)
 
     def hidden_of(self, context: Context, tokens: Tensor, reply: Reply) -> Tensor:
         """Return the final hidden states ``[S, R, d]`` of a response ``[S, R]`` behind what is kept of a context."""

@@ -22,7 +22,8 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
         k: keys ``[B, Hkv, T, D]`` of the pool's type, or of the type that its codes are made of; any strides.
         v: values ``[B, Hkv, T, Dv]``, likewise.
         ranks: ``[B, T]`` long, the place of each token in its sequence; tokens of a rank below 0 are not written.
-        gate: ``[B, Hkv, T]``, the gate output of each token; None writes 1 where the pool has a gate column.
+        gate: ``[B, Hkv, T]``, the gate output of each token; None writes a set flag, or the largest number, where
+            the pool has a gate column.
 
     Raises:
         TypeError: when keys or values have another type than the pool's.

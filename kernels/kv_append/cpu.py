@@ -21,7 +21,7 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
     strides = (ctypes.c_int64 * 6)(*(step * x.element_size() for x in (k, v) for step in x.stride()[:3]))
     said: Tensor | None = None
     if column is not None:
-        said = (k.new_ones(k.shape[:3]) if gate is None else gate).to(column.dtype).contiguous()
+        said = column.new_full(k.shape[:3], pages.unjudged) if gate is None else gate.to(column.dtype).contiguous()
     KERNEL(
         *(pages.native, column, 0 if column is None else column.element_size(), k, v, strides),
         *(said, ranks.contiguous(), k.shape[1], k.shape[2], torch.get_num_threads()),

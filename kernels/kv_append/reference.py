@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ag.kernels.pages import Pages, coded
@@ -16,7 +17,7 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
     chosen = there.nonzero(as_tuple=True)
     slots = slots[chosen]
     at = pages.table.long()[chosen[0], slots // page] * page + slots % page
-    said = rank.new_ones(rank.shape) if gate is None else gate.flatten(0, 1)
+    said = torch.full(rank.shape, pages.unjudged, device=rank.device) if gate is None else gate.flatten(0, 1)
     fresh = [*(x.flatten(0, 1) for x in coded(pages, k, v)), rank, said]
     for column, x in zip(pages.columns, fresh, strict=False):
         column.view(-1, *column.shape[2:]).index_copy_(0, at, x[chosen].to(column.dtype))

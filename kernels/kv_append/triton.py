@@ -15,7 +15,7 @@ from ag.kernels.tiles import copy_tokens, places
 @triton.jit(do_not_specialize=["T", "blocks"])
 def _append(keys, values, held, gate, table, lengths, after, k, v, ranks, said, k_strides, v_strides, stride, T, blocks,
             H, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr,
-            TOKENS: tl.constexpr):  # fmt: skip
+            TOKENS: tl.constexpr, UNJUDGED: tl.constexpr):  # fmt: skip
     """Store TOKENS of the T new tokens of a row, behind the row's tokens and the new ones before them."""
     row, block = tl.cast(tl.program_id(0) // blocks, tl.int64), tl.program_id(0) % blocks
     b, h = row // H, row % H
@@ -35,7 +35,7 @@ def _append(keys, values, held, gate, table, lengths, after, k, v, ranks, said, 
     copy_tokens(values, v + b * v_strides[0] + h * v_strides[1], v_strides[2], tokens, at, there, E, EP)
     tl.store(held + at, rank.to(tl.int32), mask=there)
     if gate is not None:
-        open = tl.full([TOKENS], 1, gate.dtype.element_ty)
+        open = tl.full([TOKENS], UNJUDGED, gate.dtype.element_ty)
         if said is not None:
             open = tl.load(said + row * T + tokens, mask=there, other=0)
         tl.store(gate + at, open, mask=there)
@@ -59,6 +59,7 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
             *(pages.keys, pages.values, pages.ranks, column, pages.table, lengths, after, k, v, ranks.contiguous()),
             *(said, k.stride()[:3], v.stride()[:3], pages.table.stride(0), count, blocks, heads),
             *(dim, triton.next_power_of_2(dim), width, triton.next_power_of_2(width), pages.keys.shape[1], tokens),
+            pages.unjudged,
         )
     if after is not lengths:
         lengths.copy_(after)

@@ -70,6 +70,52 @@ def test_what_the_gates_say_is_no_option(name):
         assert str(caught.value).count("trained_") == 1  # nor is it offered
 
 
+# ---- layers without a gate
+
+
+@pytest.mark.parametrize("allocator", ["", "@heads", "@uniform", "@pyramid", "+caote@heads", "+criticalkv"])
+def test_layers_without_a_gate_keep_everything_and_take_no_budget(tiny_llama, allocator):
+    """As under flags; a warning says that the budget is that of the others."""
+    model = tiny_llama(num_hidden_layers=6)
+    ag.attach(model, gates_for(model, first_layer=2))
+    with pytest.warns(BudgetWarning, match=r"2 of 6 layers have no gate \(gate.first_layer=2\)"):
+        held = kept(model, f"gates{allocator}", length=200, budget=0.4)
+    by_layer = [sum(layer == place for layer, _, _ in held) for place in range(6)]
+    assert by_layer[:2] == [400, 400] and sum(by_layer[2:]) == 4 * 2 * 80
+    if allocator in ("@heads", "@uniform", "+caote@heads"):
+        assert by_layer[2:] == [160] * 4
+
+
+@pytest.mark.filterwarnings("ignore::ag.BudgetWarning")
+def test_a_layer_without_a_gate_grows_with_the_text(tiny_llama):
+    model = tiny_llama()
+    ag.attach(model, gates_for(model, first_layer=1, scope="causal", covers="all"))
+    cache = read(model, row(40), "gates@heads", budget=8, schedule="every")
+    for place in range(5):
+        with torch.no_grad():
+            model(row(1, place)[None], past_key_values=cache)
+    assert cache.held_tokens().tolist() == [[45, 8, 8]]
+
+
+# ---- generated tokens that no gate judges
+
+
+@pytest.mark.parametrize("wrapper", ["", "+criticalkv"])
+def test_a_generated_token_ranks_above_all_of_a_prompt(tiny_llama, wrapper):
+    """Also above tokens whose probability float32 rounds to 1."""
+    model = tiny_llama()
+    gates = gates_for(model, scope="causal", kind="linear", bias=30.0)
+    ag.attach(model, gates)
+    options = {"budget": 8, "schedule": "every", "recent": 0} | ({"first": 1.0} if wrapper else {})
+    cache = read(model, row(40), f"gates{wrapper}@uniform", **options)
+    for place in range(5):
+        with torch.no_grad():
+            model(row(1, place)[None], past_key_values=cache)
+    for layer in range(3):
+        for kept_there in cache.kept_positions(layer)[0]:
+            assert len(kept_there) == 8 and kept_there[-5:].tolist() == [40, 41, 42, 43, 44]
+
+
 # ---- flags with another boundary: ``threshold=`` and ``share=`` of ``gates:PATH``
 
 

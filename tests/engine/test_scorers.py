@@ -194,9 +194,10 @@ def test_knorm(scene):
     agree(scene, KNorm().score, expected)
 
 
-def test_gates_are_the_probability():
+def test_gates_are_the_logit_and_weigh_by_the_probability():
     scene = Scene(lengths=(9, 4), gate=True)
     assert torch.equal(Gates().score(scene.seen), scene.gate)
+    assert torch.equal(Gates().weight(scene.seen, scene.gate), scene.gate.sigmoid())
     assert protected_tokens(scene, Gates(sinks=1, recent=2), [4, 4]) == newest(scene, 2, first=1)
 
 
@@ -230,6 +231,7 @@ def test_scores_by_query_head_are_not_negative_and_cover_every_token(name):
         assert torch.equal(heads, scorer.raw(scene.seen))
     else:  # shifted, so that the least becomes 0
         score = scorer.score(scene.seen)
+        score = score.sigmoid() if isinstance(scorer, Gates) else score
         for b, g in scene.places():
             mine = score[b, g, : len(scene.held[b][g])]
             for h in scene.query_heads(g):

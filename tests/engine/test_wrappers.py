@@ -161,7 +161,7 @@ def test_weights_near_one_and_values_far_from_the_origin(gap, offset):
 @pytest.mark.parametrize("base", [KNorm(), Gates()], ids=["knorm", "gates"])
 def test_caote_on_a_score_without_rows_shifts_it_to_zero(base):
     scene = Scene(seed=5, lengths=(9, 5), gate=True)
-    plain = base.score(scene.seen).double()
+    plain = base.weight(scene.seen, base.score(scene.seen)).double()  # of gates the probability
 
     def shifted(b, h):
         mine = plain[b, h // scene.group, : scene.lengths[b]]
@@ -185,8 +185,9 @@ def test_criticalkv_is_the_base_score_and_its_product(shape, base):
     scene = Scene(seed=21, gate=True, **shape)
     seen, scorer = scene.seen, CriticalKV(inner=base)
     plain, product = base.score(scene.seen), {}
+    weight = plain.sigmoid() if isinstance(base, Gates) else plain  # the probability
     for b, g in scene.places():
-        mine = plain[b, g, : len(scene.held[b][g])].tolist()
+        mine = weight[b, g, : len(scene.held[b][g])].tolist()
         lowest = min(0.0, *mine, 0.0)  # the product alone is of a score that is shifted
         product[b, g] = [(s - lowest + 1e-4) * u for s, u in zip(mine, projected_sizes(scene, b, g), strict=True)]
     score = scorer.score(seen)
@@ -224,7 +225,7 @@ def test_scores_are_finite_with_masked_pairs_and_huge_logits(scorer):
 
 @pytest.mark.parametrize("scorer", COMBINATIONS)
 def test_free_slots_change_nothing(scorer):
-    clean, dirty = (Scene(seed=8, lengths=(14, 6), ragged=True) for _ in range(2))
+    clean, dirty = (Scene(seed=8, lengths=(14, 6), ragged=True, gate=True) for _ in range(2))
     valid = clean.seen.key_valid
     dirty._parts[1][~valid], dirty._parts[2][~valid] = 1e30, float("nan")
     assert torch.equal(scorer.score(clean.seen)[valid], scorer.score(dirty.seen)[valid])

@@ -18,7 +18,7 @@ CASES = {
     "bfloat16": {"dtype": torch.bfloat16, "gate": torch.bool},
     "float64": {"dtype": torch.float64},
     "two_types": {"values": torch.bfloat16, "tokens": 7},
-    "probabilities": {"gate": torch.float32, "absent": 0.2},
+    "logits": {"gate": torch.float32, "absent": 0.2},
     "not_asked": {"gate": torch.float32, "said": False},
     "flags_not_asked": {"gate": torch.bool, "said": False},
     "strided": {"strided": True, "tokens": 6},
@@ -47,6 +47,7 @@ def check(version, case, seed=0):
         v = v.to(pages.values.dtype)
         if c.get("strided"):
             k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+        open_gate = 1.0 if gate != torch.float32 else torch.finfo(gate).max  # where no gate said anything
         said = torch.rand(shape, generator=generator) if gate and c.get("said", True) else None
         said = said > 0.5 if said is not None and gate == torch.bool else said
         version(pages, k, v, ranks, said)
@@ -54,7 +55,7 @@ def check(version, case, seed=0):
             b, h = divmod(row, c["heads"])
             for t in range(c["tokens"]):
                 if there[b, t]:
-                    one = 1.0 if said is None else float(said[b, h, t])
+                    one = open_gate if said is None else float(said[b, h, t])
                     rows[row].append((k[b, h, t], v[b, h, t], int(ranks[b, t]), one))
     assert pages.lengths.tolist() == [len(row) for row in rows]
     for r, row in enumerate(rows):

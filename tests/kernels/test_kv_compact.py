@@ -19,7 +19,7 @@ CASES = {
     "expired": {"expired": 8, "sinks": 3},
     "records": {"records": (2, 5)},
     "bfloat16": {"dtype": torch.bfloat16, "gate": torch.bool, "width": 7},
-    "probabilities": {"gate": torch.float32, "page": 3},
+    "logits": {"gate": torch.float32, "page": 3},
     "one_token_blocks": {"page": 1, "records": (1,)},
     "wide": {"lengths": (1400, 900, 300, 0, 600, 1), "page": 16, "count": 40, "records": (1,)},
 }
@@ -59,7 +59,7 @@ def drawn(case, seed):
 
 @every
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
-@pytest.mark.parametrize("case", ["records"] if INTERPRETED else ["records", "bfloat16", "probabilities"])
+@pytest.mark.parametrize("case", ["records"] if INTERPRETED else ["records", "bfloat16", "logits"])
 def test_a_mask_keeps_what_it_marks(version, case, share):
     _, generator, pages, records = drawn(CASES[case], 3)
     keep = torch.rand(len(pages.table), pages.table.shape[1] * pages.keys.shape[1], generator=generator) < share

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from ag.kernels import native
+from ag.kernels.kv_append import cpu as kv_append_cpu
+from ag.kernels.kv_append import kv_append
 from ag.kernels.paged_attention import cpu
+from tests.support.paged import pages_of
 
 REAL = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(REAL is None, reason="there is no C++ compiler")
@@ -26,8 +29,46 @@ def test_a_compiler_that_fails_is_named_with_its_message(fresh, tmp_path):
     compiler.chmod(0o755)
     fresh.setenv("CXX", str(compiler))
     fresh.setenv("AG_HOME", str(tmp_path / "home"))
-    assert cpu.KERNEL.unavailable("cpu") == f"{compiler} could not compile it: unknown option -fopenmp"
+    assert cpu.KERNEL.unavailable("cpu") == f"{compiler} could not compile paged_attention: unknown option -fopenmp"
     assert not list((tmp_path / "home").rglob("*.so"))
+
+
+@pytest.mark.parametrize("forced", [None, "reference"])
+@pytest.mark.parametrize("broken", ["fails", "is missing", "none", "folder"])
+def test_one_line_says_which_version_runs_why_and_what_to_install(fresh, tmp_path, caplog, broken, forced):
+    """Whichever kernel comes first; a compiler that failed is not run again. A version asked for needs no line."""
+    compiler, home = tmp_path / "c++", tmp_path / "home"
+    fresh.setenv("AG_HOME", str(home))
+    fresh.setenv("CXX", str(compiler))
+    if broken == "none":
+        fresh.delenv("CXX")
+        fresh.setattr(native.shutil, "which", lambda name: None)
+    elif broken != "is missing":
+        compiler.write_text(f"#!/bin/sh\necho run >> {tmp_path / 'log'}\nexit 3\n")
+        compiler.chmod(0o755)
+    if broken == "folder":
+        home.write_text("a file")
+    if forced:
+        fresh.setenv("AG_KERNELS", forced)
+    why, fix = {
+        "fails": (f"{compiler} could not compile kv_append: it ended with 3", "install g++, or set CXX"),
+        "is missing": (f"CXX={compiler} is no program", "install g++ and unset CXX"),
+        "none": ("there is no C++ compiler", "install g++"),
+        "folder": (f"a compiled kernel cannot be kept in {home / 'kernels'}", "set AG_HOME"),
+    }[broken]
+    pages, k = pages_of([0, 0]), torch.zeros(1, 2, 1, 4)
+    kv_append(pages, k, k, torch.zeros(1, 1, dtype=torch.long))
+    reasons = {kernel.unavailable("cpu") for kernel in (kv_append_cpu.KERNEL, cpu.KERNEL)}
+    assert len(reasons) == 1 and reasons.pop().startswith(why)
+    lines = [x.getMessage() for x in caplog.records if x.levelname == "WARNING" and "Compiling" not in x.getMessage()]
+    if forced:
+        assert lines == []
+    else:
+        [line] = lines
+        assert line.startswith(f"CPU kernels run in PyTorch (version reference), which is slower: {why}")
+        assert f"; {fix}" in line
+    if broken == "fails":
+        assert (tmp_path / "log").read_text() == "run\n" and caplog.text.count("Compiling") == 1
 
 
 @needs_compiler

@@ -159,6 +159,7 @@ def test_kv_append_compiles(compiled, dim, dtype, masked):
     pages = coded(pages) if masked else pages
     kv_append(pages, x, x, torch.arange(50).expand(2, -1))
     kv_append(pages, x[:, :, :1], x[:, :, :1], torch.tensor([[7], [-1]]), torch.ones(2, 2, 1).bool())
+    kv_append(pages._replace(gate=pages.gate.float()), x, x, torch.arange(50).expand(2, -1))
     assert set(compiled) == {"_append"}
 
 

@@ -26,17 +26,19 @@ UNEVEN = {
     "global, steps": ag.policy("knorm@global", 0.3, "steps:6"),
     "kvzip": ag.policy("kvzip", 0.3),
     "gates": ag.policy("gates", 0.3, "every"),
+    "gates of some layers": ag.policy("gates", 0.3, "every"),
 }
 NAMES = [*EXACT, *UNEVEN, "window"]
-QUICK = "full", "every", "heads", "window"
+QUICK = "full", "every", "heads", "gates of some layers", "window"
 
 
 def model_of(name, tiny_llama, tiny_mistral):
     if name == "window":
         return tiny_mistral(sliding_window=24)
     model = tiny_llama(eos_token_id=None)
-    if name == "gates":
-        ag.attach(model, gates_for(model, recent_tokens=4, covers="all", scope="causal"))
+    if name.startswith("gates"):
+        first = int(name != "gates")
+        ag.attach(model, gates_for(model, recent_tokens=4, covers="all", scope="causal", first_layer=first))
     return model
 
 

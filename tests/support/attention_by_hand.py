@@ -103,7 +103,7 @@ class Scene:
                     ranks[b, g, slot], valid[b, g, slot] = p, True
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         self.q, self.k, self.v = q.double(), k.double(), v.double()
-        self.gate = torch.rand(batch, kv_heads, slots, generator=make) if gate else None
+        self.gate = torch.rand(batch, kv_heads, slots, generator=make).logit() if gate else None
         self.output = torch.randn(heads, dim, 11, generator=make)  # of the output projection, by query head
         self._parts = (q, k, v, self.scaling, query_ranks, ranks, query_valid, valid)
         self._layer = layer
@@ -116,7 +116,7 @@ class Scene:
 
     @property
     def operands(self) -> list[Tensor]:
-        """What scores are made of: q, k, v, the output projection, and the gate's probabilities where there are any."""
+        """What scores are made of: q, k, v, the output projection, and the gate's logits where there are any."""
         return [*self._parts[:3], self.output, *([] if self.gate is None else [self.gate])]
 
     def observed(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, gate: Tensor | None = None) -> AttentionStats:

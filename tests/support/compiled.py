@@ -30,5 +30,6 @@ def versions(operation: str, *names: str) -> pytest.MarkDecorator:
 def forget() -> None:
     """Forget what was compiled, chosen and logged in this process."""
     choices = [x._version for x in (attention_stats, kv_append, kv_compact, paged_attention)]
+    native.failures.clear()
     for cached in (native._function, dispatch._tell, gemv.version, *choices):
         cached.cache_clear()

@@ -136,9 +136,13 @@ class Scorer(ABC):
         """
         return None
 
+    def weight(self, seen: AttentionStats, score: Tensor) -> Tensor:
+        """Return a score ``[B, Hkv, N]`` as a number that a wrapper may multiply or normalise, in the same order."""
+        return score
+
     def heads(self, seen: AttentionStats) -> Tensor:
         """Return a score of at least 0 by query head, ``[B, H, N]``, over all held tokens; CAOTE normalises it."""
-        score = self.score(seen)
+        score = self.weight(seen, self.score(seen))
         lowest = score.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
         return (score - lowest).masked_fill(~seen.key_valid, 0.0).repeat_interleave(seen.group, 1)
 

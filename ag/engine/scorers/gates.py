@@ -1,4 +1,4 @@
-"""Attention-Gates with a budget: the tokens with the highest gate probability stay."""
+"""Attention-Gates with a budget: the tokens with the highest gate logits stay."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ RECENT_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Gates(Scorer):
-    """The probability of the layer's gate, for a budget.
+    """The logit of the probability of the layer's gate, for a budget.
 
-    Without a budget the flags decide; see :class:`ag.gates.gating.Gating`.
+    Without a budget the flags decide; see :class:`ag.gates.gating.Gating`. Wrappers weigh by the probability. A token
+    that no gate has judged, such as a generated one under ``gate.covers=prompt``, has the largest score.
 
-    In a layer without a gate all scores are equal, so that the first tokens stay.
+    A layer without a gate keeps all its tokens, and has no part in the budget.
 
     Of gates whose scores decay (``gate.kind=retention``) the output ``b`` is the part of a token's worth that is left
     after each new token. A score is ``(age + 2) log b``, the age of the newest token being 0, as in the code of TRIM-KV
@@ -60,12 +61,15 @@ class Gates(Scorer):
         return replace(self, trained_sinks=sinks, trained_recent=recent)
 
     def score(self, seen: AttentionStats) -> Tensor:
-        """Return the probability, or the log of a token's remaining worth; 1 without a gate."""
-        if seen.gate is None:
-            return seen.key_ranks.new_ones(seen.key_ranks.shape).float()
+        """Return the logit, or the log of a token's remaining worth."""
+        assert seen.gate is not None
         if not seen.decays:
             return seen.gate
-        return seen.gate.clamp_max(0.0) * (seen.age + 2)  # 1 is stored where no gate ran
+        return seen.gate.clamp_max(0.0) * (seen.age + 2)  # the log of 1 where no gate ran
+
+    def weight(self, seen: AttentionStats, score: Tensor) -> Tensor:
+        """Return the probability, or the log of a token's remaining worth."""
+        return score if seen.decays else score.sigmoid()
 
     def limits(self, capacity: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sinks and the newest tokens."""

@@ -24,7 +24,7 @@ class CriticalKV(Wrapper):
     """``(S_p + 1e-4) mean_g ||W_O v_p||_1`` decides over what the best of ``S`` leave of each head's budget.
 
     How many tokens a head gets is decided by the base score alone. In a head where that falls below 0, the score in the
-    product is shifted up, so that its least one is 0.
+    product is shifted up, so that its least one is 0. Of gates the product takes the probability.
 
     Source: Feng et al. 2025, "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
     after NVIDIA/kvpress; there tokens that the base protects count as its best too.
@@ -64,5 +64,6 @@ class CriticalKV(Wrapper):
 
     def second(self, seen: AttentionStats, score: Tensor) -> tuple[Tensor, float]:
         """Return the product, by which the tokens of one head compete, and the share that the first score fills."""
-        lowest = score.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
-        return (score - lowest.clamp_max(0.0) + SMALL) * self.recorded(seen)["size"], self.first
+        weight = self.inner.weight(seen, score)
+        lowest = weight.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
+        return (weight - lowest.clamp_max(0.0) + SMALL) * self.recorded(seen)["size"], self.first
