@@ -77,9 +77,9 @@ class GatedLM(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch, and log the means over the batches of this optimiser step so far."""
-        if not self.gated_loss.regresses(self.global_step):
-            self._forget("train/regress_loss")
         measured = self.gated_loss.train(batch, self.global_step)
+        for name in self._sums.keys() - measured.values.keys():  # of the regression before
+            self._forget(name)
         self.evicted_in_batch = measured.evicted
         accumulate = self.config.trainer.accumulate
         before = batch_idx % accumulate
@@ -176,7 +176,8 @@ class GatedLM(L.LightningModule):
             )
 
     def _forget(self, name: str) -> None:
-        """Remove a metric from the log; Lightning would repeat its last value until the epoch ends."""
+        """Remove a metric of training from the log; Lightning would repeat its last value until the epoch ends."""
+        del self._sums[name]
         if self._trainer is not None and self.trainer._results is not None:
-            self.trainer._results.pop(f"training_step.{name}", None)
-            self.trainer.callback_metrics.pop(name, None)
+            self.trainer._results.pop(f"training_step.train/{name}", None)
+            self.trainer.callback_metrics.pop(f"train/{name}", None)

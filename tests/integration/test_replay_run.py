@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import ag
+from ag.callbacks.checkpoint_files import checkpoints
 from ag.config import ModelConfig
 from ag.gates.gate import AttentionGates
 from ag.model.base import load_base
 from tests.integration.conftest import write_rows
-from tests.support.command import logged, runs, same_rows, same_weights, start, train
+from tests.integration.test_resuming import equal, interrupted
+from tests.support.command import logged, resume, runs, same_rows, same_weights, start, train
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +66,19 @@ def test_a_run_with_regression_and_measured_costs(recipe: Path, tiny_base: Path,
     with torch.no_grad():
         model(torch.arange(3, 43)[None], past_key_values=cache)
     assert cache.kept_share() == 0.25
+
+
+def test_a_run_stopped_between_regression_and_replay_goes_on_as_if_it_had_not(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs are measured once, by the run that goes on."""
+    warm = ["warmup.regress_steps=1", "warmup.target=reread", "warmup.rows=5", "warmup.rounds=1"]
+    whole = train(recipe, tmp_path / "whole", *warm)
+    interrupted(monkeypatch, "training_step", 0, f"recipe={recipe}", f"output={tmp_path / 'cut'}", *warm)
+    [run] = runs(tmp_path / "cut")
+    assert checkpoints(run)[0].name == "step=000001.ckpt"
+    resume(run)
+    equal(run, whole)
 
 
 def test_two_ranks_are_one_with_twice_the_rows(recipe: Path, moved_base: Path, tmp_path: Path) -> None:
