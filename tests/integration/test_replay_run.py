@@ -9,11 +9,12 @@ import torch
 import ag
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.config import ModelConfig
+from ag.gates.export import read_info
 from ag.gates.gate import AttentionGates
 from ag.model.base import load_base
 from tests.integration.conftest import write_rows
 from tests.integration.test_resuming import equal, interrupted
-from tests.support.command import logged, resume, runs, same_rows, same_weights, start, train
+from tests.support.command import column, logged, resume, runs, same_rows, same_weights, start, train
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +67,16 @@ def test_a_run_with_regression_and_measured_costs(recipe: Path, tiny_base: Path,
     with torch.no_grad():
         model(torch.arange(3, 43)[None], past_key_values=cache)
     assert cache.kept_share() == 0.25
+
+
+def test_the_recipe_trains_another_model_from_nothing(recipe: Path, tiny_base: Path, tmp_path: Path) -> None:
+    """Its three stages, one step and a few rows of each."""
+    words = [f"model.name={tiny_base}", f"data.root={tmp_path / 'data' / 'books'}", "trainer.accelerator=cpu"]
+    words += ["data.contexts=[192,240]", "data.max_length=400", "data.responses=[again,next]", "data.val_samples=1"]
+    words += ["warmup.regress_steps=1", "warmup.rows=2", "trainer.max_steps=2", "trainer.accumulate=1"]
+    run = train(Path("remember"), tmp_path / "runs", *words, "optim.warmup_steps=0", "trainer.val_every=2")
+    assert len(column(run, "train/regress_loss")) == len(column(run, "train/kl_loss")) == 1
+    assert read_info(run / "export")["weights"] == "int8"
 
 
 def test_a_run_stopped_between_regression_and_replay_goes_on_as_if_it_had_not(
