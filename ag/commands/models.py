@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from ag.config.command_line import keyed
 from ag.config.sections import key
 
+MODEL = "smollm2, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b, gemma3-270m, a hub id or a folder; may also be the first word"
+
 
 @dataclass
 class ModelsConfig:
     """The keys of ``python -m ag.models``."""
 
-    model: str = key("smollm2", "smollm2, gemma3-270m, a hub id or a folder; may also be the first word")
+    model: str = key("smollm2", MODEL)
     accept_license: str | None = key(
         None, "the licence that you accept, after which the model is downloaded (gemma3-270m: gemma)"
     )

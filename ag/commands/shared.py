@@ -13,7 +13,10 @@ from ag.errors import UserError
 from ag.plugins import load
 
 KVDtype = Literal["float", "int8"]  # as in ag.kernels.codes, which loads torch
-MODEL = "hub id, local folder, alias (smollm2, gemma3-270m), or random:llama-8b (random:PATH.json) for random weights"
+MODEL = (
+    "hub id, local folder, alias (smollm2, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b, gemma3-270m), or random:llama-8b "
+    "(random:PATH.json) for random weights"
+)
 
 
 @dataclass

@@ -29,7 +29,11 @@ def mapping(doc: str, **more: Any) -> Any:
 class ModelConfig:
     """The frozen base model."""
 
-    name: str = key("smollm2", "hub id, folder, alias (smollm2, gemma3-270m), or random:llama-8b for random weights")
+    name: str = key(
+        "smollm2",
+        "hub id, folder, alias (smollm2, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b, gemma3-270m), or random:llama-8b for "
+        "random weights",
+    )
     revision: str | None = key(None, "git revision of a hub model")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the frozen weights")
     quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")
@@ -179,19 +183,23 @@ class LossConfig:
 
 @dataclass
 class WarmupConfig:
-    """A warm start of the gates: by regression on attention statistics, or by measured costs."""
+    """A warm start of the gates: regression on attention statistics, then biases by measured costs."""
 
     regress_steps: int = key(0, "first steps that train the gates by regression; 0 means none", low=0)
     lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
-    target: Literal["attention", "kvzip", "reread", "costs"] = key(
+    target: Literal["attention", "kvzip", "reread"] = key(
         "attention",
         "what gates predict for a key, from later queries. attention: their attention to it; kvzip: the largest "
         "attention of a response token, times ||v|| (for data.packing=repeated); reread: the largest attention while "
-        "the engine repeats the whole row, chunk by chunk (for data.packing=packed). costs: no regression; before the "
-        "first step each head's last bias is set by what evicting at each threshold would cost (for loss.replay)",
+        "the engine repeats the whole row, chunk by chunk (for data.packing=packed), or with loss.replay each context",
     )
-    rows: int = key(64, "training rows that are measured in each round (target=costs)", low=1)
-    rounds: int = key(3, "rounds; each after the first measures under the flags of the one before (costs)", low=1)
+    rounds: int = key(
+        0,
+        "rounds of costs after the regression, with loss.replay: each head's last bias is set by what evicting at each "
+        "threshold would cost; a round after the first measures under the flags of the one before; 0 means none",
+        low=0,
+    )
+    rows: int = key(64, "training rows that a round of costs measures", low=1)
     scale: Literal["head", "global"] = key(
         "head",
         "head: targets are standardised in each head; global: over all layers and heads, so that heads are comparable",

@@ -35,14 +35,15 @@ loss.replay=true; data.packing=packed|repeated -> such a row has no response beh
 loss.replay=true; trainer.strategy=fsdp2 -> prompts are read by a whole model; use trainer.strategy=ddp
 loss.contexts!=null; loss.replay=false -> no prompt is kept; leave it out, or set loss.replay=true
 data.responses=[]; data.packing=responses -> a context has no row; name again, next or question
-warmup.target=costs; loss.replay=false -> costs are those of responses behind a prompt; set loss.replay=true
-warmup.target=costs; warmup.regress_steps>0 -> costs are measured before the first step; set warmup.regress_steps=0
-warmup.target=costs; gate.kind!=mlp|affine -> such gates have no bias for each head in their last layer; use
-    gate.kind=mlp, or another warmup.target
+warmup.rounds>0; loss.replay=false -> costs are those of responses behind a prompt; set loss.replay=true
+warmup.rounds>0; gate.kind!=mlp|affine -> such gates have no bias for each head in their last layer; use
+    gate.kind=mlp, or warmup.rounds=0
+warmup.target!=reread; loss.replay=true if warmup.regress_steps>0 -> a context is read once, for all responses to it;
+    use warmup.target=reread, which repeats it
 warmup.target=kvzip; data.packing=packed -> it is the attention of a response, and packed rows have none;
     use data.packing=repeated, or warmup.target=attention
-warmup.target=reread; data.packing!=packed -> the rows themselves are repeated, and have no response; use
-    data.kind=text with data.packing=packed, or warmup.target=kvzip
+warmup.target=reread; data.packing!=packed if loss.replay=false -> the rows themselves are repeated, and have no
+    response; use data.kind=text with data.packing=packed, or warmup.target=kvzip
 loss.anneal_steps+warmup.regress_steps>trainer.max_steps if trainer.max_steps>0; train!=lora -> the mean gate never
     gets to loss.beta; lower loss.anneal_steps, or raise trainer.max_steps
 optim.warmup_steps>trainer.max_steps if trainer.max_steps>0 -> the learning rate never reaches its peak; lower

@@ -48,7 +48,7 @@ class EvictingLM(HFLM):
     context share one forward pass of it. ``loglikelihood_rolling`` evicts nothing: a rolling window has no prompt.
 
     Args:
-        pretrained: hub id, local folder, the alias smollm2 or gemma3-270m, or a model (then with ``tokenizer``).
+        pretrained: hub id, local folder, an alias such as smollm2, or a model (then with ``tokenizer``).
         policy: see :func:`ag.policy`; ``gates:EXPORT`` brings the export's adapter along.
         budget: tokens per KV head (int), or share of the context (float).
         schedule: when tokens are evicted.

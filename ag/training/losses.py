@@ -153,15 +153,26 @@ def regression_loss(
         keep: share of tokens to keep, in (0, 1).
         scale: ``head`` or ``global``.
     """
-    mask = observed.has_target()[:, None]
-    targets = torch.stack(list(observed.targets.values())).masked_fill(~mask, float("nan"))
+    targets = torch.stack(list(observed.targets.values()))
+    logits = torch.stack([observed.logits[layer] for layer in observed.targets])
+    return regression(gates, logits, targets, observed.has_target(), keep, scale)
+
+
+def regression(
+    gates: AttentionGates, logits: Tensor, targets: Tensor, mask: Tensor, keep: float, scale: Literal["head", "global"]
+) -> Tensor:
+    """Regress logits ``[L, B, Hkv, T]`` on targets of the same shape, of the tokens in ``mask`` ``[B, T]`` bool.
+
+    The rest is as in :func:`regression_loss`.
+    """
+    mask = mask[:, None]
+    targets = targets.masked_fill(~mask, float("nan"))
     if scale == "global":
         wanted = _standardised(targets.flatten(), keep).view(targets.shape)
     else:
         wanted = _standardised(targets, keep)
-    logits = torch.stack([observed.logits[layer] for layer in observed.targets]) - gates.config.boundary
     mask = mask.expand_as(wanted)
-    values = F.smooth_l1_loss(logits, wanted, reduction="none") * mask
+    values = F.smooth_l1_loss(logits - gates.config.boundary, wanted, reduction="none") * mask
     return values.sum() / (global_sum(mask.sum()) / world_size()).clamp_min(1)
 
 

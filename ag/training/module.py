@@ -61,20 +61,22 @@ class GatedLM(L.LightningModule):
         return self.validation.sample_flags
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Seed the noise of gates and dropout by the position in the run, so that a resumed run repeats it."""
+        """Set biases by costs where that is due, and seed noise and dropout, so that a resumed run repeats it."""
+        if self.global_step == self.config.warmup.regress_steps and batch_idx % self.config.trainer.accumulate == 0:
+            self._set_biases()
         place = [self.config.seed, self.current_epoch, batch_idx, self.global_rank]
         torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
 
     def on_train_start(self) -> None:
-        """Set the learning rates of the first step, and biases of heads by their costs if the run begins here.
-
-        Those of a checkpoint belong to the length that the run had then: at its end a rate is 0.
-        """
+        """Set the learning rates of the first step: a checkpoint has those of the length that the run had then."""
         for schedule in self.trainer.lr_scheduler_configs:
             for group in schedule.scheduler.optimizer.param_groups:
                 group["lr"] = self.learning_rate(group["name"], schedule.scheduler.last_epoch)
+
+    def _set_biases(self) -> None:
+        """Set the biases of heads by their costs, if the recipe says so."""
         warm = self.config.warmup
-        if warm.target == "costs" and self.global_step == 0 and isinstance(self.gated_loss, ReplayLoss):
+        if warm.rounds and isinstance(self.gated_loss, ReplayLoss):
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             few = self.trainer.world_size if self.trainer.fast_dev_run else warm.rows  # type: ignore[attr-defined]
             batches = [{name: x.to(self.device) for name, x in row.items()} for row in data.first_rows(few)]
@@ -82,9 +84,9 @@ class GatedLM(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch, and log the means over the batches of this optimiser step so far."""
-        if not self.gated_loss.regresses(self.global_step):
-            self._forget("train/regress_loss")
         measured = self.gated_loss.train(batch, self.global_step)
+        for name in self._sums.keys() - measured.values.keys():  # of the regression before
+            self._forget(name)
         self.evicted_in_batch = measured.evicted
         accumulate = self.config.trainer.accumulate
         before = batch_idx % accumulate
@@ -190,7 +192,8 @@ class GatedLM(L.LightningModule):
             self.gates.calibration = None if table is None else Calibration(**table)
 
     def _forget(self, name: str) -> None:
-        """Remove a metric from the log; Lightning would repeat its last value until the epoch ends."""
+        """Remove a metric of training from the log; Lightning would repeat its last value until the epoch ends."""
+        del self._sums[name]
         if self._trainer is not None and self.trainer._results is not None:
-            self.trainer._results.pop(f"training_step.{name}", None)
-            self.trainer.callback_metrics.pop(name, None)
+            self.trainer._results.pop(f"training_step.train/{name}", None)
+            self.trainer.callback_metrics.pop(f"train/{name}", None)

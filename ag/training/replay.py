@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
 from ag import retention
@@ -31,6 +32,7 @@ from ag.model.hooks import AttentionCall, Interceptor, UnsupportedModelError, de
 from ag.training import losses
 from ag.training.gated_loss import Batch, GatedLoss, Measured, measured_values
 from ag.training.replay_attention import replay_attention
+from ag.training.rereading import Rereading
 from ag.training.validation import SAMPLES, Validation
 
 SHARES = 2  # drawn for each response, one from each half of the range
@@ -45,6 +47,7 @@ class Context:
     keys: dict[int, Tensor] = field(default_factory=dict)  # [Hkv, N, D], post-RoPE
     values: dict[int, Tensor] = field(default_factory=dict)  # [Hkv, N, D]
     hidden: dict[int, Tensor] = field(default_factory=dict)  # [N, d], the states that the layer's gate reads
+    targets: dict[int, Tensor] = field(default_factory=dict)  # [Hkv, N], of a reread, where gates learn them
 
     @property
     def length(self) -> int:
@@ -66,6 +69,11 @@ class Reading(Interceptor):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Keep keys and values, and attend densely."""
+        self.keep(call)
+        return call.dense(None, False)
+
+    def keep(self, call: AttentionCall) -> None:
+        """Keep keys and values of a layer."""
         if call.chunk is not None or not call.softmax.plain:
             raise UnsupportedModelError(
                 f"{type(call.module).__name__} attends in chunks, or caps its logits or has sink logits: expected a "
@@ -73,7 +81,28 @@ class Reading(Interceptor):
             )
         self.context.keys[call.layer] = call.k[0].detach()
         self.context.values[call.layer] = call.v[0].detach()
-        return call.dense(None, False)
+
+
+class ReadingTwice(Rereading):
+    """A dense pass over one context as :class:`Reading`, after which the model repeats it for the targets of gates."""
+
+    def __init__(self, model: nn.Module, gates: AttentionGates, tokens: Tensor) -> None:
+        super().__init__(model, gates, torch.ones_like(tokens[None]))
+        self._reading = Reading(gates)
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Keep the states; gates run on them later."""
+        self._reading.enter_layer(layer, hidden)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Keep keys and values, and attend densely."""
+        self._reading.keep(call)
+        return super().attend(call)
+
+    @property
+    def context(self) -> Context:
+        """The context, with targets."""
+        return replace(self._reading.context, targets={layer: x[0] for layer, x in self.targets.items()})
 
 
 class Reply(Interceptor):
@@ -113,10 +142,11 @@ class Contexts:
         model: the model.
         gates: its gates.
         folder: the folder; None means one that is deleted with this object.
+        twice: read each context a second time, for the targets of gates.
     """
 
-    def __init__(self, model: nn.Module, gates: AttentionGates, folder: str | None) -> None:
-        self.model, self.gates = model, gates
+    def __init__(self, model: nn.Module, gates: AttentionGates, folder: str | None, twice: bool = False) -> None:
+        self.model, self.gates, self.twice = model, gates, twice
         self._temporary = tempfile.TemporaryDirectory(prefix="ag-contexts-") if folder is None else None
         self.folder = Path(folder or self._temporary.name)  # type: ignore[union-attr]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -130,6 +160,8 @@ class Contexts:
         layers = [gates.config.layer_offset, *gates.layer_indices]
         about = decoder.config.to_json_string(), sums, layers, next(model.parameters()).dtype
         self._identity = hashlib.sha256(str(about).encode())
+        if twice:  # sinks are not repeated
+            self._identity.update(f"reread behind {gates.config.sink_tokens}".encode())
 
     def read(self, tokens: Tensor) -> Context:
         """Return the context of tokens ``[N]``, which the model reads unless the folder has it."""
@@ -149,7 +181,7 @@ class Contexts:
 
     @torch.no_grad()
     def _write(self, path: Path, tokens: Tensor) -> Context:
-        reading = Reading(self.gates)
+        reading = ReadingTwice(self.model, self.gates, tokens) if self.twice else Reading(self.gates)
         decoder_of(self.model)(input_ids=tokens[None], use_cache=False, gating=reading)
         context = reading.context
         parts = {f"{name}.{layer}": x for name, by in vars(context).items() for layer, x in by.items()}
@@ -229,9 +261,24 @@ class ReplayLoss(GatedLoss):
         super().__init__(config, model, gates)
         assert gates is not None
         gates.check_flags()
-        self.contexts = Contexts(model, gates, config.loss.contexts)
+        self.contexts = Contexts(model, gates, config.loss.contexts, twice=config.warmup.regress_steps > 0)
         #: Sliding window of the gated layers, which is one; None means that they have none.
         self.window = sliding_windows(decoder_of(model).config)[gates.layer_indices[0]]
+
+    def _regression(self, batch: Batch) -> Measured:
+        """Regress the gates on KVzip's scores of whole contexts, each of which the model reads and repeats once."""
+        assert self.gates is not None
+        warm, lengths = self.config.warmup, batch["prompt_length"]
+        contexts = [self.parts_of(batch, row)[0] for row in range(len(lengths))]
+        mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+        gating = self.gating({"attention_mask": mask, "prompt_length": lengths}, open=True)
+        logits = _padded([self.logits_of(context) for context in contexts])
+        targets = _padded([torch.stack([x.targets[layer] for layer in x.hidden]) for x in contexts])
+        gating.logits = dict(zip(contexts[0].hidden, logits, strict=True))
+        repeated = gating.counted() & ~self.sinks(gating)
+        loss = losses.regression(self.gates, logits, targets, repeated, warm.keep, warm.scale)
+        means = losses.gate_means(self.gates, gating)
+        return measured_values(loss, {"regress_loss": loss}, *self._of_gates(gating, means))
 
     def _objective(self, batch: Batch, step: int) -> Measured:
         low, high = self.config.loss.share_low, self.config.loss.share_high
@@ -288,6 +335,12 @@ class ReplayLoss(GatedLoss):
         output = decoder_of(self.model)(input_ids=tokens, use_cache=False, gating=reply)
         states: Tensor = output.last_hidden_state
         return states
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    """Return ``[L, B, Hkv, T]`` from rows ``[L, Hkv, N]`` of several lengths, with zeros behind the shorter ones."""
+    longest = max(row.shape[-1] for row in rows)
+    return torch.stack([F.pad(row, (0, longest - row.shape[-1])) for row in rows], 1)
 
 
 class Replayed(NamedTuple):

@@ -23,7 +23,8 @@ data.kind=sft -> data.name=facts data.root=FOLDER
 {PACKED}; data.cross_documents=false warmup.regress_steps=5 -> data.cross_documents=true
 {TEXT}; data.max_length=575 -> data.prompt_max=512 data.continuation=64
 loss.objective=kl loss.share_high=0.7; loss.replay=true train=gates+lora -> train=gates
-train=gates {REPLAY}; warmup.target=costs gate.kind=attention -> gate.kind=mlp
+train=gates {REPLAY}; warmup.rounds=1 gate.kind=attention -> gate.kind=mlp
+train=gates {REPLAY} warmup.regress_steps=5 trainer.max_steps=10; loss.replay=true warmup.target=attention
 gate.window=3 gate.kind=mlp -> gate.kind=attention
 gate.layer_offset=1 -> gate.first_layer=0 gate.first_layer=1
 """
@@ -37,6 +38,7 @@ data.kind=worked data.name=sorting data.solution_min=400 data.solution_max=400
 loss.share_low=0.3 loss.share_high=0.3 warmup.regress_steps=3
 {PACKED} warmup.target=reread warmup.regress_steps=5
 {TEXT} data.packing=responses train=gates {REPLAY} gate.scope=prompt
+{TEXT} data.packing=responses train=gates {REPLAY} warmup.regress_steps=5 warmup.target=reread
 """
 
 

@@ -7,11 +7,14 @@ import pytest
 import torch
 
 import ag
+from ag.callbacks.checkpoint_files import checkpoints
 from ag.config import ModelConfig
+from ag.gates.export import read_info
 from ag.gates.gate import AttentionGates
 from ag.model.base import load_base
 from tests.integration.conftest import write_rows
-from tests.support.command import logged, runs, same_rows, same_weights, start, train
+from tests.integration.test_resuming import equal, interrupted
+from tests.support.command import column, logged, resume, runs, same_rows, same_weights, start, train
 
 pytestmark = pytest.mark.slow
 
@@ -47,12 +50,14 @@ def recipe(tmp_path: Path, tiny_base: Path) -> Path:
     return path
 
 
-def test_a_run_with_measured_costs(recipe: Path, tiny_base: Path, tmp_path: Path) -> None:
+def test_a_run_with_regression_and_measured_costs(recipe: Path, tiny_base: Path, tmp_path: Path) -> None:
     folder = tmp_path / "contexts"
-    costs = ["warmup.target=costs", "warmup.rows=5", "warmup.rounds=2"]
-    run = train(recipe, tmp_path / "runs", *costs, f"loss.contexts={folder}")
+    warm = ["warmup.regress_steps=1", "warmup.target=reread", "warmup.rows=5", "warmup.rounds=2"]
+    run = train(recipe, tmp_path / "runs", *warm, f"loss.contexts={folder}")
     rows = logged(run)
-    assert all(float(row["train/kl_loss"]) > 0 for row in rows if row.get("train/kl_loss"))
+    for step, name in enumerate(("regress", "kl")):
+        [value] = [row[f"train/{name}_loss"] for row in rows if row.get(f"train/{name}_loss")]
+        assert float(value) > 0, (step, name)
     shares = [float(rows[-1][f"val/kl_at_{share}"]) for share in ("0.5", "0.3", "0.2", "0.1")]
     assert all(value > 0 for value in shares) and list(folder.glob("*.safetensors"))
     biases = torch.cat([x.outer.bias for x in AttentionGates.from_pretrained(run / "export").layers.values()])
@@ -64,9 +69,32 @@ def test_a_run_with_measured_costs(recipe: Path, tiny_base: Path, tmp_path: Path
     assert cache.kept_share() == 0.25
 
 
+def test_the_recipe_trains_another_model_from_nothing(recipe: Path, tiny_base: Path, tmp_path: Path) -> None:
+    """Its three stages, one step and a few rows of each."""
+    words = [f"model.name={tiny_base}", f"data.root={tmp_path / 'data' / 'books'}", "trainer.accelerator=cpu"]
+    words += ["data.contexts=[192,240]", "data.max_length=400", "data.responses=[again,next]", "data.val_samples=1"]
+    words += ["warmup.regress_steps=1", "warmup.rows=2", "trainer.max_steps=2", "trainer.accumulate=1"]
+    run = train(Path("remember"), tmp_path / "runs", *words, "optim.warmup_steps=0", "trainer.val_every=2")
+    assert len(column(run, "train/regress_loss")) == len(column(run, "train/kl_loss")) == 1
+    assert read_info(run / "export")["weights"] == "int8"
+
+
+def test_a_run_stopped_between_regression_and_replay_goes_on_as_if_it_had_not(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs are measured once, by the run that goes on."""
+    warm = ["warmup.regress_steps=1", "warmup.target=reread", "warmup.rows=5", "warmup.rounds=1"]
+    whole = train(recipe, tmp_path / "whole", *warm)
+    interrupted(monkeypatch, "training_step", 0, f"recipe={recipe}", f"output={tmp_path / 'cut'}", *warm)
+    [run] = runs(tmp_path / "cut")
+    assert checkpoints(run)[0].name == "step=000001.ckpt"
+    resume(run)
+    equal(run, whole)
+
+
 def test_two_ranks_are_one_with_twice_the_rows(recipe: Path, moved_base: Path, tmp_path: Path) -> None:
-    costs = ["warmup.target=costs", "warmup.rows=5", "warmup.rounds=2"]
-    overrides = ["loss.share_low=0.3", "loss.share_high=0.3", *costs]  # draws of shares depend on the rank
+    warm = ["warmup.regress_steps=1", "warmup.target=reread", "warmup.rows=5", "warmup.rounds=2"]
+    overrides = ["loss.share_low=0.3", "loss.share_high=0.3", *warm]  # draws of shares depend on the rank
     ranks = ["trainer.devices=2", "trainer.strategy=ddp", "data.batch_size=1"]
     process = start(f"recipe={recipe}", *overrides, *ranks, f"output={tmp_path / 'two'}")
     one = train(recipe, tmp_path / "one", *overrides)

