@@ -28,7 +28,7 @@ from ag.errors import UserError
 from ag.model.geometry import attention_layers, chunk_size, fingerprint, kv_heads, shared_layers
 from ag.model.hooks import decoder_of, device_of, instrument
 from ag.model.hybrid import HoldsStates, States
-from ag.model.support import check_attention, check_ranks
+from ag.model.support import check_attention, check_ranks, states_go_on
 
 
 class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are no layers of transformers
@@ -92,6 +92,7 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             self.rotation.check(self.pool)
         self.sharing = [index for index in range(len(self.heads)) if index not in windowed]
         self.chunk, places = chunk_size(config), attention_layers(config)
+        self.goes_on = states_go_on(self.decoder)
         self.readers = [places.index(source) for source in shared_layers(config).values()]
         self.reset()
 
@@ -102,7 +103,8 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             kind = torch.bool if self.policy.budget is None else torch.float32
         self.store_of = stores_of(self.pool, self.heads, kind, self.rotation)
         self.stores = [*dict.fromkeys(self.store_of)]
-        self.sequences = SequenceState(self.policy, self.chunk)
+        self.states = States.of(self.decoder.config)
+        self.sequences = SequenceState(self.policy, self.chunk, None if self.states is None else self.goes_on)
         numbers = [layer.number for layer in self.heads]
         self.evictor = None if self.policy.budget is None else Evictor(self.policy, self.sharing, numbers)
         rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
@@ -112,7 +114,6 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             Layer(self.policy, self.decoder, index, gates if index in mine else None, self.readers.count(index))
             for index in range(len(self.heads))
         ]
-        self.states = States.of(self.decoder.config)
         self.batch, self._new, self.broken, self._length, self.kind = None, None, False, 0, None
 
     def __repr__(self) -> str:
@@ -192,7 +193,7 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             remove = -operator.index(tokens_to_remove)
             if remove < 0:
                 raise UserError(f"crop({-remove}): expected a negative number: crop(-n) forgets the last n columns.")
-        columns = remove if isinstance(remove, int) else (None if any(remove) else 0)
+        columns = self.sequences.equal_columns(remove)
         if columns == 0 or not self.seen_tokens:
             return self.crop_states(0)
         self.check_whole()

@@ -149,13 +149,6 @@ class Forward(Interceptor):
         if not ready:
             self._check_prompt(tokens)
         new = state.extend(attention_mask, batch, length, tokens.device)
-        if self.states is not None and self.policy.block is not None and not (ready or bool(new.all())):
-            state.take_back(new)
-            raise UserError(
-                f"{self.policy!r}: {type(decoder).__name__} has layers that read the columns of a batch in turn, and "
-                "blocks of sequences with padding end at different columns: expected the schedule prefill, or prompts "
-                "of one length."
-            )
         if fresh:
             for store in self.stores:
                 store.start(batch)

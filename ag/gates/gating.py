@@ -16,6 +16,7 @@ from ag.kernels.attention_stats import attention_stats
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.model.hooks import AttentionCall, Interceptor
+from ag.model.hybrid import States
 
 
 class Gating(Interceptor):
@@ -54,6 +55,7 @@ class Gating(Interceptor):
         self.gates, self.hard, self.open = gates, hard, open
         self.left_padded = valid is not None and not bool(valid[:, 0].all())
         self.valid = None if valid is None or bool(valid.all()) else valid.bool()
+        self.tokens = self.valid
         self.first = None if first is None or not bool(first.any()) else first
         #: Gate logits ``[B, Hkv, T']`` of each gated layer, T' being the columns up to the last that gates may evict.
         self.logits: dict[int, Tensor] = {}
@@ -94,9 +96,15 @@ class Gating(Interceptor):
         yield None, given
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
-        """Check the shape of the batch."""
+        """Check the shape of the batch, and that no layer reads across the documents of a row."""
         if self.gates is not None and tokens.shape[:2] != self.prompt.shape:
             raise UserError(f"Gating was made for a batch {tuple(self.prompt.shape)}, not {tuple(tokens.shape[:2])}.")
+        if self.first is not None and States.of(decoder.config) is not None:
+            raise UserError(
+                f"A row holds several documents, and {type(decoder).__name__} has layers whose states go on from one "
+                "document to the next: expected rows of one document, or of documents that see each other; use "
+                "data.packing=split or data.cross_documents=true."
+            )
         self.logits, self._keep = {}, {}
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:

@@ -640,7 +640,9 @@ def _held(cache: EvictionCache) -> list[list[float]]:
 
 
 def _reads_at_once(cache: EvictionCache) -> bool:
-    """Return whether prompts must be read at once, as chunks would be evicted differently or cannot be read."""
+    """Return whether prompts are read at once, as chunks would be evicted differently, read slowly, or not at all."""
+    if cache.sequences.goes_on is False:
+        return True
     if cache.gates is None:
         return False
     moves = cache.policy.positions == "slot" and cache.prompt_sees == "sparse"
