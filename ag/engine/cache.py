@@ -76,7 +76,7 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         if self.gates is not None:
             self.modules = [self.gates]
             self.policy = fitted(model, self.gates, self.policy)
-        instrument(model)
+        self.rope = instrument(model).rope
         check_needs(self.policy, self.decoder)
         turned = ROTATIONS.get(self.policy.positions)
         self.rotation = None if turned is None else turned(self.decoder)
@@ -223,11 +223,13 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             input_ids: ``[B, T]``, the whole text that ``model.generate`` gets next.
 
         Returns:
-            How many of its columns are held. 0 means that none is in common, or that what was evicted or recorded
-            behind it cannot come back (:meth:`crop`); then the cache is as after :meth:`reset`, and reads the text
-            anew.
+            How many of its columns are held. 0 means that none is in common, that RoPE has other frequencies for a text
+            of that length, or that what was evicted or recorded behind it cannot come back (:meth:`crop`); then the
+            cache is as after :meth:`reset`, and reads the text anew.
         """
-        common = 0 if self.broken else self.sequences.ids.common(input_ids, self.seen_tokens)
+        rope, tokens = self.rope, torch.tensor(input_ids.shape[1])
+        outgrown = rope is not None and bool(rope.outgrows(self.text_lengths, tokens).any())
+        common = 0 if self.broken or outgrown else self.sequences.ids.common(input_ids, self.seen_tokens)
         if common:
             try:
                 self.crop(common - self.seen_tokens)

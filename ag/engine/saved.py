@@ -28,7 +28,7 @@ from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
 from ag.versions import versions
 
-SCHEMA = 10
+SCHEMA = 11
 FORMAT = "ag.EvictionCache"
 
 C = TypeVar("C", bound=Forward)

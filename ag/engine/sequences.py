@@ -27,11 +27,12 @@ class SequenceState:
             layer keeps states.
     """
 
-    VECTORS = "num_tokens", "prompt_len", "evicted_at", "settled", "num_held"
+    VECTORS = "num_tokens", "prompt_len", "text_len", "evicted_at", "settled", "num_held"
 
     #: Tokens seen.
     num_tokens: Tensor
     prompt_len: Tensor
+    text_len: Tensor  # tokens of the prompt when its first part came
     #: Tokens at the last eviction; :meth:`crop` goes back no further.
     evicted_at: Tensor
     #: Tokens that can no longer be taken back: those of the prompt, and of all passes but the last.
@@ -155,6 +156,7 @@ class SequenceState:
                 setattr(self, name, torch.zeros(len(new), dtype=torch.long))
             self.protected, self.next_ranks = marks, torch.full((len(new), 1), -1, device=new.device)
         self.prompt_len, self._prompt = prompt.sum(1).cpu(), prompt
+        self.text_len = self.text_len if seen else self.prompt_len
 
     def take_back(self, new: Tensor) -> None:
         """Undo :meth:`extend` for columns ``[B, T]`` of which no pass was made."""
@@ -255,7 +257,7 @@ class SequenceState:
     # ---- going back, other sequences
 
     def equal_columns(self, remove: int | Sequence[int]) -> int | None:
-        """Return how many columns :meth:`crop` takes from all sequences; None means other tokens of some of them."""
+        """Return how many columns :meth:`crop` takes from all sequences; None means unequal numbers of tokens."""
         if not isinstance(remove, int):
             return None if any(remove) else 0
         gone, own = self.mask[:, self.columns - min(remove, self.columns) :].sum(1), self.mask.sum(1)

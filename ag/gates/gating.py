@@ -105,7 +105,16 @@ class Gating(Interceptor):
                 "document to the next: expected rows of one document, or of documents that see each other; use "
                 "data.packing=split or data.cross_documents=true."
             )
+        self.text_lengths = self._lengths(*tokens.shape[:2])
         self.logits, self._keep = {}, {}
+
+    def _lengths(self, batch: int, length: int) -> Tensor:
+        """Return the tokens of each row ``[B]`` on the host, or of the document of each token ``[B, T]``."""
+        if self.first is None:
+            return torch.full((batch,), length) if self.valid is None else self.valid.sum(1).cpu()
+        first = self.first.cpu()
+        there = torch.ones_like(first) if self.valid is None else self.valid.long().cpu()
+        return torch.zeros_like(first).scatter_add_(1, first, there).gather(1, first)
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gate that reads this layer's input."""

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.generation.utils import GenerationMixin
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -36,6 +37,7 @@ from ag.kernels.softmax import PLAIN, Softmax
 from ag.model.geometry import attention_layers, chunk_size, has_other_layers, kv_heads, shared_layers
 from ag.model.hybrid import Arranged, States, as_they_came, looking_ahead, masks_by_type, right_aligned, taken
 from ag.model.products import ThreadedLayers
+from ag.model.rope import RopeByText, changing_length
 from ag.model.rope import rotate as rotate
 from ag.model.structure import USE_ANOTHER, attention_of, own_config, unwrapped
 from ag.model.structure import UnsupportedModelError as UnsupportedModelError
@@ -129,6 +131,9 @@ class Interceptor(ABC):
     arranged: Arranged | None = None
     #: Which columns of the call are tokens, ``[B, T]`` bool, if no attention mask says it; None means all.
     tokens: Tensor | None = None
+    #: Tokens of the text of each sequence, ``[B]`` on the host, or of each token ``[B, T]``, for a RoPE whose
+    #: frequencies depend on it; None means that the longest text of a pass decides.
+    text_lengths: Tensor | None = None
     #: The attention mask that came to the model, ``[B, seen + T]``; None means that all columns are tokens.
     padding: Any = None
     #: What the tokens of the pass at hand see by the model's own masks, by type of layer, where some see later ones, as
@@ -193,6 +198,7 @@ class Attachment:
     modules: list[Any]  # those that attend, in order
     forward: Callable[..., Any] | None  # the decoder's, where another library had replaced it (accelerate)
     hybrid: bool  # whether some layers do not attend
+    rope: RopeByText | None  # None means that its frequencies do not depend on the length of a text
     gates: nn.Module | None = None  # see ag.gates.attach
     unturned: str | None = None  # see ag.model.support.check_rotations; None before its first call
     goes_on: bool | None = None  # see ag.model.support.states_go_on; None before its first call
@@ -219,8 +225,10 @@ def instrument(model: nn.Module) -> Attachment:
     base = unwrapped(model)
     threaded = ThreadedLayers(base)
     handles += [base.register_forward_pre_hook(partial(_before_model, threaded), with_kwargs=True), threaded]
-    hybrid = has_other_layers(decoder.config)
-    attachment = decoder._ag_attachment = Attachment(base, handles, modules, vars(decoder).get("forward"), hybrid)
+    hybrid, changes = has_other_layers(decoder.config), changing_length(decoder)
+    rope = None if changes is None else RopeByText(decoder, changes)
+    handles += [] if rope is None else [rope]
+    attachment = decoder._ag_attachment = Attachment(base, handles, modules, vars(decoder).get("forward"), hybrid, rope)
     decoder.forward = partial(_decode, decoder, decoder.forward)
     base.generate = partial(_generate, base)
     if hasattr(base, "prepare_inputs_for_generation"):
@@ -357,20 +365,13 @@ def _prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Prepare a pass of ``model.generate``, which must take the given cache.
 
     Phi-3 leaves its cache out where the text passes the length at which its RoPE changes, so that all of it is read
-    again. An empty cache can take part in that.
+    again. An interceptor chooses the frequencies by the text, and refuses one that outgrows them.
     """
     kwargs = _renamed(type(model), kwargs)
-    cache: Any = interceptor_in(kwargs)
     inputs = type(model).prepare_inputs_for_generation(model, *args, **kwargs)
-    if cache is None or interceptor_in(inputs) is not None:
+    if interceptor_in(kwargs) is None or interceptor_in(inputs) is not None:
         return inputs
-    if cache.get_seq_length():
-        raise UserError(
-            f"{type(model).__name__} leaves its cache of {cache.get_seq_length()} tokens out to read the whole text "
-            "again, as its RoPE changes with the length: give the whole text to an empty cache (cache.reset()), or "
-            "generate less."
-        )
-    return inputs | {cache_argument(type(model)): cache}
+    return GenerationMixin.prepare_inputs_for_generation(model, *args, **kwargs)
 
 
 def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -417,8 +418,9 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
         named["position_ids"] = how.positions
         if how.columns is not None:
             named[name] = _gathered(tokens, how.rows, how.columns)
+        run = forward if attachment.rope is None else partial(_with_rope, forward, attachment.rope, interceptor, how)
         keeps = interceptor.states is not None
-        output = _with_states(forward, named, cache, interceptor, how) if keeps else forward(**named)
+        output = _with_states(run, named, cache, interceptor, how) if keeps else run(**named)
         parts.append(_Part(how.rows, how.columns, output))
         if any(times != 1 for times in interceptor.attended):
             _refuse_unreached(decoder, interceptor.attended)
@@ -480,6 +482,14 @@ def _gathered(tokens: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
     given = tokens if rows is None else tokens[rows.to(tokens.device)]
     index = columns.clamp_min(0).to(given.device)
     return given.gather(1, index if given.ndim == 2 else _wide(index, given))
+
+
+def _with_rope(
+    forward: Callable[..., Any], rope: RopeByText, interceptor: Interceptor, how: Arranged, **named: Any
+) -> Any:
+    """Run a pass of the decoder, in which each sequence is rotated by the frequencies of its own text."""
+    with rope.reading(interceptor.text_lengths, how.rows):
+        return forward(**named)
 
 
 def _with_states(
