@@ -9,6 +9,7 @@ text.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -152,7 +153,7 @@ class RopeByText:
     def _rotated(self, length: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines by the frequencies of a text of this length."""
         rotary, size = self._set(length, x)
-        cos, sin = type(self.rotary).forward.__wrapped__(rotary, x if size is None else x.float(), positions)
+        cos, sin = inspect.unwrap(type(self.rotary).forward)(rotary, x if size is None else x.float(), positions)
         if size is not None:
             by = size / (cos.square() + sin.square()).sqrt()
             cos, sin = (cos * by).to(x.dtype), (sin * by).to(x.dtype)
@@ -174,7 +175,7 @@ class RopeByText:
             rotary.max_seq_len_cached = rotary.original_max_seq_len
             at = torch.tensor([[length - 1], [0], [FURTHER * length]], device=x.device).split(1)
             forward(rotary, x, at[0])  # takes the frequencies
-            size, *others = (sum(part.square() for part in forward.__wrapped__(rotary, x.float(), n)) for n in at)
+            size, *others = (sum(part.square() for part in inspect.unwrap(forward)(rotary, x.float(), n)) for n in at)
             changes = any(bool(((other - size).abs() > size / FURTHER).any()) for other in others)
             self._sets[kind] = rotary, size.sqrt() if changes else None
         return self._sets[kind]
