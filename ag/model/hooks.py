@@ -132,7 +132,7 @@ class Interceptor(ABC):
     #: Which columns of the call are tokens, ``[B, T]`` bool, if no attention mask says it; None means all.
     tokens: Tensor | None = None
     #: Tokens of the text of each sequence, ``[B]`` on the host, or of each token ``[B, T]``, for a RoPE whose
-    #: frequencies depend on it; None means that the longest text of a pass decides.
+    #: frequencies depend on it; None means that each row of the call is a text, whole.
     text_lengths: Tensor | None = None
     #: The attention mask that came to the model, ``[B, seen + T]``; None means that all columns are tokens.
     padding: Any = None
@@ -418,7 +418,11 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
         named["position_ids"] = how.positions
         if how.columns is not None:
             named[name] = _gathered(tokens, how.rows, how.columns)
-        run = forward if attachment.rope is None else partial(_with_rope, forward, attachment.rope, interceptor, how)
+        run = forward
+        if attachment.rope is not None:
+            lengths = interceptor.text_lengths
+            lengths = torch.full(tokens.shape[:1], tokens.shape[1]) if lengths is None else lengths
+            run = partial(_with_rope, forward, attachment.rope, lengths, how)
         keeps = interceptor.states is not None
         output = _with_states(run, named, cache, interceptor, how) if keeps else run(**named)
         parts.append(_Part(how.rows, how.columns, output))
@@ -484,11 +488,9 @@ def _gathered(tokens: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
     return given.gather(1, index if given.ndim == 2 else _wide(index, given))
 
 
-def _with_rope(
-    forward: Callable[..., Any], rope: RopeByText, interceptor: Interceptor, how: Arranged, **named: Any
-) -> Any:
+def _with_rope(forward: Callable[..., Any], rope: RopeByText, lengths: Tensor, how: Arranged, **named: Any) -> Any:
     """Run a pass of the decoder, in which each sequence is rotated by the frequencies of its own text."""
-    with rope.reading(interceptor.text_lengths, how.rows):
+    with rope.reading(lengths if how.rows is None else lengths[how.rows.to(lengths.device)]):
         return forward(**named)
 
 

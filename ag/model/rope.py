@@ -124,9 +124,9 @@ class RopeByText:
         return self.rotary.rope_type == "longrope" and not scaled and len(self.set_of(lengths).unique()) == 1
 
     @contextmanager
-    def reading(self, lengths: Tensor | None, rows: Tensor | None) -> Iterator[None]:
-        """Tell the lengths of the texts ``[B]`` or ``[B, T]`` of which a pass reads some ``rows``; None means all."""
-        token = LENGTHS.set(lengths if lengths is None or rows is None else lengths[rows.to(lengths.device)])
+    def reading(self, lengths: Tensor) -> Iterator[None]:
+        """Rotate by the lengths of the texts of a pass, ``[b]`` or of the text of each token ``[b, T]``."""
+        token = LENGTHS.set(lengths)
         try:
             yield
         finally:
