@@ -215,7 +215,7 @@ def instrument(model: nn.Module) -> Attachment:
     if existing is not None:
         return existing
     handles: list[Any] = []
-    modules = []
+    modules, changes = [], changing_length(decoder)
     for site, module in _sites(decoder):
         handles.append(module.register_forward_pre_hook(partial(_before_attention, site), with_kwargs=True))
         modules.append(module)
@@ -225,7 +225,7 @@ def instrument(model: nn.Module) -> Attachment:
     base = unwrapped(model)
     threaded = ThreadedLayers(base)
     handles += [base.register_forward_pre_hook(partial(_before_model, threaded), with_kwargs=True), threaded]
-    hybrid, changes = has_other_layers(decoder.config), changing_length(decoder)
+    hybrid = has_other_layers(decoder.config)
     rope = None if changes is None else RopeByText(decoder, changes)
     handles += [] if rope is None else [rope]
     attachment = decoder._ag_attachment = Attachment(base, handles, modules, vars(decoder).get("forward"), hybrid, rope)

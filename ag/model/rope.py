@@ -99,7 +99,7 @@ class RopeByText:
     def __init__(self, decoder: Any, changes: int) -> None:
         self.rotary, self.changes = decoder.rotary_emb, changes
         self._before = vars(self.rotary).get("forward")  # another library's; None means that there is none
-        self._own = self.rotary.forward
+        self._own, self._like = self.rotary.forward, copy.deepcopy(self.rotary)
         self._sets: dict[Any, tuple[nn.Module, Tensor | None]] = {}
         self.rotary.forward = self
 
@@ -164,13 +164,11 @@ class RopeByText:
 
         None means that the size is right: PhiMoE alone takes it from the longest position too.
         """
-        kind, forward = (length, x.device, self.rotary.inv_freq.dtype), type(self.rotary).forward
+        kind, forward = (length, x.device), type(self.rotary).forward
         if kind not in self._sets:
             if len(self._sets) >= SETS:
                 self._sets.pop(next(iter(self._sets)))
-            rotary = copy.copy(self.rotary)
-            vars(rotary).pop("forward")
-            vars(rotary)["_buffers"] = {name: None if b is None else b.clone() for name, b in rotary._buffers.items()}
+            rotary = copy.deepcopy(self._like).to(x.device)
             rotary.inv_freq = rotary.original_inv_freq.clone().to(x.device)
             rotary.max_seq_len_cached = rotary.original_max_seq_len
             at = torch.tensor([[length - 1], [0], [FURTHER * length]], device=x.device).split(1)

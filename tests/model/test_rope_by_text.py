@@ -10,6 +10,7 @@ import ag
 from ag import EvictionCache
 from ag.errors import UserError
 from ag.gates.gating import Gating
+from ag.model.hooks import restore
 from ag.serve import Request, Scheduler
 from tests.model.test_architectures import SUMS, text, tiny
 from tests.support import batches, served
@@ -161,3 +162,13 @@ def test_such_a_rope_beside_others_is_refused():
     model.model.rotary_emb.rope_type = {"full_attention": "dynamic", "sliding_attention": "default"}
     with refuses(UserError, "LlamaModel", "dynamic", "longest"):
         EvictionCache(model, "full")
+    assert "forward" not in vars(model.model)  # nothing was changed
+
+
+@torch.no_grad()
+def test_a_restored_model_rotates_as_transformers_does():
+    model, row = made("llama"), rows()[1][None]
+    EvictionCache(model, "full")
+    restore(model)
+    assert "forward" not in vars(model.model.rotary_emb)
+    assert torch.equal(model(row, use_cache=False).logits, made("llama")(row, use_cache=False).logits)
