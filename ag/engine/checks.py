@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ag.engine.policy import Policy
 from ag.errors import UserError
@@ -16,8 +16,6 @@ from ag.model.support import check_ranks, check_rotations, states_go_on
 
 if TYPE_CHECKING:
     from ag.engine.forward import Forward
-    from ag.engine.sequences import SequenceState
-    from ag.model.rope import RopeByText
 
 
 def attached(model: nn.Module, policy: Policy) -> AttentionGates:
@@ -67,26 +65,6 @@ def check_needs(wanting: Policy, decoder: Any) -> None:
         check_rotations(decoder, repr(wanting), "Use another policy.")
     for attention in attentions_of(decoder) if wanting.scorer.needs.output_projection else ():
         output_projection(attention)
-
-
-def check_frequencies(rope: RopeByText, state: SequenceState, new: Tensor, model: str) -> None:
-    """Refuse new columns ``[B, T]`` bool of a text that outgrows the frequencies by which its keys were rotated.
-
-    Nothing changes then.
-    """
-    was, tokens = rope.set_of(state.text_len), state.num_tokens + new.sum(1).cpu()
-    outgrows = rope.outgrows(state.text_len, tokens)
-    if not state.ready:  # the rest of a prompt may become another one
-        outgrows |= (rope.set_of(state.prompt_len) != was) & (state.num_tokens > 0)
-    if bool(outgrows.any()):
-        row, read = int(outgrows.long().argmax()), state.num_tokens.tolist()
-        state.take_back(new)
-        raise UserError(
-            f"{model}: its RoPE has other frequencies for texts of more than {rope.changes} tokens, and sequence {row} "
-            f"of this cache, of which {read[row]} tokens were read, began as a text of {int(state.text_len[row])}: "
-            "expected a text that keeps its frequencies; call cache.reset() and give the whole text (a prompt in parts "
-            "is announced by cache.expect), or generate less."
-        )
 
 
 def check_add(cache: Forward, other: Forward) -> None:

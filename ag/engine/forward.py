@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ag.engine.block_pool import BLOCK, BlockPool, PoolFullError
-from ag.engine.checks import check_frequencies
 from ag.engine.evictor import Evictor
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.kv_store import KVStore
 from ag.engine.layer import Layer
+from ag.engine.masks import check_frequencies
 from ag.engine.policy import Policy
 from ag.engine.positions import Turned
 from ag.engine.reconstruction import ReconstructionPass
