@@ -95,7 +95,7 @@ class Gating(Interceptor):
             given = torch.arange(self.first.shape[1], device=self.first.device) - self.first
         yield None, given
 
-    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
+    def begin(self, decoder: Any, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Check the shape of the batch, and that no layer reads across the documents of a row."""
         if self.gates is not None and tokens.shape[:2] != self.prompt.shape:
             raise UserError(f"Gating was made for a batch {tuple(self.prompt.shape)}, not {tuple(tokens.shape[:2])}.")

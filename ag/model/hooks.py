@@ -410,8 +410,10 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
             _refuse_masks(decoder)
         how = Arranged(columns, positions, None)
         if attachment.hybrid:
-            whole = columns is None
-            how = as_they_came(positions, padding, tokens.shape[1]) if whole else right_aligned(columns, positions)
+            if columns is None:
+                how = as_they_came(positions, padding, tokens.shape[1])
+            else:
+                how = right_aligned(columns, positions)
             named["attention_mask"] = masks_by_type(mask, how.there)
         interceptor.columns, interceptor.arranged = columns, how if attachment.hybrid else None
         interceptor.attended = [0] * len(attachment.modules)

@@ -72,7 +72,7 @@ def changing_length(decoder: Any) -> int | None:
     Raises:
         UnsupportedModelError: for such a RoPE beside others, or one that cannot be told the length of a text.
     """
-    rotary = getattr(decoder, "rotary_emb", None)
+    rotary: Any = getattr(decoder, "rotary_emb", None)
     kinds = getattr(rotary, "rope_type", None)
     named = [*kinds.values()] if isinstance(kinds, dict) else [kinds]
     found = [kind for kind in named if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)]
@@ -85,7 +85,7 @@ def changing_length(decoder: Any) -> int | None:
         )
     if found[0] == "longrope":
         return int(decoder.config.rope_parameters["original_max_position_embeddings"])
-    return int(rotary.original_max_seq_len)  # type: ignore[union-attr]
+    return int(rotary.original_max_seq_len)
 
 
 class RopeByText:
