@@ -28,7 +28,7 @@ from ag.errors import UserError
 from ag.model.geometry import attention_layers, chunk_size, fingerprint, kv_heads, shared_layers
 from ag.model.hooks import decoder_of, device_of, instrument
 from ag.model.hybrid import HoldsStates, States
-from ag.model.support import check_attention, check_ranks
+from ag.model.support import check_attention, check_ranks, states_go_on
 
 
 class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are no layers of transformers
@@ -76,7 +76,7 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         if self.gates is not None:
             self.modules = [self.gates]
             self.policy = fitted(model, self.gates, self.policy)
-        instrument(model)
+        self.rope = instrument(model).rope
         check_needs(self.policy, self.decoder)
         turned = ROTATIONS.get(self.policy.positions)
         self.rotation = None if turned is None else turned(self.decoder)
@@ -94,6 +94,7 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         if self.gates is not None and self.policy.budget is not None:
             self.sharing = self.gates.layer_indices
         self.chunk, places = chunk_size(config), attention_layers(config)
+        self.goes_on = states_go_on(self.decoder)
         self.readers = [places.index(source) for source in shared_layers(config).values()]
         self.reset()
 
@@ -104,7 +105,8 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             kind = torch.bool if self.policy.budget is None else torch.float32
         self.store_of = stores_of(self.pool, self.heads, kind, self.rotation)
         self.stores = [*dict.fromkeys(self.store_of)]
-        self.sequences = SequenceState(self.policy, self.chunk)
+        self.states = States.of(self.decoder.config)
+        self.sequences = SequenceState(self.policy, self.chunk, None if self.states is None else self.goes_on)
         numbers = [layer.number for layer in self.heads]
         self.evictor = None if self.policy.budget is None else Evictor(self.policy, self.sharing, numbers)
         rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
@@ -114,7 +116,6 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             Layer(self.policy, self.decoder, index, gates if index in mine else None, self.readers.count(index))
             for index in range(len(self.heads))
         ]
-        self.states = States.of(self.decoder.config)
         self.batch, self._new, self.broken, self._length, self.kind = None, None, False, 0, None
 
     def __repr__(self) -> str:
@@ -194,7 +195,7 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             remove = -operator.index(tokens_to_remove)
             if remove < 0:
                 raise UserError(f"crop({-remove}): expected a negative number: crop(-n) forgets the last n columns.")
-        columns = remove if isinstance(remove, int) else (None if any(remove) else 0)
+        columns = self.sequences.equal_columns(remove)
         if columns == 0 or not self.seen_tokens:
             return self.crop_states(0)
         self.check_whole()
@@ -224,11 +225,13 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             input_ids: ``[B, T]``, the whole text that ``model.generate`` gets next.
 
         Returns:
-            How many of its columns are held. 0 means that none is in common, or that what was evicted or recorded
-            behind it cannot come back (:meth:`crop`); then the cache is as after :meth:`reset`, and reads the text
-            anew.
+            How many of its columns are held. 0 means that none is in common, that RoPE has other frequencies for a text
+            of that length, or that what was evicted or recorded behind it cannot come back (:meth:`crop`); then the
+            cache is as after :meth:`reset`, and reads the text anew.
         """
-        common = 0 if self.broken else self.sequences.ids.common(input_ids, self.seen_tokens)
+        rope, tokens = self.rope, torch.tensor(input_ids.shape[1])
+        outgrown = rope is not None and bool(rope.outgrows(self.text_lengths, tokens).any())
+        common = 0 if self.broken or outgrown else self.sequences.ids.common(input_ids, self.seen_tokens)
         if common:
             try:
                 self.crop(common - self.seen_tokens)

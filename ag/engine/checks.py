@@ -13,7 +13,7 @@ from ag.gates.attach import alike, attached_gates, check_geometry, move_to_layer
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import attentions_of, device_of
 from ag.model.projection import output_projection
-from ag.model.support import check_ranks, check_rotations
+from ag.model.support import check_ranks, check_rotations, states_go_on
 
 if TYPE_CHECKING:
     from ag.engine.forward import Forward
@@ -66,6 +66,12 @@ def check_needs(wanting: Policy, decoder: Any) -> None:
         return
     if wanting.rereads:
         check_ranks(decoder, repr(wanting))
+        if not states_go_on(decoder):
+            raise UserError(
+                f"{wanting!r}: a prompt is repeated in passes of several tokens, and {type(decoder).__name__} has "
+                "layers that forget in such a pass what they read before it: expected a policy without a repetition; "
+                "use another policy."
+            )
     if wanting.scorer.needs.rotations:
         check_rotations(decoder, repr(wanting), "Use another policy.")
     for attention in attentions_of(decoder) if wanting.scorer.needs.output_projection else ():

@@ -14,6 +14,7 @@ from ag.engine.evictor import Evictor
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.kv_store import KVStore
 from ag.engine.layer import Layer
+from ag.engine.masks import check_frequencies
 from ag.engine.policy import Policy
 from ag.engine.positions import Turned
 from ag.engine.reconstruction import ReconstructionPass
@@ -22,6 +23,7 @@ from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import AttentionCall, Interceptor
 from ag.model.hybrid import States
+from ag.model.rope import RopeByText
 
 #: The types of weights and of autocast (None means off) of a pass, and whether it is under inference mode.
 Kind = tuple[torch.dtype, torch.dtype | None, bool]
@@ -47,6 +49,7 @@ class Forward(Interceptor):
     #: Rotates keys and queries again; None means that they stay at their places in the text.
     rotation: Turned | None
     states: States | None
+    rope: RopeByText | None  # None means that RoPE's frequencies do not depend on the length of a text
     #: Lets the model repeat the prompt; None means that the policy needs no repetition.
     reconstruction: ReconstructionPass | None
 
@@ -72,6 +75,11 @@ class Forward(Interceptor):
         if self.gates is not None and self.policy.budget is None:
             return self.gates.config.prefill
         return "dense"
+
+    @property
+    def text_lengths(self) -> Tensor:  # type: ignore[override]
+        """``[B]`` long on the host, by which a RoPE may choose frequencies: the tokens of each text as it began."""
+        return self.sequences.text_len
 
     # ---- before a pass
 
@@ -150,13 +158,8 @@ class Forward(Interceptor):
         if not ready:
             self._check_prompt(tokens)
         new = state.extend(attention_mask, batch, length, tokens.device)
-        if self.states is not None and self.policy.block is not None and not (ready or bool(new.all())):
-            state.take_back(new)
-            raise UserError(
-                f"{self.policy!r}: {type(decoder).__name__} has layers that read the columns of a batch in turn, and "
-                "blocks of sequences with padding end at different columns: expected the schedule prefill, or prompts "
-                "of one length."
-            )
+        if self.rope is not None:
+            check_frequencies(self.rope, state, new, type(decoder).__name__)
         if fresh:
             for store in self.stores:
                 store.start(batch)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ag.engine.token_ids import AGAIN
 from ag.errors import UserError
+from ag.model.rope import RopeByText
 
 
 def check_given(given: int, columns: int, seen: int) -> None:
@@ -57,6 +58,26 @@ def check_announced(prompt: Tensor, new: Tensor, seen: int) -> None:
         raise UserError(
             f"attention_mask: columns {seen} to {seen + announced.shape[1] - 1} of the prompt have other padding than "
             "was announced; give model.generate the attention_mask, or cache.expect the one that comes."
+        )
+
+
+def check_frequencies(rope: RopeByText, state: Any, new: Tensor, model: str) -> None:
+    """Refuse new columns ``[B, T]`` bool of a text that outgrows the frequencies by which its keys were rotated.
+
+    Nothing changes then. ``state`` are the lengths of the sequences (:class:`ag.engine.sequences.SequenceState`).
+    """
+    was, tokens = rope.set_of(state.text_len), state.num_tokens + new.sum(1).cpu()
+    outgrows = rope.outgrows(state.text_len, tokens)
+    if not state.ready:  # the rest of a prompt may become another one
+        outgrows |= (rope.set_of(state.prompt_len) != was) & (state.num_tokens > 0)
+    if bool(outgrows.any()):
+        row, read = int(outgrows.long().argmax()), state.num_tokens.tolist()
+        state.take_back(new)
+        raise UserError(
+            f"{model}: its RoPE has other frequencies for texts of more than {rope.changes} tokens, and sequence {row} "
+            f"of this cache, of which {read[row]} tokens were read, began as a text of {int(state.text_len[row])}: "
+            "expected a text that keeps its frequencies; call cache.reset() and give the whole text (a prompt in parts "
+            "is announced by cache.expect), or generate less."
         )
 
 

@@ -109,6 +109,7 @@ class Together(Interceptor):
     def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield the columns and positions of each pass, which are the same for all caches."""
         for first, *_ in zip(*(cache.passes(given) for cache in self.caches), strict=True):
+            self.text_lengths = self.caches[0].text_lengths
             yield first
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:

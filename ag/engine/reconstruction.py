@@ -163,7 +163,7 @@ class Repetition(Interceptor):
 
     def __init__(self, cache: Any, scorer: KVzip, places: list[range], scores: dict[int, Tensor]) -> None:
         self.cache, self.scorer, self.scores = cache, scorer, scores
-        self.states = copy.deepcopy(cache.states)
+        self.states, self.text_lengths = copy.deepcopy(cache.states), cache.text_lengths
         rows = [torch.tensor([*range(min(scorer.sinks, chunk.start)), *chunk], dtype=torch.long) for chunk in places]
         device = cache.pool.device
         self._paid = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)  # ranks, [B, P]: sinks and chunk

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ag.engine.forward_batch import ForwardBatch, Prompts
 from ag.engine.masks import check_announced, check_given, check_past, check_protected, marked, of_each
+from ag.engine.parts import cut, in_turn
 from ag.engine.policy import Policy
 from ag.engine.token_ids import TokenIds
 from ag.errors import UserError
@@ -22,13 +23,16 @@ class SequenceState:
     Args:
         policy: of the cache.
         chunk: tokens of the chunks within which some layers attend, which no pass crosses; None means no chunks.
+        goes_on: whether layers go on from the states that they keep in a pass of several tokens; None means that no
+            layer keeps states.
     """
 
-    VECTORS = "num_tokens", "prompt_len", "evicted_at", "settled", "num_held"
+    VECTORS = "num_tokens", "prompt_len", "text_len", "evicted_at", "settled", "num_held"
 
     #: Tokens seen.
     num_tokens: Tensor
     prompt_len: Tensor
+    text_len: Tensor  # tokens of the prompt when its first part came
     #: Tokens at the last eviction; :meth:`crop` goes back no further.
     evicted_at: Tensor
     #: Tokens that can no longer be taken back: those of the prompt, and of all passes but the last.
@@ -36,8 +40,8 @@ class SequenceState:
     #: Tokens held per KV head, on average, as the schedule counts them.
     num_held: Tensor
 
-    def __init__(self, policy: Policy, chunk: int | None = None) -> None:
-        self.policy, self.chunk = policy, chunk
+    def __init__(self, policy: Policy, chunk: int | None = None, goes_on: bool | None = None) -> None:
+        self.policy, self.chunk, self.goes_on = policy, chunk, goes_on
         self.reset()
 
     def reset(self) -> None:
@@ -152,6 +156,7 @@ class SequenceState:
                 setattr(self, name, torch.zeros(len(new), dtype=torch.long))
             self.protected, self.next_ranks = marks, torch.full((len(new), 1), -1, device=new.device)
         self.prompt_len, self._prompt = prompt.sum(1).cpu(), prompt
+        self.text_len = self.text_len if seen else self.prompt_len
 
     def take_back(self, new: Tensor) -> None:
         """Undo :meth:`extend` for columns ``[B, T]`` of which no pass was made."""
@@ -167,7 +172,7 @@ class SequenceState:
         lengths, before = new.sum(1).cpu(), self.num_tokens
         width, device = new.shape[1], new.device
         order = None if bool((lengths == width).all()) else (~new).int().argsort(dim=1, stable=True)
-        for first, end, is_prefill in self._parts(before, before + lengths):
+        for first, end, is_prefill in in_turn(self._parts(before, before + lengths), self.goes_on):
             counts = end - first
             places = torch.arange(max(int(counts.max()), 1))
             there = (places < counts[:, None]).to(device)
@@ -183,9 +188,9 @@ class SequenceState:
     def _parts(self, before: Tensor, end: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """Yield the first rank and the end ``[B]`` of each part, and whether the part belongs to the prompt."""
         in_prompt = end.minimum(self.prompt_len).maximum(before)
-        for first, last in _cut(before, in_prompt, self.policy.block, self.chunk):
+        for first, last in cut(before, in_prompt, self.policy.block, self.chunk):
             yield first, last, True
-        for first, last in _cut(in_prompt, end, self.chunk):
+        for first, last in cut(in_prompt, end, self.chunk):
             yield first, last, False
         if not bool((end > before).any()):
             yield before, end, False
@@ -250,6 +255,13 @@ class SequenceState:
         return evict if bool(evict.any()) else None
 
     # ---- going back, other sequences
+
+    def equal_columns(self, remove: int | Sequence[int]) -> int | None:
+        """Return how many columns :meth:`crop` takes from all sequences; None means unequal numbers of tokens."""
+        if not isinstance(remove, int):
+            return None if any(remove) else 0
+        gone, own = self.mask[:, self.columns - min(remove, self.columns) :].sum(1), self.mask.sum(1)
+        return remove if bool(((gone == remove) | (gone == own)).all()) else None
 
     def crop(self, remove: int | Sequence[int]) -> Tensor:
         """Forget the newest tokens, and return how many of each sequence, ``[B]`` long on the CPU.
@@ -336,14 +348,3 @@ class SequenceState:
         self.mask = mask[:, int(mask.any(0).long().argmax()) :]  # without columns of texts that left
         self.own_positions, self.by_column, self.ids = True, False, TokenIds()
         self._expected = self._prompt = None
-
-
-def _cut(first: Tensor, last: Tensor, *sizes: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parts of the ranks from ``first`` to ``last`` ``[B]``, cut at the multiples of the sizes."""
-    low, high = int(first.min()), int(last.max())
-    cuts = {cut for size in sizes if size for cut in range((low // size + 1) * size, high, size)}
-    for cut in [*sorted(cuts), high]:
-        end = last.clamp_max(cut).maximum(first)
-        if bool((end > first).any()):
-            yield first, end
-        first = end

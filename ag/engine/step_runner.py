@@ -120,6 +120,8 @@ class StepRunner:
         gates = tuple(part.gate_memory.step_key() for part in cache.layers)
         if None in gates or policy.positions != "original" or cache.states is not None or cache.chunk is not None:
             return None
+        if cache.rope is not None and not cache.rope.steady(cache.text_lengths):
+            return None
         return evicts, -(-batch.longest // COLUMNS) if acts else 0, gates
 
     def _run(self, tokens: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ag.errors import UserError
@@ -16,6 +16,7 @@ from ag.kernels.attention_stats import attention_stats
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.model.hooks import AttentionCall, Interceptor
+from ag.model.hybrid import States
 
 
 class Gating(Interceptor):
@@ -54,6 +55,7 @@ class Gating(Interceptor):
         self.gates, self.hard, self.open = gates, hard, open
         self.left_padded = valid is not None and not bool(valid[:, 0].all())
         self.valid = None if valid is None or bool(valid.all()) else valid.bool()
+        self.tokens = self.valid
         self.first = None if first is None or not bool(first.any()) else first
         #: Gate logits ``[B, Hkv, T']`` of each gated layer, T' being the columns up to the last that gates may evict.
         self.logits: dict[int, Tensor] = {}
@@ -93,11 +95,26 @@ class Gating(Interceptor):
             given = torch.arange(self.first.shape[1], device=self.first.device) - self.first
         yield None, given
 
-    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
-        """Check the shape of the batch."""
+    def begin(self, decoder: Any, attention_mask: Tensor | None, tokens: Tensor) -> None:
+        """Check the shape of the batch, and that no layer reads across the documents of a row."""
         if self.gates is not None and tokens.shape[:2] != self.prompt.shape:
             raise UserError(f"Gating was made for a batch {tuple(self.prompt.shape)}, not {tuple(tokens.shape[:2])}.")
+        if self.first is not None and States.of(decoder.config) is not None:
+            raise UserError(
+                f"A row holds several documents, and {type(decoder).__name__} has layers whose states go on from one "
+                "document to the next: expected rows of one document, or of documents that see each other; use "
+                "data.packing=split or data.cross_documents=true."
+            )
+        self.text_lengths = self._lengths(*tokens.shape[:2])
         self.logits, self._keep = {}, {}
+
+    def _lengths(self, batch: int, length: int) -> Tensor:
+        """Return the tokens of each row ``[B]`` on the host, or of the document of each token ``[B, T]``."""
+        if self.first is None:
+            return torch.full((batch,), length) if self.valid is None else self.valid.sum(1).cpu()
+        first = self.first.cpu()
+        there = torch.ones_like(first) if self.valid is None else self.valid.long().cpu()
+        return torch.zeros_like(first).scatter_add_(1, first, there).gather(1, first)
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gate that reads this layer's input."""

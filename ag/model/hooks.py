@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
+from transformers.generation.utils import GenerationMixin
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -35,8 +35,9 @@ from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.softmax import PLAIN, Softmax
 from ag.model.geometry import attention_layers, chunk_size, has_other_layers, kv_heads, shared_layers
-from ag.model.hybrid import aligned, as_they_came, looking_ahead, masks_by_type, put_back
+from ag.model.hybrid import Arranged, States, as_they_came, looking_ahead, masks_by_type, right_aligned, taken
 from ag.model.products import ThreadedLayers
+from ag.model.rope import RopeByText, changing_length
 from ag.model.rope import rotate as rotate
 from ag.model.structure import USE_ANOTHER, attention_of, own_config, unwrapped
 from ag.model.structure import UnsupportedModelError as UnsupportedModelError
@@ -123,9 +124,16 @@ class Interceptor(ABC):
     #: Modules that run in a forward pass beside the model's.
     modules: Sequence[nn.Module] = ()
     #: What layers of a hybrid model that do not attend keep; None means that they keep nothing.
-    states: Cache | None = None
-    #: Where the tokens of each sequence stand in the pass at hand, ``[B, n]``; None means in every column.
-    order: Tensor | None = None
+    states: States | None = None
+    #: The columns of the call that the pass at hand reads, ``[B, w]``, left-aligned, -1 behind them; None means all.
+    columns: Tensor | None = None
+    #: How the model reads them, where layers read columns in turn; None means left-aligned.
+    arranged: Arranged | None = None
+    #: Which columns of the call are tokens, ``[B, T]`` bool, if no attention mask says it; None means all.
+    tokens: Tensor | None = None
+    #: Tokens of the text of each sequence, ``[B]`` on the host, or of each token ``[B, T]``, for a RoPE whose
+    #: frequencies depend on it; None means that each row of the call is a text, whole.
+    text_lengths: Tensor | None = None
     #: The attention mask that came to the model, ``[B, seen + T]``; None means that all columns are tokens.
     padding: Any = None
     #: What the tokens of the pass at hand see by the model's own masks, by type of layer, where some see later ones, as
@@ -190,8 +198,10 @@ class Attachment:
     modules: list[Any]  # those that attend, in order
     forward: Callable[..., Any] | None  # the decoder's, where another library had replaced it (accelerate)
     hybrid: bool  # whether some layers do not attend
+    rope: RopeByText | None  # None means that its frequencies do not depend on the length of a text
     gates: nn.Module | None = None  # see ag.gates.attach
     unturned: str | None = None  # see ag.model.support.check_rotations; None before its first call
+    goes_on: bool | None = None  # see ag.model.support.states_go_on; None before its first call
 
 
 def instrument(model: nn.Module) -> Attachment:
@@ -205,7 +215,7 @@ def instrument(model: nn.Module) -> Attachment:
     if existing is not None:
         return existing
     handles: list[Any] = []
-    modules = []
+    modules, changes = [], changing_length(decoder)
     for site, module in _sites(decoder):
         handles.append(module.register_forward_pre_hook(partial(_before_attention, site), with_kwargs=True))
         modules.append(module)
@@ -216,7 +226,9 @@ def instrument(model: nn.Module) -> Attachment:
     threaded = ThreadedLayers(base)
     handles += [base.register_forward_pre_hook(partial(_before_model, threaded), with_kwargs=True), threaded]
     hybrid = has_other_layers(decoder.config)
-    attachment = decoder._ag_attachment = Attachment(base, handles, modules, vars(decoder).get("forward"), hybrid)
+    rope = None if changes is None else RopeByText(decoder, changes)
+    handles += [] if rope is None else [rope]
+    attachment = decoder._ag_attachment = Attachment(base, handles, modules, vars(decoder).get("forward"), hybrid, rope)
     decoder.forward = partial(_decode, decoder, decoder.forward)
     base.generate = partial(_generate, base)
     if hasattr(base, "prepare_inputs_for_generation"):
@@ -353,20 +365,13 @@ def _prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Prepare a pass of ``model.generate``, which must take the given cache.
 
     Phi-3 leaves its cache out where the text passes the length at which its RoPE changes, so that all of it is read
-    again. An empty cache can take part in that.
+    again. An interceptor chooses the frequencies by the text, and refuses one that outgrows them.
     """
     kwargs = _renamed(type(model), kwargs)
-    cache: Any = interceptor_in(kwargs)
     inputs = type(model).prepare_inputs_for_generation(model, *args, **kwargs)
-    if cache is None or interceptor_in(inputs) is not None:
+    if interceptor_in(kwargs) is None or interceptor_in(inputs) is not None:
         return inputs
-    if cache.get_seq_length():
-        raise UserError(
-            f"{type(model).__name__} leaves its cache of {cache.get_seq_length()} tokens out to read the whole text "
-            "again, as its RoPE changes with the length: give the whole text to an empty cache (cache.reset()), or "
-            "generate less."
-        )
-    return inputs | {cache_argument(type(model)): cache}
+    return GenerationMixin.prepare_inputs_for_generation(model, *args, **kwargs)
 
 
 def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -395,31 +400,37 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     padding, cache = named.get("attention_mask"), cache_argument(type(decoder))
     # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the interceptor has the padding
     mask = named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
-    if interceptor.states is not None and named.get(cache) is not interceptor:
-        named |= {cache: interceptor.states, "use_cache": True}
     in_words = named.get("return_dict", getattr(decoder.config, "return_dict", True)) is not False
     if not in_words:
         named["return_dict"] = True  # the tuple is made at the end
 
-    parts: list[tuple[Tensor | None, Any]] = []
-    seen = 0
+    padding, parts = interceptor.tokens if padding is None else padding, list[_Part]()
     for columns, positions in interceptor.passes(named.pop("position_ids", None)):
-        interceptor.order = None
-        if attachment.hybrid or interceptor.masks:
-            if interceptor.masks and seen:
-                _refuse_masks(decoder)
-            columns, positions, interceptor.order, there = as_they_came(columns, positions, padding, seen)
-            seen = tokens.shape[1] if columns is None else int(columns[0, -1]) + 1
-            length = tokens.shape[1] if columns is None else columns.shape[1]
-            named["attention_mask"] = masks_by_type(mask, there, length) if attachment.hybrid else mask
-        if columns is not None:
-            index = columns.clamp_min(0).to(tokens.device)
-            named[name] = tokens.gather(1, index if tokens.ndim == 2 else _wide(index, tokens))
+        if interceptor.masks and parts:
+            _refuse_masks(decoder)
+        how = Arranged(columns, positions, None)
+        if attachment.hybrid:
+            if columns is None:
+                how = as_they_came(positions, padding, tokens.shape[1])
+            else:
+                how = right_aligned(columns, positions)
+            named["attention_mask"] = masks_by_type(mask, how.there)
+        interceptor.columns, interceptor.arranged = columns, how if attachment.hybrid else None
         interceptor.attended = [0] * len(attachment.modules)
-        parts.append((columns, forward(**named, position_ids=positions)))
+        named["position_ids"] = how.positions
+        if how.columns is not None:
+            named[name] = _gathered(tokens, how.rows, how.columns)
+        run = forward
+        if attachment.rope is not None:
+            lengths = interceptor.text_lengths
+            lengths = torch.full(tokens.shape[:1], tokens.shape[1]) if lengths is None else lengths
+            run = partial(_with_rope, forward, attachment.rope, lengths, how)
+        keeps = interceptor.states is not None
+        output = _with_states(run, named, cache, interceptor, how) if keeps else run(**named)
+        parts.append(_Part(how.rows, how.columns, output))
         if any(times != 1 for times in interceptor.attended):
             _refuse_unreached(decoder, interceptor.attended)
-    out = parts[0][1] if parts[0][0] is None else _joined(parts, tokens.shape[1])
+    out = parts[0].output if parts[0].columns is None else _joined(parts, tokens)
     return out if in_words else out.to_tuple()
 
 
@@ -464,21 +475,65 @@ def _refuse_unreached(decoder: Any, attended: list[int]) -> NoReturn:
     raise UnsupportedModelError(f"{does}: expected one attention a layer under gates or a cache; {USE_ANOTHER}")
 
 
-def _joined(parts: list[tuple[Any, Any]], length: int) -> Any:
-    """Join the outputs of blocks by their columns."""
+class _Part(NamedTuple):
+    """A pass that was made of a call."""
+
+    rows: Tensor | None  # [b], the sequences in it; None means all
+    columns: Tensor | None  # [b, w], which columns of the call it read, -1 for none; None means all
+    output: Any  # of the decoder
+
+
+def _gathered(tokens: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+    """Return the ids ``[b, w]`` or embeddings of a pass, from those of the call."""
+    given = tokens if rows is None else tokens[rows.to(tokens.device)]
+    index = columns.clamp_min(0).to(given.device)
+    return given.gather(1, index if given.ndim == 2 else _wide(index, given))
+
+
+def _with_rope(forward: Callable[..., Any], rope: RopeByText, lengths: Tensor, how: Arranged, **named: Any) -> Any:
+    """Run a pass of the decoder, in which each sequence is rotated by the frequencies of its own text."""
+    with rope.reading(lengths if how.rows is None else lengths[how.rows.to(lengths.device)]):
+        return forward(**named)
+
+
+def _with_states(
+    forward: Callable[..., Any], named: dict[str, Any], cache: str, interceptor: Interceptor, how: Arranged
+) -> Any:
+    """Run a pass of the decoder, in which layers that keep states read and write those of the sequences in it."""
+    states = interceptor.states
+    assert states is not None
+    here = interceptor.states = states if how.rows is None else states.at(how.rows)
+    if not isinstance(named.get(cache), Interceptor):
+        named |= {cache: here, "use_cache": True}
+    output = forward(**named)
+    if how.rows is not None and how.columns is not None and bool((how.columns >= 0).any()):
+        states.put(how.rows, here, how.batch)
+    interceptor.states = states
+    return output
+
+
+def _joined(parts: list[_Part], tokens: Tensor) -> Any:
+    """Join the outputs of the passes of a call by the columns of its tokens ``[B, T]`` or ``[B, T, d]``."""
+    batch, length = tokens.shape[:2]
 
     def join(outputs: list[Tensor]) -> Tensor:
         first = outputs[0]
         # the last column takes the outputs of places without a token
-        whole = first.new_zeros(first.shape[0], length + 1, *first.shape[2:])
-        for (columns, _), output in zip(parts, outputs, strict=True):
-            whole.scatter_(1, _wide(columns.where(columns >= 0, length).to(output.device), output), output)
+        whole = first.new_zeros(batch, length + 1, *first.shape[2:])
+        for (rows, columns, _), output in zip(parts, outputs, strict=True):
+            assert columns is not None
+            at = columns.where(columns >= 0, length).to(output.device)
+            rows = torch.arange(batch) if rows is None else rows
+            here = rows.to(output.device)
+            whole[here] = whole[here].scatter(1, _wide(at, output), output)
         return whole[:, :length]
 
-    out = parts[-1][1]
-    out.last_hidden_state = join([part.last_hidden_state for _, part in parts])
+    out = parts[-1].output
+    out.last_hidden_state = join([part.output.last_hidden_state for part in parts])
     if out.hidden_states is not None:
-        out.hidden_states = tuple(map(join, map(list, zip(*(part.hidden_states for _, part in parts), strict=True))))
+        out.hidden_states = tuple(
+            map(join, map(list, zip(*(part.output.hidden_states for part in parts), strict=True)))
+        )
     return out
 
 
@@ -493,8 +548,8 @@ def _before_attention(site: Site, module: nn.Module, args: tuple[Any, ...], kwar
         return None
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     if not site.shared:
-        order = interceptor.order
-        interceptor.enter_layer(site.layer, hidden if order is None else aligned(hidden, order, 1))
+        how = interceptor.arranged
+        interceptor.enter_layer(site.layer, hidden if how is None else how.aligned(hidden, 1))
     return args, kwargs | {"ag_interceptor": interceptor, "ag_site": site}
 
 
@@ -529,12 +584,14 @@ def _attention(
             f"{type(module).__name__} attends with {key.shape[1]} KV heads: expected {ag_site.kv_heads}, as its "
             f"configuration says; {USE_ANOTHER}"
         )
-    order, length = ag_interceptor.order, query.shape[2]
+    how, columns = ag_interceptor.arranged, ag_interceptor.columns
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
     own = ag_interceptor.masks.get(ag_site.kind)
-    if order is not None:
-        query, key, value = (aligned(x, order, 2) for x in (query, key, value))
-        own = None if own is None else aligned(aligned(own.expand(len(order), -1, -1, -1), order, 2), order, 3)
+    if own is not None and columns is not None:
+        for dim in (2, 3):
+            own = taken(own.expand(len(columns), -1, -1, -1), columns.clamp_min(0), dim)
+    if how is not None:
+        query, key, value = (how.aligned(x, 2) for x in (query, key, value))
     call = AttentionCall(
         module,
         ag_site.layer,
@@ -551,8 +608,8 @@ def _attention(
     if ag_interceptor.attended is not None:
         ag_interceptor.attended[ag_site.number] += 1
     out = ag_interceptor.attend(call)
-    if order is not None:
-        out = put_back(out, order, length, 2)
+    if how is not None:
+        out = how.put_back(out, 2)
     rate = kwargs.get("dropout", 0.0)
     return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
 

@@ -1,12 +1,14 @@
 """Hybrid models: layers that keep a state of fixed size beside layers that attend.
 
-Linear attention, state spaces and convolutions read the columns of a batch in turn, padding included, while the passes
-of an interceptor are left-aligned. So a pass of a hybrid model runs over the columns as they came, and its attention
-over the tokens in their order.
+Linear attention, state spaces and convolutions read the columns of a pass in turn. Padding before the first token of a
+text leaves their states empty; padding behind it would move convolutions on and let states decay. So a pass reads the
+tokens of each sequence right-aligned, and leaves out sequences that have none in it. Sequences that have states share a
+pass if it has equal numbers of their tokens (``in_turn`` of ag/engine/parts.py).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -114,6 +116,29 @@ class States(Cache):
             for states in (layer.conv_states, layer.recurrent_states):
                 states.update({n: x[indices.to(x.device)] for n, x in states.items() if x is not None})
 
+    def at(self, rows: Tensor) -> States:
+        """Return a copy of the states of the sequences at ``rows`` ``[b]`` alone."""
+        part = copy.deepcopy(self)
+        part.crop()
+        part.select(rows)
+        return part
+
+    def put(self, rows: Tensor, part: States, batch: int) -> None:
+        """Take over the states of the sequences at ``rows`` ``[b]`` of ``batch``, which read on alone."""
+        self.crop()
+        part.crop()
+        for layer, other in zip(self.kept, part.kept, strict=True):
+            for before, after in (
+                (layer.conv_states, other.conv_states),
+                (layer.recurrent_states, other.recurrent_states),
+            ):
+                for number, x in after.items():
+                    if x is not None:
+                        whole = before[number]
+                        whole = x.new_zeros(batch, *x.shape[1:]) if whole is None else whole
+                        after[number] = whole.index_copy(0, rows.to(x.device), x)
+        self.layers = part.layers
+
     def join(self, other: States) -> None:
         """Append the sequences of other states of the same model."""
         self.crop()
@@ -185,58 +210,72 @@ class HoldsStates(Cache):
 
 
 class Arranged(NamedTuple):
-    """A pass over columns as they came."""
+    """A pass for layers that read columns in turn: the tokens of each sequence right-aligned, padding before them."""
 
-    columns: Tensor | None  # [B, w], which columns of the call are read; None means all
-    positions: Tensor | None  # [B, w], of these columns; None means that the model counts them
-    order: Tensor | None  # [B, n], where the tokens of each sequence stand in the pass; None means in every column
-    there: Tensor | None  # [B, w] bool, which columns are tokens; None means all
+    columns: Tensor | None  # [b, w], which columns of the call are read, -1 on padding; None means all as they came
+    positions: Tensor | None  # [..., b or 1, w], of these columns; None means that the model counts them
+    there: Tensor | None  # [b, w] bool, which columns are tokens; None means all
+    order: Tensor | None = None  # [b, w], where the left-aligned tokens of a sequence stand; None means in every column
+    rows: Tensor | None = None  # [b], the sequences of the batch that have a token; None means all
+    batch: int = 0  # sequences of the batch, where some have no token
+
+    def aligned(self, x: Tensor, dim: int) -> Tensor:
+        """Return ``x`` ``[b, ...]`` of the pass for the whole batch ``[B, ...]``, left-aligned in a dimension."""
+        x = x if self.order is None else taken(x, self.order, dim)
+        if self.rows is None:
+            return x
+        return x.new_zeros(self.batch, *x.shape[1:]).index_copy(0, self.rows.to(x.device), x)
+
+    def put_back(self, x: Tensor, dim: int) -> Tensor:
+        """Undo :meth:`aligned`."""
+        x = x if self.rows is None else x[self.rows.to(x.device)]
+        return x if self.order is None else x.new_zeros(x.shape).scatter(dim, _index(self.order, x, dim), x)
 
 
-def as_they_came(columns: Tensor | None, positions: Tensor | None, mask: Tensor | None, seen: int) -> Arranged:
-    """Arrange a pass for layers that read columns in turn.
+def as_they_came(positions: Tensor | None, mask: Tensor | None, length: int) -> Arranged:
+    """Arrange a pass over all columns of a call.
 
     Args:
-        columns: ``[B, n]``, the columns of each sequence's next tokens, left-aligned, -1 behind them; None means all.
-        positions: ``[..., B or 1, n]``, of these tokens; None means that the model counts them.
-        mask: ``[B, seen + T]``, nonzero on tokens, for a pass over all columns; None means that all are tokens.
-        seen: columns of the call that were read by earlier passes.
-
-    Raises:
-        UserError: when sequences would have to be read up to different columns.
+        positions: ``[..., B or 1, T]``; None means that the model counts them.
+        mask: ``[B, T or more]``, nonzero on tokens, with padding on either side; None means that all are tokens.
+        length: columns of the pass.
     """
-    if columns is None:
-        return Arranged(None, positions, None, None if mask is None or bool(mask.all()) else mask.bool())
-    tokens = columns >= 0
-    first, end = int(columns.where(tokens, columns.max()).min()), int(columns.max()) + 1
-    if first < seen:
-        raise UserError(
-            "Layers of linear attention and convolutions read the columns of a batch in turn, and the prompts of this "
-            "one end at different columns: expected prompts that end together; read each by itself."
-        )
-    there = torch.zeros(len(columns), end - first + 1, dtype=torch.bool, device=columns.device)
-    there.scatter_(1, (columns - first).where(tokens, end - first), True)  # the last column takes what is no token
-    there = there[:, :-1]
-    order = (~there).int().argsort(dim=1, stable=True)
+    there = None if mask is None or length == 1 or bool(mask[:, -length:].all()) else mask[:, -length:].bool()
+    return Arranged(None, positions, None if there is None else there.contiguous())
+
+
+def right_aligned(columns: Tensor, positions: Tensor | None) -> Arranged:
+    """Arrange a pass over the next tokens of each sequence.
+
+    Args:
+        columns: ``[B, w]``, the columns of each sequence's tokens, left-aligned, -1 behind them.
+        positions: ``[..., B or 1, w]``, of these tokens; None means that the model counts them.
+    """
+    (batch, width), counts, rows = columns.shape, (columns >= 0).sum(1), None
+    if bool((counts == 0).any()):  # a pass without any token reads padding in the first sequence
+        rows = counts.nonzero()[:, 0] if bool(counts.any()) else counts.new_zeros(1)
+        if positions is not None:
+            positions = positions.expand(*positions.shape[:-2], batch, width)[..., rows.to(positions.device), :]
+        columns, counts = columns[rows], counts[rows]
+    before = width - counts[:, None]
+    if not bool(before.any()):
+        return Arranged(columns, positions, None, None, rows, batch)
+    places = torch.arange(width, device=columns.device)
+    columns = columns.gather(1, (places - before) % width)
     if positions is not None:
-        *more, _, width = positions.shape
-        given = positions.expand(*more, len(columns), width)
-        padded = F.pad(given, (0, end - first - width), value=0)
-        positions = padded.new_zeros(padded.shape).scatter(-1, order.expand_as(padded), padded)
-    window = torch.arange(first, end, device=columns.device).expand(len(columns), -1)
-    return Arranged(window, positions, order[:, : columns.shape[1]], None if bool(there.all()) else there)
+        given = positions.expand(*positions.shape[:-2], len(columns), width)
+        positions = given.gather(-1, ((places - before) % width).to(given.device).expand_as(given))
+    return Arranged(columns, positions, columns >= 0, (places + before) % width, rows, batch)
 
 
-def masks_by_type(attention: Tensor, there: Tensor | None, length: int) -> dict[str, Tensor | None]:
-    """Return the masks of a pass of ``length`` columns by the type of layer, as hybrid models take them.
+def masks_by_type(attention: Tensor, there: Tensor | None) -> dict[str, Tensor | None]:
+    """Return the masks of a pass by the type of layer, as hybrid models take them.
 
     Args:
         attention: what layers that attend get.
-        there: ``[B, length or more]`` bool, which columns are tokens, this pass's last; None means all.
-        length: columns of the pass.
+        there: ``[b, w]`` bool, which columns of the pass are tokens; None means all.
     """
-    in_turn = None if there is None or length == 1 else there[:, -length:].contiguous()
-    return {**dict.fromkeys(ATTENTION, attention), **dict.fromkeys(IN_TURN, in_turn)}
+    return {**dict.fromkeys(ATTENTION, attention), **dict.fromkeys(IN_TURN, there)}
 
 
 def looking_ahead(masks: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -257,16 +296,9 @@ def _newest(x: Tensor, size: int, columns: int = 0) -> Tensor:
     return F.pad(kept, (size - kept.shape[-1], 0)).contiguous()
 
 
-def aligned(x: Tensor, order: Tensor, dim: int) -> Tensor:
-    """Return the tokens of a pass left-aligned: columns ``order`` ``[B, n]`` of a dimension of ``x`` ``[B, ...]``."""
-    return x.gather(dim, _index(order, x, dim))
-
-
-def put_back(x: Tensor, order: Tensor, length: int, dim: int) -> Tensor:
-    """Undo :func:`aligned` for a pass of ``length`` columns."""
-    shape = [*x.shape]
-    shape[dim] = length
-    return x.new_zeros(shape).scatter(dim, _index(order, x, dim), x)
+def taken(x: Tensor, columns: Tensor, dim: int) -> Tensor:
+    """Return the columns ``[B, n]`` of a dimension of ``x`` ``[B, ...]``."""
+    return x.gather(dim, _index(columns, x, dim))
 
 
 def _index(order: Tensor, like: Tensor, dim: int) -> Tensor:

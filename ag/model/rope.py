@@ -1,16 +1,33 @@
-"""The rotary embedding of a model's layers, and rotations of queries and keys by it."""
+"""The rotary embedding of a model's layers, and rotations of queries and keys by it.
+
+Two kinds of RoPE take their frequencies from the longest position of a pass: longrope (Phi-3) has one set for texts up
+to a length and one for longer ones, and dynamic NTK has another set for each longer text. In a batch, or for a part of
+a prompt, that is not the length of the text at hand, so :class:`RopeByText` rotates each sequence by the set of its own
+text.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ag.model.geometry import attention_layers
+from ag.model.structure import USE_ANOTHER, UnsupportedModelError
+
+#: Lengths of texts on the host, ``[b]`` of the sequences of the pass at hand, or ``[b, T]`` of each token's; None means
+#: that the longest position of the pass decides, as in transformers.
+LENGTHS: ContextVar[Tensor | None] = ContextVar("LENGTHS", default=None)
+SETS = 64  # most sets of frequencies that are kept
+FURTHER = 1000  # times the length of a text: a place at which is tried whether rotations change in size
 
 
 def rope_of(decoder: Any, layer: int) -> tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], float]:
@@ -47,3 +64,116 @@ def rotate(decoder: Any, x: Tensor, positions: Tensor, span: int = 1, layer: int
     flat = x.float().flatten(0, 1)
     turned: Tensor = apply(flat[:, None], flat[:, None][:, :0], cos, sin)[0]
     return turned.view_as(x).to(x.dtype)
+
+
+def changing_length(decoder: Any) -> int | None:
+    """Return the length of a text beyond which a decoder's RoPE takes other frequencies; None means that it does not.
+
+    Raises:
+        UnsupportedModelError: for such a RoPE beside others, or one that cannot be told the length of a text.
+    """
+    rotary: Any = getattr(decoder, "rotary_emb", None)
+    kinds = getattr(rotary, "rope_type", None)
+    named = [*kinds.values()] if isinstance(kinds, dict) else [kinds]
+    found = [kind for kind in named if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)]
+    if not found:
+        return None
+    if isinstance(kinds, dict) or not hasattr(type(rotary).forward, "__wrapped__"):
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} rotates keys by {found[0]} RoPE, whose frequencies depend on the longest text "
+            f"of a batch: expected one for all layers, by transformers' dynamic_rope_update; {USE_ANOTHER}"
+        )
+    if found[0] == "longrope":
+        return int(decoder.config.rope_parameters["original_max_position_embeddings"])
+    return int(rotary.original_max_seq_len)
+
+
+class RopeByText:
+    """Rotates each sequence of a pass by the frequencies of its own text, until :meth:`remove`.
+
+    Args:
+        decoder: the model's stack of layers.
+        changes: the length of a text beyond which it has other frequencies.
+    """
+
+    def __init__(self, decoder: Any, changes: int) -> None:
+        self.rotary, self.changes = decoder.rotary_emb, changes
+        self._before = vars(self.rotary).get("forward")  # another library's; None means that there is none
+        self._own, self._like = self.rotary.forward, copy.deepcopy(self.rotary)
+        self._sets: dict[Any, tuple[nn.Module, Tensor | None]] = {}
+        self.rotary.forward = self
+
+    def remove(self) -> None:
+        """Give the model its own rotations back."""
+        del self.rotary.forward
+        if self._before is not None:
+            self.rotary.forward = self._before
+
+    def set_of(self, lengths: Tensor) -> Tensor:
+        """Return which set of frequencies texts of these lengths have: the shortest length that has it."""
+        further = lengths.clamp_max(self.changes + 1) if self.rotary.rope_type == "longrope" else lengths
+        return further.clamp_min(self.changes)
+
+    def outgrows(self, lengths: Tensor, tokens: Tensor) -> Tensor:
+        """Return which texts ``[B]``, rotated as texts of ``lengths``, have too many ``tokens`` for that."""
+        return (lengths <= self.changes) & (tokens > self.changes)
+
+    def steady(self, lengths: Tensor) -> bool:
+        """Return whether texts of these lengths are rotated by the same tensors each time, all by the same ones."""
+        scaled = any(size is not None for _, size in self._sets.values())
+        return self.rotary.rope_type == "longrope" and not scaled and len(self.set_of(lengths).unique()) == 1
+
+    @contextmanager
+    def reading(self, lengths: Tensor) -> Iterator[None]:
+        """Rotate by the lengths of the texts of a pass, ``[b]`` or of the text of each token ``[b, T]``."""
+        token = LENGTHS.set(lengths)
+        try:
+            yield
+        finally:
+            LENGTHS.reset(token)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return cosines and sines ``[B or 1, T, D]`` at these positions ``[B or 1, T]``."""
+        lengths = LENGTHS.get()
+        if lengths is None:
+            return self._own(x, position_ids, *args, **kwargs)
+        sets = self.set_of(lengths)
+        first, *others = sets.unique().tolist()
+        cos, sin = self._rotated(first, x, position_ids)
+        for other in others:
+            here = (sets == other).to(x.device)
+            here = here[..., None] if here.ndim == 2 else here[:, None, None]
+            cos, sin = (
+                torch.where(here, new, old)
+                for new, old in zip(self._rotated(other, x, position_ids), (cos, sin), strict=True)
+            )
+        return cos, sin
+
+    def _rotated(self, length: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines by the frequencies of a text of this length."""
+        rotary, size = self._set(length, x)
+        cos, sin = inspect.unwrap(type(self.rotary).forward)(rotary, x if size is None else x.float(), positions)
+        if size is not None:
+            by = size / (cos.square() + sin.square()).sqrt()
+            cos, sin = (cos * by).to(x.dtype), (sin * by).to(x.dtype)
+        return cos, sin
+
+    def _set(self, length: int, x: Tensor) -> tuple[nn.Module, Tensor | None]:
+        """Return what rotates texts of this length, and their size ``[1, 1, D]`` of a sine and a cosine together.
+
+        None means that the size is right: PhiMoE alone takes it from the longest position too.
+        """
+        kind, forward = (length, x.device), type(self.rotary).forward
+        if kind not in self._sets:
+            if len(self._sets) >= SETS:
+                self._sets.pop(next(iter(self._sets)))
+            rotary = copy.deepcopy(self._like).to(x.device)
+            rotary.inv_freq = rotary.original_inv_freq.clone().to(x.device)
+            rotary.max_seq_len_cached = rotary.original_max_seq_len
+            at = torch.tensor([[length - 1], [0], [FURTHER * length]], device=x.device).split(1)
+            forward(rotary, x, at[0])  # takes the frequencies
+            size, *others = (sum(part.square() for part in inspect.unwrap(forward)(rotary, x.float(), n)) for n in at)
+            changes = any(bool(((other - size).abs() > size / FURTHER).any()) for other in others)
+            self._sets[kind] = rotary, size.sqrt() if changes else None
+        return self._sets[kind]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
 import sys
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
 from ag.errors import UserError
 from ag.model.geometry import ATTENTION, attention_layers, has_other_layers, shared_layers
-from ag.model.hooks import AttentionCall, Interceptor, causal_attention, check_adapter
+from ag.model.hooks import AttentionCall, Interceptor, cache_argument, causal_attention, check_adapter
 from ag.model.rope import rope_of, rotate
 from ag.model.structure import (
     USE_ANOTHER,
@@ -24,6 +26,7 @@ from ag.model.structure import (
     device_of,
 )
 
+TRIED, OTHER = (4, 2), 100.0  # tokens of the parts of a text by which states are tried, and the size of other states
 FAR, TOLERANCE = 100, 0.05  # places between two queries, and how much of a query's length rounding may change
 
 
@@ -122,6 +125,46 @@ def check_turns(decoder: Any, positions: str) -> None:
             f"positions={positions}: {type(decoder).__name__} attends within a sliding window of {window} tokens, "
             "which would move; use positions=original."
         )
+
+
+@torch.no_grad()
+def states_go_on(decoder: Any) -> bool:
+    """Tell whether layers that keep states go on from them in a pass of several tokens, as those of Jamba do not.
+
+    That is tried once for each kind of layers: the second part of a text must come out otherwise if the states of a
+    kind were others before it. The decoder is instrumented.
+    """
+    attachment = decoder._ag_attachment
+    if attachment.goes_on is None:
+        attachment.goes_on = not has_other_layers(decoder.config) or _read_in_two_parts(decoder)
+    return bool(attachment.goes_on)
+
+
+def _read_in_two_parts(decoder: Any) -> bool:
+    """Tell whether the second part of a text depends on the states of each kind of layers."""
+    config, device, draw = decoder.config, device_of(decoder), torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (1, sum(TRIED)), generator=draw).to(device)
+    places, called = torch.arange(sum(TRIED), device=device)[None], cache_argument(type(decoder))
+
+    def read(part: slice, states: Cache) -> Tensor:
+        given = {"input_ids": ids[:, part], "position_ids": places[:, part], called: states, "use_cache": True}
+        hidden: Tensor = decoder(**given).last_hidden_state
+        return hidden
+
+    states, rest = DynamicCache(config=config), slice(TRIED[0], None)
+    read(slice(TRIED[0]), states)
+    want, kinds = read(rest, copy.deepcopy(states)), dict[Any, list[int]]()
+    for index, layer in enumerate(states.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            kinds.setdefault((type(decoder.layers[index]), config.layer_types[index]), []).append(index)
+    for layers, name in itertools.product(kinds.values(), ("conv_states", "recurrent_states")):
+        other = copy.deepcopy(states)
+        changed = [x for index in layers for x in getattr(other.layers[index], name).values() if x is not None]
+        for x in changed:  # large, so that what follows moves by more than rounding
+            x.copy_(OTHER * torch.randn(x.shape, generator=draw))
+        if changed and torch.equal(read(rest, other), want):
+            return False
+    return True
 
 
 def _unturned(decoder: Any) -> str:

@@ -5,7 +5,7 @@ it holds all tokens of the prefix (or those that flags keep while it is read) an
 the rest of another prompt; copies share blocks.
 
 A text is compared together with its protected tokens, as a *key* ``[T]``: twice the id of each token, plus one where
-the token is protected (:func:`key_of`).
+the token is protected (:func:`key_of`). Texts that a RoPE rotates by other frequencies have other keys.
 """
 
 from __future__ import annotations
@@ -100,9 +100,15 @@ class PrefixCache:
         self._blocks, self._uses = torch.cat(blocks).unique(return_counts=True)
 
 
-def key_of(tokens: Tensor, protected: Tensor) -> Tensor:
-    """Return the key of ids ``[T]``; ``protected`` ``[t]`` bool marks protected ones among the first t."""
-    key = 2 * tokens
+def key_of(tokens: Tensor, protected: Tensor, frequencies: int = 0) -> Tensor:
+    """Return the key of ids ``[T]``.
+
+    Args:
+        tokens: the ids.
+        protected: ``[t]`` bool, marks protected ones among the first t.
+        frequencies: which ones rotate the text.
+    """
+    key = 2 * tokens + (frequencies << 32)
     key[: len(protected)] += protected
     return key
 

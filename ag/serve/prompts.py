@@ -53,7 +53,8 @@ class Prompts:
         self._texts, self._batch, self._queue = scheduler.vocabulary, scheduler.batch, scheduler.queue
         self._model, self._own, self._ends_of = scheduler.model, scheduler.policy, scheduler.ends_of
         self._policy = lru_cache(POLICIES, typed=True)(self._made)
-        self.context, self._vocabulary = scheduler.context, scheduler.model.config.get_text_config().vocab_size
+        self.context, self._context_of = scheduler.context, scheduler.context_of
+        self._vocabulary = scheduler.model.config.get_text_config().vocab_size
         self._grammars = Grammars(self.tokenizer, self._vocabulary, scheduler.ends)
         self._calls, self._ruled_calls = calls_of(self.tokenizer), calls_of(self.tokenizer, ruled=True)
 
@@ -211,7 +212,7 @@ class Prompts:
 
     def _longest(self, asked: Asked, prompt: int, param: str) -> int:
         """Return the limit of an answer in tokens, for a prompt of this number of tokens."""
-        most, context = self.limits.answer_tokens or sys.maxsize, self.context
+        most, context = self.limits.answer_tokens or sys.maxsize, self._context_of(prompt)
         room = most if context is None else context - prompt
         if room < (0 if asked.longest is not None and asked.longest[1] == 0 else 1):
             raise ApiError(

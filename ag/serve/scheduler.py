@@ -73,7 +73,8 @@ class _Answer:
 
     def key(self) -> Tensor:
         """Return the key of the text so far, see :mod:`ag.serve.prefix_cache`."""
-        return key_of(self.text, self.request.marks())
+        rope, prompt = self.batch.cache.rope, torch.tensor(len(self.request.tokens))
+        return key_of(self.text, self.request.marks(), 0 if rope is None else int(rope.set_of(prompt)))
 
     def coming(self, drafts: int) -> Tensor:
         """Return the ids that the model reads next: one of the text, then up to ``drafts`` of the text or looked up."""
@@ -189,6 +190,17 @@ class Scheduler:
         #: Ids of tokens that end a text.
         self.ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
         self._show()
+
+    def context_of(self, prompt: int) -> int | None:
+        """Return the most tokens of a prompt of this number and its answer; None means that there is no limit.
+
+        A RoPE with other frequencies for long texts rotates a text by those of its prompt, which an answer cannot
+        outgrow; its last token is never read.
+        """
+        rope = self._main.cache.rope
+        if rope is None or prompt > rope.changes:
+            return self.context
+        return rope.changes + 1 if self.context is None else min(self.context, rope.changes + 1)
 
     # ---- for other threads
 
@@ -354,11 +366,12 @@ class Scheduler:
 
     def _check(self, request: Request, need: Need) -> None:
         """Refuse a request that no context and no empty pool could hold."""
-        wanted = len(request.tokens) + request.max_tokens
-        if self.context is not None and wanted > self.context:
+        wanted, context = len(request.tokens) + request.max_tokens, self.context_of(len(request.tokens))
+        if context is not None and wanted > context:
+            which = "the context of the model" if context == self.context else "at which the model's RoPE changes"
             raise UserError(
                 f"{len(request.tokens)} tokens and an answer of {request.max_tokens} are {wanted}: expected at most "
-                f"{self.context}, the context of the model; shorten one of them."
+                f"{context}, {which}; shorten one of them."
             )
         blocks, size = max(need.reading, need.writing * request.n), self.pool.block_nbytes()
         if blocks > self.pool.capacity:
@@ -662,7 +675,9 @@ def _held(cache: EvictionCache) -> list[list[float]]:
 
 
 def _reads_at_once(cache: EvictionCache) -> bool:
-    """Return whether prompts must be read at once, as chunks would be evicted differently or cannot be read."""
+    """Return whether prompts are read at once, as chunks would be evicted differently, read slowly, or not at all."""
+    if cache.sequences.goes_on is False:
+        return True
     if cache.gates is None:
         return False
     moves = cache.policy.positions == "slot" and cache.prompt_sees == "sparse"

@@ -124,6 +124,7 @@ class Reply(Interceptor):
         """Count the positions of the response."""
         start = self.context.length
         self.positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
+        self.text_lengths = torch.full(tokens.shape[:1], start)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend to what is kept of the context, and to the response."""

@@ -10,9 +10,11 @@ from torch.nn import functional as F
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import policy
 from ag.engine.prompt import Attended
+from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Observing
-from ag.model.hooks import AttentionCall
+from ag.model.hooks import AttentionCall, decoder_of
+from ag.model.hybrid import States
 
 
 class Rereading(Observing):
@@ -32,6 +34,12 @@ class Rereading(Observing):
 
     def __init__(self, model: nn.Module, gates: AttentionGates, valid: Tensor) -> None:
         super().__init__(gates, valid, target="reread")
+        decoder = decoder_of(model)
+        if States.of(decoder.config) is not None:
+            raise UserError(
+                f"warmup.target=reread: {type(decoder).__name__} has layers that keep states, and training keeps none "
+                "from which the model could repeat a row: use another warmup.target."
+            )
         #: Holds the rows while they are repeated, and evicts nothing.
         self._cache = EvictionCache(model, policy("kvzip", 1.0, sinks=gates.config.sink_tokens))
         self.scores: dict[int, Tensor] = {}
