@@ -120,10 +120,10 @@ def training(draw: Callable[..., Tensor], length: int) -> Iterator[Case]:
         lambda: torch.autograd.grad(plain(), leaves[:3], weight),
     )
     given = q.detach(), k.detach()
-    ranks = torch.arange(length, device=q.device)[None]
+    token_indices = torch.arange(length, device=q.device)[None]
     moved = q.nbytes + k.nbytes + 4 * HEADS * length
     for kind in ("sum", "max"):  # the products with keys are needed twice, first for the norms
-        call = partial(attention_stats, kind, *given, ranks, ranks[None], DIM**-0.5)
+        call = partial(attention_stats, kind, *given, token_indices, token_indices[None], DIM**-0.5)
         yield f"attention_stats {kind}, {size}", call, operations, moved, None
 
 
@@ -148,8 +148,8 @@ def decoding(draw: Callable[..., Tensor], length: int) -> Iterator[Case]:
         total, blocks = int(lengths.sum()), (lengths + BLOCK - 1) // BLOCK
         pages, places = int(blocks.sum()), torch.arange(int(blocks.max()), device=q.device)
         at = ((blocks.cumsum(0) - blocks)[:, None] + places).int()  # behind a row's last page anything
-        ranks = torch.zeros(pages, BLOCK, dtype=torch.int32, device=q.device)  # not read
-        laid = Pages(draw(pages, BLOCK), draw(pages, BLOCK), ranks, None, at, lengths.int())
+        token_indices = torch.zeros(pages, BLOCK, dtype=torch.int32, device=q.device)  # not read
+        laid = Pages(draw(pages, BLOCK), draw(pages, BLOCK), token_indices, None, at, lengths.int())
         k, v = (draw(batch, KV_HEADS, total // count) for _ in "kv")
         name = f"paged_attention, {batch} x {length:,} tokens, {KEPT:.0%} kept"
         operations, moved = 4.0 * total * DIM * HEADS / KV_HEADS, 2 * total * DIM * q.element_size()

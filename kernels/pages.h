@@ -25,7 +25,7 @@ struct Column {
 // Rows in the pages of a pool. Its layout is that of ag.kernels.pages.native.
 struct Pages {
   Column keys, values;
-  int32_t *ranks, *table, *lengths;
+  int32_t *token_indices, *table, *lengths;
   int64_t rows, stride, page;  // stride: from one row of the table to the next
 
   Part part(int64_t row, int64_t slot, int64_t end, int64_t begin) const {

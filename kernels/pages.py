@@ -35,7 +35,7 @@ class _Pages(NamedTuple):
 
     keys: Tensor  # [P, page, D], or the bytes [P, page, n] of codes, like the next
     values: Tensor  # [P, page, Dv]
-    ranks: Tensor  # [P, page] int32, the place of each token in its sequence, padding not counted
+    token_indices: Tensor  # [P, page] int32, the place of each token in its sequence, padding not counted
     gate: Tensor | None  # [P, page], the gate output of each token; None means that the model has no gate
     table: Tensor  # [R, most] int32; entries behind a row's last page are undefined
     lengths: Tensor  # [R] int32
@@ -48,7 +48,7 @@ class Pages(_Pages):
     @cached_property
     def columns(self) -> list[Tensor]:
         """The columns of the pool."""
-        return [self.keys, self.values, self.ranks, *([] if self.gate is None else [self.gate])]
+        return [self.keys, self.values, self.token_indices, *([] if self.gate is None else [self.gate])]
 
     @cached_property
     def ungated_value(self) -> float:
@@ -76,7 +76,7 @@ class Pages(_Pages):
         for column, width, dtype in zip((self.keys, self.values), self.channels, self.dtypes, strict=True):
             numbers += column.data_ptr(), width, TYPES.get(dtype, -1), self.format is not None
             numbers.append(column.stride(1) * column.element_size())
-        numbers += self.ranks.data_ptr(), self.table.data_ptr(), self.lengths.data_ptr()
+        numbers += self.token_indices.data_ptr(), self.table.data_ptr(), self.lengths.data_ptr()
         numbers += len(self.table), self.table.stride(0), self.keys.shape[1]
         return (ctypes.c_int64 * len(numbers))(*numbers)
 

@@ -42,10 +42,10 @@ class AttentionStats:
     Attributes:
         keys: what is held.
         q: queries ``[B, H, T, D]``, post-RoPE: the new ones, and before them those that the policy looks back at.
-        query_ranks: ``[B, T]`` long, the place of each query among its sequence's own tokens.
+        query_indices: ``[B, T]`` long, the place of each query among its sequence's own tokens.
         query_valid: ``[B, T]`` bool, False on padding.
         new: how many of the queries, at the end, were not shown before.
-        lengths: ``[B]`` long, tokens that each sequence has seen, one more than the rank of its newest query.
+        lengths: ``[B]`` long, tokens that each sequence has seen, one more than the token index of its newest query.
         longest: bound of these numbers, on the host.
         prompt_lengths: ``[B]`` long, tokens of each prompt, to which shares of a budget refer.
         scaling: factor of the logits.
@@ -72,7 +72,7 @@ class AttentionStats:
 
     keys: Keys
     q: Tensor
-    query_ranks: Tensor
+    query_indices: Tensor
     query_valid: Tensor
     new: int
     lengths: Tensor
@@ -101,9 +101,9 @@ class AttentionStats:
         return self.q.shape[1] // self.keys.shape[1]
 
     @cached_property
-    def key_ranks(self) -> Tensor:
+    def key_indices(self) -> Tensor:
         """``[B, Hkv, N]`` long, the place of each key among its sequence's own tokens."""
-        return self.keys.ranks.long()
+        return self.keys.token_indices.long()
 
     @property
     def k(self) -> Tensor:
@@ -134,12 +134,12 @@ class AttentionStats:
     @cached_property
     def age(self) -> Tensor:
         """``[B, Hkv, N]`` long: 0 for the newest token of a sequence, 1 for the one before; any on free slots."""
-        return self.lengths[:, None, None] - 1 - self.key_ranks
+        return self.lengths[:, None, None] - 1 - self.key_indices
 
     @property
     def positions(self) -> Tensor:
         """``[B, Hkv or 1, N]``, the position of each key; of one head where all hold the same."""
-        return self.keys.ranks[:, :1] if self.keys.alike else self.keys.ranks
+        return self.keys.token_indices[:, :1] if self.keys.alike else self.keys.token_indices
 
     @cached_property
     def output(self) -> Tensor:
@@ -165,7 +165,7 @@ class AttentionStats:
             return values.mean(1, keepdim=True).expand(-1, kv_heads, -1)
         tokens = -(-self.longest // COLUMNS) * COLUMNS
         values = values.unflatten(1, (kv_heads, -1)).sum(2).masked_fill(~self.keys.valid, 0.0)
-        places = self.key_ranks.clamp(0, tokens - 1)
+        places = self.key_indices.clamp(0, tokens - 1)
         by_token = values.new_zeros(len(values), tokens)
         by_token.scatter_add_(1, places.flatten(1), values.flatten(1))
         return (by_token[:, None].expand(-1, kv_heads, -1) / self.q.shape[1]).gather(2, places)
@@ -196,11 +196,11 @@ class AttentionStats:
         return made
 
     def _last_rows(self, last: int, only_new: bool) -> AttentionRows:
-        chosen = self.query_valid & (self.query_ranks >= (self.lengths - last)[:, None])
+        chosen = self.query_valid & (self.query_indices >= (self.lengths - last)[:, None])
         if only_new:
             chosen[:, : self.q.shape[2] - self.new] = False
         width = min(last, self.new if only_new else self.q.shape[2])
-        order = torch.where(chosen, self.query_ranks, -1).argsort(dim=1, stable=True)[:, -width:]
+        order = torch.where(chosen, self.query_indices, -1).argsort(dim=1, stable=True)[:, -width:]
         rows = self._rows(order, slice(None), Span(0, 0, self.keys.shape[2]))
         rows.counted = chosen.gather(1, order)
         return rows
@@ -209,8 +209,8 @@ class AttentionStats:
         kind = FUSED.get(statistic)
         if kind is not None and self.new > 1:
             new = slice(self.q.shape[2] - self.new, None)
-            own = self.query_ranks[:, new].masked_fill(~self.query_valid[:, new], -1)
-            held = self.key_ranks.masked_fill(~self.keys.valid, -1)
+            own = self.query_indices[:, new].masked_fill(~self.query_valid[:, new], -1)
+            held = self.key_indices.masked_fill(~self.keys.valid, -1)
             given = self.q[:, :, new], self.k, own, held, self.scaling, self.sliding_window
             found = attention_stats(kind, *given, softmax=self.softmax).float()
             return found if kind == "sum" else found * self.values.norms.repeat_interleave(self.group, 1)
@@ -233,12 +233,12 @@ class AttentionStats:
                 yield slice(first * self.group, part.stop * self.group), slice(span.start, span.stop), rows
 
     def _spans(self, blocks: list[slice]) -> list[Span]:
-        """Return the slots that blocks of queries see; where slots are not ordered by rank, all of them."""
+        """Return the slots that blocks of queries see; where slots are not ordered by token index, all of them."""
         slots = self.keys.shape[2]
         if not self.keys.ordered:
             return [Span(0, 0, slots)] * len(blocks)
-        ranks = [self.query_ranks[:, block] for block in blocks]
-        ends = torch.stack([torch.stack([x.min(), x.max()]) for x in ranks]).add(1).clamp_max(slots)
+        token_indices = [self.query_indices[:, block] for block in blocks]
+        ends = torch.stack([torch.stack([x.min(), x.max()]) for x in token_indices]).add(1).clamp_max(slots)
         if self.sliding_window is None:
             return [Span(0, open_until, stop) for open_until, stop in ends.tolist()]
         starts = (ends[:, 0] - self.sliding_window).clamp_min(0).tolist()
@@ -250,17 +250,17 @@ class AttentionStats:
         start, open_until, stop = span
         keys = held.single[:, heads, start:stop]
         q = self.q.unflatten(1, (-1, group))[:, heads]  # [B, Hkv', G, T, D]
-        ranks, counted = self.query_ranks, self.query_valid
+        token_indices, counted = self.query_indices, self.query_valid
         if isinstance(columns, slice):
-            q, ranks, counted = q[..., columns, :], ranks[:, columns], counted[:, columns]
+            q, token_indices, counted = q[..., columns, :], token_indices[:, columns], counted[:, columns]
         else:
             q = q.gather(3, columns[:, None, None, :, None].expand(*q.shape[:3], -1, q.shape[-1]))
-            ranks, counted = ranks.gather(1, columns), counted.gather(1, columns)
+            token_indices, counted = token_indices.gather(1, columns), counted.gather(1, columns)
         batch, kv_heads, group, width, dim = q.shape
         s = ((q.to(keys.dtype) * self.scaling).reshape(batch, kv_heads, -1, dim) @ keys.mT).unflatten(2, (group, -1))
         s = self.softmax.capped(s)
         if open_until < stop:
-            distance = ranks[:, None, :, None] - self.key_ranks[:, heads, None, open_until:stop]
+            distance = token_indices[:, None, :, None] - self.key_indices[:, heads, None, open_until:stop]
             hidden = (distance < 0) | ~held.valid[:, heads, None, open_until:stop]
             if self.sliding_window is not None:
                 hidden = hidden | (distance >= self.sliding_window)

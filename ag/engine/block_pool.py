@@ -35,7 +35,7 @@ class PoolFullError(UserError):
 
 
 class BlockPool:
-    """Columns of P blocks of keys, values, ranks and gate outputs, with a reference count for each block.
+    """Columns of P blocks of keys, values, token indices and gate outputs, with a reference count for each block.
 
     A pool of fixed size takes its memory at once. A growing one reserves address space on a CPU under Linux, whose
     pages the system provides when they are first written; elsewhere, and where address space is limited, its columns
@@ -68,7 +68,7 @@ class BlockPool:
             raise UserError(f"Layers have keys and values of the sizes {sizes}: expected one ratio of the two.")
         kind = self.dtype if kv_dtype == "float" else torch.uint8
         self._shapes = {"keys": (keys, kind), "values": (values, kind)}  # numbers of a block in each column
-        self._shapes |= {f"ranks {n}": (tokens, torch.int32) for n, tokens in enumerate(self.tokens)}
+        self._shapes |= {f"token_indices {n}": (tokens, torch.int32) for n, tokens in enumerate(self.tokens)}
         self._reserved = not self.fixed and RESERVES and self.device.type == "cpu"
         self._maps: dict[str, mmap.mmap] = {}
         self._columns: dict[str, Tensor] = {}
@@ -99,18 +99,18 @@ class BlockPool:
     def views(self, size: int, gate: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the columns as heads of a size, by its place in :attr:`sizes`, use them.
 
-        These are keys ``[P, n, D]`` and values ``[P, n, Dv]``, or bytes of codes, ranks ``[P, n]`` int32, and gate
-        outputs ``[P, n]`` of a type, whose column is made at the first call; None without a type.
+        These are keys ``[P, n, D]`` and values ``[P, n, Dv]``, or bytes of codes, token indices ``[P, n]`` int32, and
+        gate outputs ``[P, n]`` of a type, whose column is made at the first call; None without a type.
         """
         tokens, name = self.tokens[size], f"{gate} {size}"
         if gate is not None and name not in self._columns:
             self._shapes[name] = tokens, gate
             self._columns[name] = self._column(name, self.capacity)
         keys, values = (self._columns[x].unflatten(1, (tokens, -1)) for x in ("keys", "values"))
-        return keys, values, self._columns[f"ranks {size}"], None if gate is None else self._columns[name]
+        return keys, values, self._columns[f"token_indices {size}"], None if gate is None else self._columns[name]
 
     def columns(self) -> list[Tensor]:
-        """Return the columns ``[P, n]`` of keys, values, ranks, and gate outputs of each type that is held."""
+        """Return the columns ``[P, n]`` of keys, values, token indices, and gate outputs of each type that is held."""
         return [*self._columns.values()]
 
     def _lay_out(self, blocks: int) -> None:
@@ -136,8 +136,8 @@ class BlockPool:
         return numbers * dtype.itemsize
 
     def block_nbytes(self, gate: torch.dtype | None = None) -> int:
-        """Return the bytes of a block: keys, values, ranks, and gate outputs of a type where one is given."""
-        own = sum(self._nbytes(name) for name in self._shapes if name.startswith(("keys", "values", "ranks")))
+        """Return the bytes of a block: keys, values, token indices, and gate outputs of a type where one is given."""
+        own = sum(self._nbytes(name) for name in self._shapes if name.startswith(("keys", "values", "token_indices")))
         return own + (0 if gate is None else sum(self.tokens) * gate.itemsize)
 
     @property
@@ -293,7 +293,7 @@ class Pool(BlockPool):
 
     Args:
         model: causal language model, whose keys and values it holds; its layers lie on one device.
-        nbytes: most that keys, values and ranks may take, which they take at once; outputs of gates come on top.
+        nbytes: bytes of keys, values and token indices, which are taken at once; outputs of gates come on top.
         kv_dtype: ``float`` holds keys and values as the model makes them, ``int8`` holds codes of 8 bits.
 
     Raises:

@@ -28,7 +28,7 @@ from ag.errors import UserError
 from ag.model.geometry import attention_layers, chunk_size, fingerprint, kv_heads, shared_layers
 from ag.model.hooks import decoder_of, device_of, instrument
 from ag.model.hybrid import HoldsStates, States
-from ag.model.support import check_attention, check_ranks, states_go_on
+from ag.model.support import check_attention, check_one_position_per_token, states_go_on
 
 
 class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are no layers of transformers
@@ -189,7 +189,7 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         """
         if isinstance(tokens_to_remove, Sequence):
             if any(tokens_to_remove):
-                check_ranks(self.decoder, f"crop({[*tokens_to_remove]})")
+                check_one_position_per_token(self.decoder, f"crop({[*tokens_to_remove]})")
             remove: int | Sequence[int] = tokens_to_remove
         else:
             remove = -operator.index(tokens_to_remove)

@@ -58,7 +58,7 @@ def restore(cache: Forward, state: Mapping[str, Any]) -> None:
     """Give a fresh cache its state; raises where parts do not fit each other, before a kernel works in them."""
     layers, batch = state["layers"], len(state["sequences"]["num_tokens"])
     _restore_sequences(cache.sequences, state["sequences"])
-    cache.sequences.next_ranks = cache.sequences.next_ranks.to(cache.pool.device)
+    cache.sequences.step_token_indices = cache.sequences.step_token_indices.to(cache.pool.device)
     _require("layers", [*layers] == [str(part.index) for part in cache.layers])
     for store, held, owned in zip(cache.stores, state["held"], state["owned"], strict=True):
         for name, counts in (("held", held), ("owned", owned)):
@@ -91,12 +91,12 @@ def _restore_layer(cache: Forward, part: Layer, said: Mapping[str, Any]) -> None
         x = said["tokens"][name]
         _require(name, (x.dtype, *x.shape) == (column.dtype, len(places), *column.shape[1:]))
         column[places] = x
-    ranks = store.ranks(part.index)
-    there = torch.arange(slots, device=ranks.device) < store.lengths[part.index][..., None]
-    length = cache.sequences.num_tokens.to(ranks.device)[:, None, None]
-    _require("ranks", bool(((ranks >= 0) & (ranks < length))[there].all()))
-    ordered = ranks.sort(dim=-1).values
-    _require("ranks", not bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()))
+    token_indices = store.token_indices(part.index)
+    there = torch.arange(slots, device=token_indices.device) < store.lengths[part.index][..., None]
+    length = cache.sequences.num_tokens.to(token_indices.device)[:, None, None]
+    _require("token_indices", bool(((token_indices >= 0) & (token_indices < length))[there].all()))
+    ordered = token_indices.sort(dim=-1).values
+    _require("token_indices", not bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()))
     for name, x in said["records"].items():
         _require(name, len(x) == len(cache.sequences) and x.shape[-1] == slots)
     store.put_records(part.index, said["records"])
@@ -110,7 +110,7 @@ def _restore_layer(cache: Forward, part: Layer, said: Mapping[str, Any]) -> None
 
 
 def _state_of_sequences(sequences: SequenceState) -> dict[str, Any]:
-    names = (*sequences.VECTORS, "mask", "next_ranks", "own_positions", "by_column", "protected")
+    names = (*sequences.VECTORS, "mask", "step_token_indices", "own_positions", "by_column", "protected")
     return {name: getattr(sequences, name) for name in names} | {"ids": sequences.ids.ids}
 
 
@@ -125,7 +125,7 @@ def _restore_sequences(sequences: SequenceState, state: Mapping[str, Any]) -> No
         x = state[name]
         _require(name, x.dtype == torch.long and x.shape == tokens.shape and bool((x >= 0).all()))
         _require(name, name == "text_len" or bool((x <= tokens).all()))
-    _require("next_ranks", bool((state["next_ranks"] == tokens[:, None] - 1).all()))
+    _require("step_token_indices", bool((state["step_token_indices"] == tokens[:, None] - 1).all()))
     _require("protected", marks is None or (marks.dtype == torch.bool and len(marks) == len(tokens)))
     _require("ids", ids is None or (ids.dtype == torch.long and ids.ndim == 2 and len(ids) == len(tokens)))
     for name in ("own_positions", "by_column"):
@@ -153,6 +153,6 @@ def _rows(store: KVStore, layer: int) -> tuple[dict[str, Tensor], Tensor]:
     """Return a layer's columns by name, flat over slots, and the places of a layer's tokens in them, row after row."""
     pages, places = store.pages(layer), store.places(layer)
     there = torch.arange(places.shape[-1], device=places.device) < store.lengths[layer][..., None]
-    columns = {"keys": pages.keys, "values": pages.values, "ranks": pages.ranks}
+    columns = {"keys": pages.keys, "values": pages.values, "token_indices": pages.token_indices}
     columns |= {} if pages.gate is None else {"gate": pages.gate}
     return {name: x.flatten(0, 1) for name, x in columns.items()}, places[there]

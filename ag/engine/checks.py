@@ -13,7 +13,7 @@ from ag.gates.attach import alike, attached_gates, check_geometry, move_to_layer
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import attentions_of, device_of
 from ag.model.projection import output_projection
-from ag.model.support import check_ranks, check_rotations, states_go_on
+from ag.model.support import check_one_position_per_token, check_rotations, states_go_on
 
 if TYPE_CHECKING:
     from ag.engine.forward import Forward
@@ -65,7 +65,7 @@ def check_needs(wanting: Policy, decoder: Any) -> None:
     if wanting.scorer is None:
         return
     if wanting.rereads:
-        check_ranks(decoder, repr(wanting))
+        check_one_position_per_token(decoder, repr(wanting))
         if not states_go_on(decoder):
             raise UserError(
                 f"{wanting!r}: a prompt is repeated in passes of several tokens, and {type(decoder).__name__} has "
@@ -96,9 +96,9 @@ def check_add(cache: Forward, other: Forward) -> None:
     if other is cache or not len(other.sequences):
         raise UserError("add: expected another cache that has read its prompt; read it first.")
     for each in (cache, other):
-        check_ranks(each.decoder, "add")
+        check_one_position_per_token(each.decoder, "add")
         each.check_whole()
-        each.sequences.check_by_rank("add")
+        each.sequences.check_positions_skip_padding("add")
         if len(each.sequences) and not each.sequences.ready:
             raise UserError(
                 f"add: {each.sequences.num_tokens.tolist()} of {each.sequences.prompt_len.tolist()} tokens of prompts "

@@ -131,7 +131,7 @@ class Evictor:
             for index, keep in keep_masks.items():
                 kept, rows = keep.sum(-1).cpu(), stores[index]
                 if bool((kept < rows.held[index]).any()):
-                    order = seen.keys.order if index == layer else in_order(rows.ranks(index))
+                    order = seen.keys.order if index == layer else in_order(rows.token_indices(index))
                     by_slot = keep if order is None else torch.empty_like(keep).scatter_(-1, order, keep)
                     rows.compact(index, by_slot, kept)
             return
@@ -162,7 +162,7 @@ class Evictor:
         self, seen: AttentionStats, store: KVStore, counts: KeepCounts, sinks: Tensor, recent: Tensor
     ) -> None:
         """Evict from all layers of a store by their scores; ``seen`` is the last of these layers."""
-        token_index, window = store.token_indices(), seen.sliding_window
+        token_index, window = store.all_token_indices(), seen.sliding_window
         protected = retention.protected_mask(token_index, seen.lengths, sinks, recent, seen.marked)
         expired = None if window is None else retention.expired_mask(token_index, seen.lengths, window)
         score = retention.eviction_score(self._scores[store], protected, expired)

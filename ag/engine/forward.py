@@ -131,7 +131,7 @@ class Forward(Interceptor):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
-        """Turn the mask of a forward pass into ranks; see :class:`ag.model.hooks.Interceptor`.
+        """Turn the mask of a forward pass into token indices; see :class:`ag.model.hooks.Interceptor`.
 
         A pass that cannot go on, or for which the pool has no room (``PoolFullError``), changes nothing.
         """
@@ -240,7 +240,7 @@ class Forward(Interceptor):
             self.batch, self.broken = batch, True
             positions = self._positions(given, batch)
             if self.reconstruction is not None and batch.is_prefill:
-                self.reconstruction.follow(batch.ranks, positions)
+                self.reconstruction.follow(batch.token_indices, positions)
             yield batch.columns, positions
         if self.reconstruction is not None and self.reconstruction.due(self.sequences):
             self._reconstruct()
@@ -255,10 +255,10 @@ class Forward(Interceptor):
             return places
         plain = given is None and batch.step and bool((state.num_tokens == state.columns).all())
         if state.own_positions or plain:  # of a step in the same memory each time
-            return batch.ranks if batch.step else batch.ranks.clamp_min(0)
+            return batch.token_indices if batch.step else batch.token_indices.clamp_min(0)
         state.by_column = given is None
         if given is None:  # columns, as transformers counts; by now the cache has seen those of this pass
-            given = torch.arange(state.columns - self._length, state.columns, device=batch.ranks.device)[None]
+            given = torch.arange(state.columns - self._length, state.columns, device=batch.token_indices.device)[None]
         if batch.columns is None:
             return given
         at = batch.columns.clamp_min(0).expand(*given.shape[:-2], -1, -1)

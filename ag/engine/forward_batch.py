@@ -12,7 +12,7 @@ class Prompts(NamedTuple):
     """What passes have to know of the prompts, in the same memory as long as these and the caller's spans stay."""
 
     lengths: Tensor  # [B] long on the host, tokens of each prompt
-    protected: Tensor | None  # [B, L] bool on the host, which tokens the caller protects, by rank; None means none
+    protected: Tensor | None  # [B, L] bool on the host, by token index: tokens that the caller protects; None: no token
     capacity: Tensor | None  # [B] long on the host, tokens per KV head, the mean over layers; None means no budget
     lengths_there: Tensor  # the lengths on the device
     protected_there: Tensor | None  # what is protected, on the device
@@ -23,7 +23,7 @@ class ForwardBatch:
     """The next tokens of each sequence on their way through the layers, left-aligned: column j is the j-th new one.
 
     Attributes:
-        ranks: ``[B, T]`` long on the device, the place of each token in its sequence; -1 where there is none.
+        token indices: ``[B, T]`` long on the device, the place of each token in its sequence; -1 where there is none.
         columns: ``[B, T]`` long, the column of each among the tokens of the model's call, -1 where there is none; None
             means that both are the same.
         counts: ``[B]`` long on the host, new tokens.
@@ -39,7 +39,7 @@ class ForwardBatch:
         memo: what layers worked out that is the same for all of them.
     """
 
-    ranks: Tensor
+    token_indices: Tensor
     columns: Tensor | None
     counts: Tensor
     num_tokens: Tensor
@@ -56,10 +56,10 @@ class ForwardBatch:
     @property
     def padded(self) -> bool:
         """Whether some sequence has fewer new tokens than another."""
-        return bool((self.counts < self.ranks.shape[1]).any())
+        return bool((self.counts < self.token_indices.shape[1]).any())
 
     def first_since(self, block: int | None, lengths: Tensor) -> Tensor:
-        """Return the rank ``[B]`` of the first token that came since tokens could last be evicted.
+        """Return the token index ``[B]`` of the first token that came since tokens could last be evicted.
 
         Queries that are looked back at do not see what had left the sliding window by then: whether it is still held
         depends on when memory was freed.

@@ -53,12 +53,12 @@ class Held(Forward):
 
         Padding is not counted: the first generated token of a prompt of 10 tokens is token 10.
         """
-        ranks = self._ranks(layer)
-        return [[row[row >= 0].sort().values for row in sequence] for sequence in ranks]
+        token_indices = self._token_indices(layer)
+        return [[row[row >= 0].sort().values for row in sequence] for sequence in token_indices]
 
     def held_tokens(self) -> Tensor:
         """Return the tokens per KV head that each layer holds of each sequence, ``[B, L]`` float32 on the CPU."""
-        counts = [(self._ranks(layer) >= 0).sum(-1).float().mean(1).cpu() for layer in range(len(self.layers))]
+        counts = [(self._token_indices(layer) >= 0).sum(-1).float().mean(1).cpu() for layer in range(len(self.layers))]
         return torch.stack(counts, 1)
 
     def kept_share(self, *, prompt: bool = False) -> float:
@@ -71,8 +71,9 @@ class Held(Forward):
         lengths = lengths.minimum(self.sequences.num_tokens)
         held = 0
         for layer in range(len(self.layers)):
-            ranks = self._ranks(layer)
-            held += int(((ranks >= 0) & (ranks < lengths.to(ranks.device)[:, None, None])).sum())
+            token_indices = self._token_indices(layer)
+            end = lengths.to(token_indices.device)[:, None, None]
+            held += int(((token_indices >= 0) & (token_indices < end)).sum())
         seen = int(lengths.sum()) * sum(store.kv_heads for store in self.store_of)
         return held / seen if seen else 1.0
 
@@ -91,7 +92,7 @@ class Held(Forward):
             policy=repr(self.policy),
             tokens=int(self.sequences.num_tokens.sum()),
             over_budget=int(self.over_budget.sum()),
-            kept=[(self._ranks(layer) >= 0).sum((0, 2)).tolist() for layer in layers],
+            kept=[(self._token_indices(layer) >= 0).sum((0, 2)).tolist() for layer in layers],
             nbytes=self.layer_nbytes(),
             seconds=[part.watch.seconds for part in self.layers],
             plain_nbytes=sum(self._plain_nbytes(part) for part in self.layers),
@@ -108,13 +109,13 @@ class Held(Forward):
                 "beginning."
             )
         there = valid[:, : columns.shape[1]]
-        ranks = (there.cumsum(1) - 1).where(there & columns.to(there.device), -1)
+        token_indices = (there.cumsum(1) - 1).where(there & columns.to(there.device), -1)
         counted = torch.zeros(len(valid), self.seen_tokens + 1, dtype=torch.bool, device=valid.device)
-        counted.scatter_(1, ranks.where(ranks >= 0, self.seen_tokens), True)
+        counted.scatter_(1, token_indices.where(token_indices >= 0, self.seen_tokens), True)
         counted[:, -1] = False  # which took the other columns, and stands for free slots
         held = 0
         for layer in range(len(self.layers)):
-            at = self._ranks(layer)
+            at = self._token_indices(layer)
             held += int(counted.to(at.device).gather(1, at.where(at >= 0, self.seen_tokens).flatten(1)).sum())
         total = int(counted.sum()) * sum(store.kv_heads for store in self.store_of)
         return held / total if total else 1.0
@@ -131,18 +132,18 @@ class Held(Forward):
         number, key, value = self.store_of[part.index].mine
         return len(self.sequences) * columns * number * (key + value) * self.pool.dtype.itemsize
 
-    def _ranks(self, layer: int) -> Tensor:
-        """Return the ranks of a layer's tokens ``[B, Hkv, N]``, -1 on free slots and where a token no longer counts."""
+    def _token_indices(self, layer: int) -> Tensor:
+        """Return a layer's token indices ``[B, Hkv, N]``, -1 on free slots and for tokens that no longer count."""
         store = self.store_of[layer]
-        index, ranks = store.ledger(layer)
-        seen = self.layers[layer].visible(store, index, ranks, self.sequences.settled)
-        return ranks.masked_fill(~seen, -1)
+        index, token_indices = store.ledger(layer)
+        seen = self.layers[layer].visible(store, index, token_indices, self.sequences.settled)
+        return token_indices.masked_fill(~seen, -1)
 
     # ---- for transformers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns seen, which drive positions: within a pass those before it."""
-        within = self.batch.ranks.shape[1] if self.broken and self.batch is not None else 0
+        within = self.batch.token_indices.shape[1] if self.broken and self.batch is not None else 0
         return self.seen_tokens - within
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:

@@ -22,7 +22,7 @@ ROWS = "held", "owned", "shared", "table", "lengths"  # what is held of each row
 class KVStore:
     """Rows of tokens in the blocks of a pool, of all layers at once whose KV heads are as many and as large.
 
-    Slots of a row have no order: each token is stored with its rank. ``held`` counts the tokens of each row on the
+    Slots of a row have no order: each token is stored with its index. ``held`` counts the tokens of each row on the
     host, and ``lengths`` on the device. In models whose layers differ the rows of other layers stay empty.
 
     Args:
@@ -119,8 +119,8 @@ class KVStore:
         return len(self.blocks().unique())
 
     def ledger(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return :meth:`places` and :meth:`ranks` of a layer."""
-        return self.places(layer), self.ranks(layer)
+        """Return :meth:`places` and :meth:`token_indices` of a layer."""
+        return self.places(layer), self.token_indices(layer)
 
     def places(self, layer: int, *, whole: bool = False) -> Tensor:
         """Return where each slot of a layer lies in the pool's columns, ``[B, Hkv, N]`` long.
@@ -131,12 +131,13 @@ class KVStore:
         places = blocks[..., None] * self.block + torch.arange(self.block, device=blocks.device)
         return places.flatten(-2)[..., :count]
 
-    def ranks(self, layer: int, *, whole: bool = False) -> Tensor:
-        """Return the rank of each slot's token, ``[B, Hkv, N]`` long, -1 on free slots; see :meth:`places`."""
+    def token_indices(self, layer: int, *, whole: bool = False) -> Tensor:
+        """Return the token index of each slot's token, ``[B, Hkv, N]`` long, -1 on free slots; see :meth:`places`."""
         blocks, count = self._table(layer, whole)
-        ranks = self.pages(layer).ranks[blocks].flatten(-2)[..., :count].long()  # a block is copied at once
+        by_block = self.pages(layer).token_indices[blocks]  # a block is copied at once
+        token_indices = by_block.flatten(-2)[..., :count].long()
         free = torch.arange(count, device=blocks.device) >= self.lengths[layer][..., None]
-        return ranks.masked_fill_(free, -1)
+        return token_indices.masked_fill_(free, -1)
 
     def gates(self, layer: int, places: Tensor) -> Tensor:
         """Return the gate outputs of a layer's tokens at :meth:`places`."""
@@ -289,9 +290,9 @@ class KVStore:
             for layer, record in by_layer.items():
                 self.records[layer][name] = stack[layer].copy_(record)
 
-    def token_indices(self) -> Tensor:
+    def all_token_indices(self) -> Tensor:
         """Return the token index of each slot in all layers, ``[L, B, Hkv, S]`` int32; free slots have any number."""
-        return self.pages(0).ranks[self.table].flatten(-2)
+        return self.pages(0).token_indices[self.table].flatten(-2)
 
     def set_held(self, layers: slice, kept: Tensor, spare: int = BLOCK) -> None:
         """Note the lengths ``[L', B, Hkv]`` after tokens went, and free the blocks behind them."""

@@ -74,10 +74,10 @@ class Layer:
         assert self.gates is not None
         gate, memory = cast("AttentionGate", self.gates.layers[str(self.index)]), self.gate_memory
         later = self.policy.asks_later(self.gates)
-        there = None if batch.step or not batch.padded else batch.ranks >= 0
+        there = None if batch.step or not batch.padded else batch.token_indices >= 0
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             if memory or later or not batch.ends_prompt:
-                logits = gate.step(hidden, batch.ranks, there, memory)
+                logits = gate.step(hidden, batch.token_indices, there, memory)
             else:
                 logits = gate(hidden, there, False)
         if batch.is_prefill:
@@ -113,7 +113,7 @@ class Layer:
             return out.to(call.q.dtype)
         if evictor is not None:
             with self.watch.running(out.device):
-                needs, queries = evictor.scorer.needs, (placed.q, batch.ranks, batch.ranks >= 0)
+                needs, queries = evictor.scorer.needs, (placed.q, batch.token_indices, batch.token_indices >= 0)
                 last = self.policy.lookback if batch.is_prefill else needs.lookback
                 if last:
                     queries = self._look_back(queries, batch, store, last)
@@ -143,7 +143,7 @@ class Layer:
             recent = None if self._dense(batch) else recent
         if not call.shared:
             k, v = (x.to(store.pool.dtype) for x in (placed.k, placed.v))  # autocast
-            kv_append(pages, k, v, batch.ranks, gate)
+            kv_append(pages, k, v, batch.token_indices, gate)
             if self.readers:
                 batch.memo["gate", self.index] = gate
         if call.mask is not None and recent is not None:
@@ -151,14 +151,15 @@ class Layer:
         if batch.fresh and recent is None:  # left-aligned: padding comes last, where no token sees it
             return call.dense(None, left_padded=False), None, call
         if batch.fresh and recent and gate is not None:
-            there = batch.ranks >= 0 if batch.padded else None
+            there = batch.token_indices >= 0 if batch.padded else None
             given = placed.q, placed.k, placed.v, gate, there, call.scaling, recent
             return gated_prefill(*given, window=call.window, softmax=call.softmax), None, placed
         free = batch.step and call.window is None and recent is None  # a new token sees all that is held
         needs = None if evictor is None or not batch.step or call.shared else evictor.scorer.needs
         weigh = needs is not None and needs.rows and (batch.evict is not None or needs.every_query)
-        ranks = None if free else batch.ranks
-        out, weights = paged_attention(placed.q, pages, ranks, call.scaling, call.window, recent, call.softmax, weigh)
+        query_indices = None if free else batch.token_indices
+        options = call.scaling, call.window, recent, call.softmax, weigh
+        out, weights = paged_attention(placed.q, pages, query_indices, *options)
         return out, weights, placed
 
     def _dense(self, batch: ForwardBatch) -> bool:
@@ -173,9 +174,9 @@ class Layer:
         assert self.gates is not None
         if self.flagged is None:
             return self.gates.stored(logits)
-        tokens, sinks = batch.ranks.amax(1) + 1, self.gates.config.sink_tokens
+        tokens, sinks = batch.token_indices.amax(1) + 1, self.gates.config.sink_tokens
         return self.gates.flags(logits) | retention.protected_mask(
-            batch.ranks[:, None], tokens, sinks, 0, batch.prompts.protected_there
+            batch.token_indices[:, None], tokens, sinks, 0, batch.prompts.protected_there
         )
 
     # ---- observe and evict
@@ -183,11 +184,12 @@ class Layer:
     def _look_back(self, new: Queries, batch: ForwardBatch, store: KVStore, last: int) -> Queries:
         """Return the new queries behind the remembered ones, and remember the last of both."""
         turns, at = store.rotation, (batch, store, self.index)
-        q, ranks, valid = new
-        queries = self.observation_window.before((q if turns is None else turns.by_rank(q, *at), ranks, valid))
+        q, token_indices, valid = new
+        q = q if turns is None else turns.to_token_index(q, *at)
+        queries = self.observation_window.before((q, token_indices, valid))
         self.observation_window.remember(queries, last)
-        q, ranks, valid = queries
-        return q if turns is None else turns.by_place(q, *at), ranks, valid
+        q, token_indices, valid = queries
+        return q if turns is None else turns.by_place(q, *at), token_indices, valid
 
     def evict_later(
         self, call: AttentionCall, batch: ForwardBatch, stores: Sequence[KVStore], evictor: Evictor, known: Records
@@ -224,7 +226,7 @@ class Layer:
             store.put_records(self.index, short)
 
     def _seen(self, call: AttentionCall, batch: ForwardBatch, store: KVStore, queries: Queries) -> AttentionStats:
-        lengths = batch.ranks[:, -1] + 1 if batch.step else batch.num_tokens.to(call.q.device)
+        lengths = batch.token_indices[:, -1] + 1 if batch.step else batch.num_tokens.to(call.q.device)
         held, places = store.held[self.index], partial(store.places, self.index, whole=batch.step)
         slots = store.slots if batch.step else int(held.max())
         # A closure over the store must not refer to the call: rows in the call's memo refer to the keys, and blocks
@@ -233,13 +235,13 @@ class Layer:
 
         def ledger() -> tuple[Tensor, Tensor]:
             if batch.fresh:
-                ranks = batch.ranks[:, None].expand(-1, k.shape[1], -1)
+                token_indices = batch.token_indices[:, None].expand(-1, k.shape[1], -1)
             else:
-                ranks = store.ranks(self.index, whole=batch.step)
+                token_indices = store.token_indices(self.index, whole=batch.step)
                 if window is not None and not (batch.is_prefill and self.policy.block is None):
                     first = batch.first_since(self.policy.block, lengths)
-                    ranks = ranks.masked_fill(ranks <= (first - window)[:, None, None], -1)
-            return ranks, ranks >= 0
+                    token_indices = token_indices.masked_fill(token_indices <= (first - window)[:, None, None], -1)
+            return token_indices, token_indices >= 0
 
         keys = Keys(
             stored=lambda: (k, v) if batch.fresh else read(store.pages(self.index), places()),
@@ -249,11 +251,11 @@ class Layer:
             alike=batch.fresh or self.policy.alike,
         )
         gate = None if store.gate_type is None else store.gates(self.index, places()).masked_fill(~keys.valid, 0.0)
-        q, ranks, valid = queries
+        q, token_indices, valid = queries
         return AttentionStats(
             keys=keys,
             q=q,
-            query_ranks=ranks,
+            query_indices=token_indices,
             query_valid=valid,
             new=call.q.shape[2],
             lengths=lengths,
@@ -291,12 +293,12 @@ class Layer:
         """Drop the ``tokens`` ``[B]`` newest tokens of each sequence, of which it has ``left`` ``[B]`` then."""
         if not self.removes:
             return store.truncate(tokens, slice(self.index, self.index + 1))
-        ranks = store.ranks(self.index)
-        keep = (ranks >= 0) & (ranks < left.to(ranks.device)[:, None, None])
+        token_indices = store.token_indices(self.index)
+        keep = (token_indices >= 0) & (token_indices < left.to(token_indices.device)[:, None, None])
         store.compact(self.index, keep, keep.sum(-1).cpu())
 
     def _remove(self, batch: ForwardBatch, store: KVStore, query: Tensor, coming: Tensor | int = 0) -> None:
-        """Remove the tokens that no query of a rank from ``query`` ``[B]`` on sees.
+        """Remove the tokens that no query of a token index from ``query`` ``[B]`` on sees.
 
         ``store.held`` counts ``coming`` ``[B, 1]`` tokens already that are not stored yet.
         """
@@ -306,8 +308,8 @@ class Layer:
             query = (query - self.policy.lookback).clamp_min(0)
         if self.window is None and self.chunk is None and (self.flagged is None or dense):
             return
-        index, ranks = store.ledger(self.index)
-        keep = self.visible(store, index, ranks, query, flags=not dense)
+        index, token_indices = store.ledger(self.index)
+        keep = self.visible(store, index, token_indices, query, flags=not dense)
         kept = keep.sum(-1).cpu()
         if bool((kept < store.held[self.index] - coming).any()):
             store.compact(self.index, keep, kept)
@@ -315,23 +317,25 @@ class Layer:
             batch.memo["expired"] = True
         self.open_to = int(kept.max())
 
-    def visible(self, store: KVStore, index: Tensor, ranks: Tensor, query: Tensor, flags: bool = True) -> Tensor:
-        """Return the slots whose token some query of a rank from ``query`` ``[B]`` on may see, bool like ``ranks``.
+    def visible(
+        self, store: KVStore, index: Tensor, token_indices: Tensor, query: Tensor, flags: bool = True
+    ) -> Tensor:
+        """Return which slots a query from token index ``query`` ``[B]`` on may see, bool like ``token_indices``.
 
         Args:
             store: the rows.
             index: places of the slots in the pool, ``[B, Hkv, N]``.
-            ranks: of their tokens, -1 on free slots.
+            token_indices: of their tokens, -1 on free slots.
             query: on the host.
             flags: whether such a query sees flagged and recent tokens alone, where the layer has flags.
         """
-        keep, first = ranks >= 0, query.to(ranks.device)[:, None, None]
+        keep, first = token_indices >= 0, query.to(token_indices.device)[:, None, None]
         if self.window is not None:
-            keep &= ranks > first - self.window
+            keep &= token_indices > first - self.window
         if self.chunk is not None:
-            keep &= ranks >= first // self.chunk * self.chunk
+            keep &= token_indices >= first // self.chunk * self.chunk
         if self.flagged is not None and flags:
-            keep &= (ranks > first - self.flagged) | (store.gates(self.index, index) > 0)
+            keep &= (token_indices > first - self.flagged) | (store.gates(self.index, index) > 0)
         return keep
 
     # ---- sequences

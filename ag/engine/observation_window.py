@@ -12,7 +12,7 @@ from torch import Tensor
 from ag.engine.records import later
 from ag.stateful import Attributes
 
-#: Queries ``[B, H, w, D]``, their ranks ``[B, w]``, and ``[B, w]`` bool, False on padding.
+#: Queries ``[B, H, w, D]``, their token indices ``[B, w]``, and ``[B, w]`` bool, False on padding.
 Queries = tuple[Tensor, Tensor, Tensor]
 DIMS = 2, 1, 1  # that of the queries in each of the three
 
@@ -39,22 +39,22 @@ class ObservationWindow(Attributes):
         """Return new queries with the remembered ones before them."""
         if self.queries is None:
             return new
-        q, ranks, valid = (torch.cat(pair, dim) for *pair, dim in zip(self.queries, new, DIMS, strict=True))
-        return q, ranks, valid
+        q, token_indices, valid = (torch.cat(pair, dim) for *pair, dim in zip(self.queries, new, DIMS, strict=True))
+        return q, token_indices, valid
 
     def remember(self, queries: Queries, last: int) -> None:
         """Keep the ``last`` newest ones of each sequence."""
-        q, ranks, valid = queries
-        newest = torch.where(valid, ranks, -1).argsort(dim=1, stable=True)[:, -last:]
+        q, token_indices, valid = queries
+        newest = torch.where(valid, token_indices, -1).argsort(dim=1, stable=True)[:, -last:]
         index = newest[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
-        self.queries = q.gather(2, index), ranks.gather(1, newest), valid.gather(1, newest)
+        self.queries = q.gather(2, index), token_indices.gather(1, newest), valid.gather(1, newest)
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
         self.sums = {name: x[indices.to(x.device)] for name, x in self.sums.items()}
         if self.queries is not None:
-            q, ranks, valid = (x[indices.to(x.device)] for x in self.queries)
-            self.queries = q, ranks, valid
+            q, token_indices, valid = (x[indices.to(x.device)] for x in self.queries)
+            self.queries = q, token_indices, valid
 
     def join(self, other: ObservationWindow) -> None:
         """Append the queries of other sequences; where there are fewer, padding comes first."""
@@ -63,5 +63,5 @@ class ObservationWindow(Attributes):
             return
         most = max(self.queries[1].shape[1], other.queries[1].shape[1])
         pairs = zip(self.queries, other.queries, DIMS, strict=True)
-        q, ranks, valid = (torch.cat([later(x, most, dim) for x in pair]) for *pair, dim in pairs)
-        self.queries = q, ranks, valid
+        q, token_indices, valid = (torch.cat([later(x, most, dim) for x in pair]) for *pair, dim in pairs)
+        self.queries = q, token_indices, valid

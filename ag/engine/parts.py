@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-#: The first rank and the end ``[B]`` of a part in each sequence, and whether it belongs to the prompts.
+#: The first token index and the end ``[B]`` of a part in each sequence, and whether it belongs to the prompts.
 Part = tuple[Tensor, Tensor, bool]
 
 
 def cut(first: Tensor, last: Tensor, *sizes: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parts of the ranks from ``first`` to ``last`` ``[B]``, cut at the multiples of the sizes."""
+    """Yield the parts of the token indices from ``first`` to ``last`` ``[B]``, cut at the multiples of the sizes."""
     low, high = int(first.min()), int(last.max())
     cuts = {cut for size in sizes if size for cut in range((low // size + 1) * size, high, size)}
     for cut in [*sorted(cuts), high]:

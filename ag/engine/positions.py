@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ag.engine.block_pool import BlockPool
     from ag.engine.forward_batch import ForwardBatch
 
-FREE = torch.iinfo(torch.long).max  # the rank of a free slot, where it is to come last
+FREE = torch.iinfo(torch.long).max  # the token index of a free slot, where it is to come last
 
 
 class Turned:
@@ -70,12 +70,12 @@ class Turned:
         q, k, v = (x.to(store.pool.dtype) for x in (call.q, call.k, call.v))
         return replace(call, q=q, k=k, v=v)
 
-    def by_rank(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
-        """Return queries ``[B, H, T, D]`` at their places turned to their ranks, at which they can be remembered."""
+    def to_token_index(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
+        """Return queries ``[B, H, T, D]`` at their places, rotated to their token indices to be remembered."""
         return q
 
     def by_place(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
-        """Return queries ``[B, H, T, D]`` at their ranks turned to their places among what the layer holds now."""
+        """Return queries ``[B, H, T, D]`` at their token indices, rotated to their places among the cached tokens."""
         return q
 
     def order(self, store: Any, layer: int) -> Tensor | None:
@@ -101,7 +101,7 @@ class Turned:
 class Slots(Turned):
     """The place of a token is the number of tokens before it that its head holds.
 
-    While nothing is evicted that is its rank, so that a prompt is read as the model reads it. The model rotates new
+    While nothing is evicted this is its token index: a prompt is read as the model reads it. The model rotates new
     tokens by the number of tokens that the longest row holds, and layers turn them on for each KV head that holds
     fewer.
 
@@ -115,7 +115,7 @@ class Slots(Turned):
         """Go on behind the longest row of each sequence."""
         came = batch.counts if batch.step else torch.zeros_like(batch.counts)  # a step is counted beforehand
         batch.memo["behind"] = torch.stack([store.held.amax((0, 2)) for store in stores]).amax(0) - came
-        columns = torch.arange(batch.ranks.shape[1], device=batch.ranks.device)
+        columns = torch.arange(batch.token_indices.shape[1], device=batch.token_indices.device)
         ends = torch.stack([store.lengths.amax((0, 2)) for store in stores]).amax(0)
         return ends.long()[:, None] + columns
 
@@ -126,7 +126,7 @@ class Slots(Turned):
         call = super().place(call, batch, store)
         return replace(call, q=self._turned(call.q, further), k=self._turned(call.k, further))
 
-    def by_rank(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
+    def to_token_index(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
         """Turn queries on by the number of tokens that their head has lost."""
         return self._turned(q, batch.num_tokens[:, None] - store.held[layer])
 
@@ -142,15 +142,15 @@ class Slots(Turned):
         return rotate(self.decoder, x, wide[:, :, None].to(x.device))
 
     def order(self, store: Any, layer: int) -> Tensor | None:
-        """Return the ranks that each row holds, ascending, ``[B, Hkv, N]``."""
+        """Return the token indices that each row holds, ascending, ``[B, Hkv, N]``."""
         return _ascending(store.ledger(layer)[1])
 
     def close_up(self, store: Any, layer: int, order: Tensor | None) -> None:
         """Turn each key back by the number of tokens before it that went."""
         assert order is not None
-        index, ranks = store.ledger(layer)
-        places, before = (torch.searchsorted(x, ranks) for x in (_ascending(ranks), order))
-        self.turn(store, layer, index, (places - before).masked_fill(ranks < 0, 0))
+        index, token_indices = store.ledger(layer)
+        places, before = (torch.searchsorted(x, token_indices) for x in (_ascending(token_indices), order))
+        self.turn(store, layer, index, (places - before).masked_fill(token_indices < 0, 0))
 
 
 class Interpolated(Turned):
@@ -203,20 +203,20 @@ class Interpolated(Turned):
         if not bool(moved.any()):
             return
         store.own(layer, moved)
-        index, ranks = store.ledger(layer)
-        was, now = (self._places(ranks, end.to(ranks.device)[:, None, None] - 1) for end in ends)
-        self.turn(store, layer, index, (now - was).masked_fill(ranks < 0, 0))
+        index, token_indices = store.ledger(layer)
+        was, now = (self._places(token_indices, end.to(token_indices.device)[:, None, None] - 1) for end in ends)
+        self.turn(store, layer, index, (now - was).masked_fill(token_indices < 0, 0))
 
-    def _places(self, ranks: Tensor, at: Tensor) -> Tensor:
-        """Return where tokens of these ranks lie as seen from rank ``at``, float64; the two broadcast."""
-        distance, far = (at - ranks).double(), self.context - 1 - self.near
+    def _places(self, token_indices: Tensor, at: Tensor) -> Tensor:
+        """Return the places of tokens as seen from token index ``at``, float64; the two arguments broadcast."""
+        distance, far = (at - token_indices).double(), self.context - 1 - self.near
         share = far / (at - self.near).clamp_min(far).double()
         return at - torch.where(distance > self.near, self.near + (distance - self.near) * share, distance)
 
 
-def _ascending(ranks: Tensor) -> Tensor:
-    """Return the ranks of rows in order, those of free slots last."""
-    found: Tensor = ranks.masked_fill(ranks < 0, FREE).sort(-1).values
+def _ascending(token_indices: Tensor) -> Tensor:
+    """Return the token indices of rows in order, those of free slots last."""
+    found: Tensor = token_indices.masked_fill(token_indices < 0, FREE).sort(-1).values
     return found
 
 

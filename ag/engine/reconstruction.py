@@ -59,11 +59,11 @@ class ReconstructionPass:
             self._next = tokens.new_zeros(len(tokens))
         self._ids = torch.cat([self._ids[:, :before], tokens], 1)
 
-    def follow(self, ranks: Tensor, positions: Tensor | None) -> None:
-        """Note the positions ``[B or 1, w]`` of tokens of ranks ``[B, w]``, -1 where there is none."""
+    def follow(self, token_indices: Tensor, positions: Tensor | None) -> None:
+        """Note the positions ``[B or 1, w]`` of tokens of token indices ``[B, w]``, -1 where there is none."""
         assert positions is not None
-        newest = torch.where(ranks >= 0, positions.to(ranks.device), -1).amax(1)
-        self._next = torch.where(newest >= 0, newest + 1, self._next.to(ranks.device))
+        newest = torch.where(token_indices >= 0, positions.to(token_indices.device), -1).amax(1)
+        self._next = torch.where(newest >= 0, newest + 1, self._next.to(token_indices.device))
 
     def look(self, call: AttentionCall) -> None:
         """Note how a layer attends."""
@@ -166,7 +166,8 @@ class Repetition(Interceptor):
         self.states, self.text_lengths = copy.deepcopy(cache.states), cache.text_lengths
         rows = [torch.tensor([*range(min(scorer.sinks, chunk.start)), *chunk], dtype=torch.long) for chunk in places]
         device = cache.pool.device
-        self._paid = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)  # ranks, [B, P]: sinks and chunk
+        #: Token indices of the sinks and the chunk, ``[B, P]``.
+        self._paid = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
         self._norms: Tensor | None = None  # of what the layer at hand reads, [B, T]
 
     def read(self, rows: list[list[int]], following: Tensor) -> None:
@@ -178,7 +179,7 @@ class Repetition(Interceptor):
         assert cache.batch is not None
         self.batch = replace(
             cache.batch,
-            ranks=(state.num_tokens[:, None] + columns).where(there, -1).to(device),
+            token_indices=(state.num_tokens[:, None] + columns).where(there, -1).to(device),
             columns=None,
             counts=counts,
             num_tokens=state.num_tokens + counts,
@@ -214,13 +215,14 @@ class Repetition(Interceptor):
 
     def _measure(self, call: AttentionCall) -> None:
         """Measure the attention of a repetition's queries to the chunk that they repeat."""
-        store, heads, paid, own = self.cache.store_of[call.layer], call.k.shape[1], self._paid, self.batch.ranks
-        ranks, there = torch.cat([paid, own], 1), torch.cat([paid, own], 1) >= 0
-        slots = ranks.clamp_min(0)[:, None].expand(-1, heads, -1)  # nothing went yet: the slot of a token is its rank
+        store, heads, paid, own = self.cache.store_of[call.layer], call.k.shape[1], self._paid, self.batch.token_indices
+        token_indices, there = torch.cat([paid, own], 1), torch.cat([paid, own], 1) >= 0
+        # nothing was evicted: the slot of a token is its index
+        slots = token_indices.clamp_min(0)[:, None].expand(-1, heads, -1)
         index = store.ledger(call.layer)[0].gather(2, slots)
         k, v = read(store.pages(call.layer), index)
         factors = None if self._norms is None else 1 / self._norms.clamp_min(1e-12)
-        order = torch.arange(ranks.shape[1], device=ranks.device).where(there, -1)
+        order = torch.arange(token_indices.shape[1], device=token_indices.device).where(there, -1)
         given = call.q.to(k.dtype), k, order[:, paid.shape[1] :], order[:, None], call.scaling
         largest = attention_stats("max", *given, factors=factors, softmax=call.softmax)[:, :, : paid.shape[1]]
         if self.scorer.normalize:

@@ -18,7 +18,7 @@ from ag.errors import UserError
 
 
 class SequenceState:
-    """Lengths of each sequence, ``[B]`` long on the host each; the mask of a forward pass becomes ranks here alone.
+    """Lengths of each sequence, ``[B]`` long on the host; only here a mask becomes token indices.
 
     Args:
         policy: of the cache.
@@ -49,11 +49,11 @@ class SequenceState:
         for name in self.VECTORS:
             setattr(self, name, torch.zeros(0, dtype=torch.long))
         self.mask = torch.zeros(0, 0, dtype=torch.bool)  # [B, columns seen], which of them were tokens
-        self.next_ranks = torch.zeros(0, 1, dtype=torch.long)  # [B, 1] on the device, counted on in place by steps
+        self.step_token_indices = torch.zeros(0, 1, dtype=torch.long)  # [B, 1] on the device; a step adds 1 in place
         self.own_positions = False  # whether columns no longer tell positions: sequences were added or cropped apart
         self.by_column = False  # whether the newest tokens had their columns for positions, padding counted
         self.ids = TokenIds()
-        #: Tokens that the caller protects, ``[B, L]`` bool on the host, by rank; None means that none is protected.
+        #: Tokens that the caller protects, ``[B, L]`` bool on the host, by token index; None: no token.
         self.protected: Tensor | None = None
         self._expected: Tensor | None = None  # [B, T] bool, the announced text, until a pass begins with it
         self._prompt: Tensor | None = None  # [B, T] bool, the prompt that is being read, or was
@@ -154,7 +154,7 @@ class SequenceState:
             marks = None if self.protected is None else of_each(self.protected, len(new))
             for name in self.VECTORS:
                 setattr(self, name, torch.zeros(len(new), dtype=torch.long))
-            self.protected, self.next_ranks = marks, torch.full((len(new), 1), -1, device=new.device)
+            self.protected, self.step_token_indices = marks, torch.full((len(new), 1), -1, device=new.device)
         self.prompt_len, self._prompt = prompt.sum(1).cpu(), prompt
         self.text_len = self.text_len if seen else self.prompt_len
 
@@ -163,9 +163,9 @@ class SequenceState:
         self.mask = self.mask[:, : self.columns - new.shape[1]]
 
     def step(self) -> ForwardBatch:
-        """Count one token of each sequence; its ranks stand in the same memory at each step."""
-        self.next_ranks += 1
-        return self._made(self.next_ranks, None, torch.ones_like(self.num_tokens), is_prefill=False, step=True)
+        """Count one token of each sequence; its token indices stand in the same memory at each step."""
+        self.step_token_indices += 1
+        return self._made(self.step_token_indices, None, torch.ones_like(self.num_tokens), is_prefill=False, step=True)
 
     def batches(self, new: Tensor) -> Iterator[ForwardBatch]:
         """Cut new columns ``[B, T]`` bool, True on tokens, into chunks of the prompt and what follows it."""
@@ -176,17 +176,17 @@ class SequenceState:
             counts = end - first
             places = torch.arange(max(int(counts.max()), 1))
             there = (places < counts[:, None]).to(device)
-            ranks = (first[:, None] + places).to(device).where(there, -1)
+            token_indices = (first[:, None] + places).to(device).where(there, -1)
             columns = ((first - before)[:, None] + places).clamp_max(width - 1).to(device)
             if order is not None:
                 columns = order.gather(1, columns)
             same = order is None and bool((counts == width).all())
-            batch = self._made(ranks, None if same else columns.where(there, -1), counts, is_prefill=is_prefill)
-            self.next_ranks = self.num_tokens[:, None].to(device) - 1
+            batch = self._made(token_indices, None if same else columns.where(there, -1), counts, is_prefill=is_prefill)
+            self.step_token_indices = self.num_tokens[:, None].to(device) - 1
             yield batch
 
     def _parts(self, before: Tensor, end: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Yield the first rank and the end ``[B]`` of each part, and whether the part belongs to the prompt."""
+        """Yield the first token index and the end ``[B]`` of each part, and whether the part belongs to the prompt."""
         in_prompt = end.minimum(self.prompt_len).maximum(before)
         for first, last in cut(before, in_prompt, self.policy.block, self.chunk):
             yield first, last, True
@@ -196,14 +196,14 @@ class SequenceState:
             yield before, end, False
 
     def _made(
-        self, ranks: Tensor, columns: Tensor | None, counts: Tensor, *, is_prefill: bool, step: bool = False
+        self, token_indices: Tensor, columns: Tensor | None, counts: Tensor, *, is_prefill: bool, step: bool = False
     ) -> ForwardBatch:
         fresh, before = not bool(self.num_tokens.any()), self.num_tokens
         prompts = self._prompts
         if prompts is None or prompts.lengths is not self.prompt_len or prompts.protected is not self.protected:
             capacity = None if self.policy.budget is None else self.policy.capacity(self.prompt_len)
-            marks = None if self.protected is None else self.protected.to(ranks.device)
-            there = self.prompt_len.to(ranks.device)
+            marks = None if self.protected is None else self.protected.to(token_indices.device)
+            there = self.prompt_len.to(token_indices.device)
             prompts = self._prompts = Prompts(self.prompt_len, self.protected, capacity, there, marks)
         evict = self._should_evict(counts, is_prefill, prompts.capacity)
         self.num_tokens, self.num_held = before + counts, self.num_held + counts
@@ -211,7 +211,7 @@ class SequenceState:
         if evict is not None and prompts.capacity is not None:
             self.note_eviction(evict, prompts.capacity)
         return ForwardBatch(
-            ranks=ranks,
+            token_indices=token_indices,
             columns=columns,
             counts=counts,
             num_tokens=self.num_tokens,
@@ -311,14 +311,14 @@ class SequenceState:
                 "prefill, or make a new cache."
             )
         if not isinstance(remove, int):
-            self.check_by_rank(f"crop({[*remove]})")
+            self.check_positions_skip_padding(f"crop({[*remove]})")
             self.own_positions, self.by_column, self.ids = True, False, TokenIds()
         self.mask, self.num_tokens, self.num_held = kept, left, self.num_held - tokens
         self.prompt_len, self.settled = self.prompt_len.minimum(left), self.settled.minimum(left)
-        self.next_ranks = left[:, None].to(self.next_ranks.device) - 1
+        self.step_token_indices = left[:, None].to(self.step_token_indices.device) - 1
         return tokens
 
-    def check_by_rank(self, what: str) -> None:
+    def check_positions_skip_padding(self, what: str) -> None:
         """Refuse to go on at the sequences' lengths where the positions so far count padding."""
         if self.by_column and not bool(self.mask.all()):
             raise UserError(
@@ -330,7 +330,7 @@ class SequenceState:
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
         self.ids.select(indices, len(self))
-        for name in (*self.VECTORS, "mask", "next_ranks", "protected", "_prompt"):
+        for name in (*self.VECTORS, "mask", "step_token_indices", "protected", "_prompt"):
             x = getattr(self, name)
             setattr(self, name, None if x is None else x[indices.to(x.device)])
 
@@ -342,7 +342,7 @@ class SequenceState:
             none = torch.zeros(0, dtype=torch.bool)
             rows = [[none] * len(x) if x.protected is None else [*x.protected] for x in (self, other)]
             self.protected = pad_sequence([*rows[0], *rows[1]], batch_first=True)
-        for name in (*self.VECTORS, "next_ranks"):
+        for name in (*self.VECTORS, "step_token_indices"):
             setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
         mask = torch.cat(masks)
         self.mask = mask[:, int(mask.any(0).long().argmax()) :]  # without columns of texts that left

@@ -21,8 +21,8 @@ class Keys:
         stored: gathers keys and values, ``[B, Hkv, N, D]`` or ``[B Hkv, N, D]``, when a scorer reads them;
             those of the queries' own tokens are among them.
         shape: B, Hkv and N.
-        ledger: returns :attr:`ranks` and :attr:`valid`, which a step of most scorers does not need.
-        ordered: whether the host knows that the token of rank n lies in slot n.
+        ledger: returns :attr:`token_indices` and :attr:`valid`, which a step of most scorers does not need.
+        ordered: whether the host knows that the token of token index n lies in slot n.
         alike: whether the host knows that all heads of a sequence hold the same tokens in the same slots.
     """
 
@@ -37,7 +37,7 @@ class Keys:
         return self.ledger()
 
     @property
-    def ranks(self) -> Tensor:
+    def token_indices(self) -> Tensor:
         """``[B, Hkv, N]`` int32 or long, the place of each among its sequence's own tokens; any on free slots."""
         return self._ledger[0]
 
@@ -72,11 +72,11 @@ class Keys:
 
     @cached_property
     def order(self) -> Tensor | None:
-        """Slots ``[B, Hkv, N]`` in the order of ranks, free ones last; None means that they lie in that order."""
-        return None if self.ordered else in_order(self.ranks.masked_fill(~self.valid, -1))
+        """Slots ``[B, Hkv, N]`` by ascending token index, free slots last; None: they are in this order already."""
+        return None if self.ordered else in_order(self.token_indices.masked_fill(~self.valid, -1))
 
 
-def in_order(ranks: Tensor) -> Tensor:
-    """Return slots ``[B, Hkv, N]`` long in the order of their tokens' ranks; free ones, of rank -1, come last."""
-    slots: Tensor = ranks.masked_fill(ranks < 0, torch.iinfo(ranks.dtype).max).argsort(-1)
+def in_order(token_indices: Tensor) -> Tensor:
+    """Return slots ``[B, Hkv, N]`` long by ascending token index; free slots, whose index is -1, come last."""
+    slots: Tensor = token_indices.masked_fill(token_indices < 0, torch.iinfo(token_indices.dtype).max).argsort(-1)
     return slots

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ag.engine.attention_stats import COLUMNS
 from ag.engine.cache import EvictionCache
 from ag.errors import UserError
-from ag.model.support import check_ranks
+from ag.model.support import check_one_position_per_token
 
 #: Runs a function, or records it: returns what it computed, and what computes that again in the same memory.
 Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
@@ -64,7 +64,7 @@ class StepRunner:
             The logits ``[B, V]`` of those that may follow; a later call may write over them.
 
         Raises:
-            UserError: before a prompt was read, for several tokens of a sequence, or where positions are not ranks.
+            UserError: before a prompt was read, for several tokens of a sequence, or for other positions.
         """
         cache = self.cache
         if tokens.ndim != 2 or tokens.shape[1] != 1 or not cache.sequences.ready:
@@ -72,8 +72,8 @@ class StepRunner:
                 f"StepRunner: tokens {list(tokens.shape)} after {cache.sequences.columns} columns: expected [B, 1] "
                 "behind a prompt; read that by model(ids, past_key_values=cache)."
             )
-        check_ranks(cache.decoder, "StepRunner")
-        cache.sequences.check_by_rank("StepRunner")
+        check_one_position_per_token(cache.decoder, "StepRunner")
+        cache.sequences.check_positions_skip_padding("StepRunner")
         cache.begin(cache.decoder, None, tokens)
         cache.prepared = True  # the device's part follows
         try:
@@ -88,7 +88,8 @@ class StepRunner:
         if self._record is None or kind is None:
             return self._run(tokens)
         cache = self.cache
-        memory = *(store.memory for store in cache.stores), cache.sequences.next_ranks, cache.sequences.protected
+        state = cache.sequences
+        memory = *(store.memory for store in cache.stores), state.step_token_indices, state.protected
         if [*map(id, memory)] != [*map(id, self._memory)]:
             self._recorded.clear()
             self._memory, self._tokens = memory, tokens.clone()
@@ -127,7 +128,7 @@ class StepRunner:
     def _run(self, tokens: Tensor) -> Tensor:
         out = self.model(
             input_ids=tokens,
-            position_ids=self.cache.sequences.next_ranks,
+            position_ids=self.cache.sequences.step_token_indices,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,

@@ -100,7 +100,7 @@ def several_positions(decoder: Any) -> bool:
     return "mrope_section" in (getattr(decoder.config, "rope_parameters", None) or {})
 
 
-def check_ranks(decoder: Any, what: str) -> None:
+def check_one_position_per_token(decoder: Any, what: str) -> None:
     """Raise ``UserError`` for what takes the length of a sequence for its next position, where it is another one."""
     if several_positions(decoder):
         raise UserError(

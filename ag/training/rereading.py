@@ -22,7 +22,7 @@ class Rereading(Observing):
 
     Every chunk is repeated behind the whole row. ``targets`` holds, by gated layer, the log of the largest weight that
     a token of the repetition gives each key, in any query head of the group, ``[B, Hkv, T']`` float32; sinks have none.
-    ``scores`` holds the scores of :class:`ag.engine.scorers.kvzip.KVzip`, ``[B, Hkv, N]`` by rank.
+    ``scores`` holds the scores of :class:`ag.engine.scorers.kvzip.KVzip`, ``[B, Hkv, N]`` by token index.
 
     Meant to run under ``torch.no_grad()``, like :class:`ag.gates.gating.Observing`.
 
@@ -43,7 +43,7 @@ class Rereading(Observing):
         #: Holds the rows while they are repeated, and evicts nothing.
         self._cache = EvictionCache(model, policy("kvzip", 1.0, sinks=gates.config.sink_tokens))
         self.scores: dict[int, Tensor] = {}
-        self._ranks = (valid.long().cumsum(1) - 1).clamp_min(0)
+        self._token_indices = (valid.long().cumsum(1) - 1).clamp_min(0)
         self._columns: Tensor | None = None  # [B, w] of the tokens that the cache reads; None means all in order
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
@@ -76,10 +76,10 @@ class Rereading(Observing):
         self._cache.reset()
         for layer, scores in self.scores.items():
             if str(layer) in self.gates.layers:
-                at = self._ranks.to(scores.device)[:, None].expand(-1, scores.shape[1], -1)
+                at = self._token_indices.to(scores.device)[:, None].expand(-1, scores.shape[1], -1)
                 log = F.pad(scores, (0, at.shape[-1] - scores.shape[-1])).gather(2, at).clamp_min(1e-12).log()
                 self.targets[layer] = log[..., : self._end]
 
     def has_target(self) -> Tensor:
         """Return ``[B, T']`` bool: the tokens that were repeated."""
-        return self.counted() & (self._ranks[:, : self._end] >= self.gates.config.sink_tokens)
+        return self.counted() & (self._token_indices[:, : self._end] >= self.gates.config.sink_tokens)

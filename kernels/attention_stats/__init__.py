@@ -19,8 +19,8 @@ def attention_stats(
     kind: Kind,
     q: Tensor,
     k: Tensor,
-    query_ranks: Tensor,
-    key_ranks: Tensor,
+    query_indices: Tensor,
+    key_indices: Tensor,
     scaling: float,
     window: int | None = None,
     skip: int = 0,
@@ -29,14 +29,14 @@ def attention_stats(
 ) -> Tensor:
     """Reduce ``a_jt = f_j A_jt`` over the queries j to a number for each key t; ``A = softmax(scaling q k^T)``.
 
-    Attention is causal by rank.
+    Attention is causal by token index.
 
     Args:
         kind: ``sum`` of a_jt over j, ``max`` of them, or ``squares``, the sum of their squares.
         q: queries ``[B, H, M, D]``; query head h reads KV head h // (H / Hkv).
         k: keys ``[B, Hkv, N, D]``, in any order; undefined where there is no token.
-        query_ranks: ``[B, M]`` long, the place of each query in its sequence; a query of a rank below 0 does not count.
-        key_ranks: ``[B, Hkv or 1, N]`` long, likewise; a rank below 0 means that there is no token.
+        query_indices: ``[B, M]`` long, the token index of each query; a query of a negative index does not count.
+        key_indices: ``[B, Hkv or 1, N]`` long, likewise; a negative index means that there is no token.
         scaling: factor of the logits.
         window: distance from which on no query sees a key; None means that there is no sliding window.
         skip: pairs less than this apart do not count, though they take part in the softmax.
@@ -50,7 +50,7 @@ def attention_stats(
         UserError: ``AG_KERNELS`` names a version that cannot run (see ag.kernels.dispatch).
     """
     compute = _version(q.device.type, q.dtype, k.dtype, q.shape[-1], os.environ.get(VARIABLE))
-    return compute(kind, q, k, query_ranks, key_ranks, scaling, window, skip, factors, softmax)
+    return compute(kind, q, k, query_indices, key_indices, scaling, window, skip, factors, softmax)
 
 
 @functools.cache

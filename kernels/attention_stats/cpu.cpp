@@ -27,7 +27,7 @@ struct Call {
   const float *cap, *sinks;                                         // [1]; [heads]; null: none
 };
 
-// Ranks of the tokens of a tile: the smallest, the largest, and whether some slot has no token.
+// Token indices of the tokens of a tile: the smallest, the largest, and whether some slot has no token.
 struct Span {
   int32_t low = NEWEST, high = -1;
   bool holes = false;
@@ -40,15 +40,15 @@ struct Room {
       : q(call.dim * QUERIES), e(call.length * QUERIES), most((call.length + TILE - 1) / TILE * QUERIES) {}
 };
 
-// A block of queries: each sees ranks above `low` and up to `at`, and counts for ranks up to `last`. The arrays have a
+// A block of queries: each sees token_indices above `low` and up to `at`, and counts for token_indices up to `last`. The arrays have a
 // number for each query, `lanes` in use.
 struct Block {
   int64_t lanes;
   int32_t at[QUERIES], low[QUERIES], last[QUERIES];
   float most[QUERIES], sum[QUERIES];
-  int32_t newest = -1, oldest = NEWEST;     // some query sees ranks above `oldest` and up to `newest`
-  int32_t all_to = NEWEST, all_from = -1;   // all queries see ranks above `all_from` and up to `all_to`
-  int32_t all_count_to = NEWEST;            // all queries count for ranks up to this one
+  int32_t newest = -1, oldest = NEWEST;     // some query sees token_indices above `oldest` and up to `newest`
+  int32_t all_to = NEWEST, all_from = -1;   // all queries see token_indices above `all_from` and up to `all_to`
+  int32_t all_count_to = NEWEST;            // all queries count for token_indices up to this one
 
   bool meets(const Span& span) const { return span.low <= newest && span.high > oldest; }
   bool all_see(const Span& span) const { return !span.holes && span.high <= all_to && span.low > all_from; }
@@ -77,14 +77,14 @@ void gather(Block& block, float* s, int64_t count) {
 
 // The statistic of one key over a block, whose weights are the exponentials e times `shares`.
 template <int KIND>
-float paid(const Block& block, const float* e, const float* shares, int32_t rank, bool all_count) {
+float paid(const Block& block, const float* e, const float* shares, int32_t token_index, bool all_count) {
   Lanes found = {};
   for (int64_t lane = 0; lane < block.lanes; lane += LANES) {
     Lanes a = load(e + lane) * load(shares + lane);
     if (!all_count) {
       float counted[LANES];
 #pragma omp simd
-      for (int i = 0; i < LANES; ++i) counted[i] = rank <= block.last[lane + i] ? a[i] : 0.0f;
+      for (int i = 0; i < LANES; ++i) counted[i] = token_index <= block.last[lane + i] ? a[i] : 0.0f;
       a = load(counted);
     }
     if constexpr (KIND == MAX) found = a > found ? a : found;
@@ -98,7 +98,7 @@ float paid(const Block& block, const float* e, const float* shares, int32_t rank
 
 // Add the statistics of the queries at the places `taken` of a head to `out` [length].
 template <int KIND>
-void take(const Call& call, const float* q, const float* k, const int32_t* at, const int32_t* ranks,
+void take(const Call& call, const float* q, const float* k, const int32_t* at, const int32_t* token_indices,
           const std::vector<Span>& spans, const float* factors, const float* sink, const int64_t* taken,
           int64_t queries, Room& room, float* out) {
   Block block;
@@ -126,11 +126,11 @@ void take(const Call& call, const float* q, const float* k, const int32_t* at, c
     dots(block.lanes, room.q.data(), k + start * call.dim, count, call.dim, s);
     for (int64_t t = 0; t < count && call.cap; ++t) bend(s + t * QUERIES, block.lanes, *call.cap);
     for (int64_t t = 0; t < count && !block.all_see(spans[n]); ++t) {
-      const int32_t rank = ranks[start + t];
+      const int32_t token_index = token_indices[start + t];
       float* of_key = s + t * QUERIES;
 #pragma omp simd
       for (int64_t i = 0; i < block.lanes; ++i)
-        of_key[i] = (rank <= block.at[i]) & (rank > block.low[i]) ? of_key[i] : NONE;
+        of_key[i] = (token_index <= block.at[i]) & (token_index > block.low[i]) ? of_key[i] : NONE;
     }
     gather(block, s, count);
     std::copy_n(block.most, block.lanes, room.most.data() + n * QUERIES);
@@ -145,26 +145,26 @@ void take(const Call& call, const float* q, const float* k, const int32_t* at, c
       shares[i] = scale[i] * exp_negative(room.most[n * QUERIES + i] - block.most[i]);
     const bool all_count = spans[n].high <= block.all_count_to;
     for (int64_t t = n * TILE; t < std::min(n * TILE + TILE, call.length); ++t) {
-      if (ranks[t] < 0) continue;
-      const float found = paid<KIND>(block, room.e.data() + t * QUERIES, shares, ranks[t], all_count);
+      if (token_indices[t] < 0) continue;
+      const float found = paid<KIND>(block, room.e.data() + t * QUERIES, shares, token_indices[t], all_count);
       if constexpr (KIND == MAX) out[t] = std::max(out[t], found);
       else out[t] += found;
     }
   }
 }
 
-std::vector<Span> spans_of(const int32_t* ranks, int64_t length) {
+std::vector<Span> spans_of(const int32_t* token_indices, int64_t length) {
   std::vector<Span> spans((length + TILE - 1) / TILE);
   for (int64_t t = 0; t < length; ++t) {
     Span& span = spans[t / TILE];
-    if (ranks[t] < 0) span.holes = true;
-    else span.low = std::min(span.low, ranks[t]), span.high = std::max(span.high, ranks[t]);
+    if (token_indices[t] < 0) span.holes = true;
+    else span.low = std::min(span.low, token_indices[t]), span.high = std::max(span.high, token_indices[t]);
   }
   return spans;
 }
 
 template <int KIND>
-void stats(const Call& call, const float* q, const float* k, const int32_t* at, const int32_t* ranks,
+void stats(const Call& call, const float* q, const float* k, const int32_t* at, const int32_t* token_indices,
            int64_t rank_heads, const float* factors, int64_t batch, int64_t threads, float* out) {
   const int64_t rows = call.heads * call.length;
   std::vector<float> parts(PARTS * rows);
@@ -174,7 +174,7 @@ void stats(const Call& call, const float* q, const float* k, const int32_t* at, 
       if (at[b * call.count + j] >= 0) taken.push_back(j);
     std::vector<std::vector<Span>> spans;
     for (int64_t h = 0; h < rank_heads; ++h)
-      spans.push_back(spans_of(ranks + (b * rank_heads + h) * call.length, call.length));
+      spans.push_back(spans_of(token_indices + (b * rank_heads + h) * call.length, call.length));
     const int64_t many = static_cast<int64_t>(taken.size()), blocks = (many + QUERIES - 1) / QUERIES;
     const int64_t some = (blocks + PARTS - 1) / PARTS;  // blocks of a part
     const int64_t used = some ? (blocks + some - 1) / some : 0;
@@ -185,11 +185,11 @@ void stats(const Call& call, const float* q, const float* k, const int32_t* at, 
 #pragma omp for schedule(dynamic)
       for (int64_t item = 0; item < call.heads * used; ++item) {
         const int64_t h = item / used, part = item % used, kv = h / (call.heads / call.kv_heads);
-        const int64_t of_ranks = rank_heads == 1 ? 0 : kv;
+        const int64_t of_indices = rank_heads == 1 ? 0 : kv;
         for (int64_t n = part * some; n < std::min(part * some + some, blocks); ++n)
           take<KIND>(call, q + (b * call.heads + h) * call.count * call.dim,
                      k + (b * call.kv_heads + kv) * call.length * call.dim, at + b * call.count,
-                     ranks + (b * rank_heads + of_ranks) * call.length, spans[of_ranks],
+                     token_indices + (b * rank_heads + of_indices) * call.length, spans[of_indices],
                      factors ? factors + b * call.count : nullptr, call.sinks ? call.sinks + h : nullptr,
                      taken.data() + n * QUERIES, std::min(QUERIES, many - n * QUERIES), room,
                      parts.data() + part * rows + h * call.length);
@@ -208,13 +208,13 @@ void stats(const Call& call, const float* q, const float* k, const int32_t* at, 
 }  // namespace
 
 // q [batch, heads, count, dim] float32, already scaled; k [batch, kv_heads, length, dim] float32; at [batch, count] and
-// ranks [batch, rank_heads, length], below 0 for none; factors [batch, count] float32, or null; window 0 for none;
+// token_indices [batch, rank_heads, length], below 0 for none; factors [batch, count] float32, or null; window 0 for none;
 // cap [1] and sinks [heads], or null; out [batch, heads, length] float32. All are contiguous.
-extern "C" void attention_stats(int64_t kind, const float* q, const float* k, const int32_t* at, const int32_t* ranks,
+extern "C" void attention_stats(int64_t kind, const float* q, const float* k, const int32_t* at, const int32_t* token_indices,
                                 int64_t rank_heads, const float* factors, int64_t batch, int64_t heads,
                                 int64_t kv_heads, int64_t count, int64_t length, int64_t dim, int64_t window,
                                 int64_t skip, int64_t threads, const float* cap, const float* sinks, float* out) {
   const Call call = {heads, kv_heads, count, length, dim, window, skip, cap, sinks};
   const auto run = kind == SUM ? stats<SUM> : kind == MAX ? stats<MAX> : stats<SQUARES>;
-  run(call, q, k, at, ranks, rank_heads, factors, batch, threads, out);
+  run(call, q, k, at, token_indices, rank_heads, factors, batch, threads, out);
 }

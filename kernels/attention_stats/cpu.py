@@ -18,8 +18,8 @@ def attention_stats(
     kind: Kind,
     q: Tensor,
     k: Tensor,
-    query_ranks: Tensor,
-    key_ranks: Tensor,
+    query_indices: Tensor,
+    key_indices: Tensor,
     scaling: float,
     window: int | None = None,
     skip: int = 0,
@@ -31,7 +31,7 @@ def attention_stats(
     out = torch.empty(batch, heads, length, dtype=torch.float32)
     KERNEL(
         *(STATISTICS.index(kind), q.float().contiguous() * scaling, k.float().contiguous()),
-        *(query_ranks.int().contiguous(), key_ranks.int().contiguous(), key_ranks.shape[1]),
+        *(query_indices.int().contiguous(), key_indices.int().contiguous(), key_indices.shape[1]),
         None if factors is None else factors.float().contiguous(),
         *(batch, heads, kv_heads, count, length, dim, window or 0, skip, torch.get_num_threads()),
         *(None if softmax.cap is None else torch.tensor([softmax.cap], dtype=torch.float32),),

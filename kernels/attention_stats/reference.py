@@ -18,8 +18,8 @@ def attention_stats(
     kind: Kind,
     q: Tensor,
     k: Tensor,
-    query_ranks: Tensor,
-    key_ranks: Tensor,
+    query_indices: Tensor,
+    key_indices: Tensor,
     scaling: float,
     window: int | None = None,
     skip: int = 0,
@@ -28,14 +28,14 @@ def attention_stats(
 ) -> Tensor:
     """Compute :func:`ag.kernels.attention_stats.attention_stats` with ``O(B H BLOCK N)`` memory."""
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
-    heads, valid = q.shape[1], key_ranks >= 0
+    heads, valid = q.shape[1], key_indices >= 0
     k = k.masked_fill(~valid[..., None], 0.0).repeat_interleave(heads // k.shape[1], 1)
     total = k.new_zeros(*k.shape[:3])
     for start in range(0, q.shape[2], BLOCK):
         block = slice(start, start + BLOCK)
-        if not bool((query_ranks[:, block] >= 0).any()):
+        if not bool((query_indices[:, block] >= 0).any()):
             continue
-        distance = query_ranks[:, None, block, None] - key_ranks[:, :, None]
+        distance = query_indices[:, None, block, None] - key_indices[:, :, None]
         visible = (distance >= 0) & valid[:, :, None]
         if window is not None:
             visible &= distance < window

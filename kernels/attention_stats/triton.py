@@ -34,7 +34,7 @@ SUM, MAX = tl.constexpr(STATISTICS.index("sum")), tl.constexpr(STATISTICS.index(
 
 @triton.jit
 def _meeting(lows, highs, spans, low, high, COUNT: tl.constexpr):
-    """Return the first span of tokens that has ranks in ``[low, high]``, and one past the last."""
+    """Return the first span of tokens that has token indices in ``[low, high]``, and one past the last."""
     first, stop = spans + 0, spans * 0
     for n in range(0, spans, COUNT):
         number = n + tl.arange(0, COUNT)
@@ -47,9 +47,9 @@ def _meeting(lows, highs, spans, low, high, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _limits(rank):
-    """Return the smallest and the largest rank that is not below 0."""
-    return tl.min(tl.where(rank < 0, 2147483647, rank), 0), tl.max(rank, 0)
+def _limits(token_index):
+    """Return the smallest and the largest token index that is not below 0."""
+    return tl.min(tl.where(token_index < 0, 2147483647, token_index), 0), tl.max(token_index, 0)
 
 
 @triton.jit(do_not_specialize=["M", "N", "size", "spans"])
@@ -59,8 +59,8 @@ def _row_sums(q, k, lse, query_indices, key_indices, lows, highs, sinks, q_strid
     """Write the log2 of the row sums of a block of queries; infinity if a query does not count, so that it weighs 0."""
     block, pair = program_tile(M, ROWS)
     b, h = pair // H, pair % H
-    of_ranks = tl.cast(b * HR + h // G % HR, tl.int64)
-    k, key_indices = head_pointer(k, k_strides, b, h // G), key_indices + of_ranks * N
+    of_indices = tl.cast(b * HR + h // G % HR, tl.int64)
+    k, key_indices = head_pointer(k, k_strides, b, h // G), key_indices + of_indices * N
     rows = block * ROWS + tl.arange(0, ROWS)
     query_index = tl.load(query_indices + tl.cast(b, tl.int64) * M + rows, mask=rows < M, other=-1)
     oldest, newest = _limits(query_index)
@@ -68,7 +68,7 @@ def _row_sums(q, k, lse, query_indices, key_indices, lows, highs, sinks, q_strid
         oldest -= window - 1
     else:
         oldest *= 0
-    first, stop = _meeting(lows + of_ranks * spans, highs + of_ranks * spans, spans, oldest, newest, COUNT)
+    first, stop = _meeting(lows + of_indices * spans, highs + of_indices * spans, spans, oldest, newest, COUNT)
     tile = load_rows(head_pointer(q, q_strides, b, h), q_strides[2], block * ROWS, M, ROWS, D, DP)
     total, largest = softmax_start(sinks, h, ROWS)
     for n in range(first * SPAN, tl.minimum(stop * SPAN, N), KEYS):
@@ -132,9 +132,9 @@ ROW_SUMS = tuned(["D", "size"], ROWS, 2**15, ROWS=16)(_row_sums)
 COLUMNS = tuned(["D", "size", "KIND"], ROWS, 2**15, ROWS=16)(_columns)
 
 
-def _spans(ranks: Tensor, span: int) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest rank of each ``span`` tokens of ``[R, N]``, int32 ``[R, spans]``."""
-    tokens = nn.functional.pad(ranks, (0, -ranks.shape[1] % span), value=-1).unflatten(1, (-1, span))
+def _spans(token_indices: Tensor, span: int) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest token index of each ``span`` tokens of ``[R, N]``, int32 ``[R, spans]``."""
+    tokens = nn.functional.pad(token_indices, (0, -token_indices.shape[1] % span), value=-1).unflatten(1, (-1, span))
     return tokens.masked_fill(tokens < 0, NEWEST).amin(2), tokens.amax(2)
 
 
@@ -143,8 +143,8 @@ def attention_stats(
     kind: Kind,
     q: Tensor,
     k: Tensor,
-    query_ranks: Tensor,
-    key_ranks: Tensor,
+    query_indices: Tensor,
+    key_indices: Tensor,
     scaling: float,
     window: int | None = None,
     skip: int = 0,
@@ -154,7 +154,7 @@ def attention_stats(
     """Compute :func:`ag.kernels.attention_stats.attention_stats` with ``O(B H (M + N))`` memory."""
     q, k = readable(q), readable(k)
     (batch, heads, count, dim), (_, kv_heads, length, _) = q.shape, k.shape
-    query_indices, key_indices = query_ranks.int().contiguous(), key_ranks.int().contiguous()
+    query_indices, key_indices = query_indices.int().contiguous(), key_indices.int().contiguous()
     lse = torch.empty(batch, heads, count, dtype=torch.float32, device=q.device)
     out = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     strides, span = (q.stride()[:3], k.stride()[:3]), 16 if INTERPRETED else 64

@@ -58,7 +58,7 @@ def sink_mask(
     if key_valid is None and first is None:
         return (torch.arange(length, device=device) < sinks).expand(batch, length)
     valid = torch.ones(batch, length, dtype=torch.bool, device=device) if key_valid is None else key_valid
-    rank = valid.cumsum(1)
+    token_index = valid.cumsum(1)
     if first is not None:
-        rank = rank - (rank - valid.long()).gather(1, first)
-    return valid & (rank <= sinks)
+        token_index = token_index - (token_index - valid.long()).gather(1, first)
+    return valid & (token_index <= sinks)

@@ -14,14 +14,14 @@ from ag.kernels.native import TYPES
 from ag.kernels.pages import WIDEST, Facts, Pages
 
 
-def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
+def kv_append(pages: Pages, k: Tensor, v: Tensor, token_indices: Tensor, gate: Tensor | None = None) -> None:
     """Append new tokens to their rows and add them to ``pages.lengths``, in place.
 
     Args:
         pages: the rows; each has blocks for its new tokens, and shares none of these blocks with another row.
         k: keys ``[B, Hkv, T, D]`` of the pool's type, or of the type that its codes are made of; any strides.
         v: values ``[B, Hkv, T, Dv]``, likewise.
-        ranks: ``[B, T]`` long, the place of each token in its sequence; tokens of a rank below 0 are not written.
+        token_indices: ``[B, T]`` long; tokens of a negative index are not written.
         gate: ``[B, Hkv, T]``, the gate output of each token; None writes a set flag, or the largest number, where
             the pool has a gate column.
 
@@ -33,7 +33,7 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
         raise TypeError(
             f"new keys and values of {k.dtype} and {v.dtype}: expected {pages.dtypes[0]} and {pages.dtypes[1]} as held"
         )
-    _version(pages.facts, os.environ.get(VARIABLE))(pages, k, v, ranks, gate)
+    _version(pages.facts, os.environ.get(VARIABLE))(pages, k, v, token_indices, gate)
 
 
 @functools.cache

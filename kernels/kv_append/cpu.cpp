@@ -53,9 +53,9 @@ void put(const Column& c, const char* fresh, int64_t at, std::vector<float>& roo
 }  // namespace
 
 // k, v [B, heads, T, ...] with strides in bytes (three of k, three of v), contiguous in the last dimension; said [B,
-// heads, T] of `gate_bytes` each, null without a gate column; ranks [B, T], below 0 if a token is not written.
+// heads, T] of `gate_bytes` each, null without a gate column; token_indices [B, T], below 0 if a token is not written.
 extern "C" void kv_append(const Pages* into, char* gate, int64_t gate_bytes, const char* k, const char* v,
-                          const int64_t* strides, const char* said, const int64_t* ranks, int64_t heads, int64_t tokens,
+                          const int64_t* strides, const char* said, const int64_t* token_indices, int64_t heads, int64_t tokens,
                           int64_t threads) {
   const Pages& pages = *into;
   const int64_t some = pages.rows * tokens < 1024 ? 1 : threads;  // starting threads costs more than few copies
@@ -65,12 +65,12 @@ extern "C" void kv_append(const Pages* into, char* gate, int64_t gate_bytes, con
     const int64_t b = row / heads, h = row % heads;
     int64_t length = pages.lengths[row];
     for (int64_t t = 0; t < tokens; ++t) {
-      const int64_t rank = ranks[b * tokens + t];
-      if (rank < 0) continue;
+      const int64_t token_index = token_indices[b * tokens + t];
+      if (token_index < 0) continue;
       const int64_t at = pages.part(row, length, length + 1, 0).start;
       put(pages.keys, k + b * strides[0] + h * strides[1] + t * strides[2], at, room);
       put(pages.values, v + b * strides[3] + h * strides[4] + t * strides[5], at, room);
-      pages.ranks[at] = static_cast<int32_t>(rank);
+      pages.token_indices[at] = static_cast<int32_t>(token_index);
       if (gate) std::memcpy(gate + at * gate_bytes, said + (row * tokens + t) * gate_bytes, gate_bytes);
       ++length;
     }

@@ -14,7 +14,7 @@ from ag.kernels.pages import Pages
 KERNEL = native.Kernel(Path(__file__).with_name("cpu.cpp"))
 
 
-def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
+def kv_append(pages: Pages, k: Tensor, v: Tensor, token_indices: Tensor, gate: Tensor | None = None) -> None:
     """Do what :func:`ag.kernels.kv_append.kv_append` does, on the CPU."""
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     column = pages.gate
@@ -27,5 +27,5 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
             gate_values = gate.to(column.dtype).contiguous()
     KERNEL(
         *(pages.native, column, 0 if column is None else column.element_size(), k, v, strides),
-        *(gate_values, ranks.contiguous(), k.shape[1], k.shape[2], torch.get_num_threads()),
+        *(gate_values, token_indices.contiguous(), k.shape[1], k.shape[2], torch.get_num_threads()),
     )

@@ -8,10 +8,10 @@ from torch import Tensor
 from ag.kernels.pages import Pages, coded
 
 
-def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
+def kv_append(pages: Pages, k: Tensor, v: Tensor, token_indices: Tensor, gate: Tensor | None = None) -> None:
     """Do what :func:`ag.kernels.kv_append.kv_append` does; on a GPU the host waits for the number of tokens."""
     page, heads = pages.keys.shape[1], k.shape[1]
-    token_index = ranks.repeat_interleave(heads, 0)  # [R, T]
+    token_index = token_indices.repeat_interleave(heads, 0)  # [R, T]
     valid = token_index >= 0
     slots = (pages.lengths.long()[:, None] + valid.cumsum(1) - 1).clamp_min(0)
     chosen = valid.nonzero(as_tuple=True)

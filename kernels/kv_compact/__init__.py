@@ -20,7 +20,7 @@ def kv_compact(
 
     The tokens with the highest scores are kept, of equal scores the older token, and tokens of +inf even beyond
     ``keep_count``. The last kept tokens of a row fill the free slots before them, both in ascending order; no other
-    token moves. Slots have no order afterwards: ``pages.ranks`` has each token's index.
+    token moves. Slots have no order afterwards: ``pages.token_indices`` has each token's index.
 
     Args:
         pages: the rows; a row that loses tokens shares no block with another row.

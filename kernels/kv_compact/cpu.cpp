@@ -38,7 +38,7 @@ void close(const Pages& pages, char* gate, int64_t gate_bytes, const Records& re
     const int64_t a = pages.part(row, from, from + 1, 0).start, b = pages.part(row, hole, hole + 1, 0).start;
     for (const Column* c : {&pages.keys, &pages.values})
       std::memcpy(c->data + b * c->bytes, c->data + a * c->bytes, c->bytes);
-    pages.ranks[b] = pages.ranks[a];
+    pages.token_indices[b] = pages.token_indices[a];
     if (gate) std::memcpy(gate + b * gate_bytes, gate + a * gate_bytes, gate_bytes);
     records.each(row, [&](float* of_row) { of_row[hole] = of_row[from]; });
     ++from;
@@ -49,8 +49,8 @@ void close(const Pages& pages, char* gate, int64_t gate_bytes, const Records& re
 
 struct Rival {
   float score;
-  int32_t rank, slot;
-  bool operator<(const Rival& o) const { return score != o.score ? score < o.score : rank > o.rank; }
+  int32_t token_index, slot;
+  bool operator<(const Rival& o) const { return score != o.score ? score < o.score : token_index > o.token_index; }
 };
 
 }  // namespace
@@ -78,7 +78,7 @@ extern "C" void kv_compact(const Pages* rows, char* gate, int64_t gate_bytes, in
         const int32_t at = static_cast<int32_t>(slot + t);
         if (scores[at] == INF) continue;
         wrong |= std::isnan(scores[at]);
-        const Rival rival = {std::isnan(scores[at]) ? -INF : scores[at], pages.ranks[p.start + t], at};
+        const Rival rival = {std::isnan(scores[at]) ? -INF : scores[at], pages.token_indices[p.start + t], at};
         if (surplus > 1 || rivals.empty()) rivals.push_back(rival);
         else if (rival < rivals[0]) rivals[0] = rival;
       }

@@ -23,12 +23,12 @@ def kv_compact(
     bad = score.isnan() & (pages.lengths > keep_count)[:, None]
     if nonfinite is not None:
         nonfinite.logical_or_(bad.any(1))
-    token_index = pages.ranks.flatten()[pool_index]
+    token_index = pages.token_indices.flatten()[pool_index]
     keep = retention.keep_mask(score.masked_fill(bad, -retention.INF), keep_count, token_index) & valid
     kept, slots = keep.sum(1, keepdim=True), torch.arange(width, device=keep.device)
     free, moving = (x.nonzero(as_tuple=True) for x in ((slots < kept) & ~keep, (slots >= kept) & keep))
     target, source = pool_index[free], pool_index[moving]  # row by row equally many
-    for column in (pages.keys, pages.values, pages.ranks, pages.gate):
+    for column in (pages.keys, pages.values, pages.token_indices, pages.gate):
         if column is not None:
             column.flatten(0, 1)[target] = column.flatten(0, 1)[source]
     for record in records:

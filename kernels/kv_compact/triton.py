@@ -19,26 +19,26 @@ HIGHEST_BIT = 62  # highest bit of the numbers, where the bit by bit search begi
 
 
 @triton.jit
-def _eviction_keys(slots, count, ranks, table, score, PAGE: tl.constexpr, LAST: tl.constexpr):
+def _eviction_keys(slots, count, token_indices, table, score, PAGE: tl.constexpr, LAST: tl.constexpr):
     """Return a number for each token, the smallest go first, LAST if it may not go; and the count of NaN.
 
-    A number is made of the score, whose bits are mapped to integers in the same order, and of the token's rank.
+    A number is made of the score, whose bits are mapped to integers in the same order, and of the token's token index.
     """
     valid = slots < count
-    rank = tl.load(ranks + pool_indices(table, slots, valid, PAGE), mask=valid, other=0).to(tl.int64)
+    token_index = tl.load(token_indices + pool_indices(table, slots, valid, PAGE), mask=valid, other=0).to(tl.int64)
     s = tl.load(score + slots, mask=valid, other=float("inf"))
     num_nan = tl.sum((s != s).to(tl.int32), 0)
     s = tl.where(s != s, float("-inf"), s)
     bits = tl.where(s == 0, 0.0, s).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    number = bits.to(tl.int64) * 2147483648 + (2147483647 - rank)
+    number = bits.to(tl.int64) * 2147483648 + (2147483647 - token_index)
     return tl.where(s < float("inf"), number, LAST), num_nan
 
 
 @triton.jit(do_not_specialize=["N"])
-def _plan_moves(ranks, table, lengths, old_lengths, moves, source, target, score, keep_count, nonfinite, score_sequence,
-                score_head, stride, N, H, PAGE: tl.constexpr, TILE: tl.constexpr, FEW_EVICTED: tl.constexpr,
-                HIGHEST_BIT: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
+def _plan_moves(token_indices, table, lengths, old_lengths, moves, source, target, score, keep_count, nonfinite,
+                score_sequence, score_head, stride, N, H, PAGE: tl.constexpr, TILE: tl.constexpr,
+                FEW_EVICTED: tl.constexpr, HIGHEST_BIT: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
     """Write the slots of a row's holes to ``target``, and of the tokens that fill them to ``source``."""
     row = tl.cast(tl.program_id(0), tl.int64)
     table += row * stride
@@ -50,7 +50,7 @@ def _plan_moves(ranks, table, lengths, old_lengths, moves, source, target, score
     num_evictable, num_nan = count * 0, count * 0
     if surplus > 0:
         for n in range(0, count, TILE):
-            number, nan = _eviction_keys(n + tl.arange(0, TILE), count, ranks, table, score, PAGE, LAST)
+            number, nan = _eviction_keys(n + tl.arange(0, TILE), count, token_indices, table, score, PAGE, LAST)
             num_evictable += tl.sum((number < LAST).to(tl.int32), 0)
             num_nan += nan
     if nonfinite is not None and num_nan > 0:
@@ -64,7 +64,7 @@ def _plan_moves(ranks, table, lengths, old_lengths, moves, source, target, score
         middle = limit + (tl.cast(1, tl.int64) << tl.maximum(HIGHEST_BIT - program_tile, 0))
         lowest, below = limit * 0 + LAST, count * 0
         for n in range(0, count, TILE):
-            number, nan = _eviction_keys(n + tl.arange(0, TILE), count, ranks, table, score, PAGE, LAST)
+            number, nan = _eviction_keys(n + tl.arange(0, TILE), count, token_indices, table, score, PAGE, LAST)
             lowest = tl.minimum(lowest, tl.min(tl.where(number > limit, number, LAST), 0))
             below += tl.sum((number < middle).to(tl.int32), 0)
         limit = tl.where(num_evicted <= FEW_EVICTED, lowest, tl.where(below < num_evicted, middle, limit))
@@ -73,7 +73,7 @@ def _plan_moves(ranks, table, lengths, old_lengths, moves, source, target, score
     for n in range(0, count, TILE):
         slots = n + tl.arange(0, TILE)
         valid = slots < count
-        number, nan = _eviction_keys(slots, count, ranks, table, score, PAGE, LAST)
+        number, nan = _eviction_keys(slots, count, token_indices, table, score, PAGE, LAST)
         evicted = number <= limit
         hole, mover = valid & evicted & (slots < kept), valid & (~evicted) & (slots >= kept)
         tl.store(target + holes + tl.cumsum(hole.to(tl.int32), 0) - 1, slots, mask=hole)
@@ -86,8 +86,8 @@ def _plan_moves(ranks, table, lengths, old_lengths, moves, source, target, score
 
 
 @triton.jit(do_not_specialize=["blocks", "N"])
-def _move(keys, values, ranks, gate, table, moves, source, target, stride, blocks, N, D: tl.constexpr, DP: tl.constexpr,
-          E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+def _move(keys, values, token_indices, gate, table, moves, source, target, stride, blocks, N, D: tl.constexpr,
+          DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
     """Move TOKENS of the tokens of a row that fill holes; no program reads a place that another one writes."""
     row, first = tl.cast(tl.program_id(0) // blocks, tl.int64), tl.program_id(0) % blocks * TOKENS
     count = tl.load(moves + row)
@@ -100,7 +100,7 @@ def _move(keys, values, ranks, gate, table, moves, source, target, stride, block
     target_index = pool_indices(table, tl.load(target + row * N + number, mask=mask, other=0), mask, PAGE)
     copy_tokens(keys, keys, D, source_index, target_index, mask, D, DP)
     copy_tokens(values, values, E, source_index, target_index, mask, E, EP)
-    tl.store(ranks + target_index, tl.load(ranks + source_index, mask=mask, other=0), mask=mask)
+    tl.store(token_indices + target_index, tl.load(token_indices + source_index, mask=mask, other=0), mask=mask)
     if gate is not None:
         tl.store(gate + target_index, tl.load(gate + source_index, mask=mask, other=0), mask=mask)
 
@@ -128,7 +128,7 @@ def kv_compact(
     pages: Pages, score: Tensor, keep_count: Tensor, records: Sequence[Tensor] = (), nonfinite: Tensor | None = None
 ) -> None:
     """Do what :func:`ag.kernels.kv_compact.kv_compact` does on a GPU, without synchronising."""
-    keys, values, ranks, gate, table, lengths, *_ = pages
+    keys, values, token_indices, gate, table, lengths, *_ = pages
     (rows, table_width), (_, page, dim), width = table.shape, keys.shape, values.shape[2]
     slots = table_width * page
     old_lengths, moves = torch.empty_like(lengths), torch.empty_like(lengths)
@@ -141,13 +141,13 @@ def kv_compact(
     flags = gate.view(torch.uint8) if gate is not None and gate.dtype == torch.bool else gate
     with torch.cuda.device_of(keys):
         _plan_moves[(rows,)](
-            *(ranks, table, lengths, old_lengths, moves, source, target, score, keep_count, nonfinite),
+            *(token_indices, table, lengths, old_lengths, moves, source, target, score, keep_count, nonfinite),
             *(score.stride(0), of_head, table.stride(0), slots, rows // len(score), page, tile),
             *(FEW_EVICTED, HIGHEST_BIT, NEVER_EVICTED),
         )
         if blocks:
             _move[(rows * blocks,)](
-                *(keys, values, ranks, flags, table, moves, source, target, table.stride(0), blocks, slots),
+                *(keys, values, token_indices, flags, table, moves, source, target, table.stride(0), blocks, slots),
                 *(dim, triton.next_power_of_2(dim), width, triton.next_power_of_2(width), page, tokens),
             )
         for record in records:

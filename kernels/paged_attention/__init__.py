@@ -19,7 +19,7 @@ from ag.kernels.softmax import PLAIN, Softmax
 def paged_attention(
     q: Tensor,
     pages: Pages,
-    ranks: Tensor | None,
+    query_indices: Tensor | None,
     scaling: float,
     window: int | None = None,
     recent: int | None = None,
@@ -34,8 +34,8 @@ def paged_attention(
         q: ``[B, H, T, D]``; query head h reads KV head h // (H / Hkv).
         pages: the rows, which contain the tokens of the queries; with ``recent`` their gate column is bool, True for
             open.
-        ranks: ``[B, T]`` long, of the queries; a query of a rank below 0 sees nothing. None means that each query sees
-            all tokens of its row, as the newest token does; then ``window`` and ``recent`` are None too.
+        query_indices: ``[B, T]`` long, token index of each query; a query of a negative index sees nothing. None: each
+            query sees all tokens of its row, as the newest token does; then ``window`` and ``recent`` are None too.
         scaling: factor of the logits.
         window: distance from which on no query sees a token; None means that there is no sliding window.
         recent: newest tokens that a query sees even if their gates are closed, its own included; None means that gates
@@ -55,7 +55,7 @@ def paged_attention(
     if weigh and q.shape[2] != 1:
         raise ValueError(f"weigh=True with {q.shape[2]} queries: expected one")
     attend = _version(pages.facts, q.dtype, os.environ.get(VARIABLE))
-    return attend(q, pages, ranks, scaling, window, recent, softmax, weigh)
+    return attend(q, pages, query_indices, scaling, window, recent, softmax, weigh)
 
 
 @functools.cache

@@ -31,23 +31,23 @@ constexpr float NONE = -std::numeric_limits<float>::infinity(), LEAST = -std::nu
 struct Call {
   const Pages& pages;
   const bool* gate;   // null means that gates do not matter
-  const int64_t* at;  // [rows / heads, count], ranks of the queries; null means that they see all tokens
+  const int64_t* at;  // [rows / heads, count], token_indices of the queries; null means that they see all tokens
   int64_t heads, group, count, window, recent;  // heads: rows of a sequence; window, recent: 0 means none
   const float *cap, *sinks;                     // of logits; [rows, group]; null means none
 };
 
-// Ranks that a query sees: up to `at`, above `open`, and above `closed` where the token's gate is closed.
+// Token indices that a query sees: up to `at`, above `open`, and above `closed` where the token's gate is closed.
 struct Reach {
   int32_t at, open, closed;
 
   // Of query i of a row, [0, G count).
   Reach(const Call& call, int64_t row, int64_t i) {
     const int64_t last = std::numeric_limits<int32_t>::max();
-    const int64_t rank = call.at ? call.at[row / call.heads * call.count + i % call.count] : last;
+    const int64_t token_index = call.at ? call.at[row / call.heads * call.count + i % call.count] : last;
     const int64_t all = std::numeric_limits<int32_t>::min();
-    const int64_t low = call.window ? std::max(rank - call.window, all) : all;
-    at = static_cast<int32_t>(rank), open = static_cast<int32_t>(low);
-    closed = static_cast<int32_t>(std::max(low, rank - call.recent));
+    const int64_t low = call.window ? std::max(token_index - call.window, all) : all;
+    at = static_cast<int32_t>(token_index), open = static_cast<int32_t>(low);
+    closed = static_cast<int32_t>(std::max(low, token_index - call.recent));
   }
 };
 
@@ -119,12 +119,12 @@ bool look(const Call& call, const Chunk& c, std::vector<Part>& parts, int32_t* s
   parts.clear();
   by_page(call.pages, c, [&](const Part& p) {
     if (!call.at) return parts.push_back(p);
-    const int32_t *ranks = call.pages.ranks + p.start, at = reach.at, open = reach.open;
+    const int32_t *token_indices = call.pages.token_indices + p.start, at = reach.at, open = reach.open;
     int32_t *of_part = seen + p.offset, some = 0;
 #pragma omp simd
-    for (int64_t t = 0; t < p.count; ++t) of_part[t] = (ranks[t] <= at) & (ranks[t] > open);
+    for (int64_t t = 0; t < p.count; ++t) of_part[t] = (token_indices[t] <= at) & (token_indices[t] > open);
     for (int64_t t = 0; t < p.count && call.gate; ++t)
-      of_part[t] &= call.gate[p.start + t] | (ranks[t] > reach.closed);
+      of_part[t] &= call.gate[p.start + t] | (token_indices[t] > reach.closed);
 #pragma omp simd reduction(+ : some)
     for (int64_t t = 0; t < p.count; ++t) some += of_part[t];
     if (some) parts.push_back(p);
@@ -222,7 +222,7 @@ void decode(const Call& call, const float* q, int64_t slots, int64_t threads, fl
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < pieces; ++i) {
       if (call.at && i + 1 < pieces)
-        by_page(pages, chunks[i + 1], [&](const Part& p) { fetch(pages.ranks + p.start, 4 * p.count); });
+        by_page(pages, chunks[i + 1], [&](const Part& p) { fetch(pages.token_indices + p.start, 4 * p.count); });
       split(call, q, chunks[i], room, partials.data() + i * partial, weights, slots);
     }
   }
@@ -255,13 +255,13 @@ void decode(const Call& call, const float* q, int64_t slots, int64_t threads, fl
 
 // ---- several queries of a sequence
 
-// Visible ranks and running softmax of a block of queries; each array has a number for each query, `lanes` in use.
+// Visible token_indices and running softmax of a block of queries; each array has a number for each query, `lanes` in use.
 struct Block {
   int64_t lanes;
   int32_t at[QUERIES], open[QUERIES], closed[QUERIES];  // see Reach
   float most[QUERIES], sum[QUERIES];
   int32_t last = -1, first = std::numeric_limits<int32_t>::max();  // the largest `at`, the smallest `open`
-  int32_t all_to = first, all_from = -1;  // the smallest `at`, the largest `open`: all queries see ranks between them
+  int32_t all_to = first, all_from = -1;  // the smallest `at`, the largest `open`: all queries see token_indices between them
 };
 
 // The parts of slots [slot, end) of a row that some query may see.
@@ -270,7 +270,7 @@ void find_parts(const Pages& pages, const Block& block, int64_t row, int64_t slo
   parts.clear();
   for (int64_t begin = slot; slot < end;) {
     const Part p = pages.part(row, slot, end, begin);
-    const auto [low, high] = std::minmax_element(pages.ranks + p.start, pages.ranks + p.start + p.count);
+    const auto [low, high] = std::minmax_element(pages.token_indices + p.start, pages.token_indices + p.start + p.count);
     slot += p.count;
     if (*low > block.last || *high <= block.first) continue;
     if (!parts.empty() && parts.back().start + parts.back().count == p.start &&
@@ -283,14 +283,14 @@ void find_parts(const Pages& pages, const Block& block, int64_t row, int64_t slo
 // Logits of a part become -infinity where a query does not see the token.
 void hide(const Call& call, const Block& block, const Part& p, float* s) {
   for (int64_t t = 0; t < p.count; ++t) {
-    const int32_t rank = call.pages.ranks[p.start + t];
+    const int32_t token_index = call.pages.token_indices[p.start + t];
     const bool closed = call.gate && !call.gate[p.start + t];
-    if (!closed && rank <= block.all_to && rank > block.all_from) continue;
+    if (!closed && token_index <= block.all_to && token_index > block.all_from) continue;
     const int32_t* low = closed ? block.closed : block.open;
     float* of_token = s + t * QUERIES;
 #pragma omp simd
     for (int64_t q = 0; q < block.lanes; ++q)
-      of_token[q] = (rank <= block.at[q]) & (rank > low[q]) ? of_token[q] : NONE;
+      of_token[q] = (token_index <= block.at[q]) & (token_index > low[q]) ? of_token[q] : NONE;
   }
 }
 
@@ -392,7 +392,7 @@ void attend_all(const Call& call, const float* q, int64_t threads, float* out) {
 
 }  // namespace
 
-// q [pages.rows, G, count, D] float32, already scaled; gate [P, page] or null; at [rows / heads, count]: ranks of the
+// q [pages.rows, G, count, D] float32, already scaled; gate [P, page] or null; at [rows / heads, count]: token_indices of the
 // queries, or null if they see all tokens; window and recent 0 for none; cap [1] and sinks [rows, G], or null; out
 // [rows, G, count, Dv] float32; weights [rows, G, slots] float32, or null, as count > 1 requires. All are contiguous.
 extern "C" void paged_attention(const Pages* pages, const float* q, const bool* gate, const int64_t* at, int64_t heads,

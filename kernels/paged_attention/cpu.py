@@ -17,7 +17,7 @@ KERNEL = native.Kernel(Path(__file__).with_name("cpu.cpp"))
 def paged_attention(
     q: Tensor,
     pages: Pages,
-    ranks: Tensor | None,
+    query_indices: Tensor | None,
     scaling: float,
     window: int | None = None,
     recent: int | None = None,
@@ -31,8 +31,9 @@ def paged_attention(
     weights = torch.empty(batch, heads, slots, dtype=torch.float32) if weigh else None
     KERNEL(
         *(pages.native, q.float().contiguous() * scaling, None if recent is None else pages.gate),
-        *(None if ranks is None else ranks.contiguous(), rows // batch, group, count, window or 0, recent or 0, slots),
-        *(torch.get_num_threads(), None if softmax.cap is None else torch.tensor([softmax.cap], dtype=torch.float32)),
+        *(None if query_indices is None else query_indices.contiguous(), rows // batch, group, count),
+        *(window or 0, recent or 0, slots, torch.get_num_threads()),
+        *(None if softmax.cap is None else torch.tensor([softmax.cap], dtype=torch.float32)),
         *(None if softmax.sinks is None else softmax.by_row(rows, group), out, weights),
     )
     return out.to(q.dtype), weights

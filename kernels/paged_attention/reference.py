@@ -10,13 +10,13 @@ from ag.kernels.softmax import PLAIN, Softmax
 from ag.kernels.softmax import weigh as weights_of
 
 BLOCK = 256  # queries that meet the rows at once
-NEWEST = torch.iinfo(torch.int32).max  # a rank that no token exceeds
+NEWEST = torch.iinfo(torch.int32).max  # a token index that no token exceeds
 
 
 def paged_attention(
     q: Tensor,
     pages: Pages,
-    ranks: Tensor | None,
+    query_indices: Tensor | None,
     scaling: float,
     window: int | None = None,
     recent: int | None = None,
@@ -28,13 +28,14 @@ def paged_attention(
     pool_index, valid = gathered(pages.table, pages.lengths, pages.keys.shape[1])
     # what lies in free slots may be no number
     k, v = (x.to(acc).masked_fill(~valid[:, :, None], 0)[:, None] for x in read(pages, pool_index))
-    key_index = pages.ranks.flatten()[pool_index][:, None, None]
+    key_index = pages.token_indices.flatten()[pool_index][:, None, None]
     sinks = softmax.by_row(rows, q.shape[0] * q.shape[1] // rows)
     sink_logits = None if sinks is None else sinks[:, :, None, None]
     outs, a = [], q.new_empty(0)
-    ranks = torch.full((len(q), q.shape[2]), NEWEST, device=q.device) if ranks is None else ranks
-    for query_tile, tile_indices in zip(q.split(BLOCK, 2), ranks.split(BLOCK, 1), strict=True):
-        query_index = tile_indices.repeat_interleave(rows // len(ranks), 0)[:, None, :, None]
+    if query_indices is None:
+        query_indices = torch.full((len(q), q.shape[2]), NEWEST, device=q.device)
+    for query_tile, tile_indices in zip(q.split(BLOCK, 2), query_indices.split(BLOCK, 1), strict=True):
+        query_index = tile_indices.repeat_interleave(rows // len(query_indices), 0)[:, None, :, None]
         hidden = (key_index > query_index) | ~valid[:, None, None]
         if window is not None:
             hidden = hidden | (key_index <= query_index - window)

@@ -165,7 +165,7 @@ ATTEND = tuned(["QUERIES", "D", "E", "CODED", "size"], TOKENS, 2**14, ROWS=16)(_
 def paged_attention(
     q: Tensor,
     pages: Pages,
-    ranks: Tensor | None,
+    query_indices: Tensor | None,
     scaling: float,
     window: int | None = None,
     recent: int | None = None,
@@ -194,10 +194,11 @@ def paged_attention(
         if slots:
             ATTEND[(items * blocks,)](
                 *(q.contiguous(), pages.keys.contiguous(), pages.values.contiguous(), gates, pages.table, lengths),
-                *(None if ranks is None else ranks.int().contiguous(), partial, lse, weights, scaling * LOG2E),
-                *(pages.table.stride(0), *shared_out, size_class(slots), window, recent, count, queries, longest),
+                *(None if query_indices is None else query_indices.int().contiguous(), partial, lse, weights),
+                *(scaling * LOG2E, pages.table.stride(0), *shared_out, size_class(slots), window, recent, count),
+                *(queries, longest),
                 *(rows // batch, block, dim, padded(dim), width, padded(width), page, pages.format is not None),
-                *(pages.ranks, cap2(softmax.cap)),
+                *(pages.token_indices, cap2(softmax.cap)),
             )
         _combine[(rows * queries * weight_tiles,)](
             *(partial, lse, lengths, out, weights, logits2(softmax.sinks), *shared_out, longest, weight_tiles),

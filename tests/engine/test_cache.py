@@ -30,7 +30,7 @@ def test_evicted_memory_is_free(tiny_llama, monkeypatch, copying):
     new = sum(size for place, size in after.items() if place not in {*before, *address_space})
     new += cache.nbytes if address_space else 0  # of which blocks are taken
     slots = cache.nbytes // (2 * 16 * 4)
-    bookkeeping = slots * (4 + 1) + 20 * 1500  # rank and mark of a slot; a few vectors over the input row
+    bookkeeping = slots * (4 + 1) + 20 * 1500  # token index and mark of a slot; a few vectors over the input row
     assert cache.nbytes <= new <= cache.nbytes + bookkeeping
     assert cache.nbytes < 0.9 * 3 * 2 * 1500 * 2 * 16 * 4
 

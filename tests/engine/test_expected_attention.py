@@ -36,7 +36,9 @@ def by_hand(scene, b, g, sinks, future, eps=0.0, base=50.0):
     weights = []
     for h in scene.query_heads(g):
         plain = [
-            rotation(rank, dim, base).T @ scene.q[b, h, column] for column, rank in scene.columns[b] if rank >= sinks
+            rotation(token_index, dim, base).T @ scene.q[b, h, column]
+            for column, token_index in scene.columns[b]
+            if token_index >= sinks
         ]  # before RoPE
         mu = sum(plain) / len(plain)
         sigma = sum(torch.outer(x - mu, x - mu) for x in plain) / len(plain)

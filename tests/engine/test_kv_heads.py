@@ -102,8 +102,8 @@ def test_all_heads_of_all_layers_compete(heads):
         model(ROWS[0][None], past_key_values=one)
     lengths = []
     for layer, store in enumerate(full.store_of):
-        places, ranks = store.ledger(layer)
-        assert ranks.tolist() == [[[*range(40)]] * heads[layer][0]]
+        places, token_indices = store.ledger(layer)
+        assert token_indices.tolist() == [[[*range(40)]] * heads[layer][0]]
         lengths.append(torch.linalg.vector_norm(read(store.pages(layer), places[0])[0], dim=-1))
     count = 12 * sum(number for number, _ in heads)
     bound = torch.cat(lengths).flatten().kthvalue(count).values
@@ -117,9 +117,9 @@ def test_bytes_are_those_of_the_heads(model):
     for part in row(64, 1)[None].split([62, 1, 1], 1):
         model(part, past_key_values=cache)
     assert [store.block for store in cache.store_of] == [16 if size == 16 else 32 for _, size in HEADS]
-    ranks = 4 * (16 + 32)  # of a block
+    token_indices = 4 * (16 + 32)  # of a block
     blocks = [number * 64 // (16 if size == 16 else 32) for number, size in HEADS]
-    assert cache.layer_nbytes() == [n * (16 * 16 * 2 * 4 + ranks) for n in blocks]
+    assert cache.layer_nbytes() == [n * (16 * 16 * 2 * 4 + token_indices) for n in blocks]
     assert cache.nbytes == sum(cache.layer_nbytes())
     assert cache.report().plain_nbytes == sum(64 * number * size * 2 * 4 for number, size in HEADS)
 

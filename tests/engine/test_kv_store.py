@@ -19,7 +19,7 @@ UNLIKE = [KVHeads(2, 4, 4), KVHeads(3, 6, 6), KVHeads(2, 4, 4)]  # in blocks of 
 
 
 class Lists:
-    """What a store holds: ``rows[layer][sequence][head]`` is a list of (rank, number, noted)."""
+    """What a store holds: ``rows[layer][sequence][head]`` is a list of (token index, number, noted)."""
 
     def __init__(self, store):
         self.store, self.rows, self.seen, self.mark = store, [], [], []
@@ -51,10 +51,10 @@ class Machine:
             one.rows = [[[[] for _ in range(store.kv_heads)] for _ in range(batch)] for _ in range(LAYERS)]
         counts = torch.tensor([draw.randint(0, most) for _ in one.seen])
         width = max(int(counts.max()), 1)
-        ranks = torch.full((len(counts), width), -1)
+        token_indices = torch.full((len(counts), width), -1)
         for b, count in enumerate(counts.tolist()):
             columns = sorted(draw.sample(range(width), count))
-            ranks[b, columns] = torch.arange(one.seen[b], one.seen[b] + count)
+            token_indices[b, columns] = torch.arange(one.seen[b], one.seen[b] + count)
         try:
             store.make_room(slice(None), counts)
         except PoolFullError:
@@ -64,10 +64,10 @@ class Machine:
             shape = len(counts), store.kv_heads, width
             number = torch.tensor([next(self.numbers) for _ in range(math.prod(shape))]).float().view(shape)
             k = number[..., None].expand(*shape, store.mine.key).contiguous()
-            kv_append(store.pages(layer), k, -k, ranks, number)
+            kv_append(store.pages(layer), k, -k, token_indices, number)
             for b, h, t in itertools.product(*map(range, shape)):
-                if ranks[b, t] >= 0:
-                    one.rows[layer][b][h].append((int(ranks[b, t]), float(number[b, h, t]), 0.0))
+                if token_indices[b, t] >= 0:
+                    one.rows[layer][b][h].append((int(token_indices[b, t]), float(number[b, h, t]), 0.0))
         one.seen = [n + int(count) for n, count in zip(one.seen, counts, strict=True)]
         self.note(one)
 
@@ -77,34 +77,36 @@ class Machine:
         if not store.slots:
             return
         record = store.records[layer].setdefault("sums", torch.zeros(len(one.seen), 2 * store.kv_heads, store.slots))
-        _, ranks = store.ledger(layer)
+        _, token_indices = store.ledger(layer)
         for b, h in itertools.product(range(len(one.seen)), range(store.kv_heads)):
-            by_rank = {}
-            for slot, rank in enumerate(ranks[b, h].tolist()):
-                if rank >= 0:
-                    by_rank[rank] = noted = float(next(self.numbers))
+            to_token_index = {}
+            for slot, token_index in enumerate(token_indices[b, h].tolist()):
+                if token_index >= 0:
+                    to_token_index[token_index] = noted = float(next(self.numbers))
                     record[b, 2 * h : 2 * h + 2, slot] = noted
-            one.rows[layer][b][h] = [(r, n, by_rank[r]) for r, n, _ in one.rows[layer][b][h]]
+            one.rows[layer][b][h] = [(r, n, to_token_index[r]) for r, n, _ in one.rows[layer][b][h]]
 
     def compact(self, one):
-        """Drop random tokens of one layer, or those of the lowest ranks."""
+        """Drop random tokens of one layer, or those of the lowest token indices."""
         layer, store = self.draw.choice(one.layers), one.store
-        _, ranks = store.ledger(layer)
+        _, token_indices = store.ledger(layer)
         try:
             if self.draw.random() < 0.5:
-                keep = torch.rand(ranks.shape, generator=torch.Generator().manual_seed(next(self.numbers))) < 0.7
-                kept = (keep & (ranks >= 0)).sum(-1)
+                generator = torch.Generator().manual_seed(next(self.numbers))
+                keep = torch.rand(token_indices.shape, generator=generator) < 0.7
+                kept = (keep & (token_indices >= 0)).sum(-1)
                 stays = [
-                    {int(n) for n in ranks[b, h][keep[b, h]]} for b, h in itertools.product(*map(range, kept.shape))
+                    {int(n) for n in token_indices[b, h][keep[b, h]]}
+                    for b, h in itertools.product(*map(range, kept.shape))
                 ]
                 store.compact(layer, keep, kept)
             else:
                 kept = store.held[layer].clamp_max(self.draw.randint(0, 30))
                 stays = [
                     set(sorted(x.tolist())[len(x) - n :])
-                    for x, n in zip(ranks.flatten(0, 1), kept.flatten(), strict=True)
+                    for x, n in zip(token_indices.flatten(0, 1), kept.flatten(), strict=True)
                 ]
-                store.compact(layer, ranks.float(), kept)
+                store.compact(layer, token_indices.float(), kept)
         except PoolFullError:
             assert self.pool.fixed
             return
@@ -162,13 +164,13 @@ class Machine:
             references.index_add_(0, blocks, torch.ones_like(blocks))
             assert torch.equal(store.held, store.lengths.long())
             for layer in one.layers if one.seen else ():
-                (index, ranks), pages, count = store.ledger(layer), store.pages(layer), store.kv_heads
+                (index, token_indices), pages, count = store.ledger(layer), store.pages(layer), store.kv_heads
                 keys, values, gates = (x.flatten(0, 1)[index] for x in (pages.keys, pages.values, pages.gate))
                 record = store.records[layer].get("sums", torch.zeros(len(one.seen), 2 * count, max(store.slots, 1)))
                 for b, h in itertools.product(range(len(one.seen)), range(store.kv_heads)):
-                    there = ranks[b, h] >= 0
+                    there = token_indices[b, h] >= 0
                     noted = record[b, 2 * h : 2 * h + 2, : len(there)][:, there]
-                    columns = ranks[b, h][there], keys[b, h][there][:, 3], noted[0]
+                    columns = token_indices[b, h][there], keys[b, h][there][:, 3], noted[0]
                     got = sorted(zip(*(x.tolist() for x in columns), strict=True))
                     assert got == sorted(one.rows[layer][b][h])
                     assert torch.equal(noted[0], noted[1])

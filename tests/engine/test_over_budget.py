@@ -56,10 +56,10 @@ def test_shares_of_all_tokens_and_of_the_prompt(model):
     model.generate(**batch, past_key_values=cache, max_new_tokens=13, min_new_tokens=13, do_sample=False)
     assert cache.seen_tokens == 32  # the last one was not read
     held = [(place, x) for layer in columns(cache) for place, row in enumerate(layer) for head in row for x in head]
-    newest = max(rank for _, rank in held)
-    assert newest == 31 and any(20 <= rank < 31 for _, rank in held)  # ranks go on behind the prompt
+    newest = max(index for _, index in held)
+    assert newest == 31 and any(20 <= index < 31 for _, index in held)  # token indices go on behind the prompt
     assert cache.kept_share() == pytest.approx(len(held) / (6 * (20 + 13 + 2 * 12)))
-    of_prompts = sum(rank < (20, 13)[place] for place, rank in held)
+    of_prompts = sum(index < (20, 13)[place] for place, index in held)
     assert cache.kept_share(prompt=True) == pytest.approx(of_prompts / (6 * (20 + 13)))
     assert cache.report().tokens == 20 + 13 + 2 * 12
 

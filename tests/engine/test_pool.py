@@ -19,7 +19,7 @@ from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 
-TOKEN = 16 * 2 * 4 + 4  # bytes of a token of tiny_llama: key, value, rank
+TOKEN = 16 * 2 * 4 + 4  # bytes of a token of tiny_llama: key, value, token index
 
 
 def test_as_many_blocks_as_the_bytes_hold(tiny_llama):

@@ -35,7 +35,7 @@ POLICIES = {
 
 def by_slots(held, queries):
     """Places of what a head holds: their number in the order of the text."""
-    return [sorted(held).index(rank) for rank in held]
+    return [sorted(held).index(token_index) for token_index in held]
 
 
 def squeezed(context):
@@ -45,7 +45,7 @@ def squeezed(context):
     def places(held, queries):
         newest = max(context, -(-(queries[-1] + 1) // stride) * stride) - 1
         far, room = newest - near, context - 1 - near
-        distances = [newest - rank for rank in held]
+        distances = [newest - token_index for token_index in held]
         return [newest - (d if d <= near else near + (d - near) * room / max(far, room)) for d in distances]
 
     return places
@@ -122,7 +122,7 @@ def test_scorers_are_shown_queries_and_keys_at_their_slots(tiny_llama):
 
     def watching(self, seen, batch, store, records):
         if seen.layer == 0:
-            shown.append((seen.q[0], seen.query_ranks[0].tolist(), seen.k[0], seen.key_ranks[0]))
+            shown.append((seen.q[0], seen.query_indices[0].tolist(), seen.k[0], seen.key_indices[0]))
         return evict(self, seen, batch, store, records)
 
     policy = ag.policy("snapkv@heads", 12, "blocks:3", positions="slot", **POLICIES["snapkv@heads"])
@@ -130,18 +130,18 @@ def test_scorers_are_shown_queries_and_keys_at_their_slots(tiny_llama):
         patch.setattr(Evictor, "evict", watching)
         model(ROWS[0][None], past_key_values=EvictionCache(model, policy))
     rope, earlier = model.get_decoder().rotary_emb, 0
-    for queries, ranks, keys, held in shown:
+    for queries, token_indices, keys, held in shown:
         for head in range(k.shape[0]):
             there = held[head] >= 0
             mine = held[head][there].tolist()
-            slots = by_slots(mine, ranks)
+            slots = by_slots(mine, token_indices)
             turn = [x[0] for x in rope(k[:1], torch.tensor([slots]))]
             bound = 16 * torch.finfo(torch.float32).eps * float(k.abs().max() + q.abs().max())
             hold(keys[head][there], rotated(k[head, mine], turn), bound)
-            at = [len(mine) - 1 - (ranks[-1] - rank) for rank in ranks]
+            at = [len(mine) - 1 - (token_indices[-1] - token_index) for token_index in token_indices]
             turn = [x[0] for x in rope(q[:1], torch.tensor([at]))]
-            hold(queries[2 * head], rotated(q[2 * head, ranks], turn), bound)
-            earlier += len(ranks) > 3 and len(mine) < ranks[-1]
+            hold(queries[2 * head], rotated(q[2 * head, token_indices], turn), bound)
+            earlier += len(token_indices) > 3 and len(mine) < token_indices[-1]
     assert earlier > 4
 
 

@@ -21,7 +21,7 @@ from tests.support.pairs import covering
 from tests.support.refused import refuses
 
 STEPS = 8
-PAGE_BYTES = 16 * (2 * 16 * 4 + 4)  # of the tiny model: key, value and rank of a token
+PAGE_BYTES = 16 * (2 * 16 * 4 + 4)  # of the tiny model: key, value and token index of a token
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}  # of which one makes steps:3 due
 PROMPTS = (29, 23)
 #: Each token once: two of a kind have keys of one norm in layer 0, up to rounding.
@@ -146,7 +146,7 @@ def test_decoding_with_every_holds_flat_memory(tiny_llama, name):
             if t in (40 + steps // 3, 39 + steps):
                 everything.append(sum(storages().values()))
     assert max(sizes) - min(sizes) <= 3 * 2 * PAGE_BYTES  # what a head loses another one gets
-    assert everything[1] - everything[0] <= 64 * steps  # of each token of the input: its validity, its rank
+    assert everything[1] - everything[0] <= 64 * steps  # of each token of the input: its validity, its token index
 
 
 # ---- sequences that move, tokens that are taken back
@@ -242,8 +242,8 @@ def test_heads_that_are_evicted_alike_hold_the_same_slots(tiny_llama, name, sche
                 tokens = torch.full((len(cache.sequences), 1), 5)
                 model(tokens, past_key_values=cache)
             for layer in range(3):
-                ranks = cache.stores[0].ranks(layer)
-                assert torch.equal(ranks, ranks[:, :1].expand_as(ranks))
+                token_indices = cache.stores[0].token_indices(layer)
+                assert torch.equal(token_indices, token_indices[:, :1].expand_as(token_indices))
 
 
 @pytest.mark.parametrize("spec", ["h2o@pyramid", "h2o@preference"])

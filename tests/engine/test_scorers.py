@@ -243,7 +243,7 @@ class Sevenths(KNorm):
     """Protects every seventh token, which no numbers of first and newest ones say."""
 
     def protected(self, seen, capacity):
-        return seen.key_ranks % 7 == 0
+        return seen.key_indices % 7 == 0
 
 
 @torch.no_grad()

@@ -87,7 +87,7 @@ def test_the_host_reads_nothing_of_the_device_in_a_step(model, name):
     for number in range(3):
         step(tokens(2, number))
     (store,) = cache.stores
-    there = [*cache.pool.columns(), store.table, store.lengths, cache.sequences.next_ranks]
+    there = [*cache.pool.columns(), store.table, store.lengths, cache.sequences.step_token_indices]
     there += [cache.sequences.mask, *model.parameters(), *(x for part in store.records for x in part.values())]
     there += [] if cache.evictor is None else cache.evictor._scores.values()
     with DeviceMemory(there).running() as seen:

@@ -121,7 +121,7 @@ def test_newest_tokens_go_from_a_loaded_cache(tiny_mistral, tmp_path):
             model(ids[:, end - 30 : end], past_key_values=cache)
         cache.save(tmp_path / "c")
         loaded, whole = ag.EvictionCache.load(tmp_path / "c", model), copy.deepcopy(cache)
-        held = [rank for rank in cache.kept_positions(0)[0][0].tolist() if rank < end - 20]
+        held = [token_index for token_index in cache.kept_positions(0)[0][0].tolist() if token_index < end - 20]
         with suppress(UserError):  # what the window of the token before has lost cannot come back
             whole.crop(-20)
             loaded.crop(-20)

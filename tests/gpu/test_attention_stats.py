@@ -13,11 +13,11 @@ CASES = ("plain", "window", "padding", "any-order")
 
 
 def given(length, group, dim, dtype, case):
-    """Queries and keys of two sequences with their ranks, and the other options of a case."""
+    """Queries and keys of two sequences with their token indices, and the other options of a case."""
     q, k = draw(2, 2 * group, length, dim, dtype=dtype), draw(2, 2, length, dim, dtype=dtype)
-    ranks = torch.arange(length, device=DEVICE)
-    own = ranks.where(torch.rand(length, 2, device=DEVICE).T > 0.3, -1)  # not contiguous
-    held = ranks.expand(2, 1, -1)
+    token_indices = torch.arange(length, device=DEVICE)
+    own = token_indices.where(torch.rand(length, 2, device=DEVICE).T > 0.3, -1)  # not contiguous
+    held = token_indices.expand(2, 1, -1)
     if case == "padding":
         held = held.where(held >= length // 3, -1)
     if case == "any-order":

@@ -12,7 +12,7 @@ from tests.support.bounds import near, right
 pytestmark = pytest.mark.gpu
 
 #: Lengths of the rows of two sequences, queries, query heads of a row, and window and recent; None in their place means
-#: one query without ranks, which is weighed.
+#: one query without token indices, which is weighed.
 CASES = {
     "even": ([1000] * 4, 1, 1, None),
     "odd": ([1, 2, 15, 16, 17, 127, 1000, 4097], 1, 8, None),
@@ -29,14 +29,14 @@ CASES = {
 
 
 def rows(lengths, group, dim, dtype, count=1):
-    """Queries, and their ranks, beside rows in scattered pages, whose tokens are in no order."""
+    """Queries, and their token indices, beside rows in scattered pages, whose tokens are in no order."""
     keys, values, table, held = scattered(lengths, dim, dtype)
     last, queries = int(held.max()), here(count)
-    ranks = torch.randint(max(last, 1), keys.shape[:2], dtype=torch.int32, device=DEVICE)
+    token_indices = torch.randint(max(last, 1), keys.shape[:2], dtype=torch.int32, device=DEVICE)
     gate = torch.rand(keys.shape[:2], device=DEVICE) < 0.3
     q = draw(2, len(lengths) // 2 * group, queries, dim, dtype=dtype)
     at = (torch.arange(queries, device=DEVICE) + last - queries).expand(2, -1)
-    return q, Pages(keys, values, ranks, gate, table, held), at
+    return q, Pages(keys, values, token_indices, gate, table, held), at
 
 
 def exactly(q, pages, *options, softmax=PLAIN, weigh=False):
@@ -50,10 +50,10 @@ def exactly(q, pages, *options, softmax=PLAIN, weigh=False):
     return right(computed, q, pages.keys, pages.values)
 
 
-def check(what, q, pages, ranks, masks, softmax=PLAIN):
-    """Hold the output, and the weights of a query without ranks, to the reference; twice the same bits."""
+def check(what, q, pages, token_indices, masks, softmax=PLAIN):
+    """Hold the output, and the weights of a query without token indices, to the reference; twice the same bits."""
     weigh = masks is None
-    options = (None, 0.1) if masks is None else (ranks, 0.1, *masks)
+    options = (None, 0.1) if masks is None else (token_indices, 0.1, *masks)
     wanted = exactly(q, pages, *options, softmax=softmax, weigh=weigh)
     got = paged_attention(q, pages, *options, softmax=softmax, weigh=weigh)
     for mine, want in zip(got, wanted, strict=False):
@@ -105,8 +105,8 @@ def test_a_pool_of_more_than_2_31_elements(triton_only, card):
     lengths = torch.tensor([32, 9], dtype=torch.int32, device=DEVICE)
     for x in (keys, values):
         x[table.long()] = torch.randn(2, 2, 16, dim, device=DEVICE).bfloat16()
-    ranks = torch.zeros(pages, 16, dtype=torch.int32, device=DEVICE)
-    q, given = draw(2, 4, 1, dim, dtype=torch.bfloat16), Pages(keys, values, ranks, None, table, lengths)
+    token_indices = torch.zeros(pages, 16, dtype=torch.int32, device=DEVICE)
+    q, given = draw(2, 4, 1, dim, dtype=torch.bfloat16), Pages(keys, values, token_indices, None, table, lengths)
     there = table.flatten().long()
-    small = Pages(keys[there], values[there], ranks[there], None, torch.arange(4).view(2, 2).to(table), lengths)
+    small = Pages(keys[there], values[there], token_indices[there], None, torch.arange(4).view(2, 2).to(table), lengths)
     near(paged_attention(q, given, None, 0.1)[0], exactly(q, small, None, 0.1)[0], "out", keys.dtype)

@@ -45,8 +45,8 @@ def test_gated_prefill():
 
 def test_attention_stats():
     (q, k, _), *_ = arguments(**SMALL)
-    ranks = torch.arange(19, device=DEVICE)
-    own, held = ranks.expand(len(q), -1), torch.rand(*k.shape[:3], device=DEVICE).argsort(-1) - 3
+    token_indices = torch.arange(19, device=DEVICE)
+    own, held = token_indices.expand(len(q), -1), torch.rand(*k.shape[:3], device=DEVICE).argsort(-1) - 3
     options = {"window": 11, "skip": 1, "factors": torch.rand(own.shape, device=DEVICE)}
     options["softmax"] = Softmax(3.0, torch.linspace(-1, 1, q.shape[1], device=DEVICE))
     for kind in STATISTICS:
@@ -77,8 +77,8 @@ def test_kv_append():
     torch.manual_seed(0)
     (mine, _), (theirs, _) = rows_in_pages(), rows_in_pages()
     for at in ([[0, 1, -1, 2, -1], [-1, -1, 0, 1, 2]], [[-1], [3]]):
-        ranks = torch.tensor(at, device=DEVICE)
-        given = draw(2, 2, len(at[0]), 20), draw(2, 2, len(at[0]), 12), ranks, draw(2, 2, len(at[0])) > 0
+        token_indices = torch.tensor(at, device=DEVICE)
+        given = draw(2, 2, len(at[0]), 20), draw(2, 2, len(at[0]), 12), token_indices, draw(2, 2, len(at[0])) > 0
         kv_append(mine, *given)
         append_reference.kv_append(theirs, *given)
     assert mine.lengths.tolist() == [3, 3, 4, 4]
@@ -96,7 +96,7 @@ def test_kv_compact():
     for compact in (kv_compact, compact_reference.kv_compact):
         pages, (_, noted) = rows_of_tokens(), rows_in_pages()
         nonfinite = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-        pages.ranks.copy_(torch.arange(32, device=DEVICE).view(8, 4) % 11)
+        pages.token_indices.copy_(torch.arange(32, device=DEVICE).view(8, 4) % 11)
         noted += (slots < pages.lengths[:, None])[:, None] * pages.lengths[:, None, None]
         for score, count in rounds:
             marked = (keep.flatten(0, 1) & (slots < pages.lengths[:, None])).sum(1)
@@ -122,12 +122,12 @@ def rows_of_tokens():
 
 def test_paged_attention():
     pages = rows_of_tokens()
-    pages.ranks.copy_(torch.rand(8, 4, device=DEVICE).argsort(-1) * 3)
+    pages.token_indices.copy_(torch.rand(8, 4, device=DEVICE).argsort(-1) * 3)
     pages.gate.copy_(torch.rand(8, 4, device=DEVICE) < 0.5)
     several = torch.tensor([[-1, 5, 6], [7, 8, 9]], device=DEVICE)
     cases = ((1, None, None, None), (1, several[:, 2:], 7, 3), (3, several, None, None), (3, several, 7, 3))
-    for count, ranks, window, recent in cases:
-        q, options = draw(2, 4, count, 20), (ranks, 0.3, window, recent, PLAIN, count == 1)
+    for count, token_indices, window, recent in cases:
+        q, options = draw(2, 4, count, 20), (token_indices, 0.3, window, recent, PLAIN, count == 1)
 
         def computed(q, keys, values, options=options):
             found = paged_reference.paged_attention(q, pages._replace(keys=keys, values=values), *options)

@@ -38,7 +38,7 @@ def given(length, heads, kv_heads, dim=12, *, padding=None, queries="all", newes
           softmax=False, dtype=torch.float32, **options):  # fmt: skip
     """Return q, k and the other arguments; ``factors``: the number of last queries whose factor is 0.
 
-    ``scattered``: each head holds its keys in another order, and no key of a third of the ranks.
+    ``scattered``: each head holds its keys in another order, and no key of a third of the token indices.
     """
     generator = torch.Generator().manual_seed(length * 7 + heads)
     q, k = (2 * torch.randn(2, h, length, dim, generator=generator).to(dtype) for h in (heads, kv_heads))
@@ -47,8 +47,8 @@ def given(length, heads, kv_heads, dim=12, *, padding=None, queries="all", newes
         valid[1, length - length // 3 :] = False
         valid = valid.flip(1) if padding == "left" else valid
     counting = {"all": valid, "last": torch.arange(length) >= length - 5, "some": torch.arange(length) % 3 > 0}[queries]
-    first, ranks = length - min(newest or length, length), torch.arange(length)
-    own, held = ranks.where(counting & valid, -1)[:, first:], ranks.where(valid, -1)[:, None]
+    first, token_indices = length - min(newest or length, length), torch.arange(length)
+    own, held = token_indices.where(counting & valid, -1)[:, first:], token_indices.where(valid, -1)[:, None]
     if scattered:
         order = torch.rand(2, kv_heads, length, generator=generator).argsort(-1)
         held = held.expand(-1, kv_heads, -1).gather(2, order)
@@ -66,15 +66,16 @@ def loops(kind, q, k, own, held, scaling, window=None, skip=0, factors=None, sof
     """The definition, one pair at a time."""
     paid = defaultdict(list)
     for b, h, j in itertools.product(*map(range, q.shape[:3])):
-        of_kv, rank = h * k.shape[1] // q.shape[1], int(own[b, j])
-        ranks = held[b, of_kv % held.shape[1]].tolist()
-        seen = [t for t, r in enumerate(ranks) if 0 <= r <= rank and (window is None or rank - r < window)]
+        of_kv, token_index = h * k.shape[1] // q.shape[1], int(own[b, j])
+        token_indices = held[b, of_kv % held.shape[1]].tolist()
+        oldest = -1 if window is None else token_index - window
+        seen = [t for t, index in enumerate(token_indices) if max(oldest + 1, 0) <= index <= token_index]
         logits = [scaling * float(q[b, h, j] @ k[b, of_kv, t]) for t in seen]
         logits = logits if softmax.cap is None else [softmax.cap * math.tanh(s / softmax.cap) for s in logits]
         beside = 0.0 if softmax.sinks is None else math.exp(float(softmax.sinks[h]))
         given = [math.exp(s) for s in logits]
         for t, weight in zip(seen, given, strict=True):
-            if rank - ranks[t] >= skip:
+            if token_index - token_indices[t] >= skip:
                 factor = 1.0 if factors is None else float(factors[b, j])
                 paid[b, h, t].append(factor * weight / (sum(given) + beside))
     out = torch.zeros(*q.shape[:2], k.shape[2], dtype=q.dtype)
@@ -132,8 +133,8 @@ def test_strides_and_odd_sizes(version):
 @pytest.mark.parametrize("name", HARD if not INTERPRETED else HARD[1:2])
 def test_hard_inputs(version, name):
     length = 40 if INTERPRETED else 300
-    (q, k, *_), ranks = hard(name, length), torch.arange(length)[None]
-    check(version, "squares", (q, k, ranks, ranks[None], SCALING), {})
+    (q, k, *_), token_indices = hard(name, length), torch.arange(length)[None]
+    check(version, "squares", (q, k, token_indices, token_indices[None], SCALING), {})
 
 
 @needs(cpu.KERNEL)

@@ -63,5 +63,6 @@ def test_the_forced_version_runs(monkeypatch):
     monkeypatch.setenv("AG_KERNELS", "reference")
     want = reference.gated_attention(q, k, v, keep, Masks(recent=2), 8**-0.5)
     assert torch.equal(gated_attention(q, k, v, keep, recent=2), want)
-    ranks = torch.arange(20)[None]
-    assert attention_stats("sum", q.bfloat16(), k.bfloat16(), ranks, ranks[None], 0.3).dtype == torch.float32
+    token_indices = torch.arange(20)[None]
+    sums = attention_stats("sum", q.bfloat16(), k.bfloat16(), token_indices, token_indices[None], 0.3)
+    assert sums.dtype == torch.float32

@@ -37,11 +37,11 @@ def check(version, case, seed=0):
     rows, seen = [[] for _ in range(count)], [0] * c["batch"]
     for _ in range(2):
         there = torch.rand(c["batch"], c["tokens"], generator=generator) >= c["absent"]
-        ranks = torch.full(there.shape, -1)
+        token_indices = torch.full(there.shape, -1)
         for b in range(c["batch"]):
             for t in range(c["tokens"]):
                 if there[b, t]:
-                    ranks[b, t], seen[b] = seen[b], seen[b] + 1
+                    token_indices[b, t], seen[b] = seen[b], seen[b] + 1
         shape = c["batch"], c["heads"], c["tokens"]
         k, v = (torch.randn(*shape, n, generator=generator).to(dtype) for n in (c["dim"], c["width"]))
         v = v.to(pages.values.dtype)
@@ -50,19 +50,19 @@ def check(version, case, seed=0):
         open_gate = 1.0 if gate != torch.float32 else torch.finfo(gate).max  # where no gate said anything
         said = torch.rand(shape, generator=generator) if gate and c.get("said", True) else None
         said = said > 0.5 if said is not None and gate == torch.bool else said
-        version(pages, k, v, ranks, said)
+        version(pages, k, v, token_indices, said)
         for row in range(count):
             b, h = divmod(row, c["heads"])
             for t in range(c["tokens"]):
                 if there[b, t]:
                     one = open_gate if said is None else float(said[b, h, t])
-                    rows[row].append((k[b, h, t], v[b, h, t], int(ranks[b, t]), one))
+                    rows[row].append((k[b, h, t], v[b, h, t], int(token_indices[b, t]), one))
     assert pages.lengths.tolist() == [len(row) for row in rows]
     for r, row in enumerate(rows):
         for column, at in ((pages.keys, 0), (pages.values, 1)):
             want = torch.stack([token[at] for token in row]) if row else column.new_zeros(0, column.shape[2])
             assert torch.equal(read(pages, column, r), want)
-        assert read(pages, pages.ranks, r).tolist() == [token[2] for token in row]
+        assert read(pages, pages.token_indices, r).tolist() == [token[2] for token in row]
         if pages.gate is not None:
             assert read(pages, pages.gate, r).tolist() == [token[3] for token in row]
 

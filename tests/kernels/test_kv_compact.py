@@ -37,7 +37,7 @@ def rows_of(c, generator, seed):
         at = places(pages, row)
         for column in pages.columns[:2]:
             column.flatten(0, 1)[at] = torch.randn(length, column.shape[2], generator=generator).to(dtype)
-        pages.ranks.flatten()[at] = (torch.randperm(length + 3, generator=generator)[:length]).int()
+        pages.token_indices.flatten()[at] = (torch.randperm(length + 3, generator=generator)[:length]).int()
         if pages.gate is not None:
             pages.gate.flatten()[at] = (torch.rand(length, generator=generator) > 0.5).to(pages.gate.dtype)
         for record in records:
@@ -65,11 +65,11 @@ def filled(pages):
 
 
 def by_slot(pages, slots):
-    """The rank of the token in each slot, 0 on free ones."""
+    """The token index of the token in each slot, 0 on free ones."""
     found = torch.zeros(len(pages.table), slots).long()
     for row in range(len(found)):
-        ranks = read(pages, pages.ranks, row)
-        found[row, : len(ranks)] = ranks
+        token_indices = read(pages, pages.token_indices, row)
+        found[row, : len(token_indices)] = token_indices
     return found
 
 
@@ -109,7 +109,7 @@ def test_the_worst_go(monkeypatch, version, case, few):
     batch, heads, slots = 3, 2, pages.table.shape[1] * c["page"]
     score = torch.randn(batch, heads if c.get("of_head", True) else 1, slots, generator=generator)
     score = score.round() if c.get("ties") else score
-    most = pages.ranks.max() + 1
+    most = pages.token_indices.max() + 1
     stays = torch.rand(batch, int(most) - 2, generator=generator) < 0.2 if c.get("stays") else None
     left = torch.tensor([c.get("left", max(x - c.get("count", 6), 0)) for x in c["lengths"]]).int()
     whole = lambda n: torch.full((batch,), n)  # noqa: E731
@@ -118,15 +118,15 @@ def test_the_worst_go(monkeypatch, version, case, few):
     want = []
     for row in range(len(pages.table)):
         b, h = divmod(row, heads)
-        tokens, ranks = contents(pages, records, row), read(pages, pages.ranks, row).tolist()
+        tokens, token_indices = contents(pages, records, row), read(pages, pages.token_indices, row).tolist()
         going = []
-        for slot, rank in enumerate(ranks):
-            expired = rank <= int(expired_to[b])
-            span = stays is not None and rank < stays.shape[1] and bool(stays[b, rank])
-            if expired or not (rank < sinks[b] or rank >= recent_from[b] or span):
+        for slot, token_index in enumerate(token_indices):
+            expired = token_index <= int(expired_to[b])
+            span = stays is not None and token_index < stays.shape[1] and bool(stays[b, token_index])
+            if expired or not (token_index < sinks[b] or token_index >= recent_from[b] or span):
                 number = float("-inf") if expired else float(score[b, h % score.shape[1], slot])
-                going.append((number, -rank, slot))
-        gone = {slot for *_, slot in sorted(going)[: max(len(ranks) - int(left[row]), 0)]}
+                going.append((number, -token_index, slot))
+        gone = {slot for *_, slot in sorted(going)[: max(len(token_indices) - int(left[row]), 0)]}
         want.append(sorted(token for slot, token in enumerate(tokens) if slot not in gone))
     at, tokens = by_slot(pages, slots).view(batch, heads, slots), whole(int(most))
     shield = retention.protected_mask(at, tokens, sinks, tokens - recent_from, stays)
@@ -141,7 +141,7 @@ def test_the_worst_go(monkeypatch, version, case, few):
 def test_scores_that_are_not_finite_are_found(version, value):
     for sinks, slot, expected in ((0, 3, 1), (5, 3, 0), (0, 19, 1)):
         pages = pages_of([20])
-        pages.ranks.flatten()[places(pages, 0)] = torch.arange(20).int()
+        pages.token_indices.flatten()[places(pages, 0)] = torch.arange(20).int()
         score = torch.zeros(1, 1, 32)
         score[0, 0, slot] = value
         score[0, 0, 25] = value  # a free slot

@@ -65,26 +65,27 @@ BY_DAY = ("window_and_recent", "one-recent", "one-held") if INTERPRETED else CAS
 
 def given(lengths, heads, count=1, *, batch=1, window=None, recent=None, ordered=False, held=False, softmax=PLAIN,
           dtype=torch.float32, **options):  # fmt: skip
-    """Return the arguments: rows whose tokens lie in any order unless ``ordered``, and queries of the newest ranks.
+    """Return the arguments: rows whose tokens lie in any order unless ``ordered``, and queries of the newest tokens.
 
-    Some ranks are missing in each row, those of queries too, as they are where every step evicts.
+    Some token indices are missing in each row, those of queries too, as they are where every step evicts.
     """
     q, pages = filled(lengths, heads, batch, dtype=dtype, gate=torch.bool, **{"dim": 64} | options)
     generator = torch.Generator().manual_seed(sum(lengths))
     last = max(lengths) + 5
     for row, length in enumerate(lengths):
-        ranks = torch.randperm(last, generator=generator)[:length]
-        pages.ranks.flatten()[places(pages, row)] = (ranks.sort().values if ordered else ranks).int()
+        token_indices = torch.randperm(last, generator=generator)[:length]
+        token_indices = token_indices.sort().values if ordered else token_indices
+        pages.token_indices.flatten()[places(pages, row)] = token_indices.int()
         pages.gate.flatten()[places(pages, row)] = torch.rand(length, generator=generator) < 0.3
     q = torch.randn(batch, heads, count, q.shape[-1], generator=generator).to(dtype) * 2
-    ranks = None if held else torch.arange(last - count, last).expand(batch, -1).clone()
-    return q, pages, ranks, SCALING, window, recent, softmax
+    token_indices = None if held else torch.arange(last - count, last).expand(batch, -1).clone()
+    return q, pages, token_indices, SCALING, window, recent, softmax
 
 
-def check(version, q, pages, ranks, scaling=SCALING, window=None, recent=None, softmax=PLAIN):
+def check(version, q, pages, token_indices, scaling=SCALING, window=None, recent=None, softmax=PLAIN):
     """Hold the output, and of one query the weights, to the reference in float64 on the numbers that are held."""
     weigh = q.shape[2] == 1
-    options = ranks, scaling, window, recent, softmax, weigh
+    options = token_indices, scaling, window, recent, softmax, weigh
     numbers = decoded(pages, pages.keys, pages.values)
 
     def exactly(q, keys, values):
@@ -97,7 +98,7 @@ def check(version, q, pages, ranks, scaling=SCALING, window=None, recent=None, s
         near(mine, want, dtype=q.dtype)
 
 
-def by_hand(q, pages, ranks, scaling, window, recent, softmax):
+def by_hand(q, pages, token_indices, scaling, window, recent, softmax):
     """The definition: attention of each query to the tokens of its row that it sees, one by one."""
     rows, group = len(pages.table), q.shape[0] * q.shape[1] // len(pages.table)
     out, by_row = (
@@ -108,12 +109,12 @@ def by_hand(q, pages, ranks, scaling, window, recent, softmax):
         k, v, held, gates = (read(pages, x, row) for x in pages.columns)
         for g in range(group):
             for i, query in enumerate(by_row[row, g]):
-                own = None if ranks is None else int(ranks[row * len(ranks) // rows, i])
+                own = None if token_indices is None else int(token_indices[row * len(token_indices) // rows, i])
                 total = (
                     0.0 if softmax.sinks is None else math.exp(softmax.sinks[(row * group + g) % len(softmax.sinks)])
                 )
-                for t, rank in enumerate(held.tolist()):
-                    age = 0 if own is None else own - rank
+                for t, token_index in enumerate(held.tolist()):
+                    age = 0 if own is None else own - token_index
                     if age < 0 or (window is not None and age >= window):
                         continue
                     if recent is not None and age >= recent and not gates[t]:
@@ -196,11 +197,11 @@ def test_every_size_of_logit_is_capped(version):
 @pytest.mark.parametrize("column", ["keys", "values"])
 def test_what_is_not_finite_shows(version, column, value, count):
     """In every number of what sees it, and nowhere else: a model that overflows is to be noticed."""
-    q, pages, ranks, *options = given([40, 30], 4, count, dim=32)
-    before, _ = version(q, pages, ranks, *options)
+    q, pages, token_indices, *options = given([40, 30], 4, count, dim=32)
+    before, _ = version(q, pages, token_indices, *options)
     getattr(pages, column).flatten(0, 1)[places(pages, 0)[7]] = value
-    pages.ranks.flatten()[places(pages, 0)[7]] = 0
-    after, _ = version(q, pages, ranks, *options)
+    pages.token_indices.flatten()[places(pages, 0)[7]] = 0
+    after, _ = version(q, pages, token_indices, *options)
     assert before.isfinite().all() and not after[:, :2].isfinite().any()
     assert torch.equal(after[:, 2:], before[:, 2:])
 

@@ -72,8 +72,9 @@ def test_a_window_or_a_recent_past_longer_than_the_text_is_all_of_it():
     gated.check(attention.gated_attention, (q, k, v, keep), most, *options)
     want = attention.gated_attention(q, k, v, None, Masks(), *options)
     torch.testing.assert_close(gated_prefill(q, k, v, keep.bool(), most, *options), want)
-    ranks = torch.arange(20).expand(2, -1)
-    found = [attention_stats("sum", q, k, ranks, ranks[:, None], 0.25, window) for window in (None, 2**31 - 1)]
+    token_indices = torch.arange(20).expand(2, -1)
+    given = q, k, token_indices, token_indices[:, None], 0.25
+    found = [attention_stats("sum", *given, window) for window in (None, 2**31 - 1)]
     torch.testing.assert_close(*found)
 
 

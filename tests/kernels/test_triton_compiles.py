@@ -114,10 +114,10 @@ def test_gated_attention_compiles(compiled, dim, dtype, masked):
 @pytest.mark.slow
 @cases(*EVERY)
 def test_attention_stats_compile(compiled, dim, dtype, masked):
-    q, k, ranks = draw(4, dim, dtype).detach(), draw(2, dim, dtype).detach(), torch.arange(300).expand(2, -1)
+    q, k, token_indices = draw(4, dim, dtype).detach(), draw(2, dim, dtype).detach(), torch.arange(300).expand(2, -1)
     given = {"window": 100, "skip": 4, "softmax": Softmax(50.0, torch.zeros(4))} if masked else {}
     for kind in ("max", "squares") if masked else ("sum",):
-        attention_stats(kind, q, k, ranks, ranks[:, None], 0.1, **given)
+        attention_stats(kind, q, k, token_indices, token_indices[:, None], 0.1, **given)
     assert set(compiled) == {"_row_sums", "_columns"}
 
 
@@ -142,12 +142,12 @@ def in_pages(dim, dtype):
 @cases(*EVERY)
 def test_paged_attention_compiles(compiled, dim, dtype, masked):
     """One query that sees all and is weighed, and several behind masks, beside sinks; of numbers and of codes."""
-    q, ranks, softmax = torch.randn(2, 4, 50, dim).to(dtype), torch.arange(50).expand(2, -1), PLAIN
+    q, token_indices, softmax = torch.randn(2, 4, 50, dim).to(dtype), torch.arange(50).expand(2, -1), PLAIN
     if masked:
         softmax = Softmax(50.0, torch.zeros(4, dtype=dtype))
     for pages in (in_pages(dim, dtype), coded(in_pages(dim, dtype))):
         paged.paged_attention(q[:, :, :1], pages, None, 0.1, softmax=softmax, weigh=True)
-        paged.paged_attention(q, pages, ranks, 0.1, *((20, 4) if masked else ()), softmax=softmax)
+        paged.paged_attention(q, pages, token_indices, 0.1, *((20, 4) if masked else ()), softmax=softmax)
     assert set(compiled) == {"_attend", "_combine"}
 
 

@@ -71,17 +71,17 @@ class Scene:
         self.group, self.scaling, self.softmax = heads // kv_heads, 0.3, softmax
         batch, longest = len(lengths), max(lengths)
         columns = min(queries or longest, longest)
-        query_ranks = torch.full((batch, columns), -1)
+        query_indices = torch.full((batch, columns), -1)
         query_valid = torch.zeros(batch, columns, dtype=torch.bool)
         q = torch.randn(batch, heads, columns, dim, generator=make) * sharp
-        self.columns: list[list[tuple[int, int]]] = []  # of each sequence: (column, rank) of the queries that exist
+        self.columns: list[list[tuple[int, int]]] = []  # of each sequence: (column, index) of the queries that exist
         for b, n in enumerate(lengths):
             here = min(columns, n)
             first = columns - here if padding == "left" else 0
             self.columns.append([(first + i, n - here + i) for i in range(here)])
-            for column, rank in self.columns[-1]:
-                query_ranks[b, column], query_valid[b, column] = rank, True
-            query_ranks[b, first + here :] = n - 1  # what a running count gives on right padding
+            for column, token_index in self.columns[-1]:
+                query_indices[b, column], query_valid[b, column] = token_index, True
+            query_indices[b, first + here :] = n - 1  # what a running count gives on right padding
         self._ragged = ragged
         self.held = [[list(range(n)) for _ in range(kv_heads)] for n in lengths]
         if ragged:
@@ -92,7 +92,7 @@ class Scene:
         slots = max(len(x) for row in self.held for x in row)
         k = torch.randn(batch, kv_heads, slots, dim, generator=make) * 5  # free slots hold anything finite
         v = torch.randn(batch, kv_heads, slots, dim, generator=make) * 5
-        ranks = torch.randint(0, longest, (batch, kv_heads, slots), generator=make)
+        token_indices = torch.randint(0, longest, (batch, kv_heads, slots), generator=make)
         valid = torch.zeros(batch, kv_heads, slots, dtype=torch.bool)
         tokens_k = torch.randn(batch, kv_heads, longest, dim, generator=make)
         tokens_v = torch.randn(batch, kv_heads, longest, dim, generator=make)
@@ -100,12 +100,12 @@ class Scene:
             for g in range(kv_heads):
                 for slot, p in enumerate(self.held[b][g]):
                     k[b, g, slot], v[b, g, slot] = tokens_k[b, g, p], tokens_v[b, g, p]
-                    ranks[b, g, slot], valid[b, g, slot] = p, True
+                    token_indices[b, g, slot], valid[b, g, slot] = p, True
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         self.q, self.k, self.v = q.double(), k.double(), v.double()
         self.gate = torch.rand(batch, kv_heads, slots, generator=make).logit() if gate else None
         self.output = torch.randn(heads, dim, 11, generator=make)  # of the output projection, by query head
-        self._parts = (q, k, v, self.scaling, query_ranks, ranks, query_valid, valid)
+        self._parts = (q, k, v, self.scaling, query_indices, token_indices, query_valid, valid)
         self._layer = layer
         self._dense: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -121,13 +121,16 @@ class Scene:
 
     def observed(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, gate: Tensor | None = None) -> AttentionStats:
         """The scene with other operands."""
-        scaling, query_ranks, ranks, query_valid, valid = self._parts[3:]
+        scaling, query_indices, token_indices, query_valid, valid = self._parts[3:]
         return AttentionStats(
             keys=Keys(
-                stored=lambda: (k, v), shape=valid.shape, ledger=lambda: (ranks, valid), ordered=not self._ragged
+                stored=lambda: (k, v),
+                shape=valid.shape,
+                ledger=lambda: (token_indices, valid),
+                ordered=not self._ragged,
             ),
             q=q,
-            query_ranks=query_ranks,
+            query_indices=query_indices,
             query_valid=query_valid,
             new=q.shape[2],
             lengths=torch.tensor(self.lengths),
@@ -160,9 +163,9 @@ class Scene:
             held, g = self.held[b][h // self.group], h // self.group
             a = torch.zeros(len(self.columns[b]), len(held), dtype=torch.float64)
             s, visible = torch.zeros_like(a), torch.zeros_like(a, dtype=torch.bool)
-            for i, (column, rank) in enumerate(self.columns[b]):
+            for i, (column, token_index) in enumerate(self.columns[b]):
                 for slot, p in enumerate(held):
-                    if p <= rank and (self.window is None or rank - p < self.window):
+                    if p <= token_index and (self.window is None or token_index - p < self.window):
                         visible[i, slot] = True
                         s[i, slot] = self.capped(self.scaling * float(self.q[b, h, column] @ self.k[b, g, slot]))
                 if visible[i].any():

@@ -37,9 +37,9 @@ class Drawn(Scorer):
     lowered: int | None = None
 
     def score(self, seen: AttentionStats) -> Tensor:
-        """Return the number drawn for the rank of each token."""
+        """Return the number drawn for the token index of each token."""
         places, height = numbers(self.seed, seen.layer, seen.k.shape[1])
-        scores = (places - height).expand(len(seen.k), -1, -1).gather(2, seen.key_ranks.clamp(0, RANKS - 1)) / 16
+        scores = (places - height).expand(len(seen.k), -1, -1).gather(2, seen.key_indices.clamp(0, RANKS - 1)) / 16
         return scores - 16.0 * (seen.layer == self.lowered)
 
 

@@ -26,10 +26,10 @@ from tests.support.dense import masked
 
 @dataclass
 class Arrival:
-    """New tokens of a layer: their ranks by sequence, and the tokens that each head holds and shows with them."""
+    """New tokens of a layer: their token indices by sequence, and the tokens that each head holds and shows with them."""
 
     new: list[list[int]]
-    held: list[list[list[int]]]  # ranks by sequence and head
+    held: list[list[list[int]]]  # token indices by sequence and head
     open: list[list[set[int]]]  # held tokens that queries see at any distance, by sequence and head
     near: int | None  # newest tokens, its own included, that a query sees of the others; None means all
 
@@ -71,7 +71,10 @@ def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
         found = read(layer, call, batch, store, *others)  # nothing goes within it
         here = batch is cache.batch  # and no repetition of kvzip's, of which nothing stays
         if here and any(layer is part for part in cache.layers):
-            new = [[rank for rank in ranks if rank >= 0] for ranks in batch.ranks.tolist()]
+            new = [
+                [token_index for token_index in token_indices if token_index >= 0]
+                for token_indices in batch.token_indices.tolist()
+            ]
             arrivals[layer.index].append(arrived(layer, new, batch, store))
         return found
 
@@ -84,13 +87,13 @@ def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
 
 def arrived(layer: Layer, new: list[list[int]], batch: Any, store: KVStore) -> Arrival:
     """Return the tokens that a layer holds when its queries attend."""
-    index, ranks = store.ledger(layer.index)
-    held = [[sorted(t for t in head.tolist() if t >= 0) for head in heads] for heads in ranks]
+    index, token_indices = store.ledger(layer.index)
+    held = [[sorted(t for t in head.tolist() if t >= 0) for head in heads] for heads in token_indices]
     dense = batch.is_prefill and layer.gates is not None and layer.gates.config.prefill == "dense"
     if layer.flagged is None or dense:
         return Arrival(new, held, [[set() for _ in heads] for heads in held], None)
-    flags = store.gates(layer.index, index) & (ranks >= 0)
-    open_ = [[{*ranks[b, h][flags[b, h]].tolist()} for h in range(len(held[b]))] for b in range(len(held))]
+    flags = store.gates(layer.index, index) & (token_indices >= 0)
+    open_ = [[{*token_indices[b, h][flags[b, h]].tolist()} for h in range(len(held[b]))] for b in range(len(held))]
     return Arrival(new, held, open_, layer.flagged)
 
 
@@ -159,7 +162,7 @@ def observed_calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[Atte
 
     def recorded(self: ag.EvictionCache, call: AttentionCall) -> Tensor:
         assert self.batch is not None
-        calls[call.layer].append((call, self.batch.ranks >= 0))
+        calls[call.layer].append((call, self.batch.token_indices >= 0))
         return attend(self, call)
 
     monkeypatch.setattr(ag.EvictionCache, "attend", recorded)

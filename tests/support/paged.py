@@ -95,7 +95,9 @@ def check_threads_and_pages(run: Callable[[Pages], Tensor], pages: Pages) -> Non
     back = torch.zeros(len(pages.keys), dtype=torch.int32)
     back[order] = torch.arange(len(order), dtype=torch.int32)
     gate = None if pages.gate is None else pages.gate[order]
-    moved = pages._replace(keys=pages.keys[order], values=pages.values[order], ranks=pages.ranks[order], gate=gate)
+    moved = pages._replace(
+        keys=pages.keys[order], values=pages.values[order], token_indices=pages.token_indices[order], gate=gate
+    )
     outputs.append(run(moved._replace(table=back[pages.table.long()])))
     for output in outputs[1:]:
         assert torch.equal(output, outputs[0])

@@ -16,7 +16,7 @@ ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # multipliers of xxHash
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Scorer):
-    """Random scores: a hash of (seed, layer, head, rank), independent of padding and batch.
+    """Random scores: a hash of (seed, layer, head, token index), independent of padding and batch.
 
     Attributes:
         seed: of the hash.
@@ -28,8 +28,8 @@ class Random(Scorer):
 
     def score(self, seen: AttentionStats) -> Tensor:
         """Return numbers in [0, 1)."""
-        heads = torch.arange(seen.key_ranks.shape[1], device=seen.key_ranks.device)[:, None]
-        mixed = seen.key_ranks.long() * ODD[0] + heads * ODD[1] + (self.seed * 1000 + seen.layer) * ODD[2]
+        heads = torch.arange(seen.key_indices.shape[1], device=seen.key_indices.device)[:, None]
+        mixed = seen.key_indices.long() * ODD[0] + heads * ODD[1] + (self.seed * 1000 + seen.layer) * ODD[2]
         for shift in (15, 13, 16):
             mixed = mixed & 0xFFFFFFFF
             mixed = (mixed ^ (mixed >> shift)) * ODD[shift % 3]

@@ -67,7 +67,7 @@ class ExpectedAttention(Scorer):
         return seen.once(self, lambda: self._score(seen))
 
     def _score(self, seen: AttentionStats) -> Tensor:
-        competes = seen.key_valid & (seen.key_ranks >= self.sinks)
+        competes = seen.key_valid & (seen.key_indices >= self.sinks)
         logits = self._logits(seen, seen.k.float().masked_fill(~seen.key_valid[..., None], 0.0))
         hidden = ~competes.repeat_interleave(seen.group, 1)
         sinks = None if seen.softmax.sinks is None else seen.softmax.sinks[:, None]
@@ -131,11 +131,11 @@ class Moments(NamedTuple):
 
 
 def _moments(seen: AttentionStats, last: int, first: Tensor) -> Moments:
-    """Sum up those of the ``last`` newest columns of queries that have ranks from ``first`` ``[B]`` on."""
-    ranks = seen.query_ranks[:, -last:]
-    counted = (seen.query_valid[:, -last:] & (ranks >= first[:, None]))[:, None, :, None]
+    """Sum up those of the ``last`` newest columns of queries that have token indices from ``first`` ``[B]`` on."""
+    token_indices = seen.query_indices[:, -last:]
+    counted = (seen.query_valid[:, -last:] & (token_indices >= first[:, None]))[:, None, :, None]
     # A place further on, for all queries of a sequence, turns the statistics and the future places alike.
-    q = seen.turn(seen.q[:, :, -last:].float(), -ranks[:, None]).masked_fill(~counted, 0.0)
+    q = seen.turn(seen.q[:, :, -last:].float(), -token_indices[:, None]).masked_fill(~counted, 0.0)
     number = counted.sum((1, 2))
     mean = q.sum(2) / number.clamp_min(1)[..., None]
     centred = (q - mean[:, :, None]).masked_fill(~counted, 0.0)

@@ -93,7 +93,7 @@ class KVzip(Scorer):
     def score(self, seen: AttentionStats) -> Tensor:
         """Return the largest weight; 0 for what was not repeated."""
         found = self.recorded(seen).get("repeated")
-        return torch.zeros_like(seen.key_ranks, dtype=torch.float32) if found is None else found
+        return torch.zeros_like(seen.key_indices, dtype=torch.float32) if found is None else found
 
     def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:
         """Return the chunks of a prompt's token ids ``context``, and what the model reads to repeat each."""

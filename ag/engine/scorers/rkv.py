@@ -72,12 +72,12 @@ class RKV(Scorer):
         """Return ``R``, ``[B, Hkv, N]``, which sums to 1 over the tokens of a head."""
         valid = seen.key_valid
         keys = F.normalize(seen.k.float().masked_fill(~valid[..., None], 0.0), dim=-1)
-        ranks = seen.key_ranks.masked_fill(~valid, -1)
+        token_indices = seen.key_indices.masked_fill(~valid, -1)
         slots = torch.arange(keys.shape[2], device=keys.device)
         alike = torch.zeros(keys.shape[:3], device=keys.device)
         for some in slots.split(max(1, PAIRS // max(1, alike.numel()))):
             cosine = (keys[:, :, some] @ keys.mT).masked_fill_(slots == some[:, None], 0.0)
-            newest, place = torch.where(cosine > self.threshold, ranks[:, :, None], -1).max(-1, keepdim=True)
+            newest, place = torch.where(cosine > self.threshold, token_indices[:, :, None], -1).max(-1, keepdim=True)
             dropped = torch.where(newest >= 0, place, len(slots))  # past the end: none
             cosine = F.pad(cosine, (0, 1)).scatter_(-1, dropped, 0.0)[..., :-1]
             alike += cosine.sum(2)

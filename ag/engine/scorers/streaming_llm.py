@@ -29,4 +29,4 @@ class StreamingLLM(Scorer):
 
     def score(self, seen: AttentionStats) -> Tensor:
         """Return the position."""
-        return seen.key_ranks.float()
+        return seen.key_indices.float()
