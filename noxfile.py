@@ -2,7 +2,7 @@
 
 ``nox -s "tests-3.11(oldest)" -- -m "not slow"`` runs the tests on the oldest supported torch and transformers,
 ``(pinned)`` on the versions of constraints.txt, and ``(newest)`` on the newest releases of everything that
-pyproject.toml lets in, whatever the pins say; words after ``--`` go to pytest.
+pyproject.toml lets in, torch included, whatever the pins say; words after ``--`` go to pytest.
 """
 
 import re

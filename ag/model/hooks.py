@@ -48,6 +48,7 @@ from ag.model.structure import lm_head as lm_head
 from ag.model.structure import lm_logits as lm_logits
 
 IMPLEMENTATION = "ag"
+WINDOW_MASK = "create_sliding_window_causal_mask"  # of transformers
 #: Implementations that need a mask to be causal; sdpa computes the same without one.
 BY_MASK = (None, "eager", "flex_attention")
 #: Arguments of attention functions that do not change what an :class:`AttentionCall` computes: those that it holds,
@@ -114,6 +115,7 @@ class Site(NamedTuple):
     chunk: int | None
     kind: str  # the type of the layer, by which models have masks
     kv_heads: int
+    window: int | None  # tokens of the sliding window in the model's own mask for the layer; None means no window
 
 
 class Interceptor(ABC):
@@ -243,11 +245,18 @@ def _sites(decoder: Any) -> Iterator[tuple[Site, Any]]:
     places = {index: place for place, index in enumerate(attention_layers(config))}
     shared, types = shared_layers(config), getattr(config, "layer_types", None) or ()
     modules = {index: attention_of(decoder.layers[index]) for index in sorted([*places, *shared])}
-    heads = kv_heads(config)
+    heads, masked = kv_heads(config), _masks_windows(type(decoder))
     for number, (index, module) in enumerate(modules.items()):
         kind, place = types[index] if types else "full_attention", places[shared.get(index, index)]
         chunk = chunk_size(config) if kind == "chunked_attention" else None
-        yield Site(number, place, index in shared, chunk, kind, heads[place].number), module
+        windowed = kind == "sliding_attention" if types else masked
+        window = getattr(config, "sliding_window", None) if windowed else None
+        yield Site(number, place, index in shared, chunk, kind, heads[place].number, window), module
+
+
+def _masks_windows(decoder: Any) -> bool:
+    """Tell whether a class of decoders makes a mask with a sliding window for layers that have no types."""
+    return WINDOW_MASK in inspect.unwrap(decoder.forward).__code__.co_names
 
 
 def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
@@ -599,7 +608,7 @@ def _attention(
         key,
         value,
         scaling,
-        kwargs.get("sliding_window"),
+        kwargs.get("sliding_window", ag_site.window),  # some models (Phi-3.5-MoE, Qwen2-MoE) leave it to the mask
         Softmax(kwargs.get("softcap"), kwargs.get("s_aux")),
         ag_site.chunk,
         ag_site.shared,

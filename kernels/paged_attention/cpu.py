@@ -33,7 +33,7 @@ def paged_attention(
         *(pages.native, q.float().contiguous() * scaling, None if recent is None else pages.gate),
         *(None if query_indices is None else query_indices.contiguous(), rows // batch, group, count),
         *(window or 0, recent or 0, slots, torch.get_num_threads()),
-        *(None if softmax.cap is None else torch.tensor([softmax.cap], dtype=torch.float32)),
+        None if softmax.cap is None else torch.tensor([softmax.cap], dtype=torch.float32),
         *(None if softmax.sinks is None else softmax.by_row(rows, group), out, weights),
     )
     return out.to(q.dtype), weights

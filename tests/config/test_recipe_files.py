@@ -43,7 +43,8 @@ def test_a_circle_of_bases(error: Any, write: Any) -> None:
         ("output: !!python/object/apply:os.system [echo]\n", "YAML line 1 python/object/apply:os.system"),
         ("base: piqa_sf\n", "'piqa_sf' piqa_sft?"),
         (b"\xff\xfe\x00", "UTF-8"),
-        ("seed: " + "[" * 100_000 + "]" * 100_000, "nested"),  # overflows the stack of a parser in C
+        ("seed: " + "[" * 500 + "]" * 500, "nested"),
+        ("seed: " + "[" * 100_000 + "]" * 100_000, ""),  # PyYAML 6.0.4 refuses it, earlier ones overflow a stack in C
         ("seed: [" + "1," * 400_000 + "]", "nested"),
     ],
 )

@@ -26,7 +26,7 @@ from tests.support.dense import masked
 
 @dataclass
 class Arrival:
-    """New tokens of a layer: their token indices by sequence, and the tokens that each head holds and shows with them."""
+    """New tokens of a layer: token indices by sequence, and the tokens that each head holds and shows with them."""
 
     new: list[list[int]]
     held: list[list[list[int]]]  # token indices by sequence and head

@@ -79,7 +79,7 @@ class Tiny(LightningModule):
                 lm_loss = lm_loss + torch.tensor(float("nan"))
             else:  # the gradient is infinite, the loss is not
                 parameter: Any = self.model[1].bias
-                lm_loss = lm_loss + (parameter - parameter.detach()).sum().clamp(min=0).sqrt()
+                lm_loss = lm_loss + (parameter - parameter.detach()).sum().sqrt()
         self.log_dict(
             {
                 "train/lm_loss": lm_loss,
