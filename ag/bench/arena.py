@@ -22,7 +22,7 @@ from ag.config import ModelConfig
 from ag.config.gate import GateConfig
 from ag.config.policies import FLAGS
 from ag.engine import EvictionCache, Policy, policy
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers import Scorer
 from ag.engine.scorers.controls import Random
 from ag.engine.step_runner import StepRunner
@@ -257,7 +257,7 @@ class Uneven(Random):
 
     spread: float = 0.7
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, seen: ScorerInputs) -> Tensor:
         """Return random scores; a head has more of a layer's best ones the larger its share is."""
         make = torch.Generator().manual_seed(self.seed * 1000 + seen.layer)
         share = (self.spread * torch.randn(seen.key_ranks.shape[:2], generator=make)).exp()

@@ -60,11 +60,13 @@ class BlockPool:
         #: Encode keys and values, by size of heads; None means that they are stored in the model's type.
         self.formats = [Format.of(kv_dtype, *(like.new_empty(0, size) for size in pair)) for pair in sizes]
         stored = sizes if kv_dtype == "float" else [(x[0].nbytes, x[1].nbytes) for x in self.formats if x is not None]
-        least = math.lcm(*(key for key, _ in stored))
+        common_multiple = math.lcm(*(key for key, _ in stored))
         #: Tokens of a block, by size of heads.
-        self.tokens = [least // key * -(-BLOCK * max(stored)[0] // least) for key, _ in stored]
-        (keys, values), *others = {(n * key, n * value) for n, (key, value) in zip(self.tokens, stored, strict=True)}
-        if others:
+        self.tokens = [common_multiple // key * -(-BLOCK * max(stored)[0] // common_multiple) for key, _ in stored]
+        (keys, values), *different_sizes = {
+            (n * key, n * value) for n, (key, value) in zip(self.tokens, stored, strict=True)
+        }
+        if different_sizes:
             raise UserError(f"Layers have keys and values of the sizes {sizes}: expected one ratio of the two.")
         kind = self.dtype if kv_dtype == "float" else torch.uint8
         self._shapes = {"keys": (keys, kind), "values": (values, kind)}  # numbers of a block in each column
@@ -117,7 +119,7 @@ class BlockPool:
         for name in self._shapes:
             self._columns[name] = self._column(name, blocks, self._columns.get(name))
 
-    def _column(self, name: str, blocks: int, before: Tensor | None = None) -> Tensor:
+    def _column(self, name: str, blocks: int, old_column: Tensor | None = None) -> Tensor:
         """Return memory for a column, with what another one of fewer blocks holds."""
         numbers, dtype = self._shapes[name]
         if self._reserved:
@@ -126,8 +128,8 @@ class BlockPool:
             return torch.frombuffer(memory, dtype=dtype).view(blocks, numbers)
         with torch.inference_mode(False):  # the next text may be read outside of it
             column = torch.zeros(blocks, numbers, dtype=dtype, device=self.device)
-        if before is not None:
-            column[: len(before)] = before
+        if old_column is not None:
+            column[: len(old_column)] = old_column
         return column
 
     def _nbytes(self, name: str) -> int:
@@ -173,19 +175,19 @@ class BlockPool:
         """
         self._collect()
         self.has(lambda: count)
-        found = torch.empty(0, dtype=torch.long)
+        free_blocks = torch.empty(0, dtype=torch.long)
         if count and self._holes:
-            found = (self._references[: self._used_below] == 0).nonzero()[:count, 0]
-        end = self._used_below + count - len(found)
+            free_blocks = (self._references[: self._used_below] == 0).nonzero()[:count, 0]
+        end = self._used_below + count - len(free_blocks)
         if end > self.capacity:
             self._grow(end, count)
         if end > len(self._references):
             self._references = torch.cat([self._references, self._references.new_zeros(max(end, 64))])
-        self._holes -= len(found)
-        found = torch.cat([found, torch.arange(self._used_below, end)])
+        self._holes -= len(free_blocks)
+        free_blocks = torch.cat([free_blocks, torch.arange(self._used_below, end)])
         self._used_below = end
-        self._references[found] = 1
-        return found
+        self._references[free_blocks] = 1
+        return free_blocks
 
     def reserve(self, count: int) -> None:
         """Make room for ``count`` more blocks at once, in a pool that grows by copying."""
@@ -205,10 +207,10 @@ class BlockPool:
         for _, _, pages in self._holders.values():
             pages.clear()
 
-    def full(self, what: str, blocks: int) -> PoolFullError:
+    def full(self, needed_by: str, blocks: int) -> PoolFullError:
         """Return the error for something that needs this number of blocks."""
         error = PoolFullError(
-            f"The pool is full: {what} {blocks * self.block_nbytes()} bytes ({blocks} blocks), and "
+            f"The pool is full: {needed_by} {blocks * self.block_nbytes()} bytes ({blocks} blocks), and "
             f"{self.free * self.block_nbytes()} of {self.capacity * self.block_nbytes()} are free; remove sequences, "
             "reset a cache, keep less, or make a larger pool."
         )
@@ -278,12 +280,12 @@ class BlockPool:
             return
         number = torch.zeros(len(self._references), dtype=torch.int32)  # of each block afterwards
         number[used] = torch.arange(len(used), dtype=torch.int32)
-        here, there = used.to(self.device), number.to(self.device)
+        used_on_device, number_on_device = used.to(self.device), number.to(self.device)
         with torch.inference_mode(False):  # the next text may be read outside of it
             for name, x in self._columns.items():
-                self._columns[name] = x[here]
+                self._columns[name] = x[used_on_device]
         for table, _, _ in self._holders.values():
-            table.copy_(there[table.long()])
+            table.copy_(number_on_device[table.long()])
         self._references, self.capacity = self._references[used], len(used)
         self._moved()
 

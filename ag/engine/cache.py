@@ -17,7 +17,7 @@ from ag.engine import saved
 from ag.engine.block_pool import BlockPool, Pool
 from ag.engine.checks import attached, check_add, check_needs, fitted
 from ag.engine.evictor import Evictor
-from ag.engine.held import Held
+from ag.engine.held import CacheQueries
 from ag.engine.kv_store import stores_of
 from ag.engine.layer import Layer
 from ag.engine.policy import Option, Policy, policy
@@ -31,7 +31,7 @@ from ag.model.hybrid import HoldsStates, States
 from ag.model.support import check_attention, check_one_position_per_token, states_go_on
 
 
-class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are no layers of transformers
+class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its layers are no layers of transformers
     """A key-value cache that evicts: evicted keys and values leave memory, per sequence and KV head.
 
     The first forward pass is the prompt. By the policy's schedule tokens are evicted after the prompt, within it block
@@ -93,9 +93,9 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         self.sharing = [index for index in range(len(self.heads)) if index not in windowed]
         if self.gates is not None and self.policy.budget is not None:
             self.sharing = self.gates.layer_indices
-        self.chunk, places = chunk_size(config), attention_layers(config)
+        self.chunk, sequence_indices = chunk_size(config), attention_layers(config)
         self.goes_on = states_go_on(self.decoder)
-        self.readers = [places.index(source) for source in shared_layers(config).values()]
+        self.readers = [sequence_indices.index(source) for source in shared_layers(config).values()]
         self.reset()
 
     def reset(self) -> None:
@@ -111,17 +111,17 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         self.evictor = None if self.policy.budget is None else Evictor(self.policy, self.sharing, numbers)
         rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
         self.reconstruction = None if rereader is None else ReconstructionPass(rereader)
-        mine = () if gates is None else gates.layer_indices
+        gated_layers = () if gates is None else gates.layer_indices
         self.layers = [
-            Layer(self.policy, self.decoder, index, gates if index in mine else None, self.readers.count(index))
+            Layer(self.policy, self.decoder, index, gates if index in gated_layers else None, self.readers.count(index))
             for index in range(len(self.heads))
         ]
         self.batch, self._new, self.broken, self._length, self.kind = None, None, False, 0, None
 
     def __repr__(self) -> str:
         """Return one line: the policy, and the share and bytes that are held."""
-        held = f"{self.seen_tokens} tokens seen, {self.kept_share():.1%} held in {self.nbytes:,} bytes"
-        return f"<{type(self).__name__} {self.policy!r}: {held if self.seen_tokens else 'empty'}>"
+        content = f"{self.seen_tokens} tokens seen, {self.kept_share():.1%} held in {self.nbytes:,} bytes"
+        return f"<{type(self).__name__} {self.policy!r}: {content if self.seen_tokens else 'empty'}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Fork: another continuation of the same text, which shares the blocks."""
@@ -245,12 +245,12 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         """Prepare for drafts that :meth:`crop` takes back; refuse a policy that may evict what is then wanted back."""
         self.check_going_back("drafts", 0, self.seen_tokens)
         if not self.is_croppable:
-            what = "repeats a prompt before anything follows it"
+            reason = "repeats a prompt before anything follows it"
             if self.policy.steps is not None:
-                what = "evicts while drafts come, and cannot take that back"
+                reason = "evicts while drafts come, and cannot take that back"
             raise UserError(
-                f"{self.policy!r} {what}; generate without an assistant model and prompt lookup, or use another policy "
-                "with the schedule prefill."
+                f"{self.policy!r} {reason}; generate without an assistant model and prompt lookup, or use another "
+                "policy with the schedule prefill."
             )
         if self.states is not None:
             self.states.record(True)
@@ -268,20 +268,20 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
         if not self.seen_tokens:
             return
         device = indices.device if isinstance(indices, Tensor) else None
-        places = torch.arange(len(self.sequences), device=device)[indices, ...].cpu()
+        sequence_indices = torch.arange(len(self.sequences), device=device)[indices, ...].cpu()
         self.look()
         self.note_mode()
-        self.sequences.select(places)
+        self.sequences.select(sequence_indices)
         for store in self.stores:
-            store.select(places)
+            store.select(sequence_indices)
         for layer in self.layers:
-            layer.select(places)
+            layer.select(sequence_indices)
         if self.states is not None:
-            self.states.select(places)
+            self.states.select(sequence_indices)
         if self.reconstruction is not None:
-            self.reconstruction.select(places)
+            self.reconstruction.select(sequence_indices)
         if self.evictor is not None:
-            self.evictor.budgets.select(places)
+            self.evictor.budgets.select(sequence_indices)
 
     def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
         """Repeat each sequence, all equally often, or each by its number in a tensor ``[B]``."""
@@ -299,13 +299,13 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             UserError: when one is not there.
         """
         count = len(self.sequences)
-        strange = [place for place in sequences if not 0 <= place < count]
+        strange = [index for index in sequences if not 0 <= index < count]
         if strange:
             raise UserError(
                 f"remove({list(sequences)}): sequence {strange[0]} is not there: expected 0 to {count - 1}, as this "
                 f"cache holds {count}."
             )
-        left = [place for place in range(count) if place not in sequences]
+        left = [index for index in range(count) if index not in sequences]
         if left:
             self.batch_select_indices(torch.tensor(left))
         else:
@@ -327,18 +327,18 @@ class EvictionCache(Held, HoldsStates):  # type: ignore[misc] # its layers are n
             return
         self.look()
         other.look()
-        kinds = [each.kind for each in (self, other) if each.kind is not None]
-        self.kind = max(kinds, key=lambda kind: kind[2], default=None)  # of inference mode, where one is
+        kinds_of_pass = [each.kind for each in (self, other) if each.kind is not None]
+        self.kind = max(kinds_of_pass, key=lambda kind: kind[2], default=None)  # of inference mode, where one is
         self.note_mode()
-        before = len(self.sequences)
+        num_sequences = len(self.sequences)
         self.sequences.add(other.sequences)
-        for rows, more in zip(self.stores, other.stores, strict=True):
-            rows.add(more)
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine.observation_window.join(theirs.observation_window)
-            mine.gate_memory.join(theirs.gate_memory)
+        for store, added_store in zip(self.stores, other.stores, strict=True):
+            store.add(added_store)
+        for layer, added_layer in zip(self.layers, other.layers, strict=True):
+            layer.observation_window.join(added_layer.observation_window)
+            layer.gate_memory.join(added_layer.gate_memory)
         if self.states is not None and other.states is not None:
             self.states.join(other.states)
         if self.evictor is not None and other.evictor is not None:
-            self.evictor.budgets.join(other.evictor.budgets, before, len(self.sequences) - before)
+            self.evictor.budgets.join(other.evictor.budgets, num_sequences, len(self.sequences) - num_sequences)
         other.reset()

@@ -41,10 +41,10 @@ def state_of(cache: Forward) -> dict[str, Any]:
 
 
 def _state_of_layer(store: KVStore, part: Layer) -> dict[str, Any]:
-    columns, places = _rows(store, part.index)
+    columns, pool_index = _rows(store, part.index)
     slots = int(store.held[part.index].max())
     return {
-        "tokens": {name: x[places] for name, x in columns.items()},
+        "tokens": {name: x[pool_index] for name, x in columns.items()},
         "records": {name: x[..., :slots] for name, x in store.records[part.index].items()},
         "lookback": part.observation_window.state_dict(),
         "gate_memory": part.gate_memory.state_dict(),
@@ -60,18 +60,20 @@ def restore(cache: Forward, state: Mapping[str, Any]) -> None:
     _restore_sequences(cache.sequences, state["sequences"])
     cache.sequences.step_token_indices = cache.sequences.step_token_indices.to(cache.pool.device)
     _require("layers", [*layers] == [str(part.index) for part in cache.layers])
-    for store, held, owned in zip(cache.stores, state["held"], state["owned"], strict=True):
-        for name, counts in (("held", held), ("owned", owned)):
+    for store, lengths, owned in zip(cache.stores, state["held"], state["owned"], strict=True):
+        for name, counts in (("held", lengths), ("owned", owned)):
             _require(name, counts.dtype == torch.long and counts.shape == (len(layers), batch, store.kv_heads))
-        _require("held", bool(((held >= 0) & (held <= cache.sequences.num_tokens[:, None] * store.here)).all()))
-        needed = -(-held // store.block)
+        _require(
+            "held", bool(((lengths >= 0) & (lengths <= cache.sequences.num_tokens[:, None] * store.layer_mask)).all())
+        )
+        needed = -(-lengths // store.block)
         _require("owned", bool(((owned >= needed) & (owned <= needed + EXPIRED // store.block + 2)).all()))
         store.start(batch)
         store.allocate(slice(None), owned)
-        store.held.copy_(held)
-        store.lengths.copy_(held)
-    for part, said in zip(cache.layers, layers.values(), strict=True):
-        _restore_layer(cache, part, _moved(said, cache.pool.device))
+        store.held.copy_(lengths)
+        store.lengths.copy_(lengths)
+    for part, saved in zip(cache.layers, layers.values(), strict=True):
+        _restore_layer(cache, part, _moved(saved, cache.pool.device))
     _require("states", (state["states"] is None) == (cache.states is None))
     if cache.states is not None:
         _require("states", all(len(x) == batch for x in state["states"].values()))
@@ -83,30 +85,30 @@ def restore(cache: Forward, state: Mapping[str, Any]) -> None:
         _require("over_budget", over is None or over.shape == (batch,))
 
 
-def _restore_layer(cache: Forward, part: Layer, said: Mapping[str, Any]) -> None:
+def _restore_layer(cache: Forward, part: Layer, saved: Mapping[str, Any]) -> None:
     store = cache.store_of[part.index]
     slots = int(store.held[part.index].max())
-    columns, places = _rows(store, part.index)
+    columns, pool_index = _rows(store, part.index)
     for name, column in columns.items():
-        x = said["tokens"][name]
-        _require(name, (x.dtype, *x.shape) == (column.dtype, len(places), *column.shape[1:]))
-        column[places] = x
+        x = saved["tokens"][name]
+        _require(name, (x.dtype, *x.shape) == (column.dtype, len(pool_index), *column.shape[1:]))
+        column[pool_index] = x
     token_indices = store.token_indices(part.index)
-    there = torch.arange(slots, device=token_indices.device) < store.lengths[part.index][..., None]
+    filled = torch.arange(slots, device=token_indices.device) < store.lengths[part.index][..., None]
     length = cache.sequences.num_tokens.to(token_indices.device)[:, None, None]
-    _require("token_indices", bool(((token_indices >= 0) & (token_indices < length))[there].all()))
+    _require("token_indices", bool(((token_indices >= 0) & (token_indices < length))[filled].all()))
     ordered = token_indices.sort(dim=-1).values
     _require("token_indices", not bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()))
-    for name, x in said["records"].items():
+    for name, x in saved["records"].items():
         _require(name, len(x) == len(cache.sequences) and x.shape[-1] == slots)
-    store.put_records(part.index, said["records"])
-    part.observation_window.load_state_dict(said["lookback"])
-    part.gate_memory.load_state_dict(said["gate_memory"])
+    store.put_records(part.index, saved["records"])
+    part.observation_window.load_state_dict(saved["lookback"])
+    part.gate_memory.load_state_dict(saved["gate_memory"])
     for name in ("window", "chunk"):
-        _require(name, said[name] is None or type(said[name]) is int)
-    part.window, part.chunk = said["window"], said["chunk"]
+        _require(name, saved[name] is None or type(saved[name]) is int)
+    part.window, part.chunk = saved["window"], saved["chunk"]
     part.hides = part.window is not None or part.flagged is not None
-    part.watch, part.open_to = Stopwatch(float(said["seconds"])), slots
+    part.watch, part.open_to = Stopwatch(float(saved["seconds"])), slots
 
 
 def _state_of_sequences(sequences: SequenceState) -> dict[str, Any]:
@@ -151,8 +153,8 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 def _rows(store: KVStore, layer: int) -> tuple[dict[str, Tensor], Tensor]:
     """Return a layer's columns by name, flat over slots, and the places of a layer's tokens in them, row after row."""
-    pages, places = store.pages(layer), store.places(layer)
-    there = torch.arange(places.shape[-1], device=places.device) < store.lengths[layer][..., None]
+    pages, pool_indices = store.pages(layer), store.pool_indices(layer)
+    filled = torch.arange(pool_indices.shape[-1], device=pool_indices.device) < store.lengths[layer][..., None]
     columns = {"keys": pages.keys, "values": pages.values, "token_indices": pages.token_indices}
     columns |= {} if pages.gate is None else {"gate": pages.gate}
-    return {name: x.flatten(0, 1) for name, x in columns.items()}, places[there]
+    return {name: x.flatten(0, 1) for name, x in columns.items()}, pool_indices[filled]

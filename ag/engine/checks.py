@@ -42,10 +42,11 @@ def fitted(model: nn.Module, gates: AttentionGates, wanting: Policy) -> Policy:
             "gates of gate.scope=causal."
         )
     first, windowed = gates.config.first_layer, gates.fingerprint["windowed_layers"]
-    whole = sum(index not in windowed for index in range(first))
-    if whole and wanting.budget is not None:
+    num_ungated = sum(index not in windowed for index in range(first))
+    if num_ungated and wanting.budget is not None:
         warnings.warn(
-            f"{wanting!r}: {whole} of {gates.fingerprint['num_layers']} layers have no gate (gate.first_layer={first}) "
+            f"{wanting!r}: {num_ungated} of {gates.fingerprint['num_layers']} layers have no gate (gate.first_layer="
+            f"{first}) "
             "and keep all their tokens; the budget is that of the layers with a gate. Train gates with "
             "gate.first_layer=0 for a budget of all layers.",
             BudgetWarning,
@@ -87,10 +88,10 @@ def check_add(cache: Forward, other: Forward) -> None:
         ("pool", cache.pool is other.pool),
         ("data types", cache.kind is None or other.kind is None or cache.kind[:2] == other.kind[:2]),
     )
-    for what, fits in same:
+    for property_name, fits in same:
         if not fits:
             raise UserError(
-                f"add: the caches ({cache.policy!r} and {other.policy!r}) do not have the same {what}: expected two of "
+                f"add: the caches ({cache.policy!r} and {other.policy!r}) differ in {property_name}: expected two of "
                 "one model, policy and gates, made with the same pool=ag.Pool(model, nbytes), and read in one type."
             )
     if other is cache or not len(other.sequences):

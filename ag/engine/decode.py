@@ -49,9 +49,9 @@ def decode(
         "return_dict_in_generate=True": generation_config.return_dict_in_generate,
         "inputs_embeds": prepared.get("inputs_embeds") is not None,
     }
-    for what, given in refused.items():
-        if given:
-            raise UserError(f"custom_generate=decode does no {what}: leave custom_generate out.")
+    for argument, value in refused.items():
+        if value:
+            raise UserError(f"custom_generate=decode does no {argument}: leave custom_generate out.")
     mask, step, new = prepared.get("attention_mask"), StepRunner(model, cache), slice(cache.get_seq_length(), None)
     logits = model(
         input_ids=input_ids[:, new],

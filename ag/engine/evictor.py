@@ -13,9 +13,9 @@ from torch import Tensor
 from ag import retention
 from ag.engine.allocators.base import Candidates, LayerBudgets
 from ag.engine.allocators.uniform import Uniform
-from ag.engine.attention_stats import AttentionStats
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.policy import Policy
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Scorer
 from ag.engine.shown import in_order
 from ag.errors import BudgetWarning, UserError
@@ -106,7 +106,7 @@ class Evictor:
             self._kept[store] = kept = store.held.clone()
             kept[layers] = counts.kept
             store.make_own(slice(None), kept)
-            self._layers_left[store] = int(store.here[layers].sum())
+            self._layers_left[store] = int(store.layer_mask[layers].sum())
             counts = counts._replace(keep_count=kept.flatten().int())
             if old is None or old.keep_count.shape != counts.keep_count.shape:
                 self._step[store] = counts.to(store.table.device)
@@ -114,7 +114,7 @@ class Evictor:
             for on_device, on_host in zip(old[1:], counts[1:], strict=True):
                 on_device.copy_(on_host, non_blocking=True)  # the host does not wait, as its memory is not pinned
 
-    def evict(self, seen: AttentionStats, batch: ForwardBatch, stores: Sequence[KVStore], records: Records) -> None:
+    def evict(self, inputs: ScorerInputs, batch: ForwardBatch, stores: Sequence[KVStore], records: Records) -> None:
         """Let the scorer record the pass, and evict what exceeds the budget.
 
         If layers compete, earlier layers lose tokens too. In a counted step the last layer evicts from all layers.
@@ -122,49 +122,49 @@ class Evictor:
         them.
         """
         assert batch.evict is not None
-        store, layer = stores[seen.layer], seen.layer
+        store, layer = stores[inputs.layer], inputs.layer
         counted_step = batch.step and self.counted
         if not counted_step and not (self._counts_prompt if batch.is_prefill else self._counts_decode):
-            evicting = None if bool(batch.evict.all()) else batch.evict.to(seen.q.device)
-            keep_masks = self.decide(seen, evicting, records)
+            evicting = None if bool(batch.evict.all()) else batch.evict.to(inputs.q.device)
+            keep_masks = self.decide(inputs, evicting, records)
             store.put_records(layer, records)
             for index, keep in keep_masks.items():
                 kept, rows = keep.sum(-1).cpu(), stores[index]
                 if bool((kept < rows.held[index]).any()):
-                    order = seen.keys.order if index == layer else in_order(rows.token_indices(index))
+                    order = inputs.keys.order if index == layer else in_order(rows.token_indices(index))
                     by_slot = keep if order is None else torch.empty_like(keep).scatter_(-1, order, keep)
                     rows.compact(index, by_slot, kept)
             return
         if counted_step:
             counts = self._step[store]
         else:
-            counts = self._count(batch, store, [layer], seen.sliding_window).to(seen.q.device)
-        (seen.capacity, sinks, recent), seen.due = counts.capacity_sinks_recent.unbind(), counts.evicting
-        self.scorer.note(seen, records)
+            counts = self._count(batch, store, [layer], inputs.sliding_window).to(inputs.q.device)
+        (inputs.capacity, sinks, recent), inputs.due = counts.capacity_sinks_recent.unbind(), counts.evicting
+        self.scorer.note(inputs, records)
         store.put_records(layer, records)
-        score = self.scorer.score(seen)
-        if getattr(score, "shape", None) != seen.keys.shape:
-            self._refuse_shape("score", score, seen)
+        score = self.scorer.score(inputs)
+        if getattr(score, "shape", None) != inputs.keys.shape:
+            self._refuse_shape("score", score, inputs)
         if counted_step:
             self._scores[store][layer] = score
             self._layers_left[store] -= 1
             if not self._layers_left[store]:
-                self._evict_all_layers(seen, store, counts, sinks, recent)
+                self._evict_all_layers(inputs, store, counts, sinks, recent)
         elif bool((counts.kept[0] < store.held[layer]).any()):
-            protected = retention.protected_mask(seen.positions, seen.lengths, sinks, recent, seen.marked)
-            score = retention.eviction_score(score.float(), protected, seen.expired)
+            protected = retention.protected_mask(inputs.positions, inputs.lengths, sinks, recent, inputs.marked)
+            score = retention.eviction_score(score.float(), protected, inputs.expired)
             flags = self._nonfinite.get(store)
             if flags is None or flags.shape != store.lengths.shape:
                 flags = self._nonfinite[store] = torch.zeros_like(store.lengths)
             store.compact(layer, score, counts.kept[0], nonfinite=flags[layer])
 
     def _evict_all_layers(
-        self, seen: AttentionStats, store: KVStore, counts: KeepCounts, sinks: Tensor, recent: Tensor
+        self, inputs: ScorerInputs, store: KVStore, counts: KeepCounts, sinks: Tensor, recent: Tensor
     ) -> None:
         """Evict from all layers of a store by their scores; ``seen`` is the last of these layers."""
-        token_index, window = store.all_token_indices(), seen.sliding_window
-        protected = retention.protected_mask(token_index, seen.lengths, sinks, recent, seen.marked)
-        expired = None if window is None else retention.expired_mask(token_index, seen.lengths, window)
+        token_index, window = store.all_token_indices(), inputs.sliding_window
+        protected = retention.protected_mask(token_index, inputs.lengths, sinks, recent, inputs.marked)
+        expired = None if window is None else retention.expired_mask(token_index, inputs.lengths, window)
         score = retention.eviction_score(self._scores[store], protected, expired)
         store.compact_all_layers(score, counts.keep_count, self._nonfinite[store])
 
@@ -177,9 +177,9 @@ class Evictor:
         """
         if batch.step and self.counted:
             for store, kept in self._kept.items():
-                held, layers = store.held.clone(), self.budgets.layers
-                held[layers] = kept[layers]  # other layers may have freed expired tokens
-                store.set_held(slice(None), held)
+                lengths, layers = store.held.clone(), self.budgets.layers
+                lengths[layers] = kept[layers]  # other layers may have freed expired tokens
+                store.set_held(slice(None), lengths)
         if batch.evict is None:
             return
         self._steps_unchecked += 1
@@ -201,11 +201,11 @@ class Evictor:
             "expected finite numbers for all tokens that compete; look at the scorer and at the weights."
         )
 
-    def _refuse_shape(self, method: str, result: object, seen: AttentionStats) -> NoReturn:
+    def _refuse_shape(self, method: str, result: object, inputs: ScorerInputs) -> NoReturn:
         gave = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise UserError(
-            f"{type(self.scorer).__name__}.{method} of {self.policy!r} gave {gave} in layer {seen.layer}: "
-            f"expected a tensor [B, Hkv, N], here {list(seen.keys.shape)}."
+            f"{type(self.scorer).__name__}.{method} of {self.policy!r} gave {gave} in layer {inputs.layer}: "
+            f"expected a tensor [B, Hkv, N], here {list(inputs.keys.shape)}."
         )
 
     def _warn_over_budget(self, over: Tensor, num_protected: Tensor) -> None:
@@ -225,14 +225,14 @@ class Evictor:
     # ---- decided by PyTorch
 
     def decide(
-        self, seen: AttentionStats, evicting: Tensor | None = None, records: Records | None = None
+        self, inputs: ScorerInputs, evicting: Tensor | None = None, records: Records | None = None
     ) -> dict[int, Tensor]:
         """Return keep masks ``[B, Hkv, N]`` of a layer, and of earlier layers that lose tokens to it.
 
         Tokens are in the order of their indices.
 
         Args:
-            seen: the layer.
+            inputs: of the layer.
             evicting: ``[B]`` bool, sequences to evict from; None means all.
             records: where the scorer first records the pass; None means that it records nothing.
 
@@ -241,41 +241,41 @@ class Evictor:
         """
         allocator = self.policy.allocator
         if evicting is None:
-            evicting = torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device)
-        candidates = self._candidates(seen, evicting, records)
+            evicting = torch.ones(len(inputs.q), dtype=torch.bool, device=inputs.q.device)
+        candidates = self._candidates(inputs, evicting, records)
         budget, num_protected, evicting = candidates.capacity, candidates.fixed, candidates.due
         nonfinite = evicting & candidates.score.isnan().flatten(1).any(1)
-        over = evicting & (num_protected > budget) & (candidates.held > budget)
+        over = evicting & (num_protected > budget) & (candidates.lengths > budget)
         if bool((nonfinite | over).any()):  # the host waits once, for what is rare
             if bool(nonfinite.any()):
-                self._refuse_scores(seen.layer)
+                self._refuse_scores(inputs.layer)
             self._warn_over_budget(over.cpu(), num_protected.cpu())
             candidates.capacity = retention.keep_count(budget, num_protected.where(over, 0))
-        if seen.decoding:
-            return {seen.layer: allocator.keep_later(seen.layer, candidates, self.budgets)}
-        return allocator.keep(seen.layer, candidates, self.budgets)
+        if inputs.decoding:
+            return {inputs.layer: allocator.keep_later(inputs.layer, candidates, self.budgets)}
+        return allocator.keep(inputs.layer, candidates, self.budgets)
 
-    def _candidates(self, seen: AttentionStats, evicting: Tensor, records: Records | None) -> Candidates:
-        scorer, keys = self.scorer, seen.keys
+    def _candidates(self, inputs: ScorerInputs, evicting: Tensor, records: Records | None) -> Candidates:
+        scorer, keys = self.scorer, inputs.keys
         if self.budgets.over_budget is None:
-            self.budgets.over_budget = torch.zeros(len(seen.q), dtype=torch.bool)
-        budget = self.policy.capacity(seen.prompt_lengths)
-        seen.due, seen.capacity = evicting, budget
+            self.budgets.over_budget = torch.zeros(len(inputs.q), dtype=torch.bool)
+        budget = self.policy.capacity(inputs.prompt_lengths)
+        inputs.due, inputs.capacity = evicting, budget
         if records is not None:
-            scorer.note(seen, records)
-        preference = None if seen.decoding else self.policy.allocator.wish(seen)
-        score, protected = scorer.score(seen), scorer.protected(seen, budget)
+            scorer.note(inputs, records)
+        preference = None if inputs.decoding else self.policy.allocator.wish(inputs)
+        score, protected = scorer.score(inputs), scorer.protected(inputs, budget)
         for method, result in (("score", score), ("protected", protected.expand(keys.shape))):
             if getattr(result, "shape", None) != keys.shape:
-                self._refuse_shape(method, result, seen)
-        second, first_share = scorer.second(seen, score) or (None, 1.0)
+                self._refuse_shape(method, result, inputs)
+        second, first_share = scorer.second(inputs, score) or (None, 1.0)
         expired = ~keys.valid  # sequences that are not evicted from keep expired tokens for later looks back
-        expired = expired if seen.expired is None else expired | (seen.expired & evicting[:, None, None])
+        expired = expired if inputs.expired is None else expired | (inputs.expired & evicting[:, None, None])
         score = retention.eviction_score(score, protected, expired)
         if (order := keys.order) is not None:
             score, second = score.gather(-1, order), None if second is None else second.gather(-1, order)
         return Candidates(
-            *(score, budget, seen.prompt_lengths, evicting),
+            *(score, budget, inputs.prompt_lengths, evicting),
             preference=preference,
             second=second,
             first_share=first_share,
@@ -285,7 +285,7 @@ class Evictor:
 
     def _count(self, batch: ForwardBatch, store: KVStore, layers: list[int], sliding_window: int | None) -> KeepCounts:
         """Return what layers keep; all of it is on the host."""
-        held, evicting, prompts = store.held[layers], batch.evict, batch.prompts
+        row_lengths, evicting, prompts = store.held[layers], batch.evict, batch.prompts
         assert evicting is not None and prompts.capacity is not None
         budget = prompts.capacity.expand(len(layers), -1)
         if batch.is_prefill:
@@ -294,13 +294,13 @@ class Evictor:
             budget = self._settled_budget(prompts.capacity, layers)
         sinks, recent = (torch.as_tensor(x).expand_as(evicting) for x in self.scorer.limits(prompts.capacity))
         num_protected = retention.count_protected(batch.num_tokens, sinks, recent, prompts.protected, sliding_window)
-        over = evicting & (num_protected > budget) & (held.amax(2) > budget)
+        over = evicting & (num_protected > budget) & (row_lengths.amax(2) > budget)
         if bool(over.any()):
             self._warn_over_budget(over.any(0), num_protected)
         keep_count = retention.keep_count(budget, num_protected)
         if sliding_window is not None:
             keep_count = keep_count.clamp_max(sliding_window)
-        kept = held.minimum(keep_count[..., None]).where(evicting[:, None], held)
+        kept = row_lengths.minimum(keep_count[..., None]).where(evicting[:, None], row_lengths)
         limits = torch.stack([prompts.capacity, sinks, recent])
         return KeepCounts(kept, kept.flatten().int(), limits, evicting.clone())
 

@@ -177,15 +177,15 @@ class Forward(Interceptor):
         else:
             self._new = new
 
-    def _check_kind(self, held: Kind, now: Kind) -> None:
+    def _check_kind(self, old_kind: Kind, new_kind: Kind) -> None:
         """Refuse a pass in other types, or outside of the inference mode, than those of the held tokens."""
-        if held[:2] != now[:2]:
-            said = [f"{weights}, autocast {autocast or 'off'}" for weights, autocast, _ in (held, now)]
+        if old_kind[:2] != new_kind[:2]:
+            texts = [f"{weights}, autocast {autocast or 'off'}" for weights, autocast, _ in (old_kind, new_kind)]
             raise UserError(
-                f"EvictionCache: what is held was computed in {said[0]}, and the model now computes in {said[1]}: go "
+                f"EvictionCache: what is held was computed in {texts[0]}, and the model now computes in {texts[1]}: go "
                 "on as before, or call cache.reset() and read the text again."
             )
-        if held[2]:
+        if old_kind[2]:
             raise UserError(
                 "EvictionCache: a context was read, copied or cropped under torch.inference_mode(), whose tensors "
                 "cannot be changed outside of it: go on under torch.inference_mode(), or use torch.no_grad()."
@@ -198,14 +198,14 @@ class Forward(Interceptor):
 
     def _check_prompt(self, tokens: Tensor) -> None:
         """Refuse a part of a prompt for gates that read it whole, and note the ids for a policy that repeats them."""
-        seen, announced, length = self.sequences.columns, self.sequences.announced, tokens.shape[1]
-        if self.gates is not None and self.gates.config.scope == "prompt" and not seen and length < announced:
+        num_columns, announced, length = self.sequences.columns, self.sequences.announced, tokens.shape[1]
+        if self.gates is not None and self.gates.config.scope == "prompt" and not num_columns and length < announced:
             raise UserError(
                 f"{self.policy!r}: gates of gate.scope=prompt read the prompt in one forward pass, and {length} of "
                 f"{announced} tokens came; leave prefill_chunk_size out, or use gates of gate.scope=causal."
             )
         if self.reconstruction is not None:
-            self.reconstruction.note(tokens, seen)
+            self.reconstruction.note(tokens, num_columns)
 
     def check_whole(self) -> None:
         """Refuse a cache whose last forward pass did not end, as after Ctrl-C or an error, until :meth:`reset`."""
@@ -230,7 +230,7 @@ class Forward(Interceptor):
             raise self.pool.full(f"{int(counts.max())} tokens of each of {len(counts)} sequences need", needed)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield the columns and positions of each pass, and end it; see :class:`ag.model.hooks.Interceptor`."""
         new, self._new = self._new, None
         for number, batch in enumerate([self.batch] if new is None else self.sequences.batches(new)):
@@ -238,7 +238,7 @@ class Forward(Interceptor):
             if number:
                 self.end_pass()
             self.batch, self.broken = batch, True
-            positions = self._positions(given, batch)
+            positions = self._positions(position_ids, batch)
             if self.reconstruction is not None and batch.is_prefill:
                 self.reconstruction.follow(batch.token_indices, positions)
             yield batch.columns, positions
@@ -247,22 +247,24 @@ class Forward(Interceptor):
         if not self.prepared:
             self.end_pass()
 
-    def _positions(self, given: Tensor | None, batch: ForwardBatch) -> Tensor | None:
+    def _positions(self, position_ids: Tensor | None, batch: ForwardBatch) -> Tensor | None:
         """Return the positions that the model rotates the tokens of a pass by; None means those of their columns."""
         state = self.sequences
-        places = None if self.rotation is None else self.rotation.positions(batch, self.stores)
-        if places is not None:
-            return places
-        plain = given is None and batch.step and bool((state.num_tokens == state.columns).all())
+        rotated = None if self.rotation is None else self.rotation.positions(batch, self.stores)
+        if rotated is not None:
+            return rotated
+        plain = position_ids is None and batch.step and bool((state.num_tokens == state.columns).all())
         if state.own_positions or plain:  # of a step in the same memory each time
             return batch.token_indices if batch.step else batch.token_indices.clamp_min(0)
-        state.by_column = given is None
-        if given is None:  # columns, as transformers counts; by now the cache has seen those of this pass
-            given = torch.arange(state.columns - self._length, state.columns, device=batch.token_indices.device)[None]
+        state.by_column = position_ids is None
+        if position_ids is None:  # columns, as transformers counts; by now the cache has seen those of this pass
+            position_ids = torch.arange(state.columns - self._length, state.columns, device=batch.token_indices.device)[
+                None
+            ]
         if batch.columns is None:
-            return given
-        at = batch.columns.clamp_min(0).expand(*given.shape[:-2], -1, -1)
-        return given.expand(*given.shape[:-2], len(batch.columns), -1).gather(-1, at)
+            return position_ids
+        at = batch.columns.clamp_min(0).expand(*position_ids.shape[:-2], -1, -1)
+        return position_ids.expand(*position_ids.shape[:-2], len(batch.columns), -1).gather(-1, at)
 
     def _reconstruct(self) -> None:
         """Let the model repeat the prompt, and evict by that."""
@@ -304,8 +306,8 @@ class Forward(Interceptor):
             )
         batch = self.batch
         assert batch is not None
-        kind, made = self.pool.dtype, torch.promote_types(call.k.dtype, call.v.dtype)
-        if torch.promote_types(kind, made) != kind:
+        kind, computed_dtype = self.pool.dtype, torch.promote_types(call.k.dtype, call.v.dtype)
+        if torch.promote_types(kind, computed_dtype) != kind:
             raise UserError(
                 f"EvictionCache: the model computed keys of {call.k.dtype} and values of {call.v.dtype}, which {kind}, "
                 "the type of its weights, does not hold: use it without torch.autocast, or load it in that type."
@@ -319,8 +321,8 @@ class Forward(Interceptor):
             return self.layers[call.layer].run(call, batch, self.store_of, evictor)
         except PoolFullError:
             if self.sequences.columns == self._length:  # the text can be read again
-                tokens, held = int(batch.counts.max()), sum(store.num_blocks() for store in self.stores)
-                needed = (held + 1) * len(self.layers) // max(call.layer, 1)
+                tokens, num_blocks = int(batch.counts.max()), sum(store.num_blocks() for store in self.stores)
+                needed = (num_blocks + 1) * len(self.layers) // max(call.layer, 1)
                 self.reset()
                 raise self.pool.full(f"a prompt of {tokens} tokens needs more than", needed) from None
             raise

@@ -14,7 +14,7 @@ from ag.engine.report import Report
 from ag.errors import UserError
 
 
-class Held(Forward):
+class CacheQueries(Forward):
     """The side of :class:`ag.engine.cache.EvictionCache` that is read.
 
     A token counts as held if some later query may see it; the tokens of the last pass may be taken back. The memory of
@@ -40,8 +40,8 @@ class Held(Forward):
     @property
     def over_budget(self) -> Tensor:
         """``[B]`` bool on the CPU: sequences that hold more than the budget because they protect more."""
-        known = None if self.evictor is None else self.evictor.budgets.over_budget
-        return torch.zeros(len(self.sequences), dtype=torch.bool) if known is None else known
+        noted = None if self.evictor is None else self.evictor.budgets.over_budget
+        return torch.zeros(len(self.sequences), dtype=torch.bool) if noted is None else noted
 
     @property
     def scoring_seconds(self) -> float:
@@ -69,13 +69,13 @@ class Held(Forward):
         """
         lengths = self.sequences.prompt_len if prompt else self.sequences.num_tokens
         lengths = lengths.minimum(self.sequences.num_tokens)
-        held = 0
+        num_entries = 0
         for layer in range(len(self.layers)):
             token_indices = self._token_indices(layer)
             end = lengths.to(token_indices.device)[:, None, None]
-            held += int(((token_indices >= 0) & (token_indices < end)).sum())
-        seen = int(lengths.sum()) * sum(store.kv_heads for store in self.store_of)
-        return held / seen if seen else 1.0
+            num_entries += int(((token_indices >= 0) & (token_indices < end)).sum())
+        visible = int(lengths.sum()) * sum(store.kv_heads for store in self.store_of)
+        return num_entries / visible if visible else 1.0
 
     def report(self, kinds: Mapping[str, Tensor] = MappingProxyType({})) -> Report:
         """Return what each layer and head holds, what it costs, and the time that scoring took.
@@ -108,17 +108,17 @@ class Held(Forward):
                 f"report: {name} {tuple(columns.shape)}: expected columns of the text {tuple(valid.shape)}, or of its "
                 "beginning."
             )
-        there = valid[:, : columns.shape[1]]
-        token_indices = (there.cumsum(1) - 1).where(there & columns.to(there.device), -1)
+        new_valid = valid[:, : columns.shape[1]]
+        token_indices = (new_valid.cumsum(1) - 1).where(new_valid & columns.to(new_valid.device), -1)
         counted = torch.zeros(len(valid), self.seen_tokens + 1, dtype=torch.bool, device=valid.device)
         counted.scatter_(1, token_indices.where(token_indices >= 0, self.seen_tokens), True)
         counted[:, -1] = False  # which took the other columns, and stands for free slots
-        held = 0
+        num_entries = 0
         for layer in range(len(self.layers)):
             at = self._token_indices(layer)
-            held += int(counted.to(at.device).gather(1, at.where(at >= 0, self.seen_tokens).flatten(1)).sum())
+            num_entries += int(counted.to(at.device).gather(1, at.where(at >= 0, self.seen_tokens).flatten(1)).sum())
         total = int(counted.sum()) * sum(store.kv_heads for store in self.store_of)
-        return held / total if total else 1.0
+        return num_entries / total if total else 1.0
 
     def layer_nbytes(self) -> list[int]:
         """Return the bytes of each layer's blocks and of its gate's memory; shared blocks count for each."""
@@ -129,15 +129,15 @@ class Held(Forward):
     def _plain_nbytes(self, part: Layer) -> int:
         """Return the bytes of transformers' own cache for the same columns: in a window, all but the next token's."""
         columns = self.seen_tokens if part.window is None else min(self.seen_tokens, part.window - 1)
-        number, key, value = self.store_of[part.index].mine
+        number, key, value = self.store_of[part.index].head_shape
         return len(self.sequences) * columns * number * (key + value) * self.pool.dtype.itemsize
 
     def _token_indices(self, layer: int) -> Tensor:
         """Return a layer's token indices ``[B, Hkv, N]``, -1 on free slots and for tokens that no longer count."""
         store = self.store_of[layer]
         index, token_indices = store.ledger(layer)
-        seen = self.layers[layer].visible(store, index, token_indices, self.sequences.settled)
-        return token_indices.masked_fill(~seen, -1)
+        visible = self.layers[layer].visible(store, index, token_indices, self.sequences.settled)
+        return token_indices.masked_fill(~visible, -1)
 
     # ---- for transformers
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ag import retention
 from ag.engine.block_pool import BLOCK, BlockPool, places_of
 from ag.engine.positions import Turned
-from ag.engine.records import Records, fit, joined
+from ag.engine.records import Records, concat_records, fit
 from ag.kernels.kv_compact import kv_compact
 from ag.kernels.pages import Pages
 from ag.model.geometry import KVHeads
@@ -28,7 +28,7 @@ class KVStore:
     Args:
         pool: where blocks come from.
         heads: KV heads of each layer of the model.
-        mine: those of the layers that are held here.
+        head_shape: KV heads of the layers that are held here.
         gate: type of the gate output that is stored with each token; None stores none.
         rotation: rotates keys again when others go; None means that they stay as the model rotated them.
     """
@@ -37,17 +37,17 @@ class KVStore:
         self,
         pool: BlockPool,
         heads: Sequence[KVHeads],
-        mine: KVHeads,
+        head_shape: KVHeads,
         gate: torch.dtype | None = None,
         rotation: Turned | None = None,
     ) -> None:
-        self.rotation, self.heads, self.mine = rotation, heads, mine
-        self.pool, self.layers, self.kv_heads, self.gate_type = pool, len(heads), mine.number, gate
-        self.size = pool.sizes.index((mine.key, mine.value))
+        self.rotation, self.heads, self.head_shape = rotation, heads, head_shape
+        self.pool, self.layers, self.kv_heads, self.gate_type = pool, len(heads), head_shape.number, gate
+        self.size = pool.sizes.index((head_shape.key, head_shape.value))
         #: Tokens of a block.
         self.block = pool.tokens[self.size]
         #: ``[L, 1, 1]`` long, 1 for layers that are held here, else 0.
-        self.here = torch.tensor([layer == mine for layer in heads]).long()[:, None, None]
+        self.layer_mask = torch.tensor([layer == head_shape for layer in heads]).long()[:, None, None]
         #: The scorer's records of each layer's tokens, float32 ``[B, C.., S]`` by slot, 0 on free slots.
         self.records: list[Records] = [{} for _ in heads]
         self._begin(0)
@@ -79,7 +79,7 @@ class KVStore:
 
     def fork(self) -> KVStore:
         """Return a store of the same tokens, which shares all blocks until one of the two writes."""
-        new = KVStore(self.pool, self.heads, self.mine, self.gate_type, self.rotation)
+        new = KVStore(self.pool, self.heads, self.head_shape, self.gate_type, self.rotation)
         self.shared = self.owned.clone()
         for name in ROWS:
             setattr(new, name, getattr(self, name).clone())
@@ -119,36 +119,36 @@ class KVStore:
         return len(self.blocks().unique())
 
     def ledger(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return :meth:`places` and :meth:`token_indices` of a layer."""
-        return self.places(layer), self.token_indices(layer)
+        """Return :meth:`pool_indices` and :meth:`token_indices` of a layer."""
+        return self.pool_indices(layer), self.token_indices(layer)
 
-    def places(self, layer: int, *, whole: bool = False) -> Tensor:
+    def pool_indices(self, layer: int, *, all_slots: bool = False) -> Tensor:
         """Return where each slot of a layer lies in the pool's columns, ``[B, Hkv, N]`` long.
 
-        N is the tokens of the longest row, or with ``whole`` the slots of the table, which no step changes.
+        N is the tokens of the longest row, or with ``all_slots`` the slots of the table, which no step changes.
         """
-        blocks, count = self._table(layer, whole)
-        places = blocks[..., None] * self.block + torch.arange(self.block, device=blocks.device)
-        return places.flatten(-2)[..., :count]
+        blocks, count = self._table(layer, all_slots)
+        indices = blocks[..., None] * self.block + torch.arange(self.block, device=blocks.device)
+        return indices.flatten(-2)[..., :count]
 
-    def token_indices(self, layer: int, *, whole: bool = False) -> Tensor:
-        """Return the token index of each slot's token, ``[B, Hkv, N]`` long, -1 on free slots; see :meth:`places`."""
-        blocks, count = self._table(layer, whole)
+    def token_indices(self, layer: int, *, all_slots: bool = False) -> Tensor:
+        """Return the token index of each slot, ``[B, Hkv, N]`` long, -1 on free slots; see :meth:`pool_indices`."""
+        blocks, count = self._table(layer, all_slots)
         by_block = self.pages(layer).token_indices[blocks]  # a block is copied at once
         token_indices = by_block.flatten(-2)[..., :count].long()
         free = torch.arange(count, device=blocks.device) >= self.lengths[layer][..., None]
         return token_indices.masked_fill_(free, -1)
 
-    def gates(self, layer: int, places: Tensor) -> Tensor:
-        """Return the gate outputs of a layer's tokens at :meth:`places`."""
+    def gates(self, layer: int, pool_index: Tensor) -> Tensor:
+        """Return the gate outputs of a layer's tokens at :meth:`pool_indices`."""
         gate = self.pages(layer).gate
         assert gate is not None
-        return gate.flatten()[places]
+        return gate.flatten()[pool_index]
 
-    def _table(self, layer: int, whole: bool) -> tuple[Tensor, int]:
+    def _table(self, layer: int, all_slots: bool) -> tuple[Tensor, int]:
         """Return the blocks ``[B, Hkv, W']`` long of a layer's slots, and the number of these slots."""
         table = self.table[layer]
-        count = self.slots if whole else max([0, *self.held[layer].flatten().tolist()])
+        count = self.slots if all_slots else max([0, *self.held[layer].flatten().tolist()])
         return table[..., : -(-count // self.block)].long(), count
 
     # ---- tokens come
@@ -162,13 +162,13 @@ class KVStore:
 
         Raises ``PoolFullError``, and changes nothing, when the pool is too small.
         """
-        wide = tokens[:, None] * self.here[layers]
-        owned, held, block = self.owned[layers], self.held[layers], self.block
-        need = (-(-(held + wide) // block) - owned).clamp_min(0)
+        wide = tokens[:, None] * self.layer_mask[layers]
+        owned, lengths, block = self.owned[layers], self.held[layers], self.block
+        need = (-(-(lengths + wide) // block) - owned).clamp_min(0)
         if bool(need.any()):
             self.allocate(layers, need)
-        self._unshare(layers, held // block, self.shared[layers].where(wide > 0, 0))
-        held += wide
+        self._unshare(layers, lengths // block, self.shared[layers].where(wide > 0, 0))
+        lengths += wide
 
     def allocate(self, layers: slice, need: Tensor) -> None:
         """Give rows ``need`` ``[L', B, Hkv]`` more blocks."""
@@ -183,7 +183,7 @@ class KVStore:
 
         Where one is due (``evicts``), shared blocks are copied.
         """
-        wide = tokens[:, None] * self.here
+        wide = tokens[:, None] * self.layer_mask
         fresh = (-(-(self.held + wide) // self.block) - self.owned).clamp_min(0)
         _, copied = self._copied(slice(None), 0 if evicts else self.held // self.block, self.shared.where(wide > 0, 0))
         return int(fresh.sum()) + len(copied)
@@ -248,17 +248,17 @@ class KVStore:
             spare: a row keeps free blocks for this many further tokens.
             nonfinite: ``[B, Hkv]`` int32, set to 1 for rows with a score of NaN; None: nobody asks.
         """
-        one, turns = slice(layer, layer + 1), self.rotation
+        this_layer, turns = slice(layer, layer + 1), self.rotation
         order = None if turns is None else turns.order(self, layer)
         if score.dtype == torch.bool:
             score = torch.full_like(score, -retention.INF, dtype=torch.float32).masked_fill_(score, retention.INF)
-        self.make_own(one, kept[None])
+        self.make_own(this_layer, kept[None])
         records, rows = self.records[layer], len(kept) * self.kv_heads
         for name, x in records.items():
             records[name] = x.contiguous()
         noted = [x.view(rows, -1, x.shape[-1]) for x in records.values()]
         kv_compact(self.pages(layer), score, kept.flatten().int().to(score.device), noted, nonfinite)
-        self.set_held(one, kept[None], spare)
+        self.set_held(this_layer, kept[None], spare)
         if turns is not None:
             turns.close_up(self, layer, order)
 
@@ -322,7 +322,7 @@ class KVStore:
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices`` ``[n]``; repeated ones share their blocks."""
-        before = self.blocks()
+        old_blocks = self.blocks()
         for name in ROWS:
             x = getattr(self, name)
             setattr(self, name, x.index_select(1, indices.to(x.device)))
@@ -331,7 +331,7 @@ class KVStore:
         ]
         self._moved()
         self.pool.share(self.blocks())
-        self.pool.release(before)
+        self.pool.release(old_blocks)
         if len(indices.unique()) < len(indices):
             self.shared = self.owned.clone()
 
@@ -344,7 +344,7 @@ class KVStore:
             for records in store.records:
                 fit(records, store.slots)
         pairs = zip(self.records, other.records, strict=True)
-        self.records = [joined(mine, theirs, *batches) for mine, theirs in pairs]
+        self.records = [concat_records(records, added, *batches) for records, added in pairs]
         for name in ROWS:
             x, y = getattr(self, name), getattr(other, name)
             setattr(self, name, torch.cat([x, y], 1))
@@ -358,11 +358,11 @@ def stores_of(
     pool: BlockPool, heads: Sequence[KVHeads], gate: torch.dtype | None, rotation: Turned | None
 ) -> list[KVStore]:
     """Return the store of each layer of a model, one for all whose KV heads are alike; see :class:`KVStore`."""
-    stores = {mine: KVStore(pool, heads, mine, gate, rotation) for mine in dict.fromkeys(heads)}
-    return [stores[mine] for mine in heads]
+    stores = {shape: KVStore(pool, heads, shape, gate, rotation) for shape in dict.fromkeys(heads)}
+    return [stores[shape] for shape in heads]
 
 
-def _put(table: Tensor, places: tuple[Tensor, ...], blocks: Tensor) -> None:
+def _put(table: Tensor, table_index: tuple[Tensor, ...], blocks: Tensor) -> None:
     """Write blocks into places of a table, both from the host, which does not wait for the device."""
-    there = tuple(x.to(table.device, non_blocking=True) for x in places)
-    table[there] = blocks.int().to(table.device, non_blocking=True)
+    on_device = tuple(x.to(table.device, non_blocking=True) for x in table_index)
+    table[on_device] = blocks.int().to(table.device, non_blocking=True)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ag import retention
-from ag.engine.attention_stats import AttentionStats
 from ag.engine.block_pool import PoolFullError
 from ag.engine.evictor import Evictor
 from ag.engine.forward_batch import ForwardBatch
@@ -21,6 +20,7 @@ from ag.engine.kv_store import KVStore
 from ag.engine.observation_window import ObservationWindow, Queries
 from ag.engine.policy import Policy
 from ag.engine.records import Records
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.shown import Keys
 from ag.engine.stopwatch import Stopwatch
 from ag.errors import UserError
@@ -73,16 +73,16 @@ class Layer:
         """Apply the layer's gate to the hidden states ``[B, T, d]`` of the new tokens, before these are stored."""
         assert self.gates is not None
         gate, memory = cast("AttentionGate", self.gates.layers[str(self.index)]), self.gate_memory
-        later = self.policy.asks_later(self.gates)
-        there = None if batch.step or not batch.padded else batch.token_indices >= 0
+        in_decode = self.policy.asks_later(self.gates)
+        valid = None if batch.step or not batch.padded else batch.token_indices >= 0
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            if memory or later or not batch.ends_prompt:
-                logits = gate.step(hidden, batch.token_indices, there, memory)
+            if memory or in_decode or not batch.ends_prompt:
+                logits = gate.step(hidden, batch.token_indices, valid, memory)
             else:
-                logits = gate(hidden, there, False)
+                logits = gate(hidden, valid, False)
         if batch.is_prefill:
             memory.settle()
-        if not later and batch.ends_prompt:
+        if not in_decode and batch.ends_prompt:
             memory.reset()
         batch.memo["logits", self.index] = logits
 
@@ -134,7 +134,7 @@ class Layer:
             The output ``[B, H, T, Dv]``; of a single query its weights ``[B, H, S]`` by slot where the scorer needs
             them, else None; and the call with its tokens at their places among the held ones.
         """
-        placed = call if store.rotation is None else store.rotation.place(call, batch, store)
+        placed = call if store.rotation is None else store.rotation.rotate_call(call, batch, store)
         if not (batch.step or call.shared):  # a step made room in all layers at once
             store.make_room(slice(self.index, self.index + 1), batch.counts)
         gate, recent, pages = batch.memo.get(("gate", self.index)), self.flagged, store.pages(self.index)
@@ -151,9 +151,9 @@ class Layer:
         if batch.fresh and recent is None:  # left-aligned: padding comes last, where no token sees it
             return call.dense(None, left_padded=False), None, call
         if batch.fresh and recent and gate is not None:
-            there = batch.token_indices >= 0 if batch.padded else None
-            given = placed.q, placed.k, placed.v, gate, there, call.scaling, recent
-            return gated_prefill(*given, window=call.window, softmax=call.softmax), None, placed
+            valid = batch.token_indices >= 0 if batch.padded else None
+            arguments = placed.q, placed.k, placed.v, gate, valid, call.scaling, recent
+            return gated_prefill(*arguments, window=call.window, softmax=call.softmax), None, placed
         free = batch.step and call.window is None and recent is None  # a new token sees all that is held
         needs = None if evictor is None or not batch.step or call.shared else evictor.scorer.needs
         weigh = needs is not None and needs.rows and (batch.evict is not None or needs.every_query)
@@ -186,19 +186,24 @@ class Layer:
         turns, at = store.rotation, (batch, store, self.index)
         q, token_indices, valid = new
         q = q if turns is None else turns.to_token_index(q, *at)
-        queries = self.observation_window.before((q, token_indices, valid))
+        queries = self.observation_window.followed_by((q, token_indices, valid))
         self.observation_window.remember(queries, last)
         q, token_indices, valid = queries
         return q if turns is None else turns.by_place(q, *at), token_indices, valid
 
     def evict_later(
-        self, call: AttentionCall, batch: ForwardBatch, stores: Sequence[KVStore], evictor: Evictor, known: Records
+        self,
+        call: AttentionCall,
+        batch: ForwardBatch,
+        stores: Sequence[KVStore],
+        evictor: Evictor,
+        known_records: Records,
     ) -> None:
         """Evict from a prompt that was read before, by ``known`` records of its slots and its remembered queries."""
         queries = self.observation_window.queries
         assert queries is not None
         with self.watch.running(call.q.device):
-            self._show(call, batch, stores, evictor, queries, known=known)
+            self._show(call, batch, stores, evictor, queries, known_records=known_records)
         self.observation_window.reset()
 
     def _show(
@@ -210,25 +215,30 @@ class Layer:
         queries: Queries,
         *,
         weights: Tensor | None = None,
-        known: Records | None = None,
+        known_records: Records | None = None,
     ) -> None:
         """Show the scorer the held keys and the queries, and evict where it is due."""
         store = stores[self.index]
-        seen = self._seen(call, batch, store, queries)
-        seen.weights, slots = weights, seen.keys.shape[-1]
+        inputs = self._scorer_inputs(call, batch, store, queries)
+        inputs.weights, slots = weights, inputs.keys.shape[-1]
         short = {name: x[..., :slots] for name, x in store.records[self.index].items()}  # a scorer sees no free slots
-        short |= known or {}
-        seen.recorded = MappingProxyType(short)
+        short |= known_records or {}
+        inputs.recorded = MappingProxyType(short)
         if batch.evict is not None:
-            evictor.evict(seen, batch, stores, short)
+            evictor.evict(inputs, batch, stores, short)
         else:
-            evictor.scorer.note(seen, short)
+            evictor.scorer.note(inputs, short)
             store.put_records(self.index, short)
 
-    def _seen(self, call: AttentionCall, batch: ForwardBatch, store: KVStore, queries: Queries) -> AttentionStats:
+    def _scorer_inputs(
+        self, call: AttentionCall, batch: ForwardBatch, store: KVStore, queries: Queries
+    ) -> ScorerInputs:
         lengths = batch.token_indices[:, -1] + 1 if batch.step else batch.num_tokens.to(call.q.device)
-        held, places = store.held[self.index], partial(store.places, self.index, whole=batch.step)
-        slots = store.slots if batch.step else int(held.max())
+        row_lengths, pool_indices = (
+            store.held[self.index],
+            partial(store.pool_indices, self.index, all_slots=batch.step),
+        )
+        slots = store.slots if batch.step else int(row_lengths.max())
         # A closure over the store must not refer to the call: rows in the call's memo refer to the keys, and blocks
         # would be free only once Python had collected cycles.
         k, v, window = call.k, call.v, call.window
@@ -237,22 +247,24 @@ class Layer:
             if batch.fresh:
                 token_indices = batch.token_indices[:, None].expand(-1, k.shape[1], -1)
             else:
-                token_indices = store.token_indices(self.index, whole=batch.step)
+                token_indices = store.token_indices(self.index, all_slots=batch.step)
                 if window is not None and not (batch.is_prefill and self.policy.block is None):
                     first = batch.first_since(self.policy.block, lengths)
                     token_indices = token_indices.masked_fill(token_indices <= (first - window)[:, None, None], -1)
             return token_indices, token_indices >= 0
 
         keys = Keys(
-            stored=lambda: (k, v) if batch.fresh else read(store.pages(self.index), places()),
-            shape=(len(held), held.shape[1], slots),
+            stored=lambda: (k, v) if batch.fresh else read(store.pages(self.index), pool_indices()),
+            shape=(len(row_lengths), row_lengths.shape[1], slots),
             ledger=ledger,
             ordered=batch.fresh,
             alike=batch.fresh or self.policy.alike,
         )
-        gate = None if store.gate_type is None else store.gates(self.index, places()).masked_fill(~keys.valid, 0.0)
+        gate = (
+            None if store.gate_type is None else store.gates(self.index, pool_indices()).masked_fill(~keys.valid, 0.0)
+        )
         q, token_indices, valid = queries
-        return AttentionStats(
+        return ScorerInputs(
             keys=keys,
             q=q,
             query_indices=token_indices,
@@ -270,7 +282,7 @@ class Layer:
             marked=batch.prompts.protected_there,
             decoding=not batch.is_prefill,
             sums=self.observation_window.sums,
-            rotation=lambda x, places, span: rotate(self.decoder, x, places, span, self.index),
+            rotation=lambda x, offsets, span: rotate(self.decoder, x, offsets, span, self.index),
             projection=lambda: output_weight(call.module, call.q.shape[1]),
             memo=call.memo,
         )
@@ -279,8 +291,8 @@ class Layer:
 
     def expire(self, batch: ForwardBatch, store: KVStore) -> None:
         """Remove tokens that left the sliding window, or are neither flagged nor recent, once they are many."""
-        most = self.open_to + EXPIRED if self.flagged is not None else (self.window or 0) - 1 + EXPIRED
-        if batch.ends_prompt or int(store.held[self.index].max()) >= most:
+        max_length = self.open_to + EXPIRED if self.flagged is not None else (self.window or 0) - 1 + EXPIRED
+        if batch.ends_prompt or int(store.held[self.index].max()) >= max_length:
             with suppress(PoolFullError):  # no room for copies of shared blocks: hidden tokens stay for now
                 self._remove(batch, store, batch.settled)
 

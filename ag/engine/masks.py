@@ -8,21 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ag.engine.token_ids import AGAIN
+from ag.engine.token_ids import HOW_TO_CONTINUE
 from ag.errors import UserError
 from ag.model.rope import RopeByText
 
 
-def check_given(given: int, columns: int, seen: int) -> None:
+def check_mask_width(num_given: int, columns: int, num_seen: int) -> None:
     """Refuse numbers of tokens and of columns of their mask that do not go on from the columns seen."""
-    if given not in (columns, columns - seen):
+    if num_given not in (columns, columns - num_seen):
         raise UserError(
-            f"model.generate was given {given} tokens and an attention_mask of {columns} columns, and this cache "
-            f"has seen {seen}: expected a mask of {given} columns for the whole text, or of {seen + given} where "
+            f"model.generate was given {num_given} tokens and an attention_mask of {columns} columns, and this cache "
+            f"has seen {num_seen}: expected a mask of {num_given} columns for the whole text, or of "
+            f"{num_seen + num_given} where "
             "these are the new tokens alone."
         )
-    if seen and columns <= seen:
-        raise UserError(f"model.generate was given {columns} tokens, and this cache has seen {seen}: {AGAIN}.")
+    if num_seen and columns <= num_seen:
+        raise UserError(
+            f"model.generate was given {columns} tokens, and this cache has seen {num_seen}: {HOW_TO_CONTINUE}."
+        )
 
 
 def check_past(mask: Tensor, read: Tensor) -> None:
@@ -38,19 +41,19 @@ def check_past(mask: Tensor, read: Tensor) -> None:
     changed = mask[:, :seen].bool() != read.to(mask.device)
     if bool(changed.any()):
         row, column = changed.nonzero()[0].tolist()
-        was, now = ("a token", "padding") if read[row, column] else ("padding", "a token")
+        old_text, new_text = ("a token", "padding") if read[row, column] else ("padding", "a token")
         raise UserError(
-            f"attention_mask: column {column} of sequence {row} came as {was}, and is {now} now: expected the mask to "
-            "go on from cache.valid. cache.crop([n, ...]) takes the newest n tokens of each sequence back, such as the "
-            "padding behind a shorter answer; for another text call cache.reset() first."
+            f"attention_mask: column {column} of sequence {row} came as {old_text}, and is {new_text} now: "
+            "expected the mask to go on from cache.valid. cache.crop([n, ...]) takes the newest n tokens of each sequence "
+            "back, such as the padding behind a shorter answer; for another text call cache.reset() first."
         )
 
 
 def check_announced(prompt: Tensor, new: Tensor, seen: int) -> None:
     """Refuse an empty prompt ``[B, T]``, and other padding in its columns ``[B, w]`` behind ``seen`` ones."""
-    if not bool((there := prompt.any(1)).all()):
+    if not bool((has_token := prompt.any(1)).all()):
         raise UserError(
-            f"attention_mask: sequence {int((~there).long().argmax())} of the prompt is padding alone: expected at "
+            f"attention_mask: sequence {int((~has_token).long().argmax())} of the prompt is padding alone: expected at "
             "least one token; leave the sequence out."
         )
     announced = prompt[:, seen : seen + new.shape[1]]
@@ -66,10 +69,10 @@ def check_frequencies(rope: RopeByText, state: Any, new: Tensor, model: str) -> 
 
     Nothing changes then. ``state`` are the lengths of the sequences (:class:`ag.engine.sequences.SequenceState`).
     """
-    was, tokens = rope.set_of(state.text_len), state.num_tokens + new.sum(1).cpu()
+    old_text, tokens = rope.set_of(state.text_len), state.num_tokens + new.sum(1).cpu()
     outgrows = rope.outgrows(state.text_len, tokens)
     if not state.ready:  # the rest of a prompt may become another one
-        outgrows |= (rope.set_of(state.prompt_len) != was) & (state.num_tokens > 0)
+        outgrows |= (rope.set_of(state.prompt_len) != old_text) & (state.num_tokens > 0)
     if bool(outgrows.any()):
         row, read = int(outgrows.long().argmax()), state.num_tokens.tolist()
         state.take_back(new)
@@ -84,8 +87,8 @@ def check_frequencies(rope: RopeByText, state: Any, new: Tensor, model: str) -> 
 def marked(spans: Sequence[Any]) -> Tensor:
     """Return ``[L]`` bool, which own tokens lie in spans ``(first, behind the last)``; refuse something else."""
     for span in spans:
-        whole = isinstance(span, tuple) and len(span) == 2 and all(isinstance(x, int) for x in span)
-        if not whole or not 0 <= span[0] < span[1]:
+        is_pair = isinstance(span, tuple) and len(span) == 2 and all(isinstance(x, int) for x in span)
+        if not is_pair or not 0 <= span[0] < span[1]:
             raise UserError(
                 f"protect: {span!r}: expected pairs (index of the first token, index after the last), such as (0, 40), "
                 "or for each sequence a list of such pairs."
@@ -96,15 +99,15 @@ def marked(spans: Sequence[Any]) -> Tensor:
     return marks
 
 
-def check_protected(marks: Tensor, before: Tensor | None, decided: Tensor) -> None:
+def check_protected(marks: Tensor, old_marks: Tensor | None, decided: Tensor) -> None:
     """Refuse marks ``[B, L]`` on tokens that were not protected ``before`` when it was decided what is kept.
 
     ``decided`` ``[B]`` is the number of such tokens of each sequence; None before means that none was protected.
     """
     late = marks & (torch.arange(marks.shape[1]) < decided[:, None])
-    if before is not None:
-        width = min(marks.shape[1], before.shape[1])
-        late[:, :width] &= ~before[:, :width]
+    if old_marks is not None:
+        width = min(marks.shape[1], old_marks.shape[1])
+        late[:, :width] &= ~old_marks[:, :width]
     if bool(late.any()):
         row, token = late.nonzero()[0].tolist()
         raise UserError(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ag.engine.records import later
+from ag.engine.records import pad_front
 from ag.stateful import Attributes
 
 #: Queries ``[B, H, w, D]``, their token indices ``[B, w]``, and ``[B, w]`` bool, False on padding.
@@ -35,7 +35,7 @@ class ObservationWindow(Attributes):
         """Forget everything."""
         self.queries, self.sums = None, {}
 
-    def before(self, new: Queries) -> Queries:
+    def followed_by(self, new: Queries) -> Queries:
         """Return new queries with the remembered ones before them."""
         if self.queries is None:
             return new
@@ -61,7 +61,7 @@ class ObservationWindow(Attributes):
         self.sums = {}  # prompts are read
         if self.queries is None or other.queries is None:
             return
-        most = max(self.queries[1].shape[1], other.queries[1].shape[1])
+        width = max(self.queries[1].shape[1], other.queries[1].shape[1])
         pairs = zip(self.queries, other.queries, DIMS, strict=True)
-        q, token_indices, valid = (torch.cat([later(x, most, dim) for x in pair]) for *pair, dim in pairs)
+        q, token_indices, valid = (torch.cat([pad_front(x, width, dim) for x in pair]) for *pair, dim in pairs)
         self.queries = q, token_indices, valid

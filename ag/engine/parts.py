@@ -48,12 +48,12 @@ def _passes(count: Tensor, empty: Tensor, goes_on: bool) -> Iterator[tuple[Tenso
     if not goes_on:
         yield none, count.where(empty, none)
         for number in range(int(count.max())):
-            here = ~empty & (count > number)
-            yield (none + number).where(here, none), (none + number + 1).where(here, none)
+            in_group = ~empty & (count > number)
+            yield (none + number).where(in_group, none), (none + number + 1).where(in_group, none)
         return
     fewer = 0  # tokens that have been read of each sequence that has no more
     for width in count[~empty].unique().tolist():
-        here = torch.where(empty, (count > fewer) & (count <= width), count == width)
-        yield none, count.where(here, none)
+        in_group = torch.where(empty, (count > fewer) & (count <= width), count == width)
+        yield none, count.where(in_group, none)
         fewer = width
     yield none, count.where(empty & (count > fewer), none)

@@ -125,9 +125,12 @@ class Policy:
         return tokens.floor().long().clamp_min(1)
 
     def __repr__(self) -> str:
-        given: dict[str, Option] = {} if self.budget is None else {"budget": self.budget}
-        given |= {} if self.schedule == "prefill" else {"schedule": self.schedule}
-        words = [repr(str(self.spec)), *(f"{name}={value!r}" for name, value in (given | dict(self.options)).items())]
+        options_given: dict[str, Option] = {} if self.budget is None else {"budget": self.budget}
+        options_given |= {} if self.schedule == "prefill" else {"schedule": self.schedule}
+        words = [
+            repr(str(self.spec)),
+            *(f"{name}={value!r}" for name, value in (options_given | dict(self.options)).items()),
+        ]
         return f"ag.policy({', '.join(words)})"
 
 
@@ -168,22 +171,22 @@ def policy(
         raise UserError(f"ag.policy: spec={spec!r:.80}: expected the text of a policy, such as 'h2o' or 'gates:PATH'.")
     spec = PolicySpec.parse(spec) if isinstance(spec, str) else spec
     budget = None if budget is None else parse_budget(budget)
-    parts, rest = spec.resolved(), dict(options)
+    parts, options_left = spec.resolved(), dict(options)
     check_policy(spec, budget, schedule, options)
     if spec.evicts and schedule != "prefill" and issubclass(SCORERS[parts.scorer], KVzip):
         raise UserError(f"Policy '{spec}' scores a prompt once, after it: schedule={schedule!r}: expected prefill.")
-    engine: dict[str, Any] = {name: rest.pop(name) for name in ENGINE if name in rest}
+    engine: dict[str, Any] = {name: options_left.pop(name) for name in ENGINE if name in options_left}
     for name, value in engine.items():
         _check_type(f"Policy '{spec}': {name}={value!r}", value, get_type_hints(Policy)[name])
-    boundary = {name: rest.pop(name) for name in BOUNDARY if name in rest and spec.reads_gates}
+    boundary = {name: options_left.pop(name) for name in BOUNDARY if name in options_left and spec.reads_gates}
     gates = AttentionGates.from_pretrained(spec.path) if spec.path else None
-    scorer = _scorer(parts, rest) if spec.evicts else None
+    scorer = _scorer(parts, options_left) if spec.evicts else None
     kind = ALLOCATORS[str(parts.allocator)]
     window = None if scorer is None else scorer.needs.observers
-    allocator = _make(kind, kind.completed(rest, budget, window))
+    allocator = _make(kind, kind.completed(options_left, budget, window))
     gates = _moved(gates, boundary, spec, budget)
-    whole = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
-    return whole if gates is None else whole.trained_with(gates)
+    made = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
+    return made if gates is None else made.trained_with(gates)
 
 
 def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
@@ -195,8 +198,8 @@ def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
     wrapper.accepts(base, options, spec)
     bases = [part for part in wrapper.__mro__ if issubclass(part, Wrapper) and part is not Wrapper]
     own = {name for part in bases for name in vars(part).get("__annotations__", {})} & {*option_names(wrapper)}
-    mine = {name: options.pop(name) for name in [*options] if name in own - {"inner"}}
-    return _make(wrapper, mine, inner=_make(base, options))
+    inner_options = {name: options.pop(name) for name in [*options] if name in own - {"inner"}}
+    return _make(wrapper, inner_options, inner=_make(base, options))
 
 
 def _moved(
@@ -226,11 +229,11 @@ def _moved(
 
 def _make(part: type[Part], options: dict[str, Option], **fixed: Any) -> Part:
     names = [name for name in option_names(part) if name not in fixed]
-    given: dict[str, Any] = {name: options.pop(name) for name in names if name in options}
+    options_given: dict[str, Any] = {name: options.pop(name) for name in names if name in options}
     hints = get_type_hints(part)
-    for name, value in given.items():
+    for name, value in options_given.items():
         _check_type(f"{part.__name__}: {name}={value!r}", value, hints[name])
-    return part(**given, **fixed)
+    return part(**options_given, **fixed)
 
 
 def _check_type(what: str, value: Option, hint: Any) -> None:

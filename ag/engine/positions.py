@@ -54,9 +54,10 @@ class Turned:
         """Refuse types in which turns add up to an error."""
         kind = pool.dtype
         if pool.kv_dtype != "float" or self.dtype(kind) != kind:
-            held = pool.kv_dtype if pool.kv_dtype != "float" else str(kind).removeprefix("torch.")
+            held_dtype = pool.kv_dtype if pool.kv_dtype != "float" else str(kind).removeprefix("torch.")
             raise UserError(
-                f"positions={self.name}: keys are turned anew when others go, and held as {held} each turn would lose "
+                f"positions={self.name}: keys are turned anew when others go, and held as {held_dtype} each turn would "
+                "lose "
                 "some of them: expected float32; use a model in float32 or a cache without pool=, with "
                 "kv_dtype=float, or positions=original."
             )
@@ -65,7 +66,7 @@ class Turned:
         """Return the positions ``[B, T]`` of the new tokens for RoPE; None means that the model counts them."""
         return None
 
-    def place(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
+    def rotate_call(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
         """Return a call in the type that is held, with queries and keys at their places among what the layer holds."""
         q, k, v = (x.to(store.pool.dtype) for x in (call.q, call.k, call.v))
         return replace(call, q=q, k=k, v=v)
@@ -85,7 +86,7 @@ class Turned:
     def close_up(self, store: Any, layer: int, order: Tensor | None) -> None:
         """Turn a layer's keys to the places that they have after tokens went."""
 
-    def crop(self, stores: Sequence[Any], before: Tensor, after: Tensor) -> None:
+    def crop(self, stores: Sequence[Any], old_lengths: Tensor, new_lengths: Tensor) -> None:
         """Rotate all keys to their positions after sequences of ``before`` tokens ``[B]`` were cropped to ``after``."""
 
     def turn(self, store: Any, layer: int, index: Tensor, further: Tensor) -> None:
@@ -119,11 +120,11 @@ class Slots(Turned):
         ends = torch.stack([store.lengths.amax((0, 2)) for store in stores]).amax(0)
         return ends.long()[:, None] + columns
 
-    def place(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
+    def rotate_call(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
         """Turn the new tokens on from where the model put them to the end of their rows."""
         came = batch.counts if batch.step else torch.zeros_like(batch.counts)
         further = store.held[call.layer] - (came + batch.memo["behind"])[:, None]
-        call = super().place(call, batch, store)
+        call = super().rotate_call(call, batch, store)
         return replace(call, q=self._turned(call.q, further), k=self._turned(call.k, further))
 
     def to_token_index(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
@@ -149,8 +150,10 @@ class Slots(Turned):
         """Turn each key back by the number of tokens before it that went."""
         assert order is not None
         index, token_indices = store.ledger(layer)
-        places, before = (torch.searchsorted(x, token_indices) for x in (_ascending(token_indices), order))
-        self.turn(store, layer, index, (places - before).masked_fill(token_indices < 0, 0))
+        slots_before, slots_in_order = (
+            torch.searchsorted(x, token_indices) for x in (_ascending(token_indices), order)
+        )
+        self.turn(store, layer, index, (slots_before - slots_in_order).masked_fill(token_indices < 0, 0))
 
 
 class Interpolated(Turned):
@@ -170,54 +173,61 @@ class Interpolated(Turned):
     def __init__(self, decoder: Any) -> None:
         super().__init__(decoder)
         self.context: int = decoder.config.max_position_embeddings
-        self.stride, self.near = max(self.context // 16, 1), self.context // 2
+        self.stride, self.num_exact = max(self.context // 16, 1), self.context // 2
 
     def positions(self, batch: ForwardBatch, stores: Sequence[Any]) -> Tensor | None:
         """Refuse passes in which new tokens would have to be squeezed for later ones."""
-        most = self.near - self.stride
-        over = (batch.num_tokens > self.context) & (batch.counts > most)
+        max_offset = self.num_exact - self.stride
+        over = (batch.num_tokens > self.context) & (batch.counts > max_offset)
         if bool(over.any()):
             row = int(over.long().argmax())
             raise UserError(
                 f"positions=interpolated: sequence {row} would grow by {int(batch.counts[row])} tokens to "
                 f"{int(batch.num_tokens[row])} in one pass, beyond the model's context of {self.context}: expected at "
-                f"most {most} tokens a pass there; give schedule=blocks:{most}, or fewer tokens to each forward pass, "
-                "and call cache.reset() first."
+                f"most {max_offset} tokens a pass there; give schedule=blocks:{max_offset}, or fewer tokens to each "
+                "forward pass, and call cache.reset() first."
             )
         return None
 
-    def place(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
+    def rotate_call(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
         """Turn the held keys of the layer, where a text has grown into another part."""
         self._turn(store, call.layer, batch.num_tokens - batch.counts, batch.num_tokens)
-        return super().place(call, batch, store)
+        return super().rotate_call(call, batch, store)
 
-    def crop(self, stores: Sequence[Any], before: Tensor, after: Tensor) -> None:
+    def crop(self, stores: Sequence[Any], slots_in_order: Tensor, after: Tensor) -> None:
         """Turn keys back, where a text is in an earlier part again."""
         for layer, store in enumerate(stores):
-            self._turn(store, layer, before, after)
+            self._turn(store, layer, slots_in_order, after)
 
-    def _turn(self, store: Any, layer: int, before: Tensor, after: Tensor) -> None:
+    def _turn(self, store: Any, layer: int, old_lengths: Tensor, new_lengths: Tensor) -> None:
         """Turn a layer's keys from where they lie in texts of ``before`` tokens ``[B]`` to where they do in others."""
-        ends = [((x + self.stride - 1) // self.stride * self.stride).clamp_min(self.context) for x in (before, after)]
+        ends = [
+            ((x + self.stride - 1) // self.stride * self.stride).clamp_min(self.context)
+            for x in (old_lengths, new_lengths)
+        ]
         moved = ends[0] != ends[1]
         if not bool(moved.any()):
             return
         store.own(layer, moved)
         index, token_indices = store.ledger(layer)
-        was, now = (self._places(token_indices, end.to(token_indices.device)[:, None, None] - 1) for end in ends)
-        self.turn(store, layer, index, (now - was).masked_fill(token_indices < 0, 0))
+        old_positions, new_positions = (
+            self._cache_positions(token_indices, end.to(token_indices.device)[:, None, None] - 1) for end in ends
+        )
+        self.turn(store, layer, index, (new_positions - old_positions).masked_fill(token_indices < 0, 0))
 
-    def _places(self, token_indices: Tensor, at: Tensor) -> Tensor:
+    def _cache_positions(self, token_indices: Tensor, at: Tensor) -> Tensor:
         """Return the places of tokens as seen from token index ``at``, float64; the two arguments broadcast."""
-        distance, far = (at - token_indices).double(), self.context - 1 - self.near
-        share = far / (at - self.near).clamp_min(far).double()
-        return at - torch.where(distance > self.near, self.near + (distance - self.near) * share, distance)
+        distance, max_distance = (at - token_indices).double(), self.context - 1 - self.num_exact
+        share = max_distance / (at - self.num_exact).clamp_min(max_distance).double()
+        return at - torch.where(
+            distance > self.num_exact, self.num_exact + (distance - self.num_exact) * share, distance
+        )
 
 
 def _ascending(token_indices: Tensor) -> Tensor:
     """Return the token indices of rows in order, those of free slots last."""
-    found: Tensor = token_indices.masked_fill(token_indices < 0, FREE).sort(-1).values
-    return found
+    ascending: Tensor = token_indices.masked_fill(token_indices < 0, FREE).sort(-1).values
+    return ascending
 
 
 #: By the option ``positions`` of a policy; under ``original`` keys stay as the model rotated them.

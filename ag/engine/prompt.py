@@ -68,10 +68,10 @@ def read_prompt(
         if cache.prompt_sees == "dense":
             together["" if plain else cache.policy.positions].append(cache)
     shared: dict[EvictionCache, Tensor] = {}
-    for some in together.values():
-        shared |= dict.fromkeys(some, read({"gating": Together(some), "use_cache": False}))
-        for cache in some[1:]:
-            cache.states = copy.deepcopy(some[0].states)
+    for group in together.values():
+        shared |= dict.fromkeys(group, read({"gating": Together(group), "use_cache": False}))
+        for cache in group[1:]:
+            cache.states = copy.deepcopy(group[0].states)
     return [(cache, shared[cache] if cache in shared else read({"past_key_values": cache})) for cache in caches]
 
 
@@ -96,19 +96,19 @@ class Together(Interceptor):
             cache.states = states
         self.modules = [module for cache in caches for module in cache.modules]
         # a repetition does not depend on the budget, but it attends to codes where keys are held so
-        known: dict[KVDtype, dict[KVzip, Measured]] = defaultdict(dict)
+        shared_results: dict[KVDtype, dict[KVzip, Measured]] = defaultdict(dict)
         for cache in caches:
             if cache.reconstruction is not None:
-                cache.reconstruction.known = known[cache.policy.kv_dtype]
+                cache.reconstruction.shared_results = shared_results[cache.policy.kv_dtype]
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Begin a pass of each cache."""
         for cache in self.caches:
             cache.begin(decoder, attention_mask, tokens)
 
-    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield the columns and positions of each pass, which are the same for all caches."""
-        for first, *_ in zip(*(cache.passes(given) for cache in self.caches), strict=True):
+        for first, *_ in zip(*(cache.passes(position_ids) for cache in self.caches), strict=True):
             self.text_lengths = self.caches[0].text_lengths
             yield first
 
@@ -120,7 +120,7 @@ class Together(Interceptor):
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend once, and hand the result to each cache."""
         output = call.dense(None, left_padded=False)  # blocks are left-aligned
-        known = Attended(**vars(call), output=output)
+        shared_results = Attended(**vars(call), output=output)
         for cache in self.caches:
-            cache.attend(known)
+            cache.attend(shared_results)
         return output

@@ -43,21 +43,21 @@ class ReconstructionPass:
     def __init__(self, scorer: KVzip) -> None:
         self.scorer = scorer
         #: Measurements by scorer, which caches that read a prompt together share.
-        self.known: dict[KVzip, Measured] = {}
+        self.shared_results: dict[KVzip, Measured] = {}
         self._ids = torch.zeros(0, 0, dtype=torch.long)  # [B, columns], the prompt so far; empty when it was repeated
         self._next = torch.zeros(0, dtype=torch.long)  # [B], the position behind the newest token; empty likewise
         self._calls: dict[int, AttentionCall] = {}  # of each layer's attention, without its tokens
 
     # ---- while the prompt is read
 
-    def note(self, tokens: Tensor, before: int) -> None:
+    def note(self, tokens: Tensor, num_columns: int) -> None:
         """Note the ids ``[B, T]`` of a forward pass, behind ``before`` columns of the prompt; refuse embeddings."""
         if tokens.ndim != 2:
             raise UserError("kvzip repeats the prompt by its token ids: give input_ids, not inputs_embeds.")
-        if not before:
+        if not num_columns:
             self._ids = tokens[:, :0]
             self._next = tokens.new_zeros(len(tokens))
-        self._ids = torch.cat([self._ids[:, :before], tokens], 1)
+        self._ids = torch.cat([self._ids[:, :num_columns], tokens], 1)
 
     def follow(self, token_indices: Tensor, positions: Tensor | None) -> None:
         """Note the positions ``[B or 1, w]`` of tokens of token indices ``[B, w]``, -1 where there is none."""
@@ -72,7 +72,7 @@ class ReconstructionPass:
     def fork(self) -> ReconstructionPass:
         """Return a copy for another continuation of the prompt."""
         new = copy.copy(self)
-        new.known, new._calls = {}, {**self._calls}
+        new.shared_results, new._calls = {}, {**self._calls}
         return new
 
     def select(self, indices: Tensor) -> None:
@@ -93,10 +93,10 @@ class ReconstructionPass:
             UserError: where something follows the prompt already, or the model would not see it while it repeats it.
             PoolFullError: when the pool has no room for a repetition.
         """
-        measured = self.known.get(self.scorer)
+        measured = self.shared_results.get(self.scorer)
         if measured is None:
-            measured = self.known[self.scorer] = self.measure(cache)
-        self.known = {}
+            measured = self.shared_results[self.scorer] = self.measure(cache)
+        self.shared_results = {}
         self._evict(cache, measured)
         self._ids, self._next, self._calls = self._ids[:0], self._next[:0], {}
 
@@ -110,7 +110,7 @@ class ReconstructionPass:
                 f"came with prompts of {state.prompt_len.tolist()}; generate without an assistant model and prompt "
                 "lookup."
             )
-        prompts = [ids[there].tolist() for ids, there in zip(self._ids.cpu(), state.mask.cpu(), strict=True)]
+        prompts = [ids[valid].tolist() for ids, valid in zip(self._ids.cpu(), state.mask.cpu(), strict=True)]
         chunks = [self.scorer.inputs(ids) for ids in prompts]
         self._check_reach(cache, [max((len(ids) for _, ids in row), default=0) for row in chunks])
         batch, tokens, device = len(prompts), max(map(len, prompts)), cache.pool.device
@@ -118,7 +118,7 @@ class ReconstructionPass:
         scores = {n: torch.zeros(batch, cache.heads[n].number, tokens, **kind) for n in cache.sharing}
         with watch.running(device):
             for parts in zip_longest(*chunks, fillvalue=(range(0), [])):
-                repetition = Repetition(cache, self.scorer, [places for places, _ in parts], scores)
+                repetition = Repetition(cache, self.scorer, [chunk for chunk, _ in parts], scores)
                 repetition.read([ids for _, ids in parts], self._next)
         return Measured(scores, watch.seconds)
 
@@ -126,14 +126,17 @@ class ReconstructionPass:
         """Refuse prompts of which repetitions of ``repeated`` tokens would see a part alone, or see it elsewhere."""
         windows = [cache.layers[layer].window for layer in cache.sharing]
         reach = min((size for size in windows if size is not None), default=None)
-        why = f"the model attends within a window of {reach} tokens, which hides"
+        reason = f"the model attends within a window of {reach} tokens, which hides"
         if cache.policy.positions == "interpolated":
             reach = cache.decoder.config.max_position_embeddings
-            why = f"positions=interpolated squeezes what is beyond the model's context of {reach} tokens, as would be"
-        for prompt, more in zip(cache.sequences.prompt_len.tolist(), repeated, strict=True):
-            if reach is not None and more and prompt + more > reach:
+            reason = (
+                f"positions=interpolated squeezes what is beyond the model's context of {reach} tokens, as would be"
+            )
+        for prompt, num_repeated in zip(cache.sequences.prompt_len.tolist(), repeated, strict=True):
+            if reach is not None and num_repeated and prompt + num_repeated > reach:
                 raise UserError(
-                    f"kvzip: {why} a prompt of {prompt} tokens for its repetition of up to {more}; use a shorter "
+                    f"kvzip: {reason} a prompt of {prompt} tokens for its repetition of up to {num_repeated}; use a "
+                    "shorter "
                     "chunk, a shorter prompt or another policy."
                 )
 
@@ -161,10 +164,10 @@ class Repetition(Interceptor):
         scores: the largest attention of each token so far, which it updates.
     """
 
-    def __init__(self, cache: Any, scorer: KVzip, places: list[range], scores: dict[int, Tensor]) -> None:
+    def __init__(self, cache: Any, scorer: KVzip, chunks: list[range], scores: dict[int, Tensor]) -> None:
         self.cache, self.scorer, self.scores = cache, scorer, scores
         self.states, self.text_lengths = copy.deepcopy(cache.states), cache.text_lengths
-        rows = [torch.tensor([*range(min(scorer.sinks, chunk.start)), *chunk], dtype=torch.long) for chunk in places]
+        rows = [torch.tensor([*range(min(scorer.sinks, chunk.start)), *chunk], dtype=torch.long) for chunk in chunks]
         device = cache.pool.device
         #: Token indices of the sinks and the chunk, ``[B, P]``.
         self._paid = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
@@ -175,11 +178,11 @@ class Repetition(Interceptor):
         cache, state, device = self.cache, self.cache.sequences, self.cache.pool.device
         ids = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
         counts, columns = torch.tensor([len(row) for row in rows]), torch.arange(ids.shape[1])
-        there = columns < counts[:, None]
+        valid = columns < counts[:, None]
         assert cache.batch is not None
         self.batch = replace(
             cache.batch,
-            token_indices=(state.num_tokens[:, None] + columns).where(there, -1).to(device),
+            token_indices=(state.num_tokens[:, None] + columns).where(valid, -1).to(device),
             columns=None,
             counts=counts,
             num_tokens=state.num_tokens + counts,
@@ -189,14 +192,14 @@ class Repetition(Interceptor):
             fresh=False,
             memo={},
         )
-        places = (following.to(device)[:, None] + columns.to(device)).where(there.to(device), 0)
-        cache.decoder(input_ids=ids.to(device), position_ids=places, gating=self, use_cache=False)
+        position_ids = (following.to(device)[:, None] + columns.to(device)).where(valid.to(device), 0)
+        cache.decoder(input_ids=ids.to(device), position_ids=position_ids, gating=self, use_cache=False)
 
-    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield one pass, which goes on behind the prompt by what the cache's keys are rotated by."""
         turns = self.cache.rotation
-        places = None if turns is None else turns.positions(self.batch, self.cache.stores)
-        yield None, given if places is None else places
+        rotated = None if turns is None else turns.positions(self.batch, self.cache.stores)
+        yield None, position_ids if rotated is None else rotated
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Look at the hidden states ``[B, T, d]`` that enter the attention of a layer."""
@@ -216,15 +219,15 @@ class Repetition(Interceptor):
     def _measure(self, call: AttentionCall) -> None:
         """Measure the attention of a repetition's queries to the chunk that they repeat."""
         store, heads, paid, own = self.cache.store_of[call.layer], call.k.shape[1], self._paid, self.batch.token_indices
-        token_indices, there = torch.cat([paid, own], 1), torch.cat([paid, own], 1) >= 0
+        token_indices, valid = torch.cat([paid, own], 1), torch.cat([paid, own], 1) >= 0
         # nothing was evicted: the slot of a token is its index
         slots = token_indices.clamp_min(0)[:, None].expand(-1, heads, -1)
         index = store.ledger(call.layer)[0].gather(2, slots)
         k, v = read(store.pages(call.layer), index)
         factors = None if self._norms is None else 1 / self._norms.clamp_min(1e-12)
-        order = torch.arange(token_indices.shape[1], device=token_indices.device).where(there, -1)
-        given = call.q.to(k.dtype), k, order[:, paid.shape[1] :], order[:, None], call.scaling
-        largest = attention_stats("max", *given, factors=factors, softmax=call.softmax)[:, :, : paid.shape[1]]
+        order = torch.arange(token_indices.shape[1], device=token_indices.device).where(valid, -1)
+        arguments = call.q.to(k.dtype), k, order[:, paid.shape[1] :], order[:, None], call.scaling
+        largest = attention_stats("max", *arguments, factors=factors, softmax=call.softmax)[:, :, : paid.shape[1]]
         if self.scorer.normalize:
             values = v[:, :, : paid.shape[1]].float()
             largest = largest * projected_norms(values, output_weight(call.module, call.q.shape[1]), 2)

@@ -15,12 +15,12 @@ def latest(records: Records, name: str, new: Tensor, counted: Tensor, last: int)
     The rows that exist, ``counted`` ``[B, w]`` bool, are a sequence's last ones.
     """
     if name in records:
-        before = records[name].shape[2]
+        num_old = records[name].shape[2]
         new = torch.cat([records[name], new], 2)
         # a sequence with fewer new rows than others keeps more of the earlier ones, right before the new ones
         missing = (~counted).sum(1, keepdim=True)
         columns = torch.arange(new.shape[2], device=new.device)
-        order = torch.where(columns < before + missing, (columns - missing) % (before + missing), columns)
+        order = torch.where(columns < num_old + missing, (columns - missing) % (num_old + missing), columns)
         new = new.gather(2, order[:, None, :, None].expand_as(new))
     records[name] = new[:, :, -last:]
 
@@ -32,18 +32,18 @@ def fit(records: Records, slots: int) -> None:
             records[name] = x[..., :slots] if x.shape[-1] > slots else F.pad(x, (0, slots - x.shape[-1]))
 
 
-def joined(mine: Records, others: Records, batch: int, more: int) -> Records:
+def concat_records(records: Records, added: Records, num_sequences: int, num_added: int) -> Records:
     """Return the records of ``batch`` sequences and of ``more`` others with as many slots; what one side lacks is 0."""
-    found = {}
-    for name, known in {**others, **mine}.items():
-        empty = [known.new_zeros(count, *known.shape[1:]) for count in (batch, more)]
-        parts = [mine.get(name, empty[0]), others.get(name, empty[1])]
-        for dim in range(2, known.ndim - 1):  # rows of queries: the last ones are the newest
-            parts = [later(x, max(part.shape[dim] for part in parts), dim) for x in parts]
-        found[name] = torch.cat(parts)
-    return found
+    result = {}
+    for name, record in {**added, **records}.items():
+        empty = [record.new_zeros(count, *record.shape[1:]) for count in (num_sequences, num_added)]
+        parts = [records.get(name, empty[0]), added.get(name, empty[1])]
+        for dim in range(2, record.ndim - 1):  # rows of queries: the last ones are the newest
+            parts = [pad_front(x, max(part.shape[dim] for part in parts), dim) for x in parts]
+        result[name] = torch.cat(parts)
+    return result
 
 
-def later(x: Tensor, size: int, dim: int) -> Tensor:
+def pad_front(x: Tensor, size: int, dim: int) -> Tensor:
     """Pad a dimension with zeros in front."""
     return F.pad(x, (*[0] * (2 * (x.ndim - 1 - dim)), size - x.shape[dim], 0))

@@ -49,10 +49,10 @@ class Values:
         """Return the same with one more value, 0, which the centre leaves out."""
         zero, back = torch.zeros_like(self.centre), -self.centre
         none = torch.zeros_like(self.norms[..., :1])
-        more = zero, back, none, back.square().sum(-1), none
-        each = zip((self.v, self.centred, self.norms, self.spread, self.along), more, strict=True)
-        v, centred, *others = (torch.cat(pair, 2) for pair in each)
-        return Values(v, self.centre, centred, *others)
+        zeros = zero, back, none, back.square().sum(-1), none
+        each = zip((self.v, self.centred, self.norms, self.spread, self.along), zeros, strict=True)
+        v, centred, *sums = (torch.cat(pair, 2) for pair in each)
+        return Values(v, self.centre, centred, *sums)
 
     def part(self, heads: slice, keys: slice) -> Values:
         """Return the values of some KV heads and keys, as views."""
@@ -117,8 +117,8 @@ class AttentionRows:
     @cached_property
     def _s(self) -> Tensor:
         s = self._logits.clone()
-        near = s[..., self._open_until :]
-        near.masked_fill_(near == float("-inf"), 0.0)
+        masked = s[..., self._open_until :]
+        masked.masked_fill_(masked == float("-inf"), 0.0)
         return s
 
     @cached_property

@@ -59,16 +59,20 @@ def load(kind: Callable[[nn.Module, Policy], C], path: str | os.PathLike[str], m
     """Read a cache; see :meth:`ag.engine.cache.EvictionCache.load`."""
     file = Path(path)
     with _opened(file) as (metadata, read):
-        with _whole(file):
+        with _readable(file):
             head = json.loads(metadata["cache"])
-            said = head["policy"]
-            made = policy(said["spec"], said["budget"], said["schedule"], **said["options"])
-        cache = kind(model, made)
-        here, digest = _base(cache), None if cache.gates is None else _digest(cache.gates)
-        with _whole(file):
-            _check_base(file, head["base_model"], here)
+            policy_words = head["policy"]
+            loaded_policy = policy(
+                policy_words["spec"], policy_words["budget"], policy_words["schedule"], **policy_words["options"]
+            )
+        cache = kind(model, loaded_policy)
+        model_base, digest = _base(cache), None if cache.gates is None else _digest(cache.gates)
+        with _readable(file):
+            _check_base(file, head["base_model"], model_base)
             if digest != head["gates"]:
-                raise UserError(f"{file}: the cache was made with other gates than those that {made!r} gives here.")
+                raise UserError(
+                    f"{file}: the cache was made with other gates than those that {loaded_policy!r} gives here."
+                )
             restore(cache, _unpacked(head["state"], read))
     return cache
 
@@ -92,15 +96,15 @@ def _packed(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _unpacked(found: Any, read: Callable[[str], Tensor]) -> Any:
+def _unpacked(packed: Any, read: Callable[[str], Tensor]) -> Any:
     """Return what was packed; ``read`` gives a tensor by its name in the file."""
-    if isinstance(found, list):
-        return tuple(_unpacked(x, read) for x in found)
-    if not isinstance(found, dict):
-        return found
-    if "tensor" in found:
-        return read(found["tensor"])
-    return {key: _unpacked(x, read) for key, x in found.get("items", found.items())}
+    if isinstance(packed, list):
+        return tuple(_unpacked(x, read) for x in packed)
+    if not isinstance(packed, dict):
+        return packed
+    if "tensor" in packed:
+        return read(packed["tensor"])
+    return {key: _unpacked(x, read) for key, x in packed.get("items", packed.items())}
 
 
 # ---- policy, model, gates
@@ -108,19 +112,26 @@ def _unpacked(found: Any, read: Callable[[str], Tensor]) -> Any:
 
 def _words(cache: Forward) -> dict[str, Any]:
     """Return the arguments by which :func:`ag.policy` makes the policy again."""
-    mine, options = cache.policy, dict(cache.policy.options)
-    inner = getattr(mine.scorer, "inner", mine.scorer)
+    cache_policy, options = cache.policy, dict(cache.policy.options)
+    inner = getattr(cache_policy.scorer, "inner", cache_policy.scorer)
     for name in () if inner is None else inner.needs.from_tokenizer:
         options |= {} if (text := getattr(inner, name)) is None else {name: text}
-    again = policy(str(mine.spec), mine.budget, mine.schedule, **options)
-    again = again if cache.gates is None else again.trained_with(cache.gates)
+    remade = policy(str(cache_policy.spec), cache_policy.budget, cache_policy.schedule, **options)
+    remade = remade if cache.gates is None else remade.trained_with(cache.gates)
     if any(
-        getattr(again, f.name) != getattr(mine, f.name) for f in fields(Policy) if f.name not in ("gates", "options")
+        getattr(remade, f.name) != getattr(cache_policy, f.name)
+        for f in fields(Policy)
+        if f.name not in ("gates", "options")
     ):
         raise UserError(
-            f"EvictionCache.save: {mine!r} was changed since ag.policy made it; make it by ag.policy alone."
+            f"EvictionCache.save: {cache_policy!r} was changed since ag.policy made it; make it by ag.policy alone."
         )
-    return {"spec": str(mine.spec), "budget": mine.budget, "schedule": mine.schedule, "options": options}
+    return {
+        "spec": str(cache_policy.spec),
+        "budget": cache_policy.budget,
+        "schedule": cache_policy.schedule,
+        "options": options,
+    }
 
 
 def _base(cache: Forward) -> dict[str, Any]:
@@ -131,21 +142,21 @@ def _base(cache: Forward) -> dict[str, Any]:
 
 def _digest(gates: AttentionGates) -> str:
     """Return a hash of the gates: their configuration and weights."""
-    found = hashlib.sha256(json.dumps(asdict(gates.config), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(asdict(gates.config), sort_keys=True).encode())
     for name, x in sorted(gates.state_dict().items()):
-        found.update(name.encode())
-        found.update(x.detach().float().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(name.encode())
+        digest.update(x.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
-def _check_base(file: Path, was: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def _check_base(file: Path, saved_base: Mapping[str, Any], model_base: Mapping[str, Any]) -> None:
     """Refuse a model of another geometry or data type."""
-    pairs = {"dtype": (was["dtype"], here["dtype"])}
-    pairs |= {name: (was["fingerprint"].get(name), x) for name, x in here["fingerprint"].items()}
+    pairs = {"dtype": (saved_base["dtype"], model_base["dtype"])}
+    pairs |= {name: (saved_base["fingerprint"].get(name), x) for name, x in model_base["fingerprint"].items()}
     for name, (wanted, found) in pairs.items():
         if wanted != found:
             raise UserError(
-                f"{file}: the cache was made for a model with {name}={wanted!r} ({was['name'] or 'no name'}), "
+                f"{file}: the cache was made for a model with {name}={wanted!r} ({saved_base['name'] or 'no name'}), "
                 f"and this one has {found!r}; load that model, in that data type."
             )
 
@@ -156,15 +167,15 @@ def _check_base(file: Path, was: Mapping[str, Any], here: Mapping[str, Any]) -> 
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[dict[str, str], Callable[[str], Tensor]]]:
     """Open a saved cache; gives its metadata and what reads a tensor by name."""
-    what = "expected a file of EvictionCache.save"
+    expected = "expected a file of EvictionCache.save"
     try:
         opened = safe_open(file, "pt")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: cannot be read: {error}: {what}.") from error
+        raise UserError(f"{file}: cannot be read: {error}: {expected}.") from error
     with opened as tensors:
         metadata = tensors.metadata() or {}
         if metadata.get("format") != FORMAT or "cache" not in metadata:
-            raise UserError(f"{file}: no saved cache: {what}.")
+            raise UserError(f"{file}: no saved cache: {expected}.")
         if metadata.get("schema") != str(SCHEMA):
             raise UserError(
                 f"{file}: schema={metadata.get('schema')!r:.20}: expected {SCHEMA}; another version of ag wrote it: "
@@ -174,7 +185,7 @@ def _opened(file: Path) -> Iterator[tuple[dict[str, str], Callable[[str], Tensor
 
 
 @contextmanager
-def _whole(file: Path) -> Iterator[None]:
+def _readable(file: Path) -> Iterator[None]:
     """Turn the exceptions of a damaged file into one error."""
     try:
         yield
@@ -190,8 +201,8 @@ def _check_replaceable(target: Path) -> None:
         return
     try:
         with safe_open(target, "pt") as found:
-            mine = (found.metadata() or {}).get("format") == FORMAT
+            is_saved_cache = (found.metadata() or {}).get("format") == FORMAT
     except (OSError, SafetensorError):
-        mine = False
-    if not mine:
+        is_saved_cache = False
+    if not is_saved_cache:
         raise UserError(f"{target}: exists and is no saved cache; give another path.")

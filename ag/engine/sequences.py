@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ag.engine.forward_batch import ForwardBatch, Prompts
-from ag.engine.masks import check_announced, check_given, check_past, check_protected, marked, of_each
+from ag.engine.masks import check_announced, check_mask_width, check_past, check_protected, marked, of_each
 from ag.engine.parts import cut, in_turn
 from ag.engine.policy import Policy
 from ag.engine.token_ids import TokenIds
@@ -80,11 +80,11 @@ class SequenceState:
 
     def expect(self, mask: Tensor, tokens: Tensor | None) -> None:
         """Note the text ``[B, T]`` bool to come; see :meth:`ag.engine.forward.Forward.expect`."""
-        seen, columns = self.columns, mask.shape[1]
-        given = columns if tokens is None else tokens.shape[1]
-        check_given(given, columns, seen)
+        num_columns, columns = self.columns, mask.shape[1]
+        num_given = columns if tokens is None else tokens.shape[1]
+        check_mask_width(num_given, columns, num_columns)
         check_past(mask, self.mask)
-        self.ids.announce(tokens if given == columns else None, seen)
+        self.ids.announce(tokens if num_given == columns else None, num_columns)
         self._expected = mask
 
     def saw(self, tokens: Tensor | None) -> None:
@@ -115,20 +115,21 @@ class SequenceState:
 
         The mask ``[B, seen + length]`` is nonzero on tokens; None means that all new columns are.
         """
-        seen = self.columns
-        if seen and batch != len(self.mask):
+        num_columns = self.columns
+        if num_columns and batch != len(self.mask):
             raise UserError(
                 f"This cache holds {len(self)} sequences, not {batch}; for another text call cache.reset() first."
             )
         new = torch.ones(batch, length, dtype=torch.bool, device=device)
         if mask is not None:
-            if mask.ndim != 2 or mask.shape != (batch, seen + length):
+            if mask.ndim != 2 or mask.shape != (batch, num_columns + length):
                 raise UserError(
-                    f"attention_mask {tuple(mask.shape)}: expected {(batch, seen + length)}, one entry for each token "
+                    f"attention_mask {tuple(mask.shape)}: expected {(batch, num_columns + length)}, one entry for each "
+                    "token "
                     "seen and coming; for another text call cache.reset() first."
                 )
             check_past(mask, self.mask)
-            new = mask[:, seen:].bool().to(device)
+            new = mask[:, num_columns:].bool().to(device)
         ready = self.ready
         if not ready:
             self._read(new)
@@ -136,27 +137,27 @@ class SequenceState:
         if self.ids.announced is not None:
             self.ids.begin()
         elif ready and self.ids.ids is not None:  # what comes may be another text than the one that was generated
-            self.ids.cut(seen)
-        self.mask = new if not seen else torch.cat([self.mask.to(new.device), new], 1)
+            self.ids.cut(num_columns)
+        self.mask = new if not num_columns else torch.cat([self.mask.to(new.device), new], 1)
         return new
 
     def _read(self, new: Tensor) -> None:
         """Find the lengths of prompts of which columns ``[B, T]`` come: those announced, or else these columns."""
-        seen, announced = self.columns, self._expected
-        if announced is None or announced.shape[1] <= seen:
-            announced = self._prompt if seen else new
+        num_columns, announced = self.columns, self._expected
+        if announced is None or announced.shape[1] <= num_columns:
+            announced = self._prompt if num_columns else new
         assert announced is not None
         prompt = announced.to(new.device)
         if len(prompt) != len(new) and len(new) % len(prompt) == 0:  # beams: each prompt comes several times
             prompt = prompt.repeat_interleave(len(new) // len(prompt), 0)
-        check_announced(prompt, new, seen)
-        if not seen:
+        check_announced(prompt, new, num_columns)
+        if not num_columns:
             marks = None if self.protected is None else of_each(self.protected, len(new))
             for name in self.VECTORS:
                 setattr(self, name, torch.zeros(len(new), dtype=torch.long))
             self.protected, self.step_token_indices = marks, torch.full((len(new), 1), -1, device=new.device)
         self.prompt_len, self._prompt = prompt.sum(1).cpu(), prompt
-        self.text_len = self.text_len if seen else self.prompt_len
+        self.text_len = self.text_len if num_columns else self.prompt_len
 
     def take_back(self, new: Tensor) -> None:
         """Undo :meth:`extend` for columns ``[B, T]`` of which no pass was made."""
@@ -165,49 +166,53 @@ class SequenceState:
     def step(self) -> ForwardBatch:
         """Count one token of each sequence; its token indices stand in the same memory at each step."""
         self.step_token_indices += 1
-        return self._made(self.step_token_indices, None, torch.ones_like(self.num_tokens), is_prefill=False, step=True)
+        return self._make_batch(
+            self.step_token_indices, None, torch.ones_like(self.num_tokens), is_prefill=False, step=True
+        )
 
     def batches(self, new: Tensor) -> Iterator[ForwardBatch]:
         """Cut new columns ``[B, T]`` bool, True on tokens, into chunks of the prompt and what follows it."""
-        lengths, before = new.sum(1).cpu(), self.num_tokens
+        lengths, start = new.sum(1).cpu(), self.num_tokens
         width, device = new.shape[1], new.device
         order = None if bool((lengths == width).all()) else (~new).int().argsort(dim=1, stable=True)
-        for first, end, is_prefill in in_turn(self._parts(before, before + lengths), self.goes_on):
+        for first, end, is_prefill in in_turn(self._parts(start, start + lengths), self.goes_on):
             counts = end - first
-            places = torch.arange(max(int(counts.max()), 1))
-            there = (places < counts[:, None]).to(device)
-            token_indices = (first[:, None] + places).to(device).where(there, -1)
-            columns = ((first - before)[:, None] + places).clamp_max(width - 1).to(device)
+            offsets = torch.arange(max(int(counts.max()), 1))
+            valid = (offsets < counts[:, None]).to(device)
+            token_indices = (first[:, None] + offsets).to(device).where(valid, -1)
+            columns = ((first - start)[:, None] + offsets).clamp_max(width - 1).to(device)
             if order is not None:
                 columns = order.gather(1, columns)
             same = order is None and bool((counts == width).all())
-            batch = self._made(token_indices, None if same else columns.where(there, -1), counts, is_prefill=is_prefill)
+            batch = self._make_batch(
+                token_indices, None if same else columns.where(valid, -1), counts, is_prefill=is_prefill
+            )
             self.step_token_indices = self.num_tokens[:, None].to(device) - 1
             yield batch
 
-    def _parts(self, before: Tensor, end: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    def _parts(self, start: Tensor, end: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """Yield the first token index and the end ``[B]`` of each part, and whether the part belongs to the prompt."""
-        in_prompt = end.minimum(self.prompt_len).maximum(before)
-        for first, last in cut(before, in_prompt, self.policy.block, self.chunk):
+        in_prompt = end.minimum(self.prompt_len).maximum(start)
+        for first, last in cut(start, in_prompt, self.policy.block, self.chunk):
             yield first, last, True
         for first, last in cut(in_prompt, end, self.chunk):
             yield first, last, False
-        if not bool((end > before).any()):
-            yield before, end, False
+        if not bool((end > start).any()):
+            yield start, end, False
 
-    def _made(
+    def _make_batch(
         self, token_indices: Tensor, columns: Tensor | None, counts: Tensor, *, is_prefill: bool, step: bool = False
     ) -> ForwardBatch:
-        fresh, before = not bool(self.num_tokens.any()), self.num_tokens
+        fresh, old_tokens = not bool(self.num_tokens.any()), self.num_tokens
         prompts = self._prompts
         if prompts is None or prompts.lengths is not self.prompt_len or prompts.protected is not self.protected:
             capacity = None if self.policy.budget is None else self.policy.capacity(self.prompt_len)
             marks = None if self.protected is None else self.protected.to(token_indices.device)
-            there = self.prompt_len.to(token_indices.device)
-            prompts = self._prompts = Prompts(self.prompt_len, self.protected, capacity, there, marks)
+            lengths_device = self.prompt_len.to(token_indices.device)
+            prompts = self._prompts = Prompts(self.prompt_len, self.protected, capacity, lengths_device, marks)
         evict = self._should_evict(counts, is_prefill, prompts.capacity)
-        self.num_tokens, self.num_held = before + counts, self.num_held + counts
-        self.settled = self.num_tokens if is_prefill else before
+        self.num_tokens, self.num_held = old_tokens + counts, self.num_held + counts
+        self.settled = self.num_tokens if is_prefill else old_tokens
         if evict is not None and prompts.capacity is not None:
             self.note_eviction(evict, prompts.capacity)
         return ForwardBatch(
@@ -260,8 +265,8 @@ class SequenceState:
         """Return how many columns :meth:`crop` takes from all sequences; None means unequal numbers of tokens."""
         if not isinstance(remove, int):
             return None if any(remove) else 0
-        gone, own = self.mask[:, self.columns - min(remove, self.columns) :].sum(1), self.mask.sum(1)
-        return remove if bool(((gone == remove) | (gone == own)).all()) else None
+        num_removed, own = self.mask[:, self.columns - min(remove, self.columns) :].sum(1), self.mask.sum(1)
+        return remove if bool(((num_removed == remove) | (num_removed == own)).all()) else None
 
     def crop(self, remove: int | Sequence[int]) -> Tensor:
         """Forget the newest tokens, and return how many of each sequence, ``[B]`` long on the CPU.
@@ -284,8 +289,8 @@ class SequenceState:
                 )
             stay = (own - torch.tensor([*remove])).to(self.mask.device)
             kept = self.mask & (self.mask.cumsum(1) <= stay[:, None])
-            some = kept.any(0).nonzero()
-            kept = kept[:, : int(some[-1]) + 1 if len(some) else 0]
+            kept_columns = kept.any(0).nonzero()
+            kept = kept[:, : int(kept_columns[-1]) + 1 if len(kept_columns) else 0]
         left = kept.sum(1).cpu()
         scorer, tokens = self.policy.scorer, self.num_tokens - left
         part = (self.num_tokens < self.prompt_len) & (tokens > 0)
@@ -296,9 +301,9 @@ class SequenceState:
                 f"so far, and {self.policy!r} evicts behind all of them: expected tokens after the prompt; call "
                 "cache.reset(), and read another prompt."
             )
-        gone = left < self.evicted_at
-        if bool(gone.any()):
-            row = int(gone.long().argmax())
+        num_removed = left < self.evicted_at
+        if bool(num_removed.any()):
+            row = int(num_removed.long().argmax())
             raise UserError(
                 f"crop: sequence {row} would have {int(left[row])} tokens, and some of its first "
                 f"{int(self.evicted_at[row])} were evicted, which cannot come back: crop at most "
@@ -318,11 +323,11 @@ class SequenceState:
         self.step_token_indices = left[:, None].to(self.step_token_indices.device) - 1
         return tokens
 
-    def check_positions_skip_padding(self, what: str) -> None:
+    def check_positions_skip_padding(self, operation: str) -> None:
         """Refuse to go on at the sequences' lengths where the positions so far count padding."""
         if self.by_column and not bool(self.mask.all()):
             raise UserError(
-                f"{what}: the text was read under padding and without position_ids, so that its positions count the "
+                f"{operation}: the text was read under padding and without position_ids: its positions count the "
                 "padding: give position_ids=(attention_mask.cumsum(1) - 1).clamp_min(0) from the prompt on, as "
                 "model.generate does."
             )

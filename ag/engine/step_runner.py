@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor, nn
 
-from ag.engine.attention_stats import COLUMNS
 from ag.engine.cache import EvictionCache
+from ag.engine.scorer_inputs import COLUMNS
 from ag.errors import UserError
 from ag.model.support import check_one_position_per_token
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ag.errors import UserError
 
-AGAIN = "to continue, give the whole text so far and what follows; for another text call cache.reset() first"
+HOW_TO_CONTINUE = "to continue, give the whole text so far and what follows; for another text call cache.reset() first"
 
 
 class TokenIds:
@@ -18,18 +18,18 @@ class TokenIds:
         #: Of the text to come, ``[B, T]``; None means that none was announced, or that its ids are not known.
         self.announced: Tensor | None = None
 
-    def announce(self, tokens: Tensor | None, seen: int) -> None:
+    def announce(self, tokens: Tensor | None, num_seen: int) -> None:
         """Note the whole text ``[B, T]`` to come, of which ``seen`` columns were read; None means that it is unknown.
 
         A text that does not begin as the one that was read is refused.
         """
-        if tokens is not None and seen and self.ids is not None and len(self.ids) == len(tokens):
-            before = self.ids[:, :seen].to(tokens.device)
-            differs = (before != tokens[:, : before.shape[1]]).any(0)
+        if tokens is not None and num_seen and self.ids is not None and len(self.ids) == len(tokens):
+            old_ids = self.ids[:, :num_seen].to(tokens.device)
+            differs = (old_ids != tokens[:, : old_ids.shape[1]]).any(0)
             if bool(differs.any()):
                 raise UserError(
                     "The tokens that model.generate was given differ from those that this cache has seen, from column "
-                    f"{int(differs.long().argmax())} on: {AGAIN}."
+                    f"{int(differs.long().argmax())} on: {HOW_TO_CONTINUE}."
                 )
         self.announced = tokens
 
@@ -47,15 +47,15 @@ class TokenIds:
         """Keep the ids of the first ``columns`` alone, as those behind them are not known any more."""
         self.ids = None if self.ids is None else self.ids[:, :columns]
 
-    def common(self, tokens: Tensor, seen: int) -> int:
+    def common(self, tokens: Tensor, num_seen: int) -> int:
         """Return the number of first columns, fewer than all, that ``tokens`` ``[B, T]`` shares with the text read."""
         if self.ids is None or len(self.ids) != len(tokens):
             return 0
-        most = min(seen, self.ids.shape[1], tokens.shape[1] - 1)
-        if most < 1:
+        max_common = min(num_seen, self.ids.shape[1], tokens.shape[1] - 1)
+        if max_common < 1:
             return 0
-        differs = (self.ids[:, :most].to(tokens.device) != tokens[:, :most]).any(0)
-        return int(differs.long().argmax()) if bool(differs.any()) else most
+        differs = (self.ids[:, :max_common].to(tokens.device) != tokens[:, :max_common]).any(0)
+        return int(differs.long().argmax()) if bool(differs.any()) else max_common
 
     def select(self, indices: Tensor, batch: int) -> None:
         """Make the sequences those at ``indices`` of ``batch``; beams are more than the text has rows."""

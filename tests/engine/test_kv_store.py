@@ -23,7 +23,7 @@ class Lists:
 
     def __init__(self, store):
         self.store, self.rows, self.seen, self.mark = store, [], [], []
-        self.layers = [layer for layer, heads in enumerate(store.heads) if heads == store.mine]
+        self.layers = [layer for layer, heads in enumerate(store.heads) if heads == store.head_shape]
 
     def each(self):
         return itertools.product(self.layers, range(len(self.seen)), range(self.store.kv_heads))
@@ -63,7 +63,7 @@ class Machine:
         for layer in one.layers:
             shape = len(counts), store.kv_heads, width
             number = torch.tensor([next(self.numbers) for _ in range(math.prod(shape))]).float().view(shape)
-            k = number[..., None].expand(*shape, store.mine.key).contiguous()
+            k = number[..., None].expand(*shape, store.head_shape.key).contiguous()
             kv_append(store.pages(layer), k, -k, token_indices, number)
             for b, h, t in itertools.product(*map(range, shape)):
                 if token_indices[b, t] >= 0:
@@ -139,14 +139,16 @@ class Machine:
             one.store.select(torch.tensor(chosen, dtype=torch.long))
             one.select(chosen)
         elif what == "add":
-            other = draw.choice([x for x in self.everyone if x is not one and x.store.mine == one.store.mine])
+            other = draw.choice(
+                [x for x in self.everyone if x is not one and x.store.head_shape == one.store.head_shape]
+            )
             if count and other.seen and count + len(other.seen) < 12:
                 one.store.add(other.store)
                 one.rows = [x + y for x, y in zip(one.rows, other.rows, strict=True)]
                 one.seen, one.mark = one.seen + other.seen, one.mark + other.mark
                 self.everyone[self.everyone.index(other)] = Lists(other.store)
         elif what == "fork":
-            at = draw.choice([n for n, x in enumerate(self.everyone) if x.store.mine == one.store.mine])
+            at = draw.choice([n for n, x in enumerate(self.everyone) if x.store.head_shape == one.store.head_shape])
             new = Lists(one.store.fork())
             new.rows, new.seen, new.mark = copy.deepcopy(one.rows), list(one.seen), list(one.mark)
             self.everyone[at] = new

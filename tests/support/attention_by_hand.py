@@ -9,7 +9,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.shown import Keys
 from ag.kernels.softmax import PLAIN, Softmax
 from tests.support.bounds import ROUNDINGS, conditioned, hold
@@ -110,7 +110,7 @@ class Scene:
         self._dense: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
-    def seen(self) -> AttentionStats:
+    def seen(self) -> ScorerInputs:
         """The scene as an observation, a new one each time: scorers record in it what they saw."""
         return self.observed(*self.operands)
 
@@ -119,10 +119,10 @@ class Scene:
         """What scores are made of: q, k, v, the output projection, and the gate's logits where there are any."""
         return [*self._parts[:3], self.output, *([] if self.gate is None else [self.gate])]
 
-    def observed(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, gate: Tensor | None = None) -> AttentionStats:
+    def observed(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, gate: Tensor | None = None) -> ScorerInputs:
         """The scene with other operands."""
         scaling, query_indices, token_indices, query_valid, valid = self._parts[3:]
-        return AttentionStats(
+        return ScorerInputs(
             keys=Keys(
                 stored=lambda: (k, v),
                 shape=valid.shape,
@@ -145,7 +145,7 @@ class Scene:
             projection=lambda: output,
         )
 
-    def bound(self, score: Callable[[AttentionStats], Tensor]) -> Tensor:
+    def bound(self, score: Callable[[ScorerInputs], Tensor]) -> Tensor:
         """How far a score ``[B, Hkv, N]`` in float32 may be from the right one."""
         return conditioned(lambda *operands: score(self.observed(*operands)), *self.operands)
 
@@ -211,7 +211,7 @@ def pool(values: Sequence[float], kernel: int, kind: str) -> list[float]:
 
 def agree(
     scene: Scene,
-    score: Callable[[AttentionStats], Tensor],
+    score: Callable[[ScorerInputs], Tensor],
     expected: dict[tuple[int, int], Sequence[float]],
     skip: Callable[[int, int, int], bool] = lambda b, g, p: False,
 ) -> int:

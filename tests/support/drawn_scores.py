@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers import SCORERS
 from ag.engine.scorers.base import Scorer
 
@@ -36,11 +36,11 @@ class Drawn(Scorer):
     seed: int = 0
     lowered: int | None = None
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the number drawn for the token index of each token."""
-        places, height = numbers(self.seed, seen.layer, seen.k.shape[1])
-        scores = (places - height).expand(len(seen.k), -1, -1).gather(2, seen.key_indices.clamp(0, RANKS - 1)) / 16
-        return scores - 16.0 * (seen.layer == self.lowered)
+        places, height = numbers(self.seed, inputs.layer, inputs.k.shape[1])
+        scores = (places - height).expand(len(inputs.k), -1, -1).gather(2, inputs.key_indices.clamp(0, RANKS - 1)) / 16
+        return scores - 16.0 * (inputs.layer == self.lowered)
 
 
 @contextmanager

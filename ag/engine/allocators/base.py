@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ag import retention
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.stateful import Attributes
 
 
@@ -44,7 +44,7 @@ class Candidates:
         return self.score > -retention.INF
 
     @property
-    def held(self) -> Tensor:
+    def lengths(self) -> Tensor:
         """Tokens of a KV head, ``[B]`` long, the most over heads."""
         return self.valid.sum(-1).amax(1)
 
@@ -90,13 +90,15 @@ def over_heads(parts: Sequence[Candidates], floor: float, total: Tensor) -> list
     """
     scores = [part.score for part in parts]
     if floor:  # the best of each head stay as if they were protected
-        least = [(part.capacity * floor).long()[:, None].expand(part.score.shape[:2]) for part in parts]
-        sure = [retention.keep_mask(x, n) & (x > -retention.INF) for x, n in zip(scores, least, strict=True)]
+        floors = [(part.capacity * floor).long()[:, None].expand(part.score.shape[:2]) for part in parts]
+        sure = [retention.keep_mask(x, n) & (x > -retention.INF) for x, n in zip(scores, floors, strict=True)]
         scores = [x.masked_fill(mask, retention.INF) for x, mask in zip(scores, sure, strict=True)]
     flat = torch.cat([x.flatten(1) for x in scores], 1)
     keep = retention.keep_mask(flat, total.where(parts[0].due, flat.shape[1]))
-    pieces = keep.split([x[0].numel() for x in scores], 1)
-    return [piece.view_as(part.score) & part.valid for part, piece in zip(parts, pieces, strict=True)]
+    keep_by_layer = keep.split([x[0].numel() for x in scores], 1)
+    return [
+        keep_of_layer.view_as(part.score) & part.valid for part, keep_of_layer in zip(parts, keep_by_layer, strict=True)
+    ]
 
 
 @dataclass
@@ -133,11 +135,11 @@ class LayerBudgets(Attributes):
         budget = budget.where(~fitted, candidates.capacity if mean is None else mean)
         self.settled[layer] = budget.where(candidates.due, self.settled.get(layer, budget))
 
-    def join(self, other: LayerBudgets, mine: int, theirs: int) -> None:
-        """Append the budgets of another batch, of ``theirs`` sequences, to those of ``mine`` sequences."""
+    def join(self, other: LayerBudgets, batch: int, added: int) -> None:
+        """Append the budgets of another batch, of ``added`` sequences, to those of ``batch`` sequences."""
         over = self.over_budget, other.over_budget
         if any(x is not None for x in over):  # of the other batch nothing was decided yet
-            sizes = zip(over, (mine, theirs), strict=True)
+            sizes = zip(over, (batch, added), strict=True)
             self.over_budget = torch.cat([torch.zeros(n, dtype=torch.bool) if x is None else x for x, n in sizes])
         self.settled = {layer: torch.cat([x, other.settled[layer]]) for layer, x in self.settled.items()}
 
@@ -171,16 +173,16 @@ class Allocator(ABC):
     shorthands: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def completed(cls, given: Mapping[str, Any], budget: int | float | None, window: int | None) -> dict[str, Any]:
+    def completed(cls, options: Mapping[str, Any], budget: int | float | None, window: int | None) -> dict[str, Any]:
         """Return the fields that the given options mean, under a budget and a scorer with this window (or None)."""
-        return dict(given)
+        return dict(options)
 
     @property
     def lookback(self) -> int:
         """Earlier queries of the prompt that a decision needs beside the new ones."""
         return 0
 
-    def wish(self, seen: AttentionStats) -> Tensor | None:
+    def wish(self, inputs: ScorerInputs) -> Tensor | None:
         """Return the layer's preference, ``[B]`` float64; None means that layers have none."""
         return None
 
@@ -201,10 +203,10 @@ class LayerAllocator(Allocator):
     """An allocator that finds each layer budget by itself."""
 
     @abstractmethod
-    def layer_budget(self, candidates: Candidates, place: int, layers: int) -> Tensor:
+    def layer_budget(self, candidates: Candidates, layer_number: int, layers: int) -> Tensor:
         """Return the tokens per KV head ``[B]`` that a layer keeps at the end of the prompt, or of a block of it.
 
-        ``place`` is its place among the ``layers`` that share the budget.
+        ``layer_number`` is its number among the ``layers`` that share the budget.
         """
 
     def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:

@@ -42,14 +42,14 @@ class Global(Allocator):
         total = sum((x.capacity * x.score.shape[1] for x in budgets.votes.values()), candidates.capacity * ahead)
         best, masks = over_heads([*budgets.votes.values()], self.floor, total), {}
         for other, chosen in zip([*budgets.open], best, strict=True):
-            mine, vote = budgets.open[other], budgets.votes[other]
-            kept = mine.as_many(chosen)
+            part, vote = budgets.open[other], budgets.votes[other]
+            kept = part.as_many(chosen)
             if not ahead:
-                budgets.settle(other, mine, kept.sum((1, 2)), mean=mine.capacity * kept.shape[1])
-            if other == layer or bool((mine.valid & ~kept).any()):
+                budgets.settle(other, part, kept.sum((1, 2)), mean=part.capacity * kept.shape[1])
+            if other == layer or bool((part.valid & ~kept).any()):
                 masks[other] = kept
-                budgets.open[other] = left = mine.after(kept)
-                budgets.votes[other] = left if mine.second is None else vote.after(chosen)
+                budgets.open[other] = left = part.after(kept)
+                budgets.votes[other] = left if part.second is None else vote.after(chosen)
         if not ahead:
             budgets.open.clear()
             budgets.votes.clear()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ag.engine.allocators.base import Allocator, Candidates, LayerBudgets
 from ag.engine.allocators.rounding import largest_remainder
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.errors import UserError, require
 
 #: CAKE's published temperatures (tau1, tau2), by model and tokens per layer (code antgroup/cakekv, model2tau.json).
@@ -52,22 +52,24 @@ class Preference(Allocator):
         require(self, "observers", self.observers >= 1, "1 or more")
 
     @classmethod
-    def completed(cls, given: Mapping[str, Any], budget: int | float | None, window: int | None) -> dict[str, Any]:
+    def completed(
+        cls, options_given: Mapping[str, Any], budget: int | float | None, window: int | None
+    ) -> dict[str, Any]:
         """Look the temperatures of ``tau`` up, and observe in the scorer's window."""
-        options: dict[str, Any] = {} if window is None else {"observers": window}
-        options |= {name: value for name, value in given.items() if name != "tau"}
-        if given.get("tau") is not None:
-            options["tau1"], options["tau2"] = published_tau(str(given["tau"]), budget)
-        return options
+        completed: dict[str, Any] = {} if window is None else {"observers": window}
+        completed |= {name: value for name, value in options_given.items() if name != "tau"}
+        if options_given.get("tau") is not None:
+            completed["tau1"], completed["tau2"] = published_tau(str(options_given["tau"]), budget)
+        return completed
 
     @property
     def lookback(self) -> int:
         """All observers but the newest query."""
         return self.observers - 1
 
-    def wish(self, seen: AttentionStats) -> Tensor:
+    def wish(self, inputs: ScorerInputs) -> Tensor:
         """Return the layer's preference, ``[B]`` float64 (section 4.1 of the paper)."""
-        entropy, variance = entropy_and_variance(seen, self.observers)
+        entropy, variance = entropy_and_variance(inputs, self.observers)
         spread = entropy.double().clamp_min(1e-12) ** (1 / self.tau1)
         return spread * variance.double().clamp_min(1e-12) ** (1 / self.tau2)
 
@@ -79,15 +81,15 @@ class Preference(Allocator):
         budgets.open[layer] = candidates
         brought, last = [*budgets.open.values()], len(budgets.open) == len(budgets.layers)
         counts, caps = self._counts(brought, len(budgets.layers))
-        whole, masks = (counts >= caps).all(0).tolist(), {layer: candidates.valid}
-        for index, (other, mine) in enumerate(budgets.open.items()):
-            own = counts[:, index] + mine.fixed
+        is_whole, masks = (counts >= caps).all(0).tolist(), {layer: candidates.valid}
+        for index, (other, open_candidates) in enumerate(budgets.open.items()):
+            own = counts[:, index] + open_candidates.fixed
             if last:
-                budgets.settle(other, mine, own)
-            if not whole[index]:
-                masks[other] = mine.keep(own)
+                budgets.settle(other, open_candidates, own)
+            if not is_whole[index]:
+                masks[other] = open_candidates.keep(own)
             if other in masks:  # what leaves a sliding window goes from this layer in any case
-                budgets.open[other] = mine.after(masks[other])
+                budgets.open[other] = open_candidates.after(masks[other])
         if last:
             budgets.open.clear()
         return masks
@@ -108,24 +110,24 @@ def published_tau(model: str, tokens: int | float | None) -> tuple[float, float]
     try:
         return PUBLISHED_TAU[model, tokens]  # type: ignore[index]
     except KeyError:
-        known = ", ".join(f"{name} at {size}" for name, size in PUBLISHED_TAU)
+        published = ", ".join(f"{name} at {size}" for name, size in PUBLISHED_TAU)
         raise UserError(
-            f"no tau was published for {model} at {tokens}; there are {known}; give tau1 and tau2."
+            f"no tau was published for {model} at {tokens}; there are {published}; give tau1 and tau2."
         ) from None
 
 
-def entropy_and_variance(seen: AttentionStats, observers: int) -> tuple[Tensor, Tensor]:
+def entropy_and_variance(inputs: ScorerInputs, observers: int) -> tuple[Tensor, Tensor]:
     """Return H and V of a layer, ``[B]`` each.
 
     H is the entropy of the attention that the last queries pay the tokens before them, summed over heads and queries, V
     its variance over those queries, summed over heads and tokens. Attention to the observing tokens themselves does not
     count, and the rest is not normalised anew.
     """
-    rows = seen.rows(observers)
-    before = (seen.keys.valid & (seen.age >= observers)).repeat_interleave(seen.group, 1)
-    a = rows.a * (rows.counted[:, None, :, None] & before[:, :, None])
+    rows = inputs.rows(observers)
+    before_window = (inputs.keys.valid & (inputs.age >= observers)).repeat_interleave(inputs.group, 1)
+    a = rows.a * (rows.counted[:, None, :, None] & before_window[:, :, None])
     entropy = -(a + 1e-10).log_().mul_(a).sum((1, 2, 3))
-    return entropy, (rows.moments[1] * before).sum((1, 2))
+    return entropy, (rows.moments[1] * before_window).sum((1, 2))
 
 
 def water_fill(preference: Tensor, total: Tensor, caps: Tensor) -> Tensor:
@@ -137,9 +139,9 @@ def water_fill(preference: Tensor, total: Tensor, caps: Tensor) -> Tensor:
     ratio = caps / preference
     order = ratio.argsort(1)
     caps_sorted, preference_sorted = caps.double().gather(1, order), preference.gather(1, order)
-    full = caps_sorted.cumsum(1) - caps_sorted  # tokens of the layers that are full before this one
-    rest = preference_sorted.flip(1).cumsum(1).flip(1)
-    level = (limit[:, None] - full) / rest  # lambda, if exactly the layers before this one are full
+    filled = caps_sorted.cumsum(1) - caps_sorted  # tokens of the layers that are full before this one
+    preference_left = preference_sorted.flip(1).cumsum(1).flip(1)
+    level = (limit[:, None] - filled) / preference_left  # lambda, if exactly the layers before this one are full
     fits = level * preference_sorted <= caps_sorted
     index = torch.where(fits.any(1), fits.long().argmax(1), order.shape[1] - 1)
     level = level.gather(1, index[:, None])

@@ -27,7 +27,7 @@ class Pyramid(LayerAllocator):
     def __post_init__(self) -> None:
         require(self, "beta", self.beta >= 1, "1 or more")
 
-    def layer_budget(self, candidates: Candidates, place: int, layers: int) -> Tensor:
+    def layer_budget(self, candidates: Candidates, layer_number: int, layers: int) -> Tensor:
         """Return the tokens ``[B]`` that the layer at a place keeps."""
         kept = []
         for mean, fixed, prompt in zip(
@@ -37,27 +37,27 @@ class Pyramid(LayerAllocator):
             # a prompt that fits stays; one that is not twice as long as the budget is shared evenly, as officially
             even = prompt < 2 * own
             line = [own] * layers if even else pyramid(own, prompt - fixed, layers, self.beta)
-            kept.append(fixed + line[place])
+            kept.append(fixed + line[layer_number])
         return torch.tensor(kept, device=candidates.capacity.device)
 
 
-def pyramid(mean: int, held: int, layers: int, beta: int = 20) -> list[int]:
+def pyramid(mean: int, num_cached: int, layers: int, beta: int = 20) -> list[int]:
     """Share ``mean * layers`` tokens along a line, lower layers getting more (PyramidKV, Cai et al. 2024).
 
     Args:
         mean: tokens per layer on average, protected ones not counted (T).
-        held: tokens that compete in each layer, of which no layer gets more.
+        num_cached: tokens that compete in each layer, of which no layer gets more.
         layers: number of layers L.
         beta: steepness; the last layer gets ``mean // beta``. 1 is uniform.
     """
-    if held < mean or layers == 1:
-        return [min(mean, held)] * layers
+    if num_cached < mean or layers == 1:
+        return [min(mean, num_cached)] * layers
     low = mean // beta
     high = 2 * mean - low
-    if high > held:
-        high, low = held, 2 * mean - held
+    if high > num_cached:
+        high, low = num_cached, 2 * mean - num_cached
     step = (high - low) / (layers - 1)
     shares = torch.tensor([[high - index * step for index in range(layers)]], dtype=torch.float64)
-    caps = torch.full((1, layers), held)
+    caps = torch.full((1, layers), num_cached)
     result: list[int] = largest_remainder(shares, torch.tensor([mean * layers]), caps)[0].tolist()
     return result

@@ -14,11 +14,11 @@ def largest_remainder(shares: Tensor, total: Tensor, caps: Tensor) -> Tensor:
         total: ``[B]`` long.
         caps: ``[B, L]`` long, as the result.
     """
-    whole = shares.floor().long().minimum(caps)
-    missing = torch.minimum(total, caps.sum(1)) - whole.sum(1)
-    remainder = (shares - whole).round(decimals=9)  # equal ones stay equal, whatever their last bits
-    order = remainder.masked_fill(whole >= caps, -1.0).argsort(dim=1, descending=True, stable=True)
-    place = torch.empty_like(order).scatter_(
+    floors = shares.floor().long().minimum(caps)
+    missing = torch.minimum(total, caps.sum(1)) - floors.sum(1)
+    remainder = (shares - floors).round(decimals=9)  # equal ones stay equal, whatever their last bits
+    order = remainder.masked_fill(floors >= caps, -1.0).argsort(dim=1, descending=True, stable=True)
+    order_position = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
-    return whole + (place < missing[:, None])
+    return floors + (order_position < missing[:, None])

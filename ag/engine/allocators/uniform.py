@@ -13,6 +13,6 @@ from ag.engine.allocators.base import Candidates, LayerAllocator
 class Uniform(LayerAllocator):
     """Every head of every layer keeps the budget."""
 
-    def layer_budget(self, candidates: Candidates, place: int, layers: int) -> Tensor:
+    def layer_budget(self, candidates: Candidates, layer_number: int, layers: int) -> Tensor:
         """Return the budget."""
         return candidates.capacity

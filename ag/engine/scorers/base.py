@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag import retention
-from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
 from ag.engine.rows import Statistic, attention
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.errors import require
 
 #: Metadata of a field that is no option of a policy.
@@ -108,23 +108,23 @@ class Scorer(ABC):
         """The scorer that repeats a prompt, which is evicted from once after that; None means that none does."""
         return None
 
-    def note(self, seen: AttentionStats, records: Records) -> None:
+    def note(self, inputs: ScorerInputs, records: Records) -> None:
         """Record what is seen, before each score and, with ``every_query``, without one; see :meth:`recorded`."""
         return
 
-    def recorded(self, seen: AttentionStats, *how: Any) -> Mapping[str, Tensor]:
+    def recorded(self, inputs: ScorerInputs, *arguments: Any) -> Mapping[str, Tensor]:
         """Return the records of a layer; where there are none, those of this observation, noted with ``how``."""
-        if seen.recorded is not None:
-            return seen.recorded
+        if inputs.recorded is not None:
+            return inputs.recorded
         records: Records = {}
-        self.note(seen, records, *how)
+        self.note(inputs, records, *arguments)
         return records
 
     @abstractmethod
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return ``[B, Hkv, N]`` float32, higher is kept; finite on every slot that competes."""
 
-    def second(self, seen: AttentionStats, score: Tensor) -> tuple[Tensor, float] | None:
+    def second(self, inputs: ScorerInputs, score: Tensor) -> tuple[Tensor, float] | None:
         """Return another score ``[B, Hkv, N]``, and the share of a head's tokens that ``score`` decides over.
 
         The other one decides over the rest; the numbers of tokens of heads follow from ``score``. None means that there
@@ -132,15 +132,15 @@ class Scorer(ABC):
         """
         return None
 
-    def weight(self, seen: AttentionStats, score: Tensor) -> Tensor:
+    def weight(self, inputs: ScorerInputs, score: Tensor) -> Tensor:
         """Return a score ``[B, Hkv, N]`` as a number that a wrapper may multiply or normalise, in the same order."""
         return score
 
-    def heads(self, seen: AttentionStats) -> Tensor:
+    def heads(self, inputs: ScorerInputs) -> Tensor:
         """Return a score of at least 0 by query head, ``[B, H, N]``, over all held tokens; CAOTE normalises it."""
-        score = self.weight(seen, self.score(seen))
-        lowest = score.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
-        return (score - lowest).masked_fill(~seen.key_valid, 0.0).repeat_interleave(seen.group, 1)
+        score = self.weight(inputs, self.score(inputs))
+        lowest = score.masked_fill(~inputs.key_valid, float("inf")).amin(-1, keepdim=True)
+        return (score - lowest).masked_fill(~inputs.key_valid, 0.0).repeat_interleave(inputs.group, 1)
 
     def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
         """Return the numbers of first and of newest tokens that stay whatever their score, ``[B]`` long or int each.
@@ -149,9 +149,9 @@ class Scorer(ABC):
         """
         return self.sinks, self.recent
 
-    def protected(self, seen: AttentionStats, capacity: Tensor) -> Tensor:
+    def protected(self, inputs: ScorerInputs, capacity: Tensor) -> Tensor:
         """Return ``[B, Hkv or 1, N]`` bool, the tokens that :meth:`limits` and the caller protect."""
-        return retention.protected_mask(seen.positions, seen.lengths, *self.limits(capacity), seen.marked)
+        return retention.protected_mask(inputs.positions, inputs.lengths, *self.limits(capacity), inputs.marked)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,39 +163,39 @@ class RowScorer(Scorer):
         """Attention rows."""
         return Needs(rows=True)
 
-    def note(self, seen: AttentionStats, records: Records, statistic: Statistic = attention) -> None:
+    def note(self, inputs: ScorerInputs, records: Records, statistic: Statistic = attention) -> None:
         """Record the statistic; :meth:`sums` of it reads that."""
         return
 
     @abstractmethod
-    def sums(self, seen: AttentionStats, statistic: Statistic = attention) -> Tensor:
+    def sums(self, inputs: ScorerInputs, statistic: Statistic = attention) -> Tensor:
         """Return the summed statistic by query head, ``[B, H, N]``."""
 
-    def raw(self, seen: AttentionStats) -> Tensor:
+    def raw(self, inputs: ScorerInputs) -> Tensor:
         """Return the score by query head before pooling, ``[B, H, N]``."""
-        return self.sums(seen)
+        return self.sums(inputs)
 
-    def reduce(self, seen: AttentionStats, heads: Tensor) -> Tensor:
+    def reduce(self, inputs: ScorerInputs, heads: Tensor) -> Tensor:
         """Turn ``[B, H, N]`` into one score per KV head, ``[B, Hkv, N]``."""
-        return heads.unflatten(1, (seen.keys.shape[1], -1)).mean(2)
+        return heads.unflatten(1, (inputs.keys.shape[1], -1)).mean(2)
 
-    def pool(self, seen: AttentionStats, score: Tensor, before_window: bool = True) -> Tensor:
+    def pool(self, inputs: ScorerInputs, score: Tensor, before_window: bool = True) -> Tensor:
         """Smooth a score ``[B, *, N]`` over neighbours in the cache; a plain scorer returns it as it is."""
         return score
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the reduced score, pooled."""
-        return self.pool(seen, self.reduce(seen, self.raw(seen)))
+        return self.pool(inputs, self.reduce(inputs, self.raw(inputs)))
 
-    def heads(self, seen: AttentionStats) -> Tensor:
+    def heads(self, inputs: ScorerInputs) -> Tensor:
         """Return the score by query head, pooled over all held tokens."""
-        return self.pool(seen, self.raw(seen), before_window=False)
+        return self.pool(inputs, self.raw(inputs), before_window=False)
 
 
-def grouped(values: Tensor, seen: AttentionStats, how: Literal["mean", "sum"]) -> Tensor:
+def grouped(values: Tensor, inputs: ScorerInputs, reduction: Literal["mean", "sum"]) -> Tensor:
     """Combine ``[B, H, N]`` over the query heads of each KV head, ``[B, Hkv, N]``."""
-    values = values.unflatten(1, (seen.keys.shape[1], -1))
-    return values.sum(2) if how == "sum" else values.mean(2)
+    values = values.unflatten(1, (inputs.keys.shape[1], -1))
+    return values.sum(2) if reduction == "sum" else values.mean(2)
 
 
 def pooled(values: Tensor, inside: Tensor, kernel: int, kind: str, order: Tensor | None = None) -> Tensor:
@@ -211,5 +211,5 @@ def pooled(values: Tensor, inside: Tensor, kernel: int, kind: str, order: Tensor
     values = values.masked_fill(~inside, 0.0)
     values = values if order is None else values.gather(-1, order)
     pool = F.avg_pool1d if kind == "avg" else F.max_pool1d
-    found = pool(values, kernel, stride=1, padding=kernel // 2)
-    return found if order is None else torch.empty_like(found).scatter_(-1, order, found)
+    smoothed = pool(values, kernel, stride=1, padding=kernel // 2)
+    return smoothed if order is None else torch.empty_like(smoothed).scatter_(-1, order, smoothed)

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.snapkv import SnapKV
 
 
@@ -27,9 +27,9 @@ class Cake(SnapKV):
     gamma: float = 200.0
     default_allocator: ClassVar[str] = "preference"
 
-    def raw(self, seen: AttentionStats) -> Tensor:
+    def raw(self, inputs: ScorerInputs) -> Tensor:
         """Return the indicator; while decoding, the attention of the newest query alone, as officially."""
-        if seen.decoding:
-            return seen.newest()
-        mean, variance = seen.rows(self.window).moments
+        if inputs.decoding:
+            return inputs.newest()
+        mean, variance = inputs.rows(self.window).moments
         return mean + self.gamma * variance

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Needs, Scorer
 
 ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # multipliers of xxHash
@@ -26,10 +26,10 @@ class Random(Scorer):
     alone: ClassVar[str] = "its scores are random"
     needs = Needs(steady=True)
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return numbers in [0, 1)."""
-        heads = torch.arange(seen.key_indices.shape[1], device=seen.key_indices.device)[:, None]
-        mixed = seen.key_indices.long() * ODD[0] + heads * ODD[1] + (self.seed * 1000 + seen.layer) * ODD[2]
+        heads = torch.arange(inputs.key_indices.shape[1], device=inputs.key_indices.device)[:, None]
+        mixed = inputs.key_indices.long() * ODD[0] + heads * ODD[1] + (self.seed * 1000 + inputs.layer) * ODD[2]
         for shift in (15, 13, 16):
             mixed = mixed & 0xFFFFFFFF
             mixed = (mixed ^ (mixed >> shift)) * ODD[shift % 3]
@@ -42,7 +42,7 @@ class KNorm(Scorer):
 
     needs = Needs(steady=True)
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return ``-||k||``."""
-        norms: Tensor = torch.linalg.vector_norm(seen.k.float(), dim=-1)
+        norms: Tensor = torch.linalg.vector_norm(inputs.k.float(), dim=-1)
         return -norms

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Needs, Scorer, grouped
 from ag.errors import require
 from ag.kernels.softmax import weigh
@@ -62,64 +62,64 @@ class ExpectedAttention(Scorer):
         """Return that values are weighed once."""
         return {"values": (False, "{wrapper} weighs values")}
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the expected weight times the value's norm, computed once for all budgets."""
-        return seen.once(self, lambda: self._score(seen))
+        return inputs.once(self, lambda: self._score(inputs))
 
-    def _score(self, seen: AttentionStats) -> Tensor:
-        competes = seen.key_valid & (seen.key_indices >= self.sinks)
-        logits = self._logits(seen, seen.k.float().masked_fill(~seen.key_valid[..., None], 0.0))
-        hidden = ~competes.repeat_interleave(seen.group, 1)
-        sinks = None if seen.softmax.sinks is None else seen.softmax.sinks[:, None]
+    def _score(self, inputs: ScorerInputs) -> Tensor:
+        competes = inputs.key_valid & (inputs.key_indices >= self.sinks)
+        logits = self._logits(inputs, inputs.k.float().masked_fill(~inputs.key_valid[..., None], 0.0))
+        hidden = ~competes.repeat_interleave(inputs.group, 1)
+        sinks = None if inputs.softmax.sinks is None else inputs.softmax.sinks[:, None]
         weights = weigh(logits.masked_fill(hidden, float("-inf")), sinks).masked_fill(hidden, 0.0)
-        score = grouped(weights, seen, "mean") + self.eps
+        score = grouped(weights, inputs, "mean") + self.eps
         if not self.values:
             return score
-        norms: Tensor = torch.linalg.vector_norm(seen.v, dim=-1)
+        norms: Tensor = torch.linalg.vector_norm(inputs.v, dim=-1)
         return score * norms
 
-    def _logits(self, seen: AttentionStats, k: Tensor) -> Tensor:
+    def _logits(self, inputs: ScorerInputs, k: Tensor) -> Tensor:
         """Return ``log E[exp(q k_p)]``, ``[B, H, N]``."""
-        mean, spread = self._future(seen, *self._statistics(seen))
+        mean, spread = self._future(inputs, *self._statistics(inputs))
         keys = k.unsqueeze(2)  # [B, Hkv, 1, N, D]
-        mean, spread = (x.unflatten(1, (-1, seen.group)) for x in (mean, spread))
-        logits: Tensor = (keys @ mean[..., None])[..., 0] * seen.scaling
-        logits = logits + ((keys @ spread) * keys).sum(-1) * (seen.scaling**2 / 2)
+        mean, spread = (x.unflatten(1, (-1, inputs.group)) for x in (mean, spread))
+        logits: Tensor = (keys @ mean[..., None])[..., 0] * inputs.scaling
+        logits = logits + ((keys @ spread) * keys).sum(-1) * (inputs.scaling**2 / 2)
         return logits.flatten(1, 2)
 
-    def note(self, seen: AttentionStats, records: Records) -> None:
+    def note(self, inputs: ScorerInputs, records: Records) -> None:
         """Sum up the queries of a prompt, of which its later parts are shown the last ones alone."""
-        if seen.sums is None:
+        if inputs.sums is None:
             return
-        if seen.decoding:
-            seen.sums.clear()
+        if inputs.decoding:
+            inputs.sums.clear()
             return
-        new = _moments(seen, seen.new, torch.full_like(seen.lengths, self.sinks))
-        sums, due = seen.sums, torch.zeros_like(new.number, dtype=torch.bool)
+        new = _moments(inputs, inputs.new, torch.full_like(inputs.lengths, self.sinks))
+        sums, due = inputs.sums, torch.zeros_like(new.number, dtype=torch.bool)
         if sums:
-            new = _together(Moments(*(sums[name] for name in Moments._fields)), new)
-        if seen.capacity is not None:
-            due = torch.ones_like(due) if seen.due is None else seen.due.view_as(due)
+            new = merge_moments(Moments(*(sums[name] for name in Moments._fields)), new)
+        if inputs.capacity is not None:
+            due = torch.ones_like(due) if inputs.due is None else inputs.due.view_as(due)
         past = sums["due"] | sums["past"] if sums else torch.zeros_like(due)
         sums.update(zip(Moments._fields, new, strict=True), due=due, past=past)
 
-    def _statistics(self, seen: AttentionStats) -> tuple[Tensor, Tensor]:
+    def _statistics(self, inputs: ScorerInputs) -> tuple[Tensor, Tensor]:
         """Return mean ``[B, H, D]`` and covariance ``[B, H, D, D]`` of the queries without their rotation."""
-        last = self.window if seen.sums or seen.decoding else seen.longest
-        found = _moments(seen, seen.q.shape[2], (seen.lengths - last).clamp_min(self.sinks))
-        if seen.sums and not seen.decoding:  # all of the prompt up to its first decision
-            past = seen.sums["past"]  # [B, 1]
-            whole = (seen.sums[name] for name in Moments._fields)
-            each = zip(whole, found, strict=True)
-            found = Moments(*(recent.where(past.view(-1, *[1] * (x.ndim - 1)), x) for x, recent in each))
-        return found.mean, found.products / found.number.clamp_min(1)[..., None, None]
+        last = self.window if inputs.sums or inputs.decoding else inputs.longest
+        moments = _moments(inputs, inputs.q.shape[2], (inputs.lengths - last).clamp_min(self.sinks))
+        if inputs.sums and not inputs.decoding:  # all of the prompt up to its first decision
+            past = inputs.sums["past"]  # [B, 1]
+            of_prompt = (inputs.sums[name] for name in Moments._fields)
+            each = zip(of_prompt, moments, strict=True)
+            moments = Moments(*(recent.where(past.view(-1, *[1] * (x.ndim - 1)), x) for x, recent in each))
+        return moments.mean, moments.products / moments.number.clamp_min(1)[..., None, None]
 
-    def _future(self, seen: AttentionStats, mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    def _future(self, inputs: ScorerInputs, mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
         """Turn mean and covariance to the places that follow."""
-        first = seen.lengths[:, None, None]
-        ahead = seen.turn(mean[:, :, None], first, self.future)[:, :, 0]
-        once = seen.turn(spread, first, self.future).mT  # R Sigma R^T, R the mean rotation
-        return ahead, seen.turn(once, first, self.future)
+        first = inputs.lengths[:, None, None]
+        ahead = inputs.turn(mean[:, :, None], first, self.future)[:, :, 0]
+        once = inputs.turn(spread, first, self.future).mT  # R Sigma R^T, R the mean rotation
+        return ahead, inputs.turn(once, first, self.future)
 
 
 class Moments(NamedTuple):
@@ -130,22 +130,22 @@ class Moments(NamedTuple):
     products: Tensor  # [B, H, D, D], of their differences to the mean
 
 
-def _moments(seen: AttentionStats, last: int, first: Tensor) -> Moments:
+def _moments(inputs: ScorerInputs, last: int, first: Tensor) -> Moments:
     """Sum up those of the ``last`` newest columns of queries that have token indices from ``first`` ``[B]`` on."""
-    token_indices = seen.query_indices[:, -last:]
-    counted = (seen.query_valid[:, -last:] & (token_indices >= first[:, None]))[:, None, :, None]
+    token_indices = inputs.query_indices[:, -last:]
+    counted = (inputs.query_valid[:, -last:] & (token_indices >= first[:, None]))[:, None, :, None]
     # A place further on, for all queries of a sequence, turns the statistics and the future places alike.
-    q = seen.turn(seen.q[:, :, -last:].float(), -token_indices[:, None]).masked_fill(~counted, 0.0)
+    q = inputs.turn(inputs.q[:, :, -last:].float(), -token_indices[:, None]).masked_fill(~counted, 0.0)
     number = counted.sum((1, 2))
     mean = q.sum(2) / number.clamp_min(1)[..., None]
     centred = (q - mean[:, :, None]).masked_fill(~counted, 0.0)
     return Moments(number, mean, centred.mT @ centred)
 
 
-def _together(one: Moments, other: Moments) -> Moments:
+def merge_moments(first: Moments, second: Moments) -> Moments:
     """Sum up what two sums have together."""
-    number = one.number + other.number
-    share = (other.number / number.clamp_min(1))[..., None]
-    step = other.mean - one.mean
-    between = (step[..., None] * step[..., None, :]) * (one.number[..., None] * share)[..., None]
-    return Moments(number, one.mean + step * share, one.products + other.products + between)
+    number = first.number + second.number
+    share = (second.number / number.clamp_min(1))[..., None]
+    step = second.mean - first.mean
+    between = (step[..., None] * step[..., None, :]) * (first.number[..., None] * share)[..., None]
+    return Moments(number, first.mean + step * share, first.products + second.products + between)

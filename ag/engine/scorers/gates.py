@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import DERIVED, Needs, Scorer
 from ag.errors import UserError, require
 
@@ -60,16 +60,16 @@ class Gates(Scorer):
         """Return the scorer that protects these numbers of tokens, where no option gives others."""
         return replace(self, trained_sinks=sinks, trained_recent=recent)
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the logit, or the log of a token's remaining worth."""
-        assert seen.gate is not None
-        if not seen.decays:
-            return seen.gate
-        return seen.gate.clamp_max(0.0) * (seen.age + 2)  # the log of 1 where no gate ran
+        assert inputs.gate is not None
+        if not inputs.decays:
+            return inputs.gate
+        return inputs.gate.clamp_max(0.0) * (inputs.age + 2)  # the log of 1 where no gate ran
 
-    def weight(self, seen: AttentionStats, score: Tensor) -> Tensor:
+    def weight(self, inputs: ScorerInputs, score: Tensor) -> Tensor:
         """Return the probability, or the log of a token's remaining worth."""
-        return score if seen.decays else score.sigmoid()
+        return score if inputs.decays else score.sigmoid()
 
     def limits(self, capacity: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sinks and the newest tokens."""

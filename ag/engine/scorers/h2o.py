@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records, latest
 from ag.engine.rows import Statistic, attention
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Needs, RowScorer
 from ag.errors import require
 
@@ -35,25 +35,25 @@ class H2O(RowScorer):
         require(self, "recent", isinstance(self.recent, int) or self.recent <= 1, "tokens, or a share up to 1.0")
         require(self, "window", self.window is None or self.window >= 1, "1 or more, or None")
 
-    def note(self, seen: AttentionStats, records: Records, statistic: Statistic = attention) -> None:
+    def note(self, inputs: ScorerInputs, records: Records, statistic: Statistic = attention) -> None:
         """Add the sums over the new queries, or keep the rows of the prompt's window."""
-        if self.window is None or seen.decoding:
-            total = seen.total(statistic)
+        if self.window is None or inputs.decoding:
+            total = inputs.total(statistic)
             if "sums" in records:
                 records["sums"].add_(total)  # in place, so that it keeps its memory from step to step
             else:
                 records["sums"] = total.clone()  # others may remember the total
         else:
-            rows = seen.rows(self.window, only_new=True)
+            rows = inputs.rows(self.window, only_new=True)
             latest(records, "window", rows.counted[:, None, :, None] * statistic(rows), rows.counted, self.window)
 
-    def sums(self, seen: AttentionStats, statistic: Statistic = attention) -> Tensor:
+    def sums(self, inputs: ScorerInputs, statistic: Statistic = attention) -> Tensor:
         """Return the sums over all queries, or over the prompt's window and decoding; past weights do not change."""
-        recorded = self.recorded(seen, statistic)
+        recorded = self.recorded(inputs, statistic)
         if self.window is None:
             return recorded["sums"]
         sums = recorded["window"].sum(2)
-        return sums + recorded["sums"] if seen.decoding else sums
+        return sums + recorded["sums"] if inputs.decoding else sums
 
     def limits(self, capacity: Tensor) -> tuple[int, int | Tensor]:
         """Return the sinks and the newest tokens."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Needs, Scorer
 
 
@@ -21,9 +21,9 @@ class KeyDiff(Scorer):
 
     needs = Needs(steady=True)
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the negative cosine, in [-1, 1]; 0 where the unit keys cancel."""
-        unit = F.normalize(seen.k.float().masked_fill(~seen.key_valid[..., None], 0.0), dim=-1)
+        unit = F.normalize(inputs.k.float().masked_fill(~inputs.key_valid[..., None], 0.0), dim=-1)
         mean = unit.sum(2, keepdim=True)  # its length does not matter
         negative: Tensor = -(unit * F.normalize(mean, dim=-1)).sum(-1)
         return negative.clamp(-1.0, 1.0)

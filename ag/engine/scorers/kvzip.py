@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Needs, Scorer
 from ag.errors import UserError, require
 
@@ -77,10 +77,10 @@ class KVzip(Scorer):
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """Return the scorer with the instructions that it was not given, in the tokens of a tokenizer."""
-        made = zip(self.needs.from_tokenizer, (ASK, ASK_PART, answer_of(tokenizer)), strict=True)
+        instructions = zip(self.needs.from_tokenizer, (ASK, ASK_PART, answer_of(tokenizer)), strict=True)
         ids: dict[str, Any] = {
             name: " ".join(map(str, tokenizer(text, add_special_tokens=False)["input_ids"]))
-            for name, text in made
+            for name, text in instructions
             if getattr(self, name) is None
         }
         return replace(self, **ids)
@@ -90,22 +90,22 @@ class KVzip(Scorer):
         """The scorer itself."""
         return self
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the largest weight; 0 for what was not repeated."""
-        found = self.recorded(seen).get("repeated")
-        return torch.zeros_like(seen.key_indices, dtype=torch.float32) if found is None else found
+        scores = self.recorded(inputs).get("repeated")
+        return torch.zeros_like(inputs.key_indices, dtype=torch.float32) if scores is None else scores
 
     def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:
         """Return the chunks of a prompt's token ids ``context``, and what the model reads to repeat each."""
-        given = self.ask, self.ask_part, self.answer
-        ask, ask_part, answer = ([int(x) for x in (text or "").split()] for text in given)
-        found = []
+        instructions = self.ask, self.ask_part, self.answer
+        ask, ask_part, answer = ([int(x) for x in (text or "").split()] for text in instructions)
+        chunks = []
         for start in range(self.sinks, len(context), self.chunk):
-            places = range(start, min(start + self.chunk, len(context)))
-            before = context[start - min(self.overlap, self.chunk) : start] if ask_part else []
-            asked = ask if start == self.sinks else ask_part + before
-            found.append((places, asked + answer + context[start : places.stop]))
-        return found
+            chunk = range(start, min(start + self.chunk, len(context)))
+            overlap_tokens = context[start - min(self.overlap, self.chunk) : start] if ask_part else []
+            instruction = ask if start == self.sinks else ask_part + overlap_tokens
+            chunks.append((chunk, instruction + answer + context[start : chunk.stop]))
+        return chunks
 
 
 def answer_of(tokenizer: Any) -> str:

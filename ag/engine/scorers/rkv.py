@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Needs, Scorer, pooled
 from ag.errors import require
 
@@ -54,31 +54,33 @@ class RKV(Scorer):
         """The queries of the window."""
         return Needs(rows=True, lookback=self.window - 1, observers=self.window)
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the importance less the redundancy; above -1 and at most 1."""
-        return self.mix * self.importance(seen) - (1 - self.mix) * self.redundancy(seen)
+        return self.mix * self.importance(inputs) - (1 - self.mix) * self.redundancy(inputs)
 
-    def importance(self, seen: AttentionStats) -> Tensor:
+    def importance(self, inputs: ScorerInputs) -> Tensor:
         """Return ``I``, ``[B, Hkv, N]``; near the window what the pooling reaches, and 0 behind that."""
-        rows, before = seen.rows(self.window), seen.key_valid & (seen.age >= self.window)
-        shown = rows.visible.unflatten(1, (-1, seen.group)).any(2) & before[:, :, None]
-        logits = rows.s.masked_fill(~rows.visible, float("-inf")).unflatten(1, (-1, seen.group)).amax(2)
+        rows, before_window = inputs.rows(self.window), inputs.key_valid & (inputs.age >= self.window)
+        shown = rows.visible.unflatten(1, (-1, inputs.group)).any(2) & before_window[:, :, None]
+        logits = rows.s.masked_fill(~rows.visible, float("-inf")).unflatten(1, (-1, inputs.group)).amax(2)
         weights = logits.masked_fill(~shown, float("-inf")).softmax(-1).masked_fill(~shown, 0.0)
         counted = rows.counted[:, None, :, None]
         mean = weights.masked_fill(~counted, 0.0).sum(2) / counted.sum(2).clamp_min(1)
-        return pooled(mean, before, self.kernel, "max", seen.keys.order)
+        return pooled(mean, before_window, self.kernel, "max", inputs.keys.order)
 
-    def redundancy(self, seen: AttentionStats) -> Tensor:
+    def redundancy(self, inputs: ScorerInputs) -> Tensor:
         """Return ``R``, ``[B, Hkv, N]``, which sums to 1 over the tokens of a head."""
-        valid = seen.key_valid
-        keys = F.normalize(seen.k.float().masked_fill(~valid[..., None], 0.0), dim=-1)
-        token_indices = seen.key_indices.masked_fill(~valid, -1)
+        valid = inputs.key_valid
+        keys = F.normalize(inputs.k.float().masked_fill(~valid[..., None], 0.0), dim=-1)
+        token_indices = inputs.key_indices.masked_fill(~valid, -1)
         slots = torch.arange(keys.shape[2], device=keys.device)
         alike = torch.zeros(keys.shape[:3], device=keys.device)
-        for some in slots.split(max(1, PAIRS // max(1, alike.numel()))):
-            cosine = (keys[:, :, some] @ keys.mT).masked_fill_(slots == some[:, None], 0.0)
-            newest, place = torch.where(cosine > self.threshold, token_indices[:, :, None], -1).max(-1, keepdim=True)
-            dropped = torch.where(newest >= 0, place, len(slots))  # past the end: none
+        for query_slots in slots.split(max(1, PAIRS // max(1, alike.numel()))):
+            cosine = (keys[:, :, query_slots] @ keys.mT).masked_fill_(slots == query_slots[:, None], 0.0)
+            newest, newest_slot = torch.where(cosine > self.threshold, token_indices[:, :, None], -1).max(
+                -1, keepdim=True
+            )
+            dropped = torch.where(newest >= 0, newest_slot, len(slots))  # past the end: none
             cosine = F.pad(cosine, (0, 1)).scatter_(-1, dropped, 0.0)[..., :-1]
             alike += cosine.sum(2)
         mean = alike / valid.sum(-1, keepdim=True).clamp_min(1)

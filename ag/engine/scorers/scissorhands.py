@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records, latest
 from ag.engine.rows import Statistic, attention
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Needs, RowScorer
 from ag.errors import require
 
@@ -34,11 +34,11 @@ class Scissorhands(RowScorer):
         super().__post_init__()
         require(self, "window", self.window >= 1, "1 or more")
 
-    def note(self, seen: AttentionStats, records: Records, statistic: Statistic = attention) -> None:
+    def note(self, inputs: ScorerInputs, records: Records, statistic: Statistic = attention) -> None:
         """Keep the rows of the window."""
-        rows = seen.rows(self.window, only_new=True)
+        rows = inputs.rows(self.window, only_new=True)
         latest(records, "rows", rows.counted[:, None, :, None] * statistic(rows), rows.counted, self.window)
 
-    def sums(self, seen: AttentionStats, statistic: Statistic = attention) -> Tensor:
+    def sums(self, inputs: ScorerInputs, statistic: Statistic = attention) -> Tensor:
         """Return the sums over the window; past weights do not change."""
-        return self.recorded(seen, statistic)["rows"].sum(2)
+        return self.recorded(inputs, statistic)["rows"].sum(2)

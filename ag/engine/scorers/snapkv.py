@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
 from ag.engine.rows import Statistic, attention
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Needs, RowScorer, pooled
 from ag.errors import require
 
@@ -41,14 +41,14 @@ class SnapKV(RowScorer):
         """The queries of the window."""
         return Needs(rows=True, lookback=self.window - 1, observers=self.window)
 
-    def sums(self, seen: AttentionStats, statistic: Statistic = attention) -> Tensor:
+    def sums(self, inputs: ScorerInputs, statistic: Statistic = attention) -> Tensor:
         """Return the sums over the window."""
-        return seen.rows(self.window).total(statistic)
+        return inputs.rows(self.window).total(statistic)
 
-    def pool(self, seen: AttentionStats, score: Tensor, before_window: bool = True) -> Tensor:
+    def pool(self, inputs: ScorerInputs, score: Tensor, before_window: bool = True) -> Tensor:
         """Pool along the tokens before the window, or along all of them."""
-        inside = seen.key_valid & (seen.age >= self.window) if before_window else seen.key_valid
-        return pooled(score, inside, self.kernel, self.pooling, seen.keys.order)
+        inside = inputs.key_valid & (inputs.age >= self.window) if before_window else inputs.key_valid
+        return pooled(score, inside, self.kernel, self.pooling, inputs.keys.order)
 
     def limits(self, capacity: Tensor) -> tuple[int, int]:
         """Return the sinks, and the window or the newest tokens."""

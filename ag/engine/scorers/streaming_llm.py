@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Needs, Scorer
 
 
@@ -27,6 +27,6 @@ class StreamingLLM(Scorer):
     alone: ClassVar[str] = "its score is the position alone"
     needs = Needs(steady=True)
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the position."""
-        return seen.key_indices.float()
+        return inputs.key_indices.float()

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
 from ag.engine.rows import Statistic, attention
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Needs, RowScorer
 
 
@@ -40,10 +40,10 @@ class Tova(RowScorer):
         """Return that each head has its own score, where the wrapper needs that."""
         return {"scope": ("kv_head", "{wrapper} scores each head")} if by_head else {}
 
-    def sums(self, seen: AttentionStats, statistic: Statistic = attention) -> Tensor:
+    def sums(self, inputs: ScorerInputs, statistic: Statistic = attention) -> Tensor:
         """Return the statistic of the newest query."""
-        return seen.newest(statistic)
+        return inputs.newest(statistic)
 
-    def reduce(self, seen: AttentionStats, heads: Tensor) -> Tensor:
+    def reduce(self, inputs: ScorerInputs, heads: Tensor) -> Tensor:
         """Average over the heads of the scope; a head that no longer holds a token contributes 0."""
-        return super().reduce(seen, heads) if self.scope == "kv_head" else seen.over_layer(heads)
+        return super().reduce(inputs, heads) if self.scope == "kv_head" else inputs.over_layer(heads)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self, get_type_hints
 import torch
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Needs, RowScorer, Scorer
 from ag.errors import UserError
 
@@ -49,9 +49,9 @@ class Wrapper(Scorer):
         """The needs of the inner scorer, to which a wrapper adds by :func:`dataclasses.replace`."""
         return replace(self.inner.needs, steady=False)
 
-    def note(self, seen: AttentionStats, records: Records) -> None:
+    def note(self, inputs: ScorerInputs, records: Records) -> None:
         """Record what the inner scorer does."""
-        self.inner.note(seen, records)
+        self.inner.note(inputs, records)
 
     @property
     def rereader(self) -> Any:
@@ -68,13 +68,15 @@ class Wrapper(Scorer):
 
     def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
         """Return the larger ones of what the inner scorer and this one protect."""
-        return more(self.inner.limits(capacity), super().limits(capacity))
+        return larger_counts(self.inner.limits(capacity), super().limits(capacity))
 
 
-def more(mine: tuple[int | Tensor, ...], theirs: tuple[int | Tensor, ...]) -> tuple[int | Tensor, int | Tensor]:
+def larger_counts(
+    first_counts: tuple[int | Tensor, ...], other_counts: tuple[int | Tensor, ...]
+) -> tuple[int | Tensor, int | Tensor]:
     """Return the larger ones of two pairs of numbers, each a number or ``[B]``."""
     first, second = (
         max(a, b) if isinstance(a, int) and isinstance(b, int) else torch.as_tensor(a).maximum(torch.as_tensor(b))
-        for a, b in zip(mine, theirs, strict=True)
+        for a, b in zip(first_counts, other_counts, strict=True)
     )
     return first, second

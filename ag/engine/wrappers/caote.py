@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import grouped
-from ag.engine.wrappers.base import Wrapper, more
+from ag.engine.wrappers.base import Wrapper, larger_counts
 
 SMALLEST = 1e-12  # weight of all other tokens below which a token counts as the only one
 
@@ -27,36 +27,36 @@ class Caote(Wrapper):
 
     def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
         """Return what the base protects, and at least the newest token."""
-        return more(super().limits(capacity), (0, 1))
+        return larger_counts(super().limits(capacity), (0, 1))
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the change of the group's output."""
-        heads = self.inner.heads(seen).masked_fill(~seen.key_valid.repeat_interleave(seen.group, 1), 0.0)
+        heads = self.inner.heads(inputs).masked_fill(~inputs.key_valid.repeat_interleave(inputs.group, 1), 0.0)
         weights = heads / heads.sum(-1, keepdim=True).clamp_min(1e-30)
-        return grouped(self.change(weights, seen).square(), seen, "sum").sqrt()
+        return grouped(self.change(weights, inputs).square(), inputs, "sum").sqrt()
 
-    def change(self, weights: Tensor, seen: AttentionStats) -> Tensor:
+    def change(self, weights: Tensor, inputs: ScorerInputs) -> Tensor:
         """Return the change of each head's output, ``[B, H, N]``, for weights ``[B, H, N]`` of the tokens held."""
-        return removal_error(weights, seen.v.repeat_interleave(seen.group, 1))
+        return removal_error(weights, inputs.v.repeat_interleave(inputs.group, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FastCaote(Caote):
     """CAOTE with the plain mean of the held values in the place of the output (Eq. 23)."""
 
-    def change(self, weights: Tensor, seen: AttentionStats) -> Tensor:
+    def change(self, weights: Tensor, inputs: ScorerInputs) -> Tensor:
         """Return the change of each head's output, approximately."""
-        centred, held = seen.values.centred, seen.key_valid
+        centred, held = inputs.values.centred, inputs.key_valid
         mean = (centred * held[..., None]).sum(2, keepdim=True) / held.sum(-1).clamp_min(1)[..., None, None]
-        distance: Tensor = torch.linalg.vector_norm(centred - mean, dim=-1).repeat_interleave(seen.group, 1)
+        distance: Tensor = torch.linalg.vector_norm(centred - mean, dim=-1).repeat_interleave(inputs.group, 1)
         return odds(weights) * distance
 
 
 def odds(weights: Tensor) -> Tensor:
     """Return ``h / (1 - h)`` of weights ``[..., N]`` that sum to 1, from the sum of the others where h is near 1."""
     top, index = weights.max(-1, keepdim=True)
-    others = weights.scatter(-1, index, 0.0).sum(-1, keepdim=True)
-    return (weights / (1 - weights)).scatter(-1, index, top / others.clamp_min(SMALLEST))
+    other_weights = weights.scatter(-1, index, 0.0).sum(-1, keepdim=True)
+    return (weights / (1 - weights)).scatter(-1, index, top / other_weights.clamp_min(SMALLEST))
 
 
 def removal_error(weights: Tensor, values: Tensor) -> Tensor:
@@ -67,12 +67,16 @@ def removal_error(weights: Tensor, values: Tensor) -> Tensor:
     # Only differences of values matter: without their common part, rounding errors are smaller.
     centred = values - values.mean(-2, keepdim=True)
     top, index = weights.max(-1, keepdim=True)
-    others = weights.scatter(-1, index, 0.0)
-    mix, rest = others[..., None, :] @ centred, others.sum(-1)[..., None, None]
+    other_weights = weights.scatter(-1, index, 0.0)
+    mix, weight_left = other_weights[..., None, :] @ centred, other_weights.sum(-1)[..., None, None]
     row = index[..., None].expand(*index.shape, values.shape[-1])
-    mine = centred.gather(-2, row)
-    error = weights / (1 - weights) * torch.linalg.vector_norm(centred - (mix + top[..., None] * mine), dim=-1)
+    largest_value = centred.gather(-2, row)
+    error = weights / (1 - weights) * torch.linalg.vector_norm(centred - (mix + top[..., None] * largest_value), dim=-1)
     # Of the largest weight: h ||v - the others' mean||, without subtracting near numbers; h ||v|| if it is alone.
-    left = torch.where(rest > 0, mine - mix / rest.clamp_min(torch.finfo(weights.dtype).tiny), values.gather(-2, row))
+    left = torch.where(
+        weight_left > 0,
+        largest_value - mix / weight_left.clamp_min(torch.finfo(weights.dtype).tiny),
+        values.gather(-2, row),
+    )
     result: Tensor = error.scatter(-1, index, top * torch.linalg.vector_norm(left, dim=-1))
     return result

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Needs, grouped
 from ag.engine.wrappers.base import Wrapper
 from ag.errors import require
@@ -45,25 +45,25 @@ class CriticalKV(Wrapper):
         """What the base needs, and the output projection."""
         return replace(super().needs, output_projection=True)
 
-    def note(self, seen: AttentionStats, records: Records) -> None:
+    def note(self, inputs: ScorerInputs, records: Records) -> None:
         """Record ``mean_g ||W_O v||_1`` too, ``[B, Hkv, N]``, computed once for each token."""
-        super().note(seen, records)
-        known = records.get("size", torch.zeros_like(seen.v[..., 0]))  # tokens that came since have 0
-        missing = seen.key_valid & (known == 0)
+        super().note(inputs, records)
+        sizes_so_far = records.get("size", torch.zeros_like(inputs.v[..., 0]))  # tokens that came since have 0
+        missing = inputs.key_valid & (sizes_so_far == 0)
         width = int(missing.sum(-1).max())
         if width:
             order = missing.long().argsort(dim=-1, descending=True, stable=True)[..., :width]
-            values = seen.v.gather(2, order[..., None].expand(-1, -1, -1, seen.v.shape[-1]))
-            sizes = grouped(projected_norms(values, seen.output, 1), seen, "mean")
-            known = known.scatter(-1, order, sizes)
-        records["size"] = known
+            values = inputs.v.gather(2, order[..., None].expand(-1, -1, -1, inputs.v.shape[-1]))
+            sizes = grouped(projected_norms(values, inputs.output, 1), inputs, "mean")
+            sizes_so_far = sizes_so_far.scatter(-1, order, sizes)
+        records["size"] = sizes_so_far
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the base score, by which heads and layers compete."""
-        return self.inner.score(seen)
+        return self.inner.score(inputs)
 
-    def second(self, seen: AttentionStats, score: Tensor) -> tuple[Tensor, float]:
+    def second(self, inputs: ScorerInputs, score: Tensor) -> tuple[Tensor, float]:
         """Return the product, by which the tokens of one head compete, and the share that the first score fills."""
-        weight = self.inner.weight(seen, score)
-        lowest = weight.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
-        return (weight - lowest.clamp_max(0.0) + SMALL) * self.recorded(seen)["size"], self.first
+        weight = self.inner.weight(inputs, score)
+        lowest = weight.masked_fill(~inputs.key_valid, float("inf")).amin(-1, keepdim=True)
+        return (weight - lowest.clamp_max(0.0) + SMALL) * self.recorded(inputs)["size"], self.first

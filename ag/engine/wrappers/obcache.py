@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
 from ag.engine.records import Records
 from ag.engine.rows import FUSED, AttentionRows, Values
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Needs, RowScorer, grouped
 from ag.engine.wrappers.base import Wrapper
 
@@ -35,7 +35,7 @@ def key_error(rows: AttentionRows) -> Tensor:
     def error(a: Tensor, s: Tensor, values: Values) -> Tensor:
         out = Outputs.of(a, values)
         apart = out.expanded(values).clamp_min_(0.0)
-        apart.scatter_(-1, out.place, out.difference.square().sum(-1, keepdim=True))
+        apart.scatter_(-1, out.largest_slot, out.difference.square().sum(-1, keepdim=True))
         return apart.view_as(a).mul_((a * s).square_())
 
     return rows.pairs(error)
@@ -54,8 +54,8 @@ def joint_error(rows: AttentionRows) -> Tensor:
         of_query = 2.0 * (out.o @ values.centre.mT) + out.squares
         moved = torch.addcmul(apart, apart, s).add_((2.0 * values.along - values.spread)[:, :, None])
         moved = moved.sub_(of_query).mul_(s).add_(values.norms[:, :, None]).clamp_min_(0.0)
-        change = out.nearest + values.centre + s.gather(-1, out.place) * out.difference
-        moved.scatter_(-1, out.place, change.square().sum(-1, keepdim=True))
+        change = out.nearest + values.centre + s.gather(-1, out.largest_slot) * out.difference
+        moved.scatter_(-1, out.largest_slot, change.square().sum(-1, keepdim=True))
         return moved.view_as(a).mul_(a).mul_(a)
 
     return rows.pairs(error)
@@ -71,7 +71,7 @@ class Outputs(NamedTuple):
 
     o: Tensor  # [B, Hkv, G w, D]
     squares: Tensor  # [B, Hkv, G w, 1], ||o||^2
-    place: Tensor  # [B, Hkv, G w, 1], the slot of the key with the largest weight
+    largest_slot: Tensor  # [B, Hkv, G w, 1], the slot of the key with the largest weight
     nearest: Tensor  # [B, Hkv, G w, D], its value less the centre
     difference: Tensor  # [B, Hkv, G w, D], its value less the output
 
@@ -80,20 +80,20 @@ class Outputs(NamedTuple):
         """Return the outputs of weights ``[B, H, w, N]``."""
         v = values.centred
         a = a.reshape(len(v), v.shape[1], -1, a.shape[-1])
-        place = largest(a)
-        others = a.scatter(-1, place, 0.0)
-        mix = others @ v
-        nearest = v.gather(2, place.expand(*place.shape[:3], v.shape[-1]))
-        o = a.gather(-1, place) * nearest + mix
+        largest_slot = largest(a)
+        other_weights = a.scatter(-1, largest_slot, 0.0)
+        mix = other_weights @ v
+        nearest = v.gather(2, largest_slot.expand(*largest_slot.shape[:3], v.shape[-1]))
+        o = a.gather(-1, largest_slot) * nearest + mix
         squares = o.square().sum(-1, keepdim=True)
-        return cls(o, squares, place, nearest, others.sum(-1, keepdim=True) * nearest - mix)
+        return cls(o, squares, largest_slot, nearest, other_weights.sum(-1, keepdim=True) * nearest - mix)
 
     def expanded(self, values: Values) -> Tensor:
         """Return ``||v_p - o_i||^2`` of all pairs ``[B, Hkv, G w, N]``, expanded, so that each costs one product."""
         left = torch.cat([-2.0 * self.o, self.squares, torch.ones_like(self.squares)], -1)
         spread = values.spread[..., None]
-        found: Tensor = left @ torch.cat([values.centred, torch.ones_like(spread), spread], -1).mT
-        return found
+        squared_distances: Tensor = left @ torch.cat([values.centred, torch.ones_like(spread), spread], -1).mT
+        return squared_distances
 
 
 def largest(a: Tensor) -> Tensor:
@@ -108,11 +108,11 @@ def largest(a: Tensor) -> Tensor:
     runs = a[..., :in_runs].unflatten(-1, (-1, RUN))
     run = runs.amax(-1).argmax(-1, keepdim=True)
     within = runs.gather(-2, run[..., None].expand(*run.shape, RUN))[..., 0, :]
-    found: Tensor = run * RUN + within.argmax(-1, keepdim=True)
+    slot: Tensor = run * RUN + within.argmax(-1, keepdim=True)
     if in_runs == a.shape[-1]:
-        return found
-    rest = in_runs + a[..., in_runs:].argmax(-1, keepdim=True)
-    return torch.where(a.gather(-1, rest) > a.gather(-1, found), rest, found)
+        return slot
+    tail = in_runs + a[..., in_runs:].argmax(-1, keepdim=True)
+    return torch.where(a.gather(-1, tail) > a.gather(-1, slot), tail, slot)
 
 
 FUSED[value_error] = "squares"
@@ -138,13 +138,13 @@ class OBCache(Wrapper):
     def error(rows: AttentionRows) -> Tensor:
         """Return the error ``[B, H, w, N]`` that each query would see without each key."""
 
-    def note(self, seen: AttentionStats, records: Records) -> None:
+    def note(self, inputs: ScorerInputs, records: Records) -> None:
         """Record the error where the base records attention."""
-        self.inner.note(seen, records, self.error)
+        self.inner.note(inputs, records, self.error)
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the error of the group's output."""
-        return self.inner.pool(seen, grouped(self.inner.sums(seen, self.error), seen, "sum"))
+        return self.inner.pool(inputs, grouped(self.inner.sums(inputs, self.error), inputs, "sum"))
 
 
 @dataclass(frozen=True, kw_only=True)

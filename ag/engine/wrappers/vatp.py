@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ag.engine.attention_stats import AttentionStats
+from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import RowScorer
 from ag.engine.wrappers.base import Wrapper
 
@@ -27,6 +27,6 @@ class Vatp(Wrapper):
     sinks: int = 20
     scores_heads: ClassVar[bool] = False
 
-    def score(self, seen: AttentionStats) -> Tensor:
+    def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the product, which a base that pools pools."""
-        return self.inner.pool(seen, self.inner.reduce(seen, self.inner.raw(seen)) * seen.v.abs().sum(-1))
+        return self.inner.pool(inputs, self.inner.reduce(inputs, self.inner.raw(inputs)) * inputs.v.abs().sum(-1))

@@ -20,7 +20,7 @@ from ag.engine.shown import Keys
 from ag.kernels.attention_stats import attention_stats
 from ag.kernels.softmax import PLAIN, Softmax
 
-Made = TypeVar("Made")
+Result = TypeVar("Made")
 
 BLOCK = 64  # queries visited at once
 COLUMNS = 1024  # by how many at a time a table of all tokens grows
@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 
 @dataclass(kw_only=True, eq=False)
-class AttentionStats:
+class ScorerInputs:
     """Queries against the keys that a layer holds, for scorers and allocators.
 
     Attributes:
@@ -147,13 +147,13 @@ class AttentionStats:
         assert self.projection is not None
         return self.projection()
 
-    def turn(self, x: Tensor, places: Tensor, span: int = 1) -> Tensor:
+    def turn(self, x: Tensor, offsets: Tensor, span: int = 1) -> Tensor:
         """Rotate queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n or 1]``, as the model's RoPE does.
 
         Negative places turn back. Rotations of ``span`` places, from each one on, are averaged.
         """
         assert self.rotation is not None
-        return self.rotation(x, places, span)
+        return self.rotation(x, offsets, span)
 
     def over_layer(self, values: Tensor) -> Tensor:
         """Average ``[B, H, N]`` over all query heads by token, and give it to each KV head, ``[B, Hkv, N]``.
@@ -165,10 +165,10 @@ class AttentionStats:
             return values.mean(1, keepdim=True).expand(-1, kv_heads, -1)
         tokens = -(-self.longest // COLUMNS) * COLUMNS
         values = values.unflatten(1, (kv_heads, -1)).sum(2).masked_fill(~self.keys.valid, 0.0)
-        places = self.key_indices.clamp(0, tokens - 1)
+        indices = self.key_indices.clamp(0, tokens - 1)
         by_token = values.new_zeros(len(values), tokens)
-        by_token.scatter_add_(1, places.flatten(1), values.flatten(1))
-        return (by_token[:, None].expand(-1, kv_heads, -1) / self.q.shape[1]).gather(2, places)
+        by_token.scatter_add_(1, indices.flatten(1), values.flatten(1))
+        return (by_token[:, None].expand(-1, kv_heads, -1) / self.q.shape[1]).gather(2, indices)
 
     def rows(self, last: int, only_new: bool = False) -> AttentionRows:
         """Return the last ``last`` queries of each sequence, or as many as there are, oldest first.
@@ -188,12 +188,12 @@ class AttentionStats:
         alone = self.decoding and self.q.shape[2] == 1
         return self.total(statistic) if alone else self.rows(1).total(statistic)
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+    def once(self, key: Hashable, make: Callable[[], Result]) -> Result:
         """Return what ``make`` made at the first call with this key, for all policies that share the pass."""
         if key not in self.memo:
             self.memo[key] = make()
-        made: Made = self.memo[key]
-        return made
+        result: Result = self.memo[key]
+        return result
 
     def _last_rows(self, last: int, only_new: bool) -> AttentionRows:
         chosen = self.query_valid & (self.query_indices >= (self.lengths - last)[:, None])
@@ -210,10 +210,10 @@ class AttentionStats:
         if kind is not None and self.new > 1:
             new = slice(self.q.shape[2] - self.new, None)
             own = self.query_indices[:, new].masked_fill(~self.query_valid[:, new], -1)
-            held = self.key_indices.masked_fill(~self.keys.valid, -1)
-            given = self.q[:, :, new], self.k, own, held, self.scaling, self.sliding_window
-            found = attention_stats(kind, *given, softmax=self.softmax).float()
-            return found if kind == "sum" else found * self.values.norms.repeat_interleave(self.group, 1)
+            key_indices = self.key_indices.masked_fill(~self.keys.valid, -1)
+            arguments = self.q[:, :, new], self.k, own, key_indices, self.scaling, self.sliding_window
+            sums = attention_stats(kind, *arguments, softmax=self.softmax).float()
+            return sums if kind == "sum" else sums * self.values.norms.repeat_interleave(self.group, 1)
         total = self.q.new_zeros(*self.q.shape[:2], self.keys.shape[2], dtype=torch.float32)
         for heads, keys, rows in self._tiles():
             total[:, heads, keys] += rows.total(statistic)
@@ -221,8 +221,8 @@ class AttentionStats:
 
     def _tiles(self) -> Iterator[tuple[slice, slice, AttentionRows]]:
         """Visit the new queries in tiles; yields query heads, slots and the queries against those."""
-        batch, kv_heads, held = self.keys.shape
-        tile = TILE.get(self.q.device.type, TILE["cuda"]) // (batch * self.group * max(held, 1))
+        batch, kv_heads, num_slots = self.keys.shape
+        tile = TILE.get(self.q.device.type, TILE["cuda"]) // (batch * self.group * max(num_slots, 1))
         width = min(max(tile, 16), BLOCK if self.q.device.type == "cpu" else 2 * BLOCK)
         heads, tokens = max(1, min(kv_heads, tile // width)), self.q.shape[2]
         blocks = [slice(at, min(at + width, tokens)) for at in range(tokens - self.new, tokens, width)]
@@ -246,9 +246,9 @@ class AttentionStats:
 
     def _rows(self, columns: Tensor | slice, heads: slice, span: Span) -> AttentionRows:
         """Return the queries in ``columns`` (``[B, w]``, or a range) against the slots of a span, of some KV heads."""
-        held, group = self.keys, self.group  # what comes of it outlives this observation
+        cached, group = self.keys, self.group  # what comes of it outlives this observation
         start, open_until, stop = span
-        keys = held.single[:, heads, start:stop]
+        keys = cached.single[:, heads, start:stop]
         q = self.q.unflatten(1, (-1, group))[:, heads]  # [B, Hkv', G, T, D]
         token_indices, counted = self.query_indices, self.query_valid
         if isinstance(columns, slice):
@@ -261,13 +261,13 @@ class AttentionStats:
         s = self.softmax.capped(s)
         if open_until < stop:
             distance = token_indices[:, None, :, None] - self.key_indices[:, heads, None, open_until:stop]
-            hidden = (distance < 0) | ~held.valid[:, heads, None, open_until:stop]
+            hidden = (distance < 0) | ~cached.valid[:, heads, None, open_until:stop]
             if self.sliding_window is not None:
                 hidden = hidden | (distance >= self.sliding_window)
             s[..., open_until - start :].masked_fill_(hidden[:, :, None], float("-inf"))
 
         def values() -> Values:
-            return held.values.part(heads, slice(start, stop))
+            return cached.values.part(heads, slice(start, stop))
 
         first = heads.start or 0
         softmax = self.softmax.of_heads(slice(first * group, (first + kv_heads) * group))

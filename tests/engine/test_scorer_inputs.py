@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from ag.engine import attention_stats
 from ag.engine.rows import FUSED, attention
 from ag.kernels.attention_stats import cpu
 from tests.support.attention_by_hand import SINKS_AND_CAP, Scene
@@ -41,7 +40,7 @@ def test_moments_leave_out_queries_of_padding(scene):
 
 @pytest.mark.parametrize("block", [128, 4])
 def test_totals_are_the_same_in_blocks(scene, block, monkeypatch):
-    monkeypatch.setattr(attention_stats, "BLOCK", block)
+    monkeypatch.setattr(scorer_inputs, "BLOCK", block)
     statistics = {"a": attention, "a2": lambda rows: rows.a.square(), "s": lambda rows: rows.s}
     totals = {name: scene.seen.total(f) for name, f in statistics.items()}
     bounds = {name: scene.bound(lambda seen, f=f: seen.total(f)) for name, f in statistics.items()}
@@ -60,12 +59,12 @@ def test_a_kernel_sums_what_tiles_sum(scene, version, monkeypatch):
     assert len(FUSED) == 2
     for statistic in FUSED:
         with monkeypatch.context() as patch:
-            patch.setattr(attention_stats, "FUSED", {})
+            patch.setattr(scorer_inputs, "FUSED", {})
             tiles, bound = scene.seen.total(statistic), scene.bound(lambda seen, f=statistic: seen.total(f))
         with monkeypatch.context() as patch:
             patch.setenv("AG_KERNELS", version)
             patch.setattr(
-                attention_stats.AttentionStats, "_tiles", lambda seen: pytest.fail("queries were visited in tiles")
+                scorer_inputs.ScorerInputs, "_tiles", lambda seen: pytest.fail("queries were visited in tiles")
             )
             found = scene.seen.total(statistic)
         assert bool((tiles > 0).any())
