@@ -44,8 +44,8 @@ def check_past(mask: Tensor, read: Tensor) -> None:
         old_text, new_text = ("a token", "padding") if read[row, column] else ("padding", "a token")
         raise UserError(
             f"attention_mask: column {column} of sequence {row} came as {old_text}, and is {new_text} now: "
-            "expected the mask to go on from cache.valid. cache.crop([n, ...]) takes the newest n tokens of each sequence "
-            "back, such as the padding behind a shorter answer; for another text call cache.reset() first."
+            "expected the mask to go on from cache.valid. cache.crop([n, ...]) takes the newest n tokens of each "
+            "sequence back, such as the padding behind a shorter answer; for another text call cache.reset() first."
         )
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ag.engine import scorer_inputs
 from ag.engine.rows import FUSED, attention
 from ag.kernels.attention_stats import cpu
 from tests.support.attention_by_hand import SINKS_AND_CAP, Scene
