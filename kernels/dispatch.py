@@ -47,7 +47,7 @@ def pick(operation: str, versions: dict[str, str | None], forced: str | None) ->
     else:
         chosen = next(name for name, reason in versions.items() if reason is None)
     if not torch.compiler.is_compiling():
-        _tell(operation, chosen, chosen == forced, tuple(versions.items()))
+        _log_choice(operation, chosen, chosen == forced, tuple(versions.items()))
     return chosen
 
 
@@ -57,8 +57,8 @@ def function(operation: str, versions: dict[str, str | None], forced: str | None
     Operations cache what they choose, because a decoding step has little time for each layer.
     """
     module = importlib.import_module(f"ag.kernels.{operation}.{VERSIONS[pick(operation, versions, forced)]}")
-    found: Callable[..., Any] = getattr(module, operation)
-    return found
+    version: Callable[..., Any] = getattr(module, operation)
+    return version
 
 
 def no_triton(device: str, dtype: torch.dtype, size: int, largest: int = 256) -> str | None:
@@ -82,7 +82,7 @@ def no_triton(device: str, dtype: torch.dtype, size: int, largest: int = 256) ->
 
 
 @functools.cache
-def _tell(operation: str, chosen: str, forced: bool, versions: tuple[tuple[str, str | None], ...]) -> None:
+def _log_choice(operation: str, chosen: str, forced: bool, versions: tuple[tuple[str, str | None], ...]) -> None:
     better = itertools.takewhile(lambda version: version[0] != chosen, versions)
-    why = f"{VARIABLE} asks for it" if forced else "; ".join(f"{name}: {reason}" for name, reason in better)
-    log.info("%s: %s%s", operation, chosen, f" ({why})" if why else "")
+    choice = f"{VARIABLE} asks for it" if forced else "; ".join(f"{name}: {reason}" for name, reason in better)
+    log.info("%s: %s%s", operation, chosen, f" ({choice})" if choice else "")

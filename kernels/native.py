@@ -77,16 +77,17 @@ def _function(kernel: Kernel) -> ctypes._NamedFuncPointer | str:
         return _failed(compiler, f"CXX={compiler} is no program", "install g++ and unset CXX")
     folder = home() / "kernels"
     try:
-        found = load(kernel.source, compiler, folder)
+        compiled = load(kernel.source, compiler, folder)
     except subprocess.SubprocessError as error:
-        said = (getattr(error, "stderr", None) or "").strip() or f"it ended with {getattr(error, 'returncode', error)}"
-        reason = f"{compiler} could not compile {kernel.source.parent.name}: {said.splitlines()[0]}"
+        status = f"it ended with {getattr(error, 'returncode', error)}"
+        output = (getattr(error, "stderr", None) or "").strip() or status
+        reason = f"{compiler} could not compile {kernel.source.parent.name}: {output.splitlines()[0]}"
         return _failed(compiler, reason, "install g++, or set CXX to a C++ compiler with OpenMP")
     except OSError as error:
         reason = f"a compiled kernel cannot be kept in {folder} or loaded from it: {error}"
         return _failed(compiler, reason, "set AG_HOME to a folder that can be written")
-    found.restype = None
-    return found
+    compiled.restype = None
+    return compiled
 
 
 def _failed(compiler: str, reason: str, fix: str) -> str:
@@ -126,8 +127,8 @@ def load(source: Path, compiler: str, folder: Path) -> ctypes._NamedFuncPointer:
                     command = [compiler, *FLAGS, f"-I{HEADER.parent}", str(source), "-o", str(built)]
                     subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
                     built.replace(target)
-    found: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(str(target)), name)
-    return found
+    compiled: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(str(target)), name)
+    return compiled
 
 
 def _processor() -> str:

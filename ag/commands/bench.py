@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ag.commands.shared import KVDtype, SharedModel
-from ag.config.command_line import keyed
+from ag.config.command_line import main_from_schema
 from ag.config.policies import FLAGS
 from ag.config.sections import key
 from ag.config.spec import PolicySpec, check_policy
@@ -66,10 +66,10 @@ class BenchConfig(SharedModel):
         """Refuse sizes, shares and policies that cannot be measured.
 
         Raises:
-            UserError: names the value, what was expected and the fix.
+            UserError: names the value, the expected values and the fix.
         """
-        wrong = [value for values in (self.context, self.batch) for value in values if value < 1]
-        if wrong or not (self.context and self.batch):
+        too_small = [value for values in (self.context, self.batch) for value in values if value < 1]
+        if too_small or not (self.context and self.batch):
             raise UserError(f"context={self.context}, batch={self.batch}: expected numbers of at least 1.")
         shares = [share for share in self.keep if not 0 < share <= 1]
         if shares:
@@ -88,4 +88,4 @@ class BenchConfig(SharedModel):
                 check_policy(spec, float(share), self.schedule)
 
 
-main = keyed("ag.bench", BenchConfig, "ag.bench.run:run", first="mode", check=BenchConfig.check)
+main = main_from_schema("ag.bench", BenchConfig, "ag.bench.run:run", first="mode", check=BenchConfig.check)

@@ -67,14 +67,14 @@ class SharedPolicy(SharedDtype):
 
     @property
     def policy_text(self) -> str:
-        """The policy as text: the one that is given, or what null means."""
+        """The text of the policy; null means ``gates`` if gates are given, else ``full``."""
         return self.policy or (GATES if self.gates else FULL)
 
     def spec(self) -> PolicySpec:
-        """Return the policy with its gates, for which budget, schedule and options are checked.
+        """Return the policy with its gates; budget, schedule and options are checked against it.
 
         Raises:
-            UserError: names the value, what was expected and the fix.
+            UserError: names the value, the expected values and the fix.
         """
         spec = PolicySpec.parse(self.policy_text)
         if self.gates and spec.path and Path(self.gates) != Path(spec.path):

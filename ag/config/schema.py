@@ -1,7 +1,7 @@
 """The schema of training recipes: keys with type, default and meaning.
 
-:mod:`ag.config.recipes` resolves a YAML file and overrides into one :class:`Config`, and :mod:`ag.config.validate`
-refuses combinations that make no sense. ``python -m ag.fit --help`` prints the schema.
+:mod:`ag.config.recipes` resolves a YAML file and overrides to one :class:`Config`, and :mod:`ag.config.validate`
+refuses invalid combinations. ``python -m ag.fit --help`` prints the schema.
 """
 
 from __future__ import annotations
