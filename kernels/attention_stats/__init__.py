@@ -34,17 +34,17 @@ def attention_stats(
     Args:
         kind: ``sum`` of a_jt over j, ``max`` of them, or ``squares``, the sum of their squares.
         q: queries ``[B, H, M, D]``; query head h reads KV head h // (H / Hkv).
-        k: keys ``[B, Hkv, N, D]``, in any order; undefined where there is no token.
+        k: keys ``[B, Hkv, N, D]``, in any order; undefined for slots without a token.
         query_ranks: ``[B, M]`` long, the place of each query in its sequence; a query of a rank below 0 does not count.
         key_ranks: ``[B, Hkv or 1, N]`` long, likewise; a rank below 0 means that there is no token.
         scaling: factor of the logits.
-        window: distance from which on no query sees a key; None means that there is no sliding window.
-        skip: pairs less than this apart do not count, though they take part in the softmax.
-        factors: f ``[B, M]``, 0 or more; None means that all are 1.
+        window: a query sees keys at a smaller distance than this. None: no sliding window.
+        skip: pairs at a smaller distance do not count, but they take part in the softmax.
+        factors: f ``[B, M]``, 0 or more. None: all are 1.
         softmax: cap and sink logits of the model.
 
     Returns:
-        ``[B, H, N]`` float32 (float64 for float64 arguments), 0 for keys that no query counts for.
+        ``[B, H, N]`` float32 (float64 for float64 arguments), 0 for keys without a counted query.
 
     Raises:
         UserError: ``AG_KERNELS`` names a version that cannot run (see ag.kernels.dispatch).

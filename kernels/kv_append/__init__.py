@@ -18,16 +18,16 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
     """Append new tokens to their rows and add them to ``pages.lengths``, in place.
 
     Args:
-        pages: the rows; each has blocks for its new tokens, and shares none of these blocks with another row.
-        k: keys ``[B, Hkv, T, D]`` of the pool's type, or of the type that its codes are made of; any strides.
-        v: values ``[B, Hkv, T, Dv]``, likewise.
+        pages: the rows. Each row has blocks for its new tokens, and shares none of these blocks with another row.
+        k: keys ``[B, Hkv, T, D]`` in the pool's type, or in the type that its codes encode; any strides.
+        v: values ``[B, Hkv, T, Dv]``, as ``k``.
         ranks: ``[B, T]`` long, the place of each token in its sequence; tokens of a rank below 0 are not written.
-        gate: ``[B, Hkv, T]``, the gate output of each token; None writes a set flag, or the largest number, where
-            the pool has a gate column.
+        gate: ``[B, Hkv, T]``, the gate output of each token. None: if the pool has a gate column, a set flag or the
+            largest number is written.
 
     Raises:
-        TypeError: when keys or values have another type than the pool's.
-        UserError: when AG_KERNELS names a version that cannot run here.
+        TypeError: keys or values have another type than the pool's.
+        UserError: AG_KERNELS names a version that cannot run here.
     """
     if (k.dtype, v.dtype) != pages.dtypes:
         raise TypeError(

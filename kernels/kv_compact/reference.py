@@ -1,4 +1,4 @@
-"""Compaction by index operations: the formula, and the version for a CPU without a compiler."""
+"""Compaction by index operations: the reference, and the version for a CPU without a compiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ag.kernels.pages import Pages, gathered
 def kv_compact(
     pages: Pages, score: Tensor, keep_count: Tensor, records: Sequence[Tensor] = (), nonfinite: Tensor | None = None
 ) -> None:
-    """Do what :func:`ag.kernels.kv_compact.kv_compact` does; on a GPU the host waits for the tokens that move."""
+    """Do what :func:`ag.kernels.kv_compact.kv_compact` does; on a GPU the host waits for the number of moved tokens."""
     pool_index, valid = gathered(pages.table, pages.lengths, pages.keys.shape[1])
     rows, width = pool_index.shape
     score = score.expand(-1, rows // len(score), -1).flatten(0, 1)[:, :width]
@@ -27,7 +27,7 @@ def kv_compact(
     keep = retention.keep_mask(score.masked_fill(bad, -retention.INF), keep_count, token_index) & valid
     kept, slots = keep.sum(1, keepdim=True), torch.arange(width, device=keep.device)
     free, moving = (x.nonzero(as_tuple=True) for x in ((slots < kept) & ~keep, (slots >= kept) & keep))
-    target, source = pool_index[free], pool_index[moving]  # row by row equally many
+    target, source = pool_index[free], pool_index[moving]  # equal numbers in each row
     for column in (pages.keys, pages.values, pages.ranks, pages.gate):
         if column is not None:
             column.flatten(0, 1)[target] = column.flatten(0, 1)[source]

@@ -1,4 +1,4 @@
-"""Compaction in Triton: one program a row assigns tokens to holes, others move the tokens."""
+"""Compaction in Triton: one program for each row assigns tokens to free slots; further programs move them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ag.kernels.dispatch import INTERPRETED
 from ag.kernels.pages import Pages
 from ag.kernels.tiles import copy_tokens, pool_indices
 
-FEW_EVICTED = 8  # up to this number of tokens, the worst are found one by one
-NEVER_EVICTED = 1 << 62  # number of a token that may not go, above all others
-HIGHEST_BIT = 62  # highest bit of the numbers, where the bit by bit search begins
+FEW_EVICTED = 8  # up to this number, the evicted tokens are found one by one
+NEVER_EVICTED = 1 << 62  # key of a token that must be kept, above all other keys
+HIGHEST_BIT = 62  # highest bit of the keys, where the search by bits begins
 
 
 @triton.jit
 def _eviction_keys(slots, count, ranks, table, score, PAGE: tl.constexpr, LAST: tl.constexpr):
-    """Return a number for each token, the smallest go first, LAST if it may not go; and the count of NaN.
+    """Return a key for each token, LAST if it must be kept, and the count of NaN. Smallest keys are evicted first.
 
-    A number is made of the score, whose bits are mapped to integers in the same order, and of the token's rank.
+    A key has the score in its high bits, mapped to integers of equal order, and the token index in its low bits.
     """
     valid = slots < count
     rank = tl.load(ranks + pool_indices(table, slots, valid, PAGE), mask=valid, other=0).to(tl.int64)
@@ -39,7 +39,7 @@ def _eviction_keys(slots, count, ranks, table, score, PAGE: tl.constexpr, LAST: 
 def _plan_moves(ranks, table, lengths, old_lengths, moves, source, target, score, keep_count, nonfinite, score_sequence,
                 score_head, stride, N, H, PAGE: tl.constexpr, TILE: tl.constexpr, FEW_EVICTED: tl.constexpr,
                 HIGHEST_BIT: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
-    """Write the slots of a row's holes to ``target``, and of the tokens that fill them to ``source``."""
+    """Write a row's free slots to ``target``, and the slots of the tokens that move into them to ``source``."""
     row = tl.cast(tl.program_id(0), tl.int64)
     table += row * stride
     source += row * N
@@ -57,7 +57,7 @@ def _plan_moves(ranks, table, lengths, old_lengths, moves, source, target, score
         tl.store(nonfinite + row, 1)
     num_evicted = tl.maximum(tl.minimum(surplus, num_evictable), 0)
     kept, limit = count - num_evicted, tl.cast(count, tl.int64) * 0 - LAST
-    # the number of the last token that goes: all, or the smallest one again and again, or else bit by bit
+    # the key of the last evicted token: all are evicted, or the smallest key is taken repeatedly, or a search by bits
     rounds = tl.where(num_evicted <= FEW_EVICTED, num_evicted, HIGHEST_BIT + 1)
     rounds = tl.where(num_evicted == num_evictable, 0, rounds)
     for program_tile in range(0, rounds):
@@ -88,7 +88,7 @@ def _plan_moves(ranks, table, lengths, old_lengths, moves, source, target, score
 @triton.jit(do_not_specialize=["blocks", "N"])
 def _move(keys, values, ranks, gate, table, moves, source, target, stride, blocks, N, D: tl.constexpr, DP: tl.constexpr,
           E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """Move TOKENS of the tokens of a row that fill holes; no program reads a place that another one writes."""
+    """Move TOKENS of a row's tokens into free slots; no program reads a slot that another program writes."""
     row, first = tl.cast(tl.program_id(0) // blocks, tl.int64), tl.program_id(0) % blocks * TOKENS
     count = tl.load(moves + row)
     if first >= count:
@@ -107,7 +107,7 @@ def _move(keys, values, ranks, gate, table, moves, source, target, stride, block
 
 @triton.jit(do_not_specialize=["N", "S"])
 def _move_records(record, lengths, old_lengths, moves, source, target, N, S, C, TILE: tl.constexpr):
-    """Move one number of each token of a row with the token, and clear the free slots."""
+    """Move one record of a row with its tokens, and clear the free slots."""
     row = tl.cast(tl.program_id(0) // C, tl.int64)
     record += tl.cast(tl.program_id(0), tl.int64) * S
     count = tl.load(moves + row)
