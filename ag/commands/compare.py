@@ -42,7 +42,7 @@ class CompareConfig(SharedModel):
         holds="policy",
     )
     also: list[str] = key(
-        [], "policies in addition to policies, such as your own gates beside those of a recipe", holds="policy"
+        [], "policies in addition to policies, for example your own gates beside a recipe's gates", holds="policy"
     )
     budgets: list[Any] = key(
         [], "what policies keep; full and flags take no budget", words=f"list of {BUDGET}", holds="budget"
@@ -51,7 +51,7 @@ class CompareConfig(SharedModel):
     kv_dtypes: list[KVDtype] = key(["float"], "how every policy stores keys and values: float (the model's type), int8")
     positions: Literal["original", "slot", "interpolated"] = key(
         "original",
-        "by which positions every policy rotates keys: original (in the text), slot (in the cache), or interpolated "
+        "positions by which every policy rotates keys: original (in the text), slot (in the cache), or interpolated "
         "(in the text, far ones compressed into the model's context)",
     )
     tasks: list[str] = key(["ppl"], "tasks to compare on")
@@ -67,8 +67,8 @@ class CompareConfig(SharedModel):
     )
     baseline: str = key(
         "full",
-        "the policy that the others are tested against, at its own or the same budget; full is added if policies does "
-        "not list it",
+        "the policy that other policies are tested against, at its own budget or theirs; full is added if policies "
+        "does not list it",
     )
     batch_policies: int = key(8, "policies of a task that share the reading of a prompt, if they allow it", low=1)
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
@@ -92,7 +92,7 @@ class CompareConfig(SharedModel):
 
     @property
     def specs(self) -> dict[str, PolicySpec]:
-        """The policies by their names in tables; see :func:`ag.config.spec.named`."""
+        """The policies by their names in tables; see :func:`ag.config.spec.specs_by_name`."""
         return specs_by_name(self.policies)
 
     @property

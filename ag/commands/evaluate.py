@@ -34,7 +34,7 @@ class EvaluateConfig(Shared):
     )
     policies: list[str] | None = key(
         None,
-        "policies to compare; flags and gates are those of the run; null means full, flags, and with budgets gates",
+        "policies to compare; flags and gates use the run's gates; null means full, flags, and with budgets gates",
         holds="policy",
     )
     budgets: list[Any] = key(

@@ -28,7 +28,7 @@ class ExplainConfig(SharedModel):
     policies: list[str] = key(
         ["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "policies to picture", holds="policy"
     )
-    budget: Any = key(0.25, "what the policies keep; flags take no budget", words=f"{BUDGET} | null", holds="budget")
+    budget: Any = key(0.25, "budget of the policies; flags take no budget", words=f"{BUDGET} | null", holds="budget")
     task: str = key("ppl", "task whose texts are shown")
     task_options: dict[str, Any] = mapping("options of the task, as task_options.OPTION=VALUE")
     root: str | None = key(None, "local folder of the task's data; null means the hub", holds="folder")

@@ -50,7 +50,7 @@ class ServeConfig(SharedPolicy):
     )
     body_bytes: int = key(2**20, "longest body of a request", low=1)
     answer_tokens: int | None = key(
-        None, "longest answer in tokens; null means what the context of the model has left", low=1
+        None, "longest answer in tokens; null means the room that is left in the model's context", low=1
     )
     wait_seconds: float = key(60.0, "longest time that a request waits before its prompt is read", low=0)
     answer_seconds: float = key(600.0, "longest time from a request to the end of its answer, which is then cut", low=0)
@@ -66,7 +66,7 @@ class ServeConfig(SharedPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.share is not None and self.budget is not None:
-            raise ValueError(f"share={self.share} and budget={self.budget} say the same: leave one out")
+            raise ValueError(f"share={self.share} and budget={self.budget} both set the budget: leave one out")
         if self.share is not None:
             self.budget, self.share = self.share, None  # a dumped configuration can be read again
         if self.memory_bytes < 1:

@@ -54,7 +54,7 @@ class SharedPolicy(SharedDtype):
         "policy to evict with, such as h2o or gates; null means gates if there are some, else full",
         holds="policy",
     )
-    budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null", holds="budget")
+    budget: Any = key(None, "budget of the policy", words=f"{BUDGET} | null", holds="budget")
     schedule: str = key("prefill", "when tokens are evicted: prefill, blocks:m, every, steps:n, or several joined by +")
     kv_dtype: KVDtype = key(
         "float", "how keys and values are stored: float means the model's type, int8 codes of 8 bits"

@@ -234,13 +234,13 @@ def _recipes(program: str) -> str:
 
 def _expand(overrides: dict[str, str]) -> list[dict[str, str]]:
     """Return all combinations of the comma lists; the last key varies fastest."""
-    choices = [_pieces(text) for text in overrides.values()]
+    choices = [_split_at_commas(text) for text in overrides.values()]
     if math.prod(map(len, choices)) > MAX_RUNS:
         raise ConfigError(f"-m: {math.prod(map(len, choices))} combinations; expected at most {MAX_RUNS}")
     return [dict(zip(overrides, chosen, strict=True)) for chosen in itertools.product(*choices)]
 
 
-def _pieces(text: str) -> list[str]:
+def _split_at_commas(text: str) -> list[str]:
     """Split at commas outside of brackets and quotes, as YAML does."""
     try:
         nodes = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader).value

@@ -47,10 +47,10 @@ def check(config: Any, elsewhere: bool = False) -> None:
             elif key.holds == "device":
                 check_device(key.name, item, on_cluster or elsewhere)
             elif not on_cluster:
-                _check_place(key, item)
+                _check_path(key, item)
 
 
-def _check_place(key: Key, text: str) -> None:
+def _check_path(key: Key, text: str) -> None:
     """Refuse a file, a folder or an export that does not exist."""
     if key.holds == "export":
         _check_export(text)

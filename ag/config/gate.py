@@ -52,7 +52,7 @@ class GateConfig:
         0, "kind=attention: newest tokens that the gate of a token attends to, its own included; 0 means all", low=0
     )
     covers: Literal["prompt", "all"] = key(
-        "prompt", "prompt: tokens of the first prompt may be evicted; all: those of later turns and generated ones too"
+        "prompt", "prompt: tokens of the first prompt may be evicted; all: later turns and generated tokens too"
     )
     shortcut: bool = key(False, "add a linear map of each token beside the attention block")
     estimator: Literal["ste", "soft"] = key(

@@ -154,7 +154,7 @@ class LossConfig:
         low=0,
         high=1,
     )
-    anneal_steps: int = key(0, "steps after the warm start in which beta falls linearly from 1 to its value", low=0)
+    anneal_steps: int = key(0, "steps after the warm start while beta falls linearly from 1 to its value", low=0)
     mean: Literal["soft", "hard"] = key("soft", "mean over sigmoids, or over flags")
     sampled_tokens: int = key(
         0,
@@ -237,7 +237,7 @@ class TrainerConfig:
         "32-true", "precision of the computation; trainable weights stay float32"
     )
     max_epochs: int = key(1, "passes over the training data", low=1)
-    max_steps: int = key(-1, "optimiser steps; -1 means as many as max_epochs gives", low=-1)
+    max_steps: int = key(-1, "optimiser steps; -1 means until max_epochs", low=-1)
     accumulate: int = key(1, "batches per optimiser step", low=1)
     clip: float = key(1.0, "largest gradient norm; 0 means no clipping", low=0)
     val_every: int = key(0, "optimiser steps between validations; 0 means once an epoch", low=0)

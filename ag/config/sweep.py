@@ -141,7 +141,7 @@ def _on_cluster(runs: Sequence[Run], address: str, folder: Path) -> Iterator[Fin
     done_file = folder / "done.txt"
     done_indices = set(done_file.read_text().split()) if done_file.exists() and not runs[0].dry else set()
     todo = [run for run in runs if str(run.index) not in done_indices]
-    print(f"{len(todo)} of {len(runs)} runs; what they print is in {folder}", flush=True)
+    print(f"{len(todo)} of {len(runs)} runs; their output is in {folder}", flush=True)
     if not todo:
         return
     with cluster.connected(address):

@@ -30,13 +30,13 @@ loss.replay=true; loss.objective!=kl -> it is the divergence from the response a
 loss.replay=true; loss.share_high<=0 -> a share is drawn for each response; set loss.share_high too
 loss.replay=true; train!=gates -> a prompt is read once, so that the model must not change; use train=gates
 loss.replay=true; gate.estimator!=ste -> flags are ranked, without noise; use gate.estimator=ste
-loss.replay=true; data.packing=packed|repeated -> such a row has no response after a prompt; use data.packing=responses
+loss.replay=true; data.packing=packed|repeated -> these rows have no response after a prompt; use data.packing=responses
     or split
 loss.replay=true; trainer.strategy=fsdp2 -> prompts are read by a whole model; use trainer.strategy=ddp
 loss.contexts!=null; loss.replay=false -> no prompt is kept; leave it out, or set loss.replay=true
 data.responses=[]; data.packing=responses -> a context has no row; name again, next or question
 warmup.rounds>0; loss.replay=false -> costs are measured on responses after a prompt; set loss.replay=true
-warmup.rounds>0; gate.kind!=mlp|affine -> such gates have no bias for each head in their last layer; use
+warmup.rounds>0; gate.kind!=mlp|affine -> the last layer of these gates has no bias for each head; use
     gate.kind=mlp, or warmup.rounds=0
 warmup.target!=reread; loss.replay=true if warmup.regress_steps>0 -> a context is read once for all its responses;
     use warmup.target=reread, which repeats it
@@ -68,12 +68,12 @@ data.cross_documents=false; warmup.regress_steps>0 -> regression does not know w
     data.cross_documents=true, or train without it
 gate.scope!=causal; data.packing=packed|repeated if train!=lora -> a gate that sees later tokens leaks them into the
     loss; use gate.scope=causal
-gate.prefill!=sparse; data.packing=packed if train!=lora -> there is no response to see what was evicted; use
+gate.prefill!=sparse; data.packing=packed if train!=lora -> no response reads the prompt after eviction; use
     gate.prefill=sparse or data.packing=split
 data.prompt_min>data.prompt_max if data.kind=facts|text; data.packing=split -> no length lies between; swap them
-data.prompt_max>data.max_length if data.kind=facts -> such a row is too long; raise data.max_length, or lower
+data.prompt_max>data.max_length if data.kind=facts -> rows would be too long; raise data.max_length, or lower
     data.prompt_max
-data.prompt_max+data.continuation>data.max_length if data.kind=text; data.packing=split -> such a row is too long;
+data.prompt_max+data.continuation>data.max_length if data.kind=text; data.packing=split -> rows would be too long;
     raise data.max_length, or lower data.prompt_max
 data.solution_min>data.solution_max if data.kind=worked -> no length lies between; swap them
 data.solution_max>=data.max_length if data.kind=worked -> there is no room for a prompt; raise data.max_length, or
@@ -105,7 +105,7 @@ def validate(config: Any) -> None:
     """
     if re.fullmatch(r"\w[\w.-]*", config.recipe) is None:
         raise ValueError(
-            f"recipe={config.recipe!r}: the name is also that of a folder; use letters, digits, '.', '_' and '-'"
+            f"recipe={config.recipe!r}: the run folder has this name too; use letters, digits, '.', '_' and '-'"
         )
     if (message := first_clash(config, CLASHES)) is not None:
         raise ValueError(message)

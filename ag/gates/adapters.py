@@ -105,7 +105,7 @@ def check_written(target: Path, model: Any, written: str | None = WRITTEN) -> No
     if unwritten:
         raise ExportError(
             f"{target.name}: the model runs with the adapters {unwritten}, which the export would not hold: expected "
-            f"one adapter at most, of a peft.PeftModel and named {WRITTEN!r}; deactivate the others "
+            f"one adapter at most, of a peft.PeftModel and named {WRITTEN!r}; deactivate all others "
             f"(model.set_adapter({WRITTEN!r})), or merge them into the base first (merge_and_unload, save_pretrained)."
         )
     if (written, False) in states:

@@ -34,7 +34,7 @@ class Calibration:
         if not rising or len(self.shares) != len(self.boundaries):
             raise ValueError(
                 f"calibration.shares={list(self.shares)!r:.80}: expected rising numbers between 0 and 1, at least two, "
-                f"and as many boundaries (found {len(self.boundaries)})."
+                f"and a boundary for each (there are {len(self.boundaries)} boundaries)."
             )
         falling = all(a >= b for a, b in pairwise(self.boundaries))
         if not falling or not all(map(math.isfinite, self.boundaries)):

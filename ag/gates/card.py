@@ -19,7 +19,7 @@ tags: [kv-cache, attention-gate, token-eviction]
 # Attention-Gates for {base}
 
 Attention-Gates are small trained networks. For each layer and KV head they decide which entries of the KV cache are
-kept; the others are evicted, and their memory is freed.{adapter}
+kept. All other entries are evicted, and their memory is freed.{adapter}
 
 ## Use
 

@@ -240,7 +240,7 @@ def quantise_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantise_weights(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the float32 tensors that :func:`pack` rounded."""
+    """Return the float32 tensors that :func:`quantise_weights` rounded."""
     # by the type, not the name: a gate may have its own tensor called scale
     scales = {name + SCALE for name, tensor in packed.items() if tensor.dtype == torch.int8}
     return {

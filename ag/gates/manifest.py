@@ -69,8 +69,8 @@ def check_keys(location: object, names: Iterable[str], expected: Iterable[str]) 
     missing, unknown = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
     if missing or unknown:
         raise ExportError(
-            f"{location}: missing keys {missing[:3]}, unknown keys {unknown[:3]!r:.200}: expected those of schema "
-            f"{SCHEMA_VERSION} and of the gate configuration; export the gates again, or update ag if a newer one did."
+            f"{location}: missing keys {missing[:3]}, unknown keys {unknown[:3]!r:.200}: expected the keys of "
+            f"schema {SCHEMA_VERSION} and of the gate configuration; export the gates again, or update ag."
         )
 
 
