@@ -37,7 +37,7 @@ LOG = "log.txt"  # output of the first rank, in the run folder; the command prin
 T = TypeVar("T")
 
 
-class Desk:
+class RunControl:
     """An actor through which the command and its ranks exchange signals and errors."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Desk:
         await self._signalled.wait()
         return self._signum
 
-    async def fail(self, code: int, message: str) -> None:
+    async def report_failure(self, code: int, message: str) -> None:
         """Record an error that another attempt would repeat, as an exit code of ``ag.fit`` and a message."""
         self._failure = code, message
 
@@ -71,7 +71,7 @@ class Rank:
     config: Config
     folder: Path | None  # the run folder; all machines see it under this path. None: a dry run
     working_dir: str  # the working folder
-    desk: Any  # an actor of class :class:`Desk`
+    control: Any  # an actor of class :class:`RunControl`
     versions: Mapping[str, str]  # versions of the libraries where the command runs
 
     def __call__(self) -> tuple[int, str]:
@@ -82,10 +82,10 @@ class Rank:
         """
         import ray
 
-        code, message = ray.get(self.desk.failure.remote())
+        code, message = ray.get(self.control.failure.remote())
         if code:  # from an earlier attempt
             return code, message
-        sent, leaving = self.desk.wait_signal.remote(), False
+        sent, leaving = self.control.wait_signal.remote(), False
 
         def stop_signal() -> int:
             nonlocal leaving
@@ -104,7 +104,7 @@ class Rank:
             raise RuntimeError(str(stopped)) from None
         except (UserError, NonFiniteError) as error:
             code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_NOT_FINITE
-            ray.get(self.desk.fail.remote(code, str(error)))
+            ray.get(self.control.report_failure.remote(code, str(error)))
             raise RuntimeError(str(error)) from None
         except Exception:
             raise RuntimeError(traceback.format_exc()) from None  # many exceptions cannot be pickled
@@ -143,15 +143,15 @@ def run_on_cluster(config: Config, make_folder: Callable[[], Path | None], fit: 
 
         scaling = _scaling(config)
         folder = make_folder()
-        desk: Any = ray.remote(num_cpus=0)(Desk).remote()
-        rank = Rank(fit, replace(config, cluster=None), folder, os.getcwd(), desk, versions(*cluster.LIBRARIES))
+        control: Any = ray.remote(num_cpus=0)(RunControl).remote()
+        rank = Rank(fit, replace(config, cluster=None), folder, os.getcwd(), control, versions(*cluster.LIBRARIES))
         try:
-            with _signals(desk):
+            with _signals(control):
                 code, message = _run_and_follow_log(lambda: _run_ranks(rank, scaling, scratch), folder and folder / LOG)
         except ControllerError as error:
             raise UserError(f"cluster={config.cluster}: the ranks cannot be started: {error}") from None
         except WorkerGroupError as error:
-            code, message = ray.get(desk.failure.remote())
+            code, message = ray.get(control.failure.remote())
             if not code:  # if several ranks ended, the error of the rank that died says most
                 failures = [getattr(x, "_base_exc", x) for _, x in sorted(error.worker_failures.items())]
                 died = str(min(failures, key=lambda x: isinstance(x, RuntimeError))).strip()
@@ -224,7 +224,7 @@ def _run_ranks(rank: Rank, scaling: Any, scratch: str) -> tuple[int, str]:
 
 
 @contextmanager
-def _signals(desk: Any) -> Iterator[None]:
+def _signals(control: Any) -> Iterator[None]:
     """Pass the first signal on to the ranks, which save and end; the second signal ends this process."""
     signals: list[int] = []
 
@@ -232,7 +232,7 @@ def _signals(desk: Any) -> Iterator[None]:
         if signals:
             raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
         signals.append(signum)
-        desk.send_signal.remote(signum)
+        control.send_signal.remote(signum)
 
     handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
