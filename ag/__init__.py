@@ -1,6 +1,6 @@
 """Learned KV-cache eviction: train Attention-Gates and run them in one inference engine.
 
-Public names are imported on first use, so that each part of the library loads only what it needs.
+Public names are imported on first use: each part of the library loads only the modules that it needs.
 """
 
 import logging

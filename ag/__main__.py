@@ -1,4 +1,4 @@
-"""The command ``ag``: ``ag fit ...`` is ``python -m ag.fit ...``, and so are the others."""
+"""The command ``ag``: ``ag fit ...`` is ``python -m ag.fit ...``."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def main(argv: list[str] | None = None) -> int:
         print("ag COMMAND [options] key=value ...; ag COMMAND --help lists its keys\n")
         print(*(f"  {command:<10}{line}" for command, line in COMMANDS.items()), sep="\n")
     else:
-        known = f"{', '.join(COMMANDS)}{nearest(name, COMMANDS)}"
-        print(f"ag: error: unknown command {name!r}: expected one of {known}", file=sys.stderr)
+        expected = f"{', '.join(COMMANDS)}{nearest(name, COMMANDS)}"
+        print(f"ag: error: unknown command {name!r}: expected one of {expected}", file=sys.stderr)
         return 2
     return 0
 

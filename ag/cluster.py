@@ -1,8 +1,8 @@
 """Work on the machines of a Ray cluster: ``cluster=local``, ``auto`` or its address.
 
 A *unit* of work is a picklable value. A *host* is a Ray actor that builds a worker once, for example with a model, and
-then does one unit after the other. Ray places hosts on machines with room. This process deals the units out, starts a
-new host when one dies, and alone writes the results. Environment variables are not sent to hosts.
+then works on units one by one. Ray places hosts on machines with free resources. This process distributes the units,
+starts a new host when one dies, and alone writes the results. Environment variables are not sent to hosts.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ CLUSTER = (
 )
 CONNECT_SECONDS = 5.0
 NO_ROOM_SECONDS = 60.0  # longest wait for a machine with room
-MOST_HOSTS = 256  # requested at once; Ray starts each when a machine has room
+MOST_HOSTS = 256  # requested at once; Ray starts a host when a machine has room
 
-LIBRARIES = ("ag", "torch", "transformers", "peft", "lightning")  # must have the same versions on all machines
+LIBRARIES = ("ag", "torch", "transformers", "peft", "lightning")  # all machines must have equal versions of these
 
 U = TypeVar("U")
 R = TypeVar("R")
@@ -73,7 +73,7 @@ def connected(address: str) -> Iterator[None]:
         address: ``local``, ``auto`` or an address, see :data:`CLUSTER`.
 
     Raises:
-        UserError: when Ray is not installed, there is no such cluster, or it has another Python or Ray.
+        UserError: Ray is not installed, the cluster does not exist, or it has another Python or Ray.
     """
     try:
         import ray
@@ -112,9 +112,9 @@ def machines() -> list[Mapping[str, float]]:
 
 def described() -> str:
     """Return the total resources of the connected cluster and the number of its machines, as a text."""
-    found = machines()
-    totals = (f"{name} {sum(machine.get(name, 0) for machine in found):g}" for name in ("CPU", "GPU", "memory"))
-    return f"{', '.join(totals)} on {len(found)} machine{'s' * (len(found) != 1)}"
+    nodes = machines()
+    totals = (f"{name} {sum(machine.get(name, 0) for machine in nodes):g}" for name in ("CPU", "GPU", "memory"))
+    return f"{', '.join(totals)} on {len(nodes)} machine{'s' * (len(nodes) != 1)}"
 
 
 def on_gpu(accelerator: str) -> bool:
@@ -122,24 +122,24 @@ def on_gpu(accelerator: str) -> bool:
     return accelerator == "gpu" or (accelerator == "auto" and any("GPU" in machine for machine in machines()))
 
 
-def check_versions(theirs: Mapping[str, str]) -> None:
-    """Compare the versions of libraries here with those of the machine that distributes the work.
+def check_versions(expected: Mapping[str, str]) -> None:
+    """Compare the versions of libraries here with the versions on the machine that distributes the work.
 
     Raises:
-        UserError: when they differ, so that results would not be comparable.
+        UserError: the versions differ, and results would not be comparable.
     """
-    mine = versions(*theirs)
-    differ = [f"{name} {mine[name]} instead of {other}" for name, other in theirs.items() if mine[name] != other]
+    installed = versions(*expected)
+    differ = [f"{name} {installed[name]} instead of {x}" for name, x in expected.items() if installed[name] != x]
     if differ:
-        raise UserError(f"cluster: a machine has {', '.join(differ)}: expected the same versions on all of them.")
+        raise UserError(f"cluster: a machine has {', '.join(differ)}: expected equal versions on all machines.")
 
 
 class Host(Generic[U, R]):
-    """A process of the cluster that does units.
+    """A process of the cluster that works on units.
 
     Args:
         make: builds the worker.
-        versions: versions of the libraries on the machine that deals the work out.
+        versions: versions of the libraries on the machine that distributes the work.
     """
 
     def __init__(self, make: Callable[[], Callable[[U], R]], versions: Mapping[str, str]) -> None:
@@ -147,10 +147,10 @@ class Host(Generic[U, R]):
         self._do: Callable[[U], R] | None = None
 
     def do(self, *units: U) -> list[R]:
-        """Do units; without units only build the worker.
+        """Work on units, and return their results; without units only build the worker.
 
         Raises:
-            UserError: when the libraries here have other versions.
+            UserError: the libraries here have other versions.
         """
         if self._do is None:
             check_versions(self._versions)
@@ -161,51 +161,52 @@ class Host(Generic[U, R]):
 def share(
     units: Sequence[U], make: Callable[[], Callable[[U], R]], room: Room, failures: int = 3
 ) -> Iterator[tuple[U, R | Lost]]:
-    """Do units on the machines of the connected cluster.
+    """Distribute units to the machines of the connected cluster.
 
-    A unit whose host dies, alone or with its machine, is done again. Machines that join get hosts too.
+    If a host dies, alone or with its machine, its unit runs again. Machines that join get hosts too.
 
     Args:
         units: the units.
         make: builds the worker of a host, which is called with each unit.
         room: resources of a host.
-        failures: most hosts that may die at one unit.
+        failures: number of hosts that may die at one unit.
 
     Yields:
         Each unit with its result, in order of completion.
 
     Raises:
-        UserError: when no machine has room, hosts cannot start, or a machine has other versions of the libraries.
+        UserError: no machine has room, hosts cannot start, or a machine has other versions of the libraries.
         Exception: the error of ``make`` or of a unit.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
 
     resources_of_host: Any = {"num_cpus": room.cpus, "num_gpus": room.gpus, "memory": room.memory or None}
-    kind: Any = ray.remote(**resources_of_host)(Host)
-    ours, todo, left = versions(*LIBRARIES), list(reversed(range(len(units)))), len(units)
+    actor_class: Any = ray.remote(**resources_of_host)(Host)
+    expected_versions = versions(*LIBRARIES)
+    pending, num_left = list(reversed(range(len(units)))), len(units)
     died: Counter[int | None] = Counter()  # dead hosts by the index of their unit; None means while starting
     busy: dict[Any, tuple[Any, int | None]] = {}  # future -> host and index of its unit, None while it starts
 
     def begin() -> None:
-        host = kind.remote(make, ours)
+        host = actor_class.remote(make, expected_versions)
         busy[host.do.remote()] = host, None
 
-    asked_for = min(left, MOST_HOSTS)
+    asked_for = min(num_left, MOST_HOSTS)
     for _ in range(asked_for):
         begin()
-    while left:
+    while num_left:
         host = None  # without a reference the actor ends, and frees its room
-        if not todo:  # hosts that still start are not needed
-            busy = {future: one for future, one in busy.items() if one[1] is not None}
-        ended, _ = ray.wait([*busy], timeout=NO_ROOM_SECONDS)
-        if not ended and not any(room.hosts(machine) for machine in machines()):
+        if not pending:  # hosts that still start are not needed
+            busy = {future: job for future, job in busy.items() if job[1] is not None}
+        finished, _ = ray.wait([*busy], timeout=NO_ROOM_SECONDS)
+        if not finished and not any(room.hosts(machine) for machine in machines()):
             raise UserError(
                 f"cluster: it has {described()}, and a host takes {room} on one machine: add a larger machine, or ask "
                 "for less."
             )
-        for future in ended:
-            host, at = busy.pop(future)
+        for future in finished:
+            host, index = busy.pop(future)
             result: list[R | Lost] = []
             try:
                 result = ray.get(future)
@@ -213,19 +214,19 @@ def share(
             except RayTaskError as error:
                 raise error.cause from None
             except RayError as error:  # the host died, alone or with its machine
-                died[at] += 1
-                if at is None and died[at] == failures * asked_for:
+                died[index] += 1
+                if index is None and died[index] == failures * asked_for:
                     raise UserError(f"cluster: hosts die while they start: {first_line(error)}") from None
-                if at is not None and died[at] == failures:
+                if index is not None and died[index] == failures:
                     result = [Lost(failures, first_line(error))]
-                elif at is not None:
-                    todo.append(at)
-                if todo:
+                elif index is not None:
+                    pending.append(index)
+                if pending:
                     begin()
             else:
-                if todo:  # before this process handles the result
-                    unit = todo.pop()
-                    busy[host.do.remote(units[unit])] = host, unit
-            if at is not None and result:
-                left -= 1
-                yield units[at], result[0]
+                if pending:  # before this process handles the result
+                    next_index = pending.pop()
+                    busy[host.do.remote(units[next_index])] = host, next_index
+            if index is not None and result:
+                num_left -= 1
+                yield units[index], result[0]

@@ -22,7 +22,7 @@ from ag.commands.generate import GenerateConfig
 from ag.commands.shared import SharedPolicy
 from ag.config import ModelConfig
 from ag.config.command_line import Invocation
-from ag.config.spec import named
+from ag.config.spec import specs_by_name
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.decode import decode
 from ag.engine.report import Report
@@ -47,24 +47,24 @@ class Generation:
     text: str
     prompt_tokens: int
     new_tokens: int
-    evicted: float  # share of the prompt's (token, layer, KV head) entries that are evicted at the end
+    evicted: float  # evicted share of the prompt's (token, layer, KV head) entries at the end
     kv_bytes: int  # allocated for keys and values at the end
-    held: float  # share of all entries, of prompt and new tokens, that is in the cache at the end
-    prefill_seconds: float  # until the first new token, a second reading by the policy included
-    decode_seconds: float  # for the other new tokens
+    kept_share: float  # cached share of all entries, of prompt and new tokens, at the end
+    prefill_seconds: float  # until the first new token; includes a second pass of the policy over the prompt
+    decode_seconds: float  # for the new tokens after the first
     report: Report  # contents of each layer at the end
 
 
-def run(asked: Invocation[GenerateConfig]) -> int:
+def run(invocation: Invocation[GenerateConfig]) -> int:
     """Generate and print, as ``python -m ag.generate`` does; returns the exit code."""
-    if asked.dry_run:
-        print(*_policies(asked.config), sep="\n")
+    if invocation.dry_run:
+        print(*_policies(invocation.config), sep="\n")
         return 0
-    generations = generate(asked.config)
+    generations = generate(invocation.config)
     for name, generation in generations.items():
         print(f"--- {name} ---\n{generation.text}\n" if len(generations) > 1 else f"{generation.text}\n")
     Console().print(table(generations))
-    if asked.config.policy is not None:
+    if invocation.config.policy is not None:
         print(f"\n{next(iter(generations.values())).report}")
     return 0
 
@@ -73,33 +73,33 @@ def table(generations: dict[str, Generation]) -> Table:
     """Return the table of costs."""
     first = next(iter(generations.values()))
     caption = "after a warm-up; evicted: of the prompt; of full: tokens held, of prompt and new tokens"
-    looks: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
-    out = Table(title=f"{first.prompt_tokens} prompt tokens", caption=caption, **looks)
-    out.add_column("cache", overflow="fold")
+    style: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+    costs = Table(title=f"{first.prompt_tokens} prompt tokens", caption=caption, **style)
+    costs.add_column("cache", overflow="fold")
     for column in ("evicted", "new\ntokens", "KV bytes", "of full", "prefill\ntokens/s", "decoding\ntokens/s"):
-        out.add_column(column, justify="right", no_wrap=True)
+        costs.add_column(column, justify="right", no_wrap=True)
     for name, row in generations.items():
         decoding = f"{(row.new_tokens - 1) / row.decode_seconds:.1f}" if row.decode_seconds else ""
-        out.add_row(
+        costs.add_row(
             name,
             f"{row.evicted:.1%}",
             f"{row.new_tokens}",
             f"{row.kv_bytes:,}",
-            f"{row.held:.1%}",
+            f"{row.kept_share:.1%}",
             f"{row.prompt_tokens / row.prefill_seconds:.1f}",
             decoding,
         )
-    return out
+    return costs
 
 
 def generate(config: GenerateConfig) -> dict[str, Generation]:
-    """Return continuations by name of the policy: under the policy, with a full cache, or both in this order."""
-    asked, policies, protected = config.asked(), _policies(config), config.spans()
+    """Return continuations by name of the policy: under the policy, then with a full cache for ``compare=true``."""
+    prompt, policies, protected = config.prompt_or_chat(), _policies(config), config.spans()
     model, tokenizer = load(config, next(iter(policies.values())).spec.path or config.gates)
-    text = asked.text(tokenizer) if isinstance(asked, Chat) else asked
-    if isinstance(asked, Chat) and (parts := [word for word in config.protect if word in get_args(Part)]):
-        protected += spans(tokenizer, asked, parts)
-    special = not isinstance(asked, Chat)  # a chat template writes its own special tokens
+    text = prompt.text(tokenizer) if isinstance(prompt, Chat) else prompt
+    if isinstance(prompt, Chat) and (parts := [word for word in config.protect if word in get_args(Part)]):
+        protected += spans(tokenizer, prompt, parts)
+    special = not isinstance(prompt, Chat)  # a chat template writes its own special tokens
     ids = tokenizer(text, add_special_tokens=special, return_tensors="pt", verbose=False)["input_ids"]
     context, length = model.config.get_text_config().max_position_embeddings, ids.shape[1]
     if not 0 < length <= context - config.max_new_tokens:
@@ -113,20 +113,20 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
 
 
 def read_policy(config: SharedPolicy) -> Policy:
-    """Return the policy of a command; this raises for unknown names and bad budgets before a model is loaded."""
-    held = {} if config.kv_dtype == "float" else {"kv_dtype": config.kv_dtype}
-    return policy(config.spec(), config.budget, config.schedule, **held | config.options)
+    """Return the policy of a command; unknown names and bad budgets raise before a model is loaded."""
+    kv_options = {} if config.kv_dtype == "float" else {"kv_dtype": config.kv_dtype}
+    return policy(config.spec(), config.budget, config.schedule, **kv_options | config.options)
 
 
 def _policies(config: GenerateConfig) -> dict[str, Policy]:
     """Return the policies by name."""
     chosen, full = read_policy(config), policy("full")
-    name = "full cache" if chosen == full else next(iter(named([config.policy_text])))
+    name = "full cache" if chosen == full else next(iter(specs_by_name([config.policy_text])))
     return {name: chosen} | ({"full cache": full} if config.compare else {})
 
 
 def load(config: SharedPolicy, gates: str | None) -> tuple[Model, PreTrainedTokenizerBase]:
-    """Load the base model, with the adapter of exported gates where they have one, and the tokenizer."""
+    """Load the base model, with the adapter of exported gates if they have one, and the tokenizer."""
     base = export.read_info(gates)["base_model"] if gates else {"name": "", "revision": None}
     name = config.model or base["name"]
     if not name:
@@ -181,7 +181,7 @@ def _generate(
         new_tokens=len(new),
         evicted=1 - cache.kept_share(prompt=True),
         kv_bytes=cache.nbytes,
-        held=cache.kept_share(),
+        kept_share=cache.kept_share(),
         prefill_seconds=first - start,
         decode_seconds=last - first,
         report=cache.report(),

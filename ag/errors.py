@@ -5,15 +5,15 @@ from difflib import get_close_matches
 
 
 class UserError(ValueError):
-    """An error that the user can fix, in one sentence; commands print it and exit with code 2."""
+    """An error that the user can fix, in one sentence. Commands print it and exit with code 2."""
 
 
-SHORT, LONG = 0.6, 0.75  # least similarity of a name that is suggested for a word, see nearest
+SHORT, LONG = 0.6, 0.75  # smallest similarity of a suggestion to a short and to a longer word
 SHORT_LETTERS = 4
 
 
 class BudgetWarning(UserWarning):
-    """A policy protects more tokens than its budget allows, so that the cache exceeds the budget."""
+    """A policy protects more tokens than its budget allows; the cache exceeds the budget."""
 
 
 def require(part: object, name: str, holds: bool, expected: str) -> None:
@@ -27,22 +27,22 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def check_known(name: str, names: Collection[str], what: str, text: str = "") -> None:
-    """Raise a :class:`UserError` that suggests the nearest name, unless the name, from ``text``, is known."""
+def check_known(name: str, names: Collection[str], noun: str, text: str = "") -> None:
+    """Raise a :class:`UserError` with the nearest name, unless ``name``, which occurs in ``text``, is known."""
     if name not in names:
-        where = f" in {text!r}" if text else ""
+        location = f" in {text!r}" if text else ""
         expected = f"expected one of {', '.join(names)}" if names else "it takes none"
-        raise UserError(f"Unknown {what} {name!r}{where}: {expected}{nearest(name, names)}")
+        raise UserError(f"Unknown {noun} {name!r}{location}: {expected}{nearest(name, names)}")
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float | None = None) -> str:
-    """Return ``"; did you mean X?"`` for the closest name, or ``""`` when none is close.
+    """Return ``"; did you mean X?"`` for the closest name, or ``""`` if no name is close.
 
     Args:
-        word: what was given.
-        names: what it may have meant.
-        cutoff: least similarity of the two, from 0 to 1; None means that short words may differ more, in a letter.
+        word: the unknown name.
+        names: known names.
+        cutoff: smallest similarity of a suggestion, from 0 to 1. None: 0.6 for words of up to 4 letters, else 0.75.
     """
-    least = cutoff if cutoff is not None else SHORT if len(word) <= SHORT_LETTERS else LONG
-    close = get_close_matches(word, list(names), n=1, cutoff=least)
+    min_similarity = cutoff if cutoff is not None else SHORT if len(word) <= SHORT_LETTERS else LONG
+    close = get_close_matches(word, list(names), n=1, cutoff=min_similarity)
     return f"; did you mean {close[0]}?" if close else ""

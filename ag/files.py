@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from ag.errors import UserError
 
-LOCK = "lock"  # the file in a folder on which its writer has a lock of the kernel, which ends with the process
+LOCK = "lock"  # the writer of a folder locks this file in it; the lock ends with the process
 
 
 def fsync(path: Path) -> None:
@@ -55,7 +55,7 @@ def locked(folder: Path, refusal: str, wait: float = 0) -> Iterator[None]:
     Args:
         folder: an existing folder, which gets a file ``lock``.
         refusal: message of the error.
-        wait: seconds in which another process may end.
+        wait: seconds to wait for another process to end.
 
     Raises:
         UserError: another process has locked it.
@@ -72,7 +72,7 @@ def locked(folder: Path, refusal: str, wait: float = 0) -> Iterator[None]:
 
 
 def checksum(file: Path) -> str:
-    """Return the SHA-256 of a file, which is read again only if its size or time has changed.
+    """Return the SHA-256 of a file. The file is read again only if its size or time has changed.
 
     Raises:
         OSError: the file cannot be read.
@@ -82,7 +82,7 @@ def checksum(file: Path) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _checksum(file: Path, size: int, changed: int) -> str:
+def _checksum(file: Path, size: int, modified: int) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

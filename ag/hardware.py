@@ -19,9 +19,9 @@ def cpu_name() -> str:
 
 
 def main_memory() -> int:
-    """Return the bytes of main memory that this process may have at most."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    """Return the bytes of main memory that this process may use."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for file in LIMITS:
         with contextlib.suppress(OSError, ValueError):  # without a limit there is no file, or it says "max"
-            found.append(int(Path(file).read_text()))
-    return min(found)
+            limits.append(int(Path(file).read_text()))
+    return min(limits)

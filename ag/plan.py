@@ -5,11 +5,11 @@ from ag.commands.plan import main as main
 from ag.config.command_line import Invocation
 
 
-def show(asked: Invocation[PlanConfig]) -> int:
+def show(invocation: Invocation[PlanConfig]) -> int:
     """Print the plan of a run, without loading weights; returns the exit code."""
     from ag.training.memory_plan import report
 
-    print(report(asked.config, asked.config.tflops))
+    print(report(invocation.config, invocation.config.tflops))
     return 0
 
 

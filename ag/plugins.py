@@ -25,7 +25,7 @@ GROUPS = {
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import modules that add to a table, as ``SCORERS["mine"] = Mine``; the working folder is searched too."""
+    """Import modules that add to a table, as ``SCORERS["mine"] = Mine``. The working folder is searched too."""
     if modules and os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # as python -m does, unlike the command ag
     for name in modules:
@@ -33,9 +33,9 @@ def load(modules: Sequence[str]) -> None:
             import_module(name)
         except Exception as error:  # a module may do anything
             missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
-            why = "there is no such module" if missing else f"importing it fails ({type(error).__name__}: {error})"
+            reason = "there is no such module" if missing else f"importing it fails ({type(error).__name__}: {error})"
             raise UserError(
-                f"plugins=[{name}]: {why}; expected a module that Python finds, as package.module: install its "
+                f"plugins=[{name}]: {reason}; expected a module that Python finds, as package.module: install its "
                 "package, or start from the folder that holds it."
             ) from error
 
@@ -44,19 +44,19 @@ def load(modules: Sequence[str]) -> None:
 def discover(group: str) -> dict[str, Any]:
     """Return the table of a group, after adding the entry points of installed packages."""
     module, table = GROUPS[group]
-    known: dict[str, Any] = getattr(import_module(module), table)
+    entries: dict[str, Any] = getattr(import_module(module), table)
     for point in entry_points(group=group):
-        what = f"{group}: entry point {point.name} of package {'unknown' if point.dist is None else point.dist.name}"
+        origin = f"{group}: entry point {point.name} of package {'unknown' if point.dist is None else point.dist.name}"
         try:
-            found = point.load()
+            loaded = point.load()
         except Exception as error:  # a module may do anything
             raise UserError(
-                f"{what}: {point.value} cannot be loaded ({type(error).__name__}: {error}); mend or uninstall it."
+                f"{origin}: {point.value} cannot be loaded ({type(error).__name__}: {error}); mend or uninstall it."
             ) from error
-        entry = (found, {}) if group == "ag.tasks" and isinstance(found, type) else found
-        if known.setdefault(point.name, entry) != entry:
-            raise UserError(f"{what}: there is another {point.name} already; rename it or uninstall one of the two.")
-    return known
+        entry = (loaded, {}) if group == "ag.tasks" and isinstance(loaded, type) else loaded
+        if entries.setdefault(point.name, entry) != entry:
+            raise UserError(f"{origin}: there is another {point.name} already; rename it or uninstall one of the two.")
+    return entries
 
 
 def part(group: str, key: str, name: str, base: Any) -> Any:
@@ -68,12 +68,12 @@ def part(group: str, key: str, name: str, base: Any) -> Any:
         name: value of the key.
         base: required base class.
     """
-    known = discover(group)
-    if name not in known:
-        hint = nearest(name, known) or "; plugins=[MODULE] adds others"
-        raise UserError(f"{key}={name}: expected one of {', '.join(known)}{hint}")
-    check_part(name, known[name], base)
-    return known[name]
+    entries = discover(group)
+    if name not in entries:
+        hint = nearest(name, entries) or "; plugins=[MODULE] adds others"
+        raise UserError(f"{key}={name}: expected one of {', '.join(entries)}{hint}")
+    check_part(name, entries[name], base)
+    return entries[name]
 
 
 def check_part(name: str, kind: Any, base: Any) -> None:

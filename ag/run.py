@@ -45,22 +45,23 @@ from ag.training.objectives import objective
 from ag.training.sharded import ShardedStrategy, gather
 
 EXIT_NOT_FINITE = 3
-RESTART = 60.0  # seconds in which the rank that a cluster replaces ends
+RESTART = 60.0  # seconds to wait for the end of a rank that a cluster replaces
 #: Keys of ``gate`` that determine the shapes of its weights.
 SIZES = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "layer_offset", "first_layer")
 
 
-def run(asked: Invocation[Config]) -> int:
+def run(invocation: Invocation[Config]) -> int:
     """Train, as ``python -m ag.fit`` does; returns the exit code.
 
     Codes: 0 done; 2 an error in the configuration, the data, the model, the run to resume or the disk (one line on
     stderr); 3 a loss or gradient was not finite; 143, 130 and 138 after SIGTERM, Ctrl-C and SIGUSR1, with a checkpoint
     if training had begun.
     """
-    if asked.config.cluster is not None:
-        return run_on_cluster(asked.config, lambda: None if asked.dry_run else run_folder(asked.config), fit)
+    config = invocation.config
+    if config.cluster is not None:
+        return run_on_cluster(config, lambda: None if invocation.dry_run else run_folder(config), fit)
     try:
-        fit(asked.config, asked.dry_run)
+        fit(config, invocation.dry_run)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -84,17 +85,17 @@ def fit(
     Args:
         config: the whole configuration.
         dry_run: build everything, run one training and one validation batch, write nothing.
-        folder: an existing run folder; the run continues from its last checkpoint if it has one. None makes a new one.
-        stop_signal: returns the number of a signal that stops all ranks, 0 for none; called after each step.
+        folder: an existing run folder; the run continues from its last checkpoint if there is one. None: a new folder.
+        stop_signal: returns the number of a signal that stops all ranks, or 0; called after each step.
 
     Returns:
-        The run folder; None after a dry run.
+        The run folder, or None after a dry run.
 
     Raises:
-        UserError: (ModelError, DataError, ExportError, ...) naming what is wrong and the fix.
+        UserError: (ModelError, DataError, ExportError, ...) names the wrong value and the fix.
         ag.callbacks.NonFiniteError: a loss or gradient was not finite; the last checkpoint is kept.
         ag.callbacks.Stopped: on SIGTERM, SIGUSR1 or Ctrl-C, after a checkpoint.
-        KeyboardInterrupt: on Ctrl-C before the first step, and on a second one.
+        KeyboardInterrupt: on Ctrl-C before the first step, and on a second Ctrl-C.
     """
     with ExitStack() as leaving:
         return _fit(config, dry_run, folder, stop_signal, leaving)
@@ -137,10 +138,10 @@ def _fit(
     run_dir = None if dry_run else existing or run_folder(config)
     if run_dir is not None and existing is None:
         _lock(run_dir, leaving)
-    begun = folder if folder is not None and checkpoints(folder) else config.resume
-    checkpoint = None if begun is None else newest_valid(Path(begun))
+    source_folder = folder if folder is not None and checkpoints(folder) else config.resume
+    checkpoint = None if source_folder is None else newest_valid(Path(source_folder))
     if run_dir is None:
-        checkpoint = None  # Lightning's dry run has one epoch, and refuses a checkpoint of a later one
+        checkpoint = None  # Lightning's dry run has one epoch, and refuses a checkpoint of a later epoch
     trainer = build_trainer(config, run_dir, stop_signal, 0 if checkpoint is None else step_of(checkpoint))
     if trainer.is_global_zero:
         lines, warned = batches.report()
@@ -184,7 +185,7 @@ def _fit(
 
 
 def peak_memory() -> str:
-    """Return the most memory of the GPU that was taken so far, without a GPU that of this process."""
+    """Return the peak of GPU memory so far; without a GPU, the peak of this process's memory."""
     if peak := torch.cuda.max_memory_allocated():  # 0 without a GPU
         return f"{peak / GIB:.2f} GiB of the GPU"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -192,7 +193,7 @@ def peak_memory() -> str:
 
 
 def check_kind(config: Config) -> None:
-    """Refuse an unknown kind of gates, and one without flags, which cannot be trained."""
+    """Refuse an unknown kind of gates, and a kind without flags, which cannot be trained."""
     if gate_kind(config.gate.kind).decays and config.train != "lora":
         raise UserError(
             f"gate.kind={config.gate.kind}: its scores fall with a token's age, and have no flags to train under: "
@@ -201,12 +202,12 @@ def check_kind(config: Config) -> None:
 
 
 def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
-    """Make the gates of a run, fresh or with the weights of an export."""
+    """Make the gates of a run, new or with the weights of the export ``init``."""
     check_kind(config)
     gates = AttentionGates(base.config, config.gate)
     if config.init is not None:
         start = AttentionGates.from_pretrained(config.init)
-        if config.train == "gates" and start.adapter is not None and not start.adapter.times_in(base):
+        if config.train == "gates" and start.adapter is not None and not start.adapter.count_in(base):
             raise UserError(
                 f"init={config.init}: its gates were trained together with a LoRA adapter, which model.name="
                 f"{config.model.name} lacks: expected the model that the adapter was merged into (export.merge=true "
@@ -215,13 +216,13 @@ def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
         try:
             gates.load_state_dict(start.state_dict())
         except RuntimeError:
-            theirs, ours = (
-                one.fingerprint | {f"gate.{key}": getattr(one.config, key) for key in SIZES} for one in (start, gates)
+            old, new = (
+                x.fingerprint | {f"gate.{key}": getattr(x.config, key) for key in SIZES} for x in (start, gates)
             )
-            differ = [f"{name}={theirs[name]}, here {name}={ours[name]}" for name in ours if ours[name] != theirs[name]]
+            differing = [f"{name}={old[name]}, here {name}={new[name]}" for name in new if new[name] != old[name]]
             raise UserError(
-                f"init={config.init}: its gates have {'; '.join(differ)}: expected gates of the same sizes; take its "
-                "base model and its gate.* keys, or leave init out."
+                f"init={config.init}: its gates have {'; '.join(differing)}: expected gates of the same sizes; take "
+                "its base model and its gate.* keys, or leave init out."
             ) from None
     return gates
 
@@ -229,12 +230,12 @@ def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
 def check_trainer(config: Config) -> None:
     """Refuse an unknown strategy and an accelerator that this machine lacks, before anything is loaded."""
     strategy, accelerator = config.trainer.strategy, config.trainer.accelerator
-    known = ["auto", "fsdp2", *StrategyRegistry.available_strategies()]
-    if strategy not in known:
-        hint = nearest(strategy, known) or "; --help lists the keys"
+    strategies = ["auto", "fsdp2", *StrategyRegistry.available_strategies()]
+    if strategy not in strategies:
+        hint = nearest(strategy, strategies) or "; --help lists the keys"
         raise UserError(f"trainer.strategy={strategy}: expected auto, fsdp2 or a strategy of Lightning, as ddp{hint}")
-    how = StrategyRegistry[strategy]["init_params"] if strategy in StrategyRegistry else {}
-    if how.get("start_method", "popen") != "popen":
+    init_params = StrategyRegistry[strategy]["init_params"] if strategy in StrategyRegistry else {}
+    if init_params.get("start_method", "popen") != "popen":
         raise UserError(
             f"trainer.strategy={strategy}: it trains in copies of this process, whose metrics would not get into the "
             "run folder and its export: expected a strategy that starts the command once a device, such as "
@@ -248,10 +249,10 @@ def check_trainer(config: Config) -> None:
 
 
 def run_folder(config: Config) -> Path:
-    """Make the folder of a run, ``OUTPUT/RECIPE/TIME``, the same on all ranks, and write its config.yaml.
+    """Make the folder of a run, ``OUTPUT/RECIPE/TIME``, and write its config.yaml. All ranks use one folder.
 
     Raises:
-        UserError: when torchrun started several processes without a common id, or with the id of another run.
+        UserError: torchrun started several processes without a common id, or with the id of another run.
     """
     if config.resume is not None:
         return Path(config.resume)
@@ -274,12 +275,12 @@ def run_folder(config: Config) -> Path:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the first of its run, by the environment, before there is a trainer."""
+    """Whether this process is the first rank, by the environment, before there is a trainer."""
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0) == 0
 
 
 def _lock(run_dir: Path, leaving: ExitStack, wait: float = 0) -> None:
-    """Lock a run folder for this run, by its first rank, which writes the checkpoints."""
+    """Lock a run folder for this run. The first rank, which writes the checkpoints, has the lock."""
     if is_first_rank():
         refusal = (
             f"{run_dir}: another process trains in this run folder: wait for it, or stop it; then continue with "
@@ -291,9 +292,9 @@ def _lock(run_dir: Path, leaving: ExitStack, wait: float = 0) -> None:
 def build_trainer(
     config: Config, run_dir: Path | None, stop_signal: Callable[[], int] | None = None, step: int = 0
 ) -> L.Trainer:
-    """Return the trainer; without a run folder it runs one batch of each kind and writes nothing.
+    """Return the trainer. Without a run folder it runs one training and one validation batch, and writes nothing.
 
-    ``step`` is the number of optimiser steps of the checkpoint from which it will continue.
+    ``step`` is the number of optimiser steps in the checkpoint that the run continues.
     """
     options = config.trainer
     sharded = options.strategy == "fsdp2"
@@ -333,7 +334,7 @@ def build_trainer(
 def write_export(
     folder: Path, module: GatedLM, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, picture: Path | None
 ) -> None:
-    """Write the gates with their adapter, or the adapter of the baseline; with ``export.merge`` a merged model too."""
+    """Write the gates with their adapter, or the baseline's adapter; with ``export.merge`` also a merged model."""
     adapter = module.model if isinstance(module.model, PeftModel) else None
     values = module.validated
     measured = {name.removeprefix("val/"): value for name, value in values.items() if name.startswith("val/")}
@@ -353,12 +354,12 @@ def write_export(
     elif adapter is not None:
         export.save_adapter(folder, adapter, base_model=models.hub_name(module.config.model.name))
     if module.config.export.merge and adapter is not None:
-        shutil.rmtree(folder.parent / "merged", ignore_errors=True)  # of this run before it was resumed
+        shutil.rmtree(folder.parent / "merged", ignore_errors=True)  # from this run before it was resumed
         export.save_merged(adapter, folder.parent / "merged", tokenizer, folder)
 
 
 def load_best(module: GatedLM, run_dir: Path) -> None:
-    """Load the weights of the best checkpoint into the module, with what its validation measured."""
+    """Load the weights of the best checkpoint, and the results of its validation, into the module."""
     best = torch.load(run_dir / "checkpoints" / "best.ckpt", map_location="cpu", weights_only=True)
     module.load_state_dict(best["state_dict"], strict=False)
     module.load_validation(best)

@@ -32,12 +32,12 @@ from ag.versions import versions
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_NOT_FINITE = 1, 2, 3
 LOOK_SECONDS = 0.5
-LOG = "log.txt"  # in the run folder: output of the first rank, which the command prints too
+LOG = "log.txt"  # output of the first rank, in the run folder; the command prints it too
 
 T = TypeVar("T")
 
 
-class Desk:
+class RunControl:
     """An actor through which the command and its ranks exchange signals and errors."""
 
     def __init__(self) -> None:
@@ -54,12 +54,12 @@ class Desk:
         await self._signalled.wait()
         return self._signum
 
-    async def fail(self, code: int, why: str) -> None:
-        """Record an error that another attempt would repeat: an exit code of ``ag.fit``, and the message."""
-        self._failure = code, why
+    async def report_failure(self, code: int, message: str) -> None:
+        """Record an error that another attempt would repeat, as an exit code of ``ag.fit`` and a message."""
+        self._failure = code, message
 
     async def failure(self) -> tuple[int, str]:
-        """Return such an error; code 0 means that there is none."""
+        """Return the recorded exit code and message; code 0 means no error."""
         return self._failure
 
 
@@ -68,24 +68,24 @@ class Rank:
     """The work of each rank."""
 
     fit: Callable[..., object]  # :func:`ag.run.fit`
-    config: Config  # of the run
-    folder: Path | None  # the run folder, under the same path on all machines; None for a dry run
-    place: str  # the working folder
-    desk: Any  # the actor :class:`Desk`
+    config: Config
+    folder: Path | None  # the run folder; all machines see it under this path. None: a dry run
+    working_dir: str  # the working folder
+    control: Any  # an actor of class :class:`RunControl`
     versions: Mapping[str, str]  # versions of the libraries where the command runs
 
     def __call__(self) -> tuple[int, str]:
         """Train as one of the ranks; returns an exit code and a message.
 
         Raises:
-            RuntimeError: for an error of this rank alone. Ray then ends the other ranks, and starts all again.
+            RuntimeError: this rank failed. Ray then ends all ranks, and starts them again.
         """
         import ray
 
-        code, why = ray.get(self.desk.failure.remote())
-        if code:  # of an earlier attempt
-            return code, why
-        sent, leaving = self.desk.wait_signal.remote(), False
+        code, message = ray.get(self.control.failure.remote())
+        if code:  # from an earlier attempt
+            return code, message
+        sent, leaving = self.control.wait_signal.remote(), False
 
         def stop_signal() -> int:
             nonlocal leaving
@@ -99,12 +99,12 @@ class Rank:
         except Stopped as stopped:
             if ray.wait([sent], timeout=0)[0]:
                 return 128 + stopped.signum, str(stopped)
-            if leaving:  # Ray ends the ranks with their machine, and starts them on others
+            if leaving:  # Ray ends the ranks with their machine, and starts them on another
                 threading.Event().wait()
             raise RuntimeError(str(stopped)) from None
         except (UserError, NonFiniteError) as error:
             code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_NOT_FINITE
-            ray.get(self.desk.fail.remote(code, str(error)))
+            ray.get(self.control.report_failure.remote(code, str(error)))
             raise RuntimeError(str(error)) from None
         except Exception:
             raise RuntimeError(traceback.format_exc()) from None  # many exceptions cannot be pickled
@@ -112,7 +112,7 @@ class Rank:
 
     def _train(self, stop_signal: Callable[[], int]) -> None:
         cluster.check_versions(self.versions)
-        os.chdir(self.place)
+        os.chdir(self.working_dir)
         load(self.config.plugins)
         folder = self.folder
         if folder is not None and not (folder / "config.yaml").is_file():
@@ -120,9 +120,9 @@ class Rank:
                 f"cluster: {socket.gethostname()} does not see {folder.absolute()}: expected output= to be a "
                 "folder that all machines share under one path."
             )
-        # so that Lightning treats these ranks as torchrun's
+        # Lightning then treats these ranks like torchrun's
         os.environ |= {"TORCHELASTIC_RUN_ID": "ray", "GROUP_RANK": os.environ["NODE_RANK"]}
-        with _printed(None if folder is None or os.environ["RANK"] != "0" else folder / LOG):
+        with _redirect_output(None if folder is None or os.environ["RANK"] != "0" else folder / LOG):
             self.fit(self.config, folder is None, folder, stop_signal)
 
 
@@ -131,11 +131,11 @@ def run_on_cluster(config: Config, make_folder: Callable[[], Path | None], fit: 
 
     Args:
         config: the whole configuration.
-        make_folder: makes the run folder, once the cluster has room; returns None for a dry run.
+        make_folder: makes the run folder, called when the cluster has room; returns None for a dry run.
         fit: :func:`ag.run.fit`.
 
     Raises:
-        UserError: from a rank, or when there is no such cluster or no room on it.
+        UserError: a rank raised it, the cluster does not exist, or it has no room.
     """
     with cluster.connected(config.cluster or "local"), tempfile.TemporaryDirectory() as scratch:
         import ray
@@ -143,24 +143,24 @@ def run_on_cluster(config: Config, make_folder: Callable[[], Path | None], fit: 
 
         scaling = _scaling(config)
         folder = make_folder()
-        desk: Any = ray.remote(num_cpus=0)(Desk).remote()
-        rank = Rank(fit, replace(config, cluster=None), folder, os.getcwd(), desk, versions(*cluster.LIBRARIES))
+        control: Any = ray.remote(num_cpus=0)(RunControl).remote()
+        rank = Rank(fit, replace(config, cluster=None), folder, os.getcwd(), control, versions(*cluster.LIBRARIES))
         try:
-            with _signals(desk):
-                code, why = _waited(lambda: _started(rank, scaling, scratch), folder and folder / LOG)
+            with _signals(control):
+                code, message = _run_and_follow_log(lambda: _run_ranks(rank, scaling, scratch), folder and folder / LOG)
         except ControllerError as error:
             raise UserError(f"cluster={config.cluster}: the ranks cannot be started: {error}") from None
         except WorkerGroupError as error:
-            code, why = ray.get(desk.failure.remote())
-            if not code:  # of ranks that ended together the one that died says most
+            code, message = ray.get(control.failure.remote())
+            if not code:  # if several ranks ended, the error of the rank that died says most
                 failures = [getattr(x, "_base_exc", x) for _, x in sorted(error.worker_failures.items())]
                 died = str(min(failures, key=lambda x: isinstance(x, RuntimeError))).strip()
-                code, why = EXIT_FAILED, f"{died}; ranks ended once more than failures={config.failures} allows"
-                why += "" if folder is None else f"; {how_to_continue(folder)}"
+                code, message = EXIT_FAILED, f"{died}; ranks ended once more than failures={config.failures} allows"
+                message += "" if folder is None else f"; {how_to_continue(folder)}"
     if code == EXIT_USER_ERROR:
-        raise UserError(why)
-    if why:
-        print(f"ag.fit: {'error: ' * (code in (EXIT_FAILED, EXIT_NOT_FINITE))}{why}", file=sys.stderr)
+        raise UserError(message)
+    if message:
+        print(f"ag.fit: {'error: ' * (code in (EXIT_FAILED, EXIT_NOT_FINITE))}{message}", file=sys.stderr)
     return int(code)
 
 
@@ -168,81 +168,83 @@ def _scaling(config: Config) -> Any:
     """Return the resources of the ranks.
 
     Raises:
-        UserError: when the cluster has less.
+        UserError: the cluster has less.
     """
     from ray.train import ScalingConfig
 
     trainer, on_gpu = config.trainer, cluster.on_gpu(config.trainer.accelerator)
     ranks, room = trainer.devices * trainer.num_nodes, cluster.Room(gpus=int(on_gpu))
     hosts = [room.hosts(machine) for machine in cluster.machines()]
-    whole = on_gpu and trainer.num_nodes == 1  # Lightning counts the GPUs of one machine; CPU ranks may be anywhere
-    if (max(hosts) if whole else sum(hosts)) < ranks:
+    one_machine = (
+        on_gpu and trainer.num_nodes == 1
+    )  # Lightning counts the GPUs of one machine; CPU ranks may be anywhere
+    if (max(hosts) if one_machine else sum(hosts)) < ranks:
         raise UserError(
             f"cluster={config.cluster}: it has {cluster.described()}; each of the {ranks} ranks of "
             f"trainer.devices={trainer.devices}, trainer.num_nodes={trainer.num_nodes} takes {room}"
-            f"{', all on one machine' * whole}: add a {'larger ' * whole}machine, or ask for less."
+            f"{', all on one machine' * one_machine}: add a {'larger ' * one_machine}machine, or ask for less."
         )
     return ScalingConfig(
         num_workers=ranks,
         use_gpu=on_gpu,
         resources_per_worker={"CPU": room.cpus, "GPU": room.gpus} if on_gpu else {"CPU": room.cpus},
-        placement_strategy="STRICT_PACK" if whole else "PACK",
+        placement_strategy="STRICT_PACK" if one_machine else "PACK",
     )
 
 
-def _started(rank: Rank, scaling: Any, scratch: str) -> tuple[int, str]:
-    """Run the ranks, again after the loss of one; returns the result of the first rank.
+def _run_ranks(rank: Rank, scaling: Any, scratch: str) -> tuple[int, str]:
+    """Run the ranks, and again after the loss of a rank; return the result of the first rank.
 
     Raises:
-        ray.train.TrainingFailedError: when they cannot be started, or were lost more often than ``failures``.
+        ray.train.TrainingFailedError: ranks cannot be started, or were lost more often than ``failures``.
     """
     import ray.train
     from ray.train.torch import TorchTrainer
 
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # or each line is printed twice
 
-    train: Any = ray.train  # its type hints are those of version 1
+    train: Any = ray.train  # its type hints belong to version 1
     base: Any = TorchTrainer
 
     class Trainer(base):  # type: ignore[misc]
         def _create_default_callbacks(self) -> list[Any]:
-            # it waits 12 seconds for the dashboard, which is not there
+            # this callback waits 12 seconds for the dashboard, which does not run
             unwanted = "PlacementGroupCleanerCallback"
             return [each for each in super()._create_default_callbacks() if type(each).__name__ != unwanted]
 
-    own = train.RunConfig(
+    run_config = train.RunConfig(
         storage_path=scratch,
         failure_config=train.FailureConfig(
             max_failures=rank.config.failures, controller_failure_limit=rank.config.failures
         ),
         logging_config=train.LoggingConfig(log_level="WARNING"),
     )
-    returned: tuple[int, str] = Trainer(rank, scaling_config=scaling, run_config=own).fit().return_value
+    returned: tuple[int, str] = Trainer(rank, scaling_config=scaling, run_config=run_config).fit().return_value
     return returned
 
 
 @contextmanager
-def _signals(desk: Any) -> Iterator[None]:
-    """Pass the first signal on to the ranks, which save and end; the second one ends this process."""
-    seen: list[int] = []
+def _signals(control: Any) -> Iterator[None]:
+    """Pass the first signal on to the ranks, which save and end; the second signal ends this process."""
+    signals: list[int] = []
 
-    def note(signum: int, _: FrameType | None) -> None:
-        if seen:
+    def pass_on(signum: int, _: FrameType | None) -> None:
+        if signals:
             raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
-        seen.append(signum)
-        desk.send_signal.remote(signum)
+        signals.append(signum)
+        control.send_signal.remote(signum)
 
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def _printed(path: Path | None) -> Iterator[None]:
-    """Append the output of this process to a file; None leaves stdout and stderr as they are."""
+def _redirect_output(path: Path | None) -> Iterator[None]:
+    """Append the output of this process to a file. A ``path`` of None: leave stdout and stderr unchanged."""
     with ExitStack() as stack:
         if path is not None:
             file = stack.enter_context(path.open("a", buffering=1))
@@ -251,8 +253,8 @@ def _printed(path: Path | None) -> Iterator[None]:
         yield
 
 
-def _waited(work: Callable[[], T], log: Path | None) -> T:
-    """Run work in a thread, and print what is appended to a log file meanwhile; returns its result or raises its error.
+def _run_and_follow_log(work: Callable[[], T], log: Path | None) -> T:
+    """Run ``work`` in a thread, and print new lines of a log file meanwhile; return its result or raise its error.
 
     In the main thread Ray Train would handle Ctrl-C. The thread is a daemon: a second Ctrl-C ends the process.
     """
@@ -267,12 +269,12 @@ def _waited(work: Callable[[], T], log: Path | None) -> T:
     shown = 0 if log is None or not log.exists() else log.stat().st_size
     threading.Thread(target=do, daemon=True).start()
     while True:
-        ended, _ = wait([result], timeout=LOOK_SECONDS)
+        finished, _ = wait([result], timeout=LOOK_SECONDS)
         if log is not None and log.exists():
             with log.open("rb") as file:
                 file.seek(shown)
                 sys.stdout.write(file.read().decode(errors="replace"))
                 sys.stdout.flush()
                 shown = file.tell()
-        if ended:
+        if finished:
             return result.result()

@@ -1,4 +1,4 @@
-"""Objects whose state to save is a set of attributes."""
+"""Objects whose saved state is a set of attributes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 class Attributes:
-    """An object whose state is some of its attributes."""
+    """An object whose saved state is the attributes in ``STATE``."""
 
     #: Types of the attributes, by name.
     STATE: ClassVar[Mapping[str, Any]]
@@ -20,8 +20,8 @@ class Attributes:
         """Set the attributes.
 
         Raises:
-            KeyError: when an attribute is missing or unknown.
-            TypeError: when an attribute has another type.
+            KeyError: an attribute is missing or unknown.
+            TypeError: an attribute has another type.
         """
         if state.keys() != self.STATE.keys():
             raise KeyError(*(state.keys() ^ self.STATE.keys()))

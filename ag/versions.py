@@ -6,11 +6,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Return the version of each package, or "not installed" (also for this one without an installation)."""
-    found = {}
+    """Return the version of each package, or "not installed"."""
+    by_name = {}
     for name in names:
         try:
-            found[name] = version(name)
+            by_name[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            by_name[name] = "not installed"
+    return by_name

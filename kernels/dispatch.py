@@ -1,4 +1,4 @@
-"""Choice of an operation's version: the fastest that can run here, or the one that ``AG_KERNELS`` names."""
+"""Choice of an operation's version: the fastest version that can run here, or the version in ``AG_KERNELS``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from ag.errors import UserError
 
 VARIABLE = "AG_KERNELS"
-#: Names of versions, and the modules of an operation's package that hold them, in functions named like the operation.
+#: Names of versions, and their modules in an operation's package. The function in a module has the operation's name.
 VERSIONS = {"triton": "triton", "cpp": "cpu", "chunked": "chunked", "reference": "reference"}
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on any device; set before Triton is imported
@@ -28,14 +28,14 @@ def pick(operation: str, versions: dict[str, str | None], forced: str | None) ->
 
     Args:
         operation: name of the operation.
-        versions: the versions it has, best first, each with the reason why it cannot run here, or None when it can.
-        forced: value of the environment variable ``AG_KERNELS``; empty or None means that the fastest version runs.
+        versions: the operation's versions, fastest first, with the reason why each cannot run here. None: it can run.
+        forced: value of the environment variable ``AG_KERNELS``. Empty or None: the fastest version runs.
 
     Returns:
-        The version that ``forced`` names where the operation has it, else the first that can run.
+        The version ``forced`` if the operation has it, else the first version that can run.
 
     Raises:
-        UserError: ``forced`` names no version, or one that cannot run here.
+        UserError: ``forced`` is no version's name, or that version cannot run here.
     """
     if forced and forced not in VERSIONS:
         raise UserError(f"{VARIABLE}={forced}: expected {', '.join(VERSIONS)}, or nothing for the fastest.")
@@ -47,27 +47,27 @@ def pick(operation: str, versions: dict[str, str | None], forced: str | None) ->
     else:
         chosen = next(name for name, reason in versions.items() if reason is None)
     if not torch.compiler.is_compiling():
-        _tell(operation, chosen, chosen == forced, tuple(versions.items()))
+        _log_choice(operation, chosen, chosen == forced, tuple(versions.items()))
     return chosen
 
 
 def function(operation: str, versions: dict[str, str | None], forced: str | None) -> Callable[..., Any]:
-    """Return the function of the version that :func:`pick` names, and import its module.
+    """Import the module of the version that :func:`pick` chooses, and return its function.
 
-    Operations cache what they choose, because a decoding step has little time for each layer.
+    Operations cache the function, because a decoding step has little time for each layer.
     """
     module = importlib.import_module(f"ag.kernels.{operation}.{VERSIONS[pick(operation, versions, forced)]}")
-    found: Callable[..., Any] = getattr(module, operation)
-    return found
+    version: Callable[..., Any] = getattr(module, operation)
+    return version
 
 
 def no_triton(device: str, dtype: torch.dtype, size: int, largest: int = 256) -> str | None:
-    """Return why Triton cannot run an operation, or None.
+    """Return why Triton cannot run an operation. None: it can.
 
     Args:
-        device: type of the device of its tensors.
-        dtype: of the numbers that it multiplies or copies.
-        size: the largest head size among its tensors.
+        device: type of the tensors' device.
+        dtype: type of the numbers that the operation multiplies or copies.
+        size: the largest head size of the tensors.
         largest: the largest head size that the kernel takes.
     """
     if not INSTALLED:
@@ -82,7 +82,7 @@ def no_triton(device: str, dtype: torch.dtype, size: int, largest: int = 256) ->
 
 
 @functools.cache
-def _tell(operation: str, chosen: str, forced: bool, versions: tuple[tuple[str, str | None], ...]) -> None:
+def _log_choice(operation: str, chosen: str, forced: bool, versions: tuple[tuple[str, str | None], ...]) -> None:
     better = itertools.takewhile(lambda version: version[0] != chosen, versions)
-    why = f"{VARIABLE} asks for it" if forced else "; ".join(f"{name}: {reason}" for name, reason in better)
-    log.info("%s: %s%s", operation, chosen, f" ({why})" if why else "")
+    choice = f"{VARIABLE} asks for it" if forced else "; ".join(f"{name}: {reason}" for name, reason in better)
+    log.info("%s: %s%s", operation, chosen, f" ({choice})" if choice else "")

@@ -29,7 +29,7 @@ SECONDS = 300  # limit of a compilation
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # their numbers in C++
 
 log = logging.getLogger(__name__)
-#: By compiler, why it did not compile a kernel; it is not tried again in this process.
+#: By compiler, why it did not compile a kernel. This process does not try it again.
 failures: dict[str, str] = {}
 
 
@@ -45,20 +45,20 @@ class Kernel:
     source: Path
 
     def __call__(self, *arguments: Tensor | ctypes.Array[Any] | int | None) -> None:
-        """Call the function; of a tensor or array it gets the address, null for None.
+        """Call the function with the addresses of tensors and arrays; None becomes a null pointer.
 
         Raises:
-            RuntimeError: it could not be compiled (see :meth:`unavailable`).
+            RuntimeError: the function could not be compiled (see :meth:`unavailable`).
         """
         function = _function(self)
         if isinstance(function, str):
             raise RuntimeError(function)
-        if function.argtypes is None:  # the types of the arguments are the same in each call
+        if function.argtypes is None:  # every call has arguments of these types
             function.argtypes = [ctypes.c_int64 if isinstance(x, int) else ctypes.c_void_p for x in arguments]
         function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
 
     def unavailable(self, device: str) -> str | None:
-        """Compile the function where this machine has not done so; return why it cannot run on a device, or None."""
+        """Compile the function if needed; return why it cannot run on a device. None: it can."""
         if device != "cpu":
             return f"the tensors are on {device}"
         function = _function(self)
@@ -67,7 +67,7 @@ class Kernel:
 
 @functools.cache
 def _function(kernel: Kernel) -> ctypes._NamedFuncPointer | str:
-    """Return the compiled function, or why there is none."""
+    """Return the compiled function, or the reason why it cannot be compiled."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") or ""
     if compiler in failures:
         return failures[compiler]
@@ -77,20 +77,21 @@ def _function(kernel: Kernel) -> ctypes._NamedFuncPointer | str:
         return _failed(compiler, f"CXX={compiler} is no program", "install g++ and unset CXX")
     folder = home() / "kernels"
     try:
-        found = load(kernel.source, compiler, folder)
+        compiled = load(kernel.source, compiler, folder)
     except subprocess.SubprocessError as error:
-        said = (getattr(error, "stderr", None) or "").strip() or f"it ended with {getattr(error, 'returncode', error)}"
-        reason = f"{compiler} could not compile {kernel.source.parent.name}: {said.splitlines()[0]}"
+        status = f"it ended with {getattr(error, 'returncode', error)}"
+        output = (getattr(error, "stderr", None) or "").strip() or status
+        reason = f"{compiler} could not compile {kernel.source.parent.name}: {output.splitlines()[0]}"
         return _failed(compiler, reason, "install g++, or set CXX to a C++ compiler with OpenMP")
     except OSError as error:
         reason = f"a compiled kernel cannot be kept in {folder} or loaded from it: {error}"
         return _failed(compiler, reason, "set AG_HOME to a folder that can be written")
-    found.restype = None
-    return found
+    compiled.restype = None
+    return compiled
 
 
 def _failed(compiler: str, reason: str, fix: str) -> str:
-    """Remember why a compiler makes no kernels, say it once where no version was asked for, and return the reason."""
+    """Record why a compiler makes no kernels, warn once unless ``AG_KERNELS`` is set, and return the reason."""
     failures[compiler] = reason
     if not os.environ.get(VARIABLE):
         log.warning("CPU kernels run in PyTorch (version reference), which is slower: %s; %s.", reason, fix)
@@ -98,12 +99,12 @@ def _failed(compiler: str, reason: str, fix: str) -> str:
 
 
 def load(source: Path, compiler: str, folder: Path) -> ctypes._NamedFuncPointer:
-    """Load the function of a source, which is compiled into a folder unless the folder has it.
+    """Load the function of a source. The source is compiled into ``folder``, unless the library is there already.
 
     The library's name contains a hash of the source, the headers, the flags, the compiler and the processor.
 
     Raises:
-        OSError: the folder cannot be written, or the library not loaded.
+        OSError: the folder cannot be written, or the library cannot be loaded.
         subprocess.SubprocessError: the compiler failed, or took too long.
     """
     name = source.parent.name
@@ -119,19 +120,19 @@ def load(source: Path, compiler: str, folder: Path) -> ctypes._NamedFuncPointer:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_suffix(".lock")):
             if not target.is_file():
-                # a warning is shown without set-up of logging, so that the user sees why the command waits
+                # a warning is shown even if logging is not set up: the user must see why the command waits
                 log.warning("Compiling the CPU kernel %s, once for this machine (some seconds): %s", name, target)
                 with tempfile.TemporaryDirectory(dir=folder) as scratch:
                     built = Path(scratch) / target.name
                     command = [compiler, *FLAGS, f"-I{HEADER.parent}", str(source), "-o", str(built)]
                     subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
                     built.replace(target)
-    found: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(str(target)), name)
-    return found
+    compiled: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(str(target)), name)
+    return compiled
 
 
 def _processor() -> str:
-    """Return an identity of the processor: its list of features where Linux gives one."""
+    """Return an identity of the processor, with its list of features if Linux gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -12,15 +12,15 @@ from torch import Tensor
 from ag.kernels.codes import Format
 from ag.kernels.native import TYPES
 
-WIDEST = 1024  # numbers or bytes of a token's key or value that a Triton program copies
+WIDEST = 1024  # largest size of a key or value, in numbers or bytes, that a Triton program copies
 
 
 class Facts(NamedTuple):
-    """Facts about rows by which the version of an operation is chosen."""
+    """The properties of rows that decide which version of an operation runs."""
 
     device: str  # type of the device
-    dtypes: tuple[torch.dtype, torch.dtype]  # of the numbers of keys and of values
-    channels: tuple[int, int]  # numbers of a key and of a value
+    dtypes: tuple[torch.dtype, torch.dtype]  # types of the numbers of keys and of values
+    channels: tuple[int, int]  # size of a key and of a value
     stored: int  # numbers, or bytes of codes, of a token's key or value, whichever has more
     coded: bool  # whether keys and values are codes
     gaps: str | None  # why C++ cannot walk the columns, or None
@@ -37,9 +37,9 @@ class _Pages(NamedTuple):
     values: Tensor  # [P, page, Dv]
     token_indices: Tensor  # [P, page] int32, the place of each token in its sequence, padding not counted
     gate: Tensor | None  # [P, page], the gate output of each token; None means that the model has no gate
-    table: Tensor  # [R, most] int32; entries behind a row's last page are undefined
+    table: Tensor  # [R, most] int32; entries after a row's last page are undefined
     lengths: Tensor  # [R] int32
-    format: Format | None = None  # of the codes; None means that keys and values are stored as numbers
+    format: Format | None = None  # format of the codes. None: keys and values are not quantised
 
 
 class Pages(_Pages):
@@ -82,7 +82,7 @@ class Pages(_Pages):
 
     @cached_property
     def facts(self) -> Facts:
-        """The facts by which versions of an operation are chosen."""
+        """The properties that decide which version of an operation runs."""
         contiguous = all(x.is_contiguous() for x in (*self.columns, self.table, self.lengths))
         return Facts(
             device=self.keys.device.type,

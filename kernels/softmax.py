@@ -12,18 +12,18 @@ class Softmax(NamedTuple):
     """The softmax of a model's attention."""
 
     cap: float | None = None  # a logit s becomes cap * tanh(s / cap); None means that logits are not capped
-    #: ``[H]``, one logit of each query head that takes part in each softmax and has no value; None means that the model
-    #: has no sink logits.
+    #: ``[H]``, a logit of each query head that takes part in each softmax and has no value. None: the model has no sink
+    #: logits.
     sinks: Tensor | None = None
 
     @property
     def plain(self) -> bool:
-        """Whether logits are neither capped nor beside sink logits."""
+        """Whether logits are not capped and there are no sink logits."""
         return self.cap is None and self.sinks is None
 
     @property
     def bent(self) -> str | None:
-        """Why a kernel without capped logits cannot run, or None if logits are not capped."""
+        """Why a kernel that cannot cap logits does not support this softmax. None: logits are not capped."""
         return None if self.cap is None else "the model caps its logits"
 
     def capped(self, s: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Softmax(NamedTuple):
         return self.sinks.float().repeat(rows * group // len(self.sinks)).view(rows, group).contiguous()
 
     def of_heads(self, heads: slice) -> Softmax:
-        """Return the softmax of some query heads."""
+        """Return the softmax for some of the query heads."""
         return self if self.sinks is None else self._replace(sinks=self.sinks[heads])
 
 
@@ -49,9 +49,9 @@ PLAIN = Softmax()
 
 
 def weigh(s: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax ``[..., N]`` of logits ``[..., N]`` beside sink logits, which broadcast to ``[..., 1]``.
+    """Return the softmax ``[..., N]`` of logits ``[..., N]`` and sink logits, which broadcast to ``[..., 1]``.
 
-    A row of ``-inf`` alone gives 0 beside a sink logit and NaN without one.
+    A row with only ``-inf`` gives 0 with a sink logit and NaN without a sink logit.
     """
     if sinks is None:
         return s.softmax(-1)

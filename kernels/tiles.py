@@ -15,12 +15,12 @@ from ag.kernels.dispatch import INTERPRETED
 LOG2E = 1.4426950408889634
 TALLEST = 128  # rows of the largest tile
 FARTHEST = (2**31 - 1) // TALLEST  # elements from one row to the next
-CLASSES = (2048, 16384)  # lengths up to which tiles are timed together; longer ones are a class of their own
-# How float32 tiles are multiplied, on tensor cores; 16-bit ones are left as they are. A number a is split into two TF32
-# numbers of 11 significant bits, a' and a'', so that |a - a' - a''| <= 2^-22 |a|. A product is a'b' + a'b'' + a''b',
-# without a''b'', at most 2^-22 |ab|. So it is wrong by at most 3 * 2^-22 |ab|, 6 roundings (2^-23), and a sum of n
-# products by (6 + n) 2^-23 sum |ab|: n, as float32 operations in any order, and 6 more. The interpreter multiplies in
-# float32 whatever stands here.
+CLASSES = (2048, 16384)  # tiles are timed once for lengths up to each limit, and once for longer ones
+# How float32 tiles are multiplied on tensor cores; 16-bit tiles are not changed. A number a is split into two TF32
+# numbers of 11 significant bits, a' and a'', with |a - a' - a''| <= 2^-22 |a|. A product is a'b' + a'b'' + a''b'; the
+# term a''b'' is left out, at most 2^-22 |ab|. The error is at most 3 * 2^-22 |ab|, 6 roundings (2^-23). A sum of n
+# products is wrong by at most (6 + n) 2^-23 sum |ab|: n, as for float32 operations in any order, and 6 more. The
+# interpreter always multiplies in float32.
 FLOAT32 = tl.constexpr("tf32x3")
 GROUP = tl.constexpr(codes.GROUP)
 
@@ -30,26 +30,26 @@ def shape(warps: int, stages: int, **sizes: int) -> triton.Config:
     return triton.Config(sizes, num_warps=warps, num_stages=stages)
 
 
-#: Shapes of kernels whose programs hold ROWS queries and run over keys, or the other way round, the largest first.
+#: Tile shapes, the largest first, for kernels whose programs keep ROWS queries and loop over keys, or the reverse.
 ROWS = [shape(8, 3, ROWS=128), shape(8, 2, ROWS=128), shape(8, 2, ROWS=64), shape(8, 3, ROWS=64)]
 ROWS += [shape(4, 2, ROWS=32), shape(8, 1, ROWS=32), shape(8, 1, ROWS=16)]
-TIMED = 3  # shapes that are timed, the largest that fit
-WIDE = 32  # the most rows of float32; from 64 on sm_90 has other instructions, which the compiler mixes in
+TIMED = 3  # number of shapes that are timed: the largest that fit
+WIDE = 32  # largest number of float32 rows; from 64 on the compiler mixes in other instructions of sm_90
 
 
 def tuned(key: list[str], shapes: list[triton.Config], room: int, **smallest: int) -> Callable[[Any], Any]:
     """Let Triton time a few shapes of tiles once for each ``key``, and keep the fastest on disk (``cache_results``).
 
     Args:
-        key: arguments whose change calls for another timing, beside the types of tensors.
+        key: arguments whose change requires a new timing, besides the types of tensors.
         shapes: candidates, the largest first; the first TIMED that fit are timed.
-        room: most bytes of the larger side of a tile, in 16 bits.
+        room: largest size in bytes of the larger side of a tile of 16-bit numbers.
         smallest: sizes for Triton's interpreter, which times nothing.
     """
 
     def fitting(configs: list[triton.Config], named: dict[str, Any], **_: Any) -> list[triton.Config]:
         dim = padded(max(named["D"], named.get("E", 0)))
-        wide = named["q"].element_size() == 4 or named.get("CODED", False)  # three products, or numbers made on the way
+        wide = named["q"].element_size() == 4 or named.get("CODED", False)  # three products, or dequantised
         allowed, block = room // (dim * 2), named.get("BLOCK", 1)  # KEYS are whole numbers of blocks
         if wide:
             allowed = min(allowed // 4, WIDE)
@@ -64,12 +64,12 @@ def tuned(key: list[str], shapes: list[triton.Config], room: int, **smallest: in
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` ``[..., T, D]``, copied unless its last dimension is adjacent and a tile has 32-bit offsets."""
+    """Return ``x`` ``[..., T, D]``; copy it unless its last dimension is contiguous and tiles have 32-bit offsets."""
     return x if x.stride(-1) == 1 and x.stride(-2) <= FARTHEST else x.contiguous()
 
 
 def padding_bias(key_valid: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the bias of padding keys, 0 or -inf, float32 ``[B, T]``; None means that there is no padding."""
+    """Return the bias of padding keys, 0 or -inf, float32 ``[B, T]``. None: no padding."""
     if key_valid is None:
         return None
     bias = torch.zeros(key_valid.shape, dtype=torch.float32, device=key_valid.device)
@@ -77,12 +77,12 @@ def padding_bias(key_valid: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def logits2(sinks: torch.Tensor | None) -> torch.Tensor | None:
-    """Return sink logits ``[H]`` in base 2, float32; None means that there are none."""
+    """Return sink logits ``[H]`` in base 2, float32. None: no sink logits."""
     return None if sinks is None else (sinks.float() * LOG2E).contiguous()
 
 
 def cap2(cap: float | None) -> float | None:
-    """Return the cap of logits in base 2; None means that there is none."""
+    """Return the cap of logits in base 2. None: no cap."""
     return None if cap is None else cap * LOG2E
 
 
@@ -107,7 +107,7 @@ def size_class(length: int) -> int:
 def load_rows(base, stride, start, length, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     """Load rows ``start ... start + N`` of a ``[T, D]`` tensor, zeros outside.
 
-    Offsets of blocks are 64 bits wide, those inside a block 32: :func:`readable` sees to the strides.
+    Offsets of blocks have 64 bits, offsets inside a block 32: :func:`readable` ensures that the strides fit.
     """
     rows, dims = tl.arange(0, N), tl.arange(0, DP)
     pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
@@ -119,14 +119,14 @@ def load_rows(base, stride, start, length, N: tl.constexpr, D: tl.constexpr, DP:
 
 @triton.jit
 def pool_indices(table, slots, valid, PAGE: tl.constexpr):
-    """Return the pool_indices in a pool of the slots of a row with the block table ``table``."""
+    """Return the pool indices of a row's slots by its block table ``table``."""
     pages = tl.load(table + slots // PAGE, mask=valid, other=0)
     return tl.cast(pages, tl.int64) * PAGE + slots % PAGE
 
 
 @triton.jit
 def load_tokens(column, at, valid, dtype: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CODED: tl.constexpr):
-    """Load tokens at pool_indices of a column of numbers, or of codes (ag.kernels.codes.Codes); 0 unless ``there``."""
+    """Load tokens at pool indices of a column of numbers or of codes (ag.kernels.codes.Codes); 0 if not ``valid``."""
     dims = tl.arange(0, DP)
     mask = valid[:, None]
     if D < DP:
@@ -143,7 +143,7 @@ def load_tokens(column, at, valid, dtype: tl.constexpr, D: tl.constexpr, DP: tl.
 
 @triton.jit
 def copy_tokens(column, source, stride, tokens, at, valid, D: tl.constexpr, DP: tl.constexpr):
-    """Copy tokens, ``stride`` apart at their source, to pool_indices of a column."""
+    """Copy tokens, which lie ``stride`` apart in ``source``, to pool indices of a column."""
     dims = tl.arange(0, DP)
     mask = valid[:, None] & (dims < D)[None, :]
     x = tl.load(source + tokens[:, None] * stride + dims[None, :], mask=mask)
@@ -165,7 +165,7 @@ def store_rows(base, stride, start, length, x, N: tl.constexpr, D: tl.constexpr,
 def program_tile(T, SIZE: tl.constexpr):
     """Return the block of ``SIZE`` tokens and the (sequence, head) pair of a program.
 
-    Grids have one axis, because CUDA limits the other two to 65,535, less than the pairs of a large batch.
+    Grids have one axis: CUDA limits further axes to 65,535, fewer than the pairs of a large batch.
     """
     blocks = tl.cdiv(T, SIZE)
     return tl.program_id(0) % blocks, tl.program_id(0) // blocks
@@ -179,10 +179,10 @@ def head_pointer(base, strides, first, second):
 
 @triton.jit
 def ranges(start, kept_before, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr, floors=None):
-    """Return the ranges of key blocks of a block of queries: far blocks, and near blocks, which need masks.
+    """Return the ranges of key blocks of a block of queries: blocks without masks, then blocks that need masks.
 
-    Far blocks ``[far, unmasked_stop)`` lie below every protected key; if ``listed``, they are indices into the list of
-    blocks with a kept key, else block numbers. ``[near, stop)`` are block numbers.
+    Blocks ``[unmasked_start, unmasked_stop)`` lie before every protected key. If ``listed``, the range indexes the list
+    of blocks with a kept key; else these are block numbers. ``[masked_start, stop)`` are block numbers.
     """
     masked_start = tl.maximum(start - recent + 1, 0) // KEYS
     unmasked_start = masked_start * 0
@@ -245,7 +245,7 @@ def cap_logits(s, cap):
 
 @triton.jit
 def softmax_start(sinks, head, ROWS: tl.constexpr):
-    """Return the initial sum and largest logit of the softmax of a head's rows: of the sink logit, if there is one."""
+    """Return the initial sum and largest logit of the softmax of a head's rows; a sink logit, if any, is included."""
     total, largest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
     if sinks is not None:
         total += 1.0

@@ -1,1 +1,1 @@
-"""Measuring speed and memory, contestant beside contestant: ``python -m ag.bench MODE``."""
+"""Measurements of speed and memory: ``python -m ag.bench MODE``."""

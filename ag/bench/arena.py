@@ -44,11 +44,11 @@ BACKENDS = {
 
 
 class Arena:
-    """The model of a bench, and what its contestants need.
+    """The model of a bench, with the caches, policies and gates of its contestants.
 
     Args:
-        config: of the bench.
-        model: of the bench. None means that it is loaded on first use.
+        config: configuration of the bench.
+        model: None: the model of the configuration is loaded on first use.
     """
 
     def __init__(self, config: BenchConfig, model: PreTrainedModel | None = None) -> None:
@@ -61,7 +61,7 @@ class Arena:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The model, which is loaded on first use."""
+        """The model, loaded on first use."""
         return load(self.config)
 
     @property
@@ -70,23 +70,23 @@ class Arena:
         return next(self.model.parameters()).device
 
     @cached_property
-    def _called(self) -> str:
-        """Name of the argument that is the model's cache."""
+    def _cache_name(self) -> str:
+        """Name of the model's argument for the cache."""
         return cache_argument(type(self.model))
 
     def tokens(self, batch: int, length: int) -> Tensor:
-        """Draw token ids ``[B, T]``."""
+        """Sample token ids ``[B, T]``."""
         make = torch.Generator().manual_seed(self.config.seed)
         high = decoder_of(self.model).config.vocab_size
         return torch.randint(0, high, (batch, length), generator=make).to(self.device)
 
     def cache(self, contestant: Contestant, batch: int = 1, room: int = 0) -> Cache:
-        """Make an empty cache and prepare the model for it; a static one has ``room`` tokens a sequence."""
+        """Make an empty cache and prepare the model for it; a static cache has room for ``room`` tokens a sequence."""
         ag.detach(self.model)
         if self.model.config._attn_implementation != contestant.attention:
             self.model.set_attn_implementation(contestant.attention)
         if contestant.static:
-            return self._emptied(contestant, batch, room)
+            return self._empty_static_cache(contestant, batch, room)
         if contestant.policy is None:
             return DynamicCache(config=self.model.config)
         if contestant.policy == FLAGS and contestant.keep is not None:
@@ -96,22 +96,22 @@ class Arena:
     def policy(self, contestant: Contestant) -> Policy:
         """Return the policy of a contestant."""
         assert contestant.policy is not None
-        held: dict[str, Any] = {} if contestant.kv_dtype == "float" else {"kv_dtype": contestant.kv_dtype}
+        kv_options: dict[str, Any] = {} if contestant.kv_dtype == "float" else {"kv_dtype": contestant.kv_dtype}
         if contestant.keep is None or contestant.policy == FLAGS:
-            return policy(contestant.policy, **held)
+            return policy(contestant.policy, **kv_options)
         if contestant.policy == "random" and self.config.uneven:
             scorer: Scorer = Uneven(seed=self.config.seed)
-            drawn = policy("random@heads", contestant.keep, self.config.schedule, floor=0.0, **held)
+            drawn = policy("random@heads", contestant.keep, self.config.schedule, floor=0.0, **kv_options)
             return replace(drawn, scorer=scorer)
-        return policy(contestant.policy, contestant.keep, self.config.schedule, **held)
+        return policy(contestant.policy, contestant.keep, self.config.schedule, **kv_options)
 
     def read(self, cache: Cache, ids: Tensor, contestant: Contestant = FULL) -> None:
         """Run the prompt ``[B, T]`` through the decoder."""
         with pinned(contestant.backend):
-            decoder_of(self.model)(input_ids=ids, use_cache=True, **{self._called: cache})
+            decoder_of(self.model)(input_ids=ids, use_cache=True, **{self._cache_name: cache})
 
     def fill(self, cache: Cache, batch: int, length: int) -> None:
-        """Put random keys and values of a prompt into a cache, from which its policy evicts."""
+        """Put random keys and values of a prompt into a cache; the cache's policy evicts."""
         decoder = decoder_of(self.model)
         size = fingerprint(decoder.config)
         dtype = next(self.model.parameters()).dtype
@@ -127,7 +127,7 @@ class Arena:
             parts = cache.passes(None)
         for columns, _ in parts:
             tokens = length if columns is None else columns.shape[1]
-            for place, index in enumerate(attention_layers(decoder.config)):
+            for attention_index, index in enumerate(attention_layers(decoder.config)):
                 k, v = (draw(size["num_kv_heads"], tokens) for _ in "kv")
                 cache.update(k, v, index)
                 if isinstance(cache, EvictionCache):
@@ -135,10 +135,10 @@ class Arena:
                     blind = scorer is None or isinstance(scorer, Random)
                     q = k[:, :1].expand(-1, size["num_heads"], -1, -1) if blind else draw(size["num_heads"], tokens)
                     attention = attention_of(decoder.layers[index])
-                    cache.attend(_Unattended(attention, place, q, k, v, size["head_dim"] ** -0.5, None))
+                    cache.attend(_Unattended(attention, attention_index, q, k, v, size["head_dim"] ** -0.5, None))
 
     def decode(self, cache: Cache, token: Tensor, contestant: Contestant = FULL) -> Iterator[Tensor]:
-        """Generate greedily, one token ``[B, 1]`` after the other."""
+        """Generate greedily; yield each token ``[B, 1]``."""
         if isinstance(cache, EvictionCache):
             step: Callable[[Tensor], Tensor] = StepRunner(self.model, cache)
         else:
@@ -151,11 +151,13 @@ class Arena:
 
     def _step(self, token: Tensor, cache: Cache) -> Tensor:
         """Return the logits ``[B, V]`` of the next token."""
-        logits: Tensor = self.model(input_ids=token, use_cache=True, logits_to_keep=1, **{self._called: cache}).logits
+        logits: Tensor = self.model(
+            input_ids=token, use_cache=True, logits_to_keep=1, **{self._cache_name: cache}
+        ).logits
         return logits[:, -1]
 
-    def _emptied(self, contestant: Contestant, batch: int, room: int) -> StaticCache:
-        """Return the static cache of a contestant, emptied; its compiled step needs the same tensors each time."""
+    def _empty_static_cache(self, contestant: Contestant, batch: int, room: int) -> StaticCache:
+        """Return the static cache of a contestant, emptied; its compiled step reuses the cache's tensors."""
         if self._sizes != (batch, room):
             torch.compiler.reset()
             self._static, self._sizes = {}, (batch, room)
@@ -174,7 +176,7 @@ class Arena:
         return cache
 
     def _calibrated(self, keep: float) -> AttentionGates:
-        """Return random gates whose flags keep about a share of random tokens."""
+        """Return random gates whose flags keep about a share ``keep`` of random tokens."""
         if keep not in self._gates:
             torch.manual_seed(self.config.seed)
             gates = gates_for(self.model).to(self.device)
@@ -185,8 +187,8 @@ class Arena:
                 decoder_of(self.model)(input_ids=ids, use_cache=False, gating=gating)
                 ag.detach(self.model)
                 logits = torch.cat([x.flatten() for x in gating.logits.values()]).sort().values
-                place = min(len(logits) - 1, math.floor((1 - keep) * len(logits)))
-                gates.config = replace(gates.config, bias=-float(logits[place]))
+                boundary_index = min(len(logits) - 1, math.floor((1 - keep) * len(logits)))
+                gates.config = replace(gates.config, bias=-float(logits[boundary_index]))
             self._gates[keep] = gates
         return self._gates[keep]
 
@@ -200,17 +202,17 @@ def kv_bytes(cache: Cache) -> int:
 
 
 def kept(cache: Cache) -> float:
-    """Return the share of the tokens seen that is held."""
+    """Return the cached share of all tokens so far."""
     return cache.kept_share() if isinstance(cache, EvictionCache) else 1.0
 
 
 def load(config: BenchConfig) -> PreTrainedModel:
-    """Load the model of a configuration, or draw its weights."""
+    """Load the model of a configuration, or sample random weights for it."""
     return load_base(ModelConfig(name=config.model, dtype=config.dtype), config.device)[0]
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of weights that a decoding step reads: all but an input embedding that is not also the head."""
+    """Return the bytes of weights that a decoding step reads: all, except an input embedding that is not the head."""
     embedding, head = next(model.get_input_embeddings().parameters()), model.get_output_embeddings().weight
     total = sum(parameter.nbytes for parameter in model.parameters())
     return total if embedding is head else total - embedding.nbytes
@@ -224,32 +226,32 @@ def token_bytes(model: PreTrainedModel) -> int:
 
 
 def gates_for(model: PreTrainedModel, **settings: Any) -> AttentionGates:
-    """Make causal gates, the widest (4 heads of a power of 2) within a share of the model's parameters.
+    """Make causal gates, as wide (4 heads of a power of 2) as GATES_SHARE of the model's parameters allows.
 
-    ``settings`` are further settings of the gates; the share is that of attention gates.
+    ``settings`` are further settings of the gates; the width is chosen for attention gates, whatever the kind.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = fingerprint(decoder_of(model).config)
     head_dim = 128
     while head_dim > 8 and size["num_layers"] * 4 * head_dim * 3 * size["hidden_size"] > GATES_SHARE * parameters:
         head_dim //= 2
-    own: dict[str, Any] = {"threshold": 0.5, "bias": 0.0, "scope": "causal", "prefill": "sparse"} | settings
-    config = GateConfig(num_heads=4, head_dim=head_dim, **own)
+    gate_settings: dict[str, Any] = {"threshold": 0.5, "bias": 0.0, "scope": "causal", "prefill": "sparse"} | settings
+    config = GateConfig(num_heads=4, head_dim=head_dim, **gate_settings)
     return AttentionGates(model.config, config).to(next(model.parameters()).dtype)
 
 
 def pinned(backend: str | None) -> AbstractContextManager[None]:
-    """Return a context in which ``scaled_dot_product_attention`` uses this implementation alone.
+    """Return a context that pins ``scaled_dot_product_attention`` to this implementation.
 
-    None means torch's choice, which depends on version and card. What the implementation does not support, such as a
-    mask, raises a RuntimeError.
+    None: torch's choice, which depends on version and card. Arguments that the implementation does not support, for
+    example a mask, raise a RuntimeError.
     """
     return nullcontext() if backend is None else sdpa_kernel(BACKENDS[backend])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Uneven(Random):
-    """Random tokens, more in some heads than in others, as trained gates keep them.
+    """Random scores that keep more tokens in some heads than in others, as trained gates do.
 
     Attributes:
         spread: standard deviation of the logarithm of a head's share.
@@ -257,11 +259,11 @@ class Uneven(Random):
 
     spread: float = 0.7
 
-    def score(self, seen: ScorerInputs) -> Tensor:
-        """Return random scores; a head has more of a layer's best ones the larger its share is."""
-        make = torch.Generator().manual_seed(self.seed * 1000 + seen.layer)
-        share = (self.spread * torch.randn(seen.key_ranks.shape[:2], generator=make)).exp()
-        return -super().score(seen) / share.to(seen.key_ranks.device)[..., None]
+    def score(self, inputs: ScorerInputs) -> Tensor:
+        """Return random scores; a head with a larger share has more of a layer's highest scores."""
+        make = torch.Generator().manual_seed(self.seed * 1000 + inputs.layer)
+        share = (self.spread * torch.randn(inputs.key_indices.shape[:2], generator=make)).exp()
+        return -super().score(inputs) / share.to(inputs.key_indices.device)[..., None]
 
 
 class _Unattended(AttentionCall):

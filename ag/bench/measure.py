@@ -19,11 +19,11 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from ag.errors import UserError
 from ag.hardware import cpu_name
 
-PROCESS = Path("/proc/self")  # Linux has the peak of a process there
+PROCESS = Path("/proc/self")  # Linux reports the peak of a process there
 
 
 def seconds_of(device: torch.device, step: Callable[[], object], times: int = 1) -> list[float]:
-    """Run a step several times and return the seconds of each; on a GPU by events, without waiting in between."""
+    """Run a step several times and return the seconds of each. A GPU is timed by events, without waiting."""
     if device.type == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
         torch.cuda.synchronize(device)
@@ -46,21 +46,21 @@ def spread(column: str, seconds: Sequence[float], scale: float = 1) -> dict[str,
     return dict(zip((column, "quartile 1", "quartile 3"), values, strict=True))
 
 
-def drift(seconds: Sequence[float]) -> float:
-    """Return the median of the last twentieth of the steps over that of the first one."""
+def late_over_early(seconds: Sequence[float]) -> float:
+    """Return the median time of the last twentieth of the steps over the median of the first twentieth."""
     part = max(1, len(seconds) // 20)
     return statistics.median(seconds[-part:]) / statistics.median(seconds[:part])
 
 
-def paired(mine: Sequence[float] | None, theirs: Sequence[float] | None) -> float | None:
-    """Return the median of the quotients of times of the same round; None if one has no times."""
-    if mine is None or theirs is None:
+def median_ratio(seconds: Sequence[float] | None, other_seconds: Sequence[float] | None) -> float | None:
+    """Return the median over rounds of ``seconds / other_seconds``. None: there are no times on one side."""
+    if seconds is None or other_seconds is None:
         return None
-    return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+    return statistics.median(a / b for a, b in zip(seconds, other_seconds, strict=True))
 
 
 def forget_peak(device: torch.device) -> None:
-    """Reset :func:`peak_bytes`; if the system cannot, it returns the peak since the process began."""
+    """Reset :func:`peak_bytes`. If the system cannot, it returns the peak since the process began."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -69,11 +69,11 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak of the memory that torch allocated on a GPU, or of the process's resident memory."""
+    """Return the peak of torch's memory on a GPU, or else of the process's resident memory."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
 
 
-def held_bytes(device: torch.device) -> int:
+def used_bytes(device: torch.device) -> int:
     """Return the memory in use."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
 

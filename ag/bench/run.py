@@ -22,15 +22,15 @@ from ag.model.base import check_device
 PERCENT = ("kept", "trained of base")  # columns
 
 
-def run(asked: Invocation[BenchConfig]) -> int:
-    """Run ``python -m ag.bench`` and print its table; returns the exit code."""
-    config = asked.config
-    if asked.dry_run:
+def run(invocation: Invocation[BenchConfig]) -> int:
+    """Run ``python -m ag.bench`` and print its table; return the exit code."""
+    config = invocation.config
+    if invocation.dry_run:
         print(*(f"{config.mode}: context {n}, batch {b}" for n in config.context for b in config.batch), sep="\n")
         return 0
     check_device(config.device)
     try:
-        results = bench(config, asked.line)
+        results = bench(config, invocation.line)
     except torch.OutOfMemoryError as error:
         raise UserError(f"{first_line(error)} Give a smaller context or batch.") from error
     if not results["rows"]:
@@ -46,7 +46,7 @@ def run(asked: Invocation[BenchConfig]) -> int:
 
 
 def bench(config: BenchConfig, command: str) -> dict[str, Any]:
-    """Measure; returns the rows with command, date, machine, configuration and skipped contestants."""
+    """Measure; return the rows with command, date, machine, configuration and skipped contestants."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     described = machine(torch.device(config.device)) | {"sdpa": backends(config)[0] or "torch's choice"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ag.commands.shared import KVDtype, SharedModel
-from ag.config.command_line import keyed
+from ag.config.command_line import main_from_schema
 from ag.config.policies import FLAGS
 from ag.config.sections import key
 from ag.config.spec import PolicySpec, check_policy
@@ -21,10 +21,10 @@ class BenchConfig(SharedModel):
     """The keys of ``python -m ag.bench``."""
 
     mode: Literal["decode", "stream", "prefill", "train", "memory"] = key(
-        "decode", "what is measured; may also be the first word"
+        "decode", "the measurement; may also be the first word"
     )
     threads: int | None = key(None, "CPU threads; null means torch's default", low=1)
-    context: list[int] = key([2048], "tokens of the prompt, or of a training row; stream: tokens held")
+    context: list[int] = key([2048], "tokens of the prompt, or of a training row; stream: cached tokens")
     sdpa: list[Backend] = key(
         [],
         "backends that torch's attention is pinned to in plain transformers, a row each; others are compared with the "
@@ -32,13 +32,14 @@ class BenchConfig(SharedModel):
     )
     static: list[Backend] = key(
         [],
-        "decode: the same, for transformers with a static cache under torch.compile, in addition to its dynamic cache",
+        "decode: backends, as sdpa, for transformers with a static cache under torch.compile, in addition to its "
+        "dynamic cache",
     )
     keep: list[float] = key([0.2], "shares of the prompt that policies keep")
     batch: list[int] = key([1], "sequences in a batch")
     policy: list[str] = key(
         ["random"],
-        "policies in addition to full; flags uses random gates that evict as much (prefill, memory)",
+        "policies in addition to full; flags uses random gates that keep the same shares (prefill, memory)",
         holds="policy",
     )
     schedule: str = key("prefill", "when policies evict")
@@ -58,7 +59,7 @@ class BenchConfig(SharedModel):
         False, "decode: contestants take turns token by token, with all caches in memory at once; for noisy machines"
     )
     rounds: int = key(5, "measurements of every contestant, which take turns", low=1)
-    warmup: int = key(1, "rounds before those that count", low=0)
+    warmup: int = key(1, "warm-up rounds, which do not count", low=0)
     seed: int = key(0, "seed of tokens, gates and uneven heads", low=0, high=2**32 - 1)
     output: str = key("runs/bench", "folder for MODE.json and MODE.md", holds="output")
 
@@ -66,10 +67,10 @@ class BenchConfig(SharedModel):
         """Refuse sizes, shares and policies that cannot be measured.
 
         Raises:
-            UserError: names the value, what was expected and the fix.
+            UserError: names the value, the expected values and the fix.
         """
-        wrong = [value for values in (self.context, self.batch) for value in values if value < 1]
-        if wrong or not (self.context and self.batch):
+        too_small = [value for values in (self.context, self.batch) for value in values if value < 1]
+        if too_small or not (self.context and self.batch):
             raise UserError(f"context={self.context}, batch={self.batch}: expected numbers of at least 1.")
         shares = [share for share in self.keep if not 0 < share <= 1]
         if shares:
@@ -82,10 +83,10 @@ class BenchConfig(SharedModel):
                 raise UserError("policy=flags: random gates decide nothing while decoding or filling; use random.")
             if spec.reads_gates and spec.path is None and text != FLAGS:
                 raise UserError(
-                    f"policy={text}: expected gates:EXPORT, or flags, those of random gates that evict as much."
+                    f"policy={text}: expected gates:EXPORT, or flags of random gates that keep the same shares."
                 )
             for share in self.keep if text != FLAGS else []:
                 check_policy(spec, float(share), self.schedule)
 
 
-main = keyed("ag.bench", BenchConfig, "ag.bench.run:run", first="mode", check=BenchConfig.check)
+main = main_from_schema("ag.bench", BenchConfig, "ag.bench.run:run", first="mode", check=BenchConfig.check)

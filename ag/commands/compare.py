@@ -7,17 +7,17 @@ from typing import Any, Literal, NamedTuple
 
 from ag.cluster import CLUSTER
 from ag.commands.shared import KVDtype, SharedModel
-from ag.config.command_line import keyed
+from ag.config.command_line import main_from_schema
 from ag.config.policies import FULL, split_label
 from ag.config.sections import BUDGET, ModelConfig, WandbConfig, key, mapping
-from ag.config.spec import PolicySpec, check_policy, named, parse_budget
+from ag.config.spec import PolicySpec, check_policy, parse_budget, specs_by_name
 from ag.errors import UserError, nearest
 
 
 class Plan(NamedTuple):
     """A policy of a comparison at one budget; the fields are arguments of :func:`ag.policy`."""
 
-    name: str  # in tables
+    name: str  # name in tables
     spec: PolicySpec
     budget: int | float | None
     schedule: str
@@ -42,7 +42,7 @@ class CompareConfig(SharedModel):
         holds="policy",
     )
     also: list[str] = key(
-        [], "policies in addition to policies, such as your own gates beside those of a recipe", holds="policy"
+        [], "policies in addition to policies, for example your own gates beside a recipe's gates", holds="policy"
     )
     budgets: list[Any] = key(
         [], "what policies keep; full and flags take no budget", words=f"list of {BUDGET}", holds="budget"
@@ -51,7 +51,7 @@ class CompareConfig(SharedModel):
     kv_dtypes: list[KVDtype] = key(["float"], "how every policy stores keys and values: float (the model's type), int8")
     positions: Literal["original", "slot", "interpolated"] = key(
         "original",
-        "by which positions every policy rotates keys: original (in the text), slot (in the cache), or interpolated "
+        "positions by which every policy rotates keys: original (in the text), slot (in the cache), or interpolated "
         "(in the text, far ones compressed into the model's context)",
     )
     tasks: list[str] = key(["ppl"], "tasks to compare on")
@@ -67,8 +67,8 @@ class CompareConfig(SharedModel):
     )
     baseline: str = key(
         "full",
-        "the policy that the others are tested against, at its own or the same budget; full is added if policies does "
-        "not list it",
+        "the policy that other policies are tested against, at its own budget or theirs; full is added if policies "
+        "does not list it",
     )
     batch_policies: int = key(8, "policies of a task that share the reading of a prompt, if they allow it", low=1)
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
@@ -84,7 +84,7 @@ class CompareConfig(SharedModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.policies, self.also = [*self.policies, *self.also], []  # so that a dumped configuration can be read again
+        self.policies, self.also = [*self.policies, *self.also], []  # a dumped configuration can be read again
         if self.baseline == FULL and FULL not in self.policies:
             self.policies = [FULL, *self.policies]
         if self.baseline not in [*self.policies, *(split_label(text)[0] for text in self.policies)]:
@@ -92,8 +92,8 @@ class CompareConfig(SharedModel):
 
     @property
     def specs(self) -> dict[str, PolicySpec]:
-        """The policies by their names in tables; see :func:`ag.config.spec.named`."""
-        return named(self.policies)
+        """The policies by their names in tables; see :func:`ag.config.spec.specs_by_name`."""
+        return specs_by_name(self.policies)
 
     @property
     def plans(self) -> list[Plan]:
@@ -103,22 +103,22 @@ class CompareConfig(SharedModel):
             UserError: names a policy, a budget or an option that cannot be used, and the fix.
         """
         budgets, specs = [parse_budget(budget) for budget in self.budgets], self.specs
-        options = {self.called.get(name, name): given for name, given in self.policy_options.items()}
+        options = {self.called.get(name, name): values for name, values in self.policy_options.items()}
         for name in options:
             if name not in specs:
-                listed = nearest(name, [*specs, *self.policies])
-                raise UserError(f"policy_options.{name}: policies= does not list {name!r}{listed or '.'}")
-        found = []
+                suggestion = nearest(name, [*specs, *self.policies])
+                raise UserError(f"policy_options.{name}: policies= does not list {name!r}{suggestion or '.'}")
+        plans = []
         for name, spec in specs.items():
             spec.with_gates(None)
-            alone = not spec.takes_budget or (spec.bare and not budgets)
-            if not (alone or budgets):
+            unbudgeted = not spec.takes_budget or (spec.bare and not budgets)
+            if not (unbudgeted or budgets):
                 raise UserError(f"policy {name!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
-            for budget in [None] if alone else budgets:
-                plan = Plan(name, spec, budget, "prefill" if alone else self.schedule, options.get(name, {}))
+            for budget in [None] if unbudgeted else budgets:
+                plan = Plan(name, spec, budget, "prefill" if unbudgeted else self.schedule, options.get(name, {}))
                 check_policy(spec, plan.budget, plan.schedule, plan.options)
-                found.append(plan)
-        return found
+                plans.append(plan)
+        return plans
 
     def check(self) -> None:
         """Refuse policies, budgets and options that cannot be used."""
@@ -131,7 +131,7 @@ class CompareConfig(SharedModel):
 
     @property
     def held(self) -> list[KVDtype]:
-        """The forms of keys and values, float first: the first full cache is the one that others are compared with."""
+        """The types of keys and values, float first: other caches are compared with the first full cache."""
         return sorted(self.kv_dtypes, key=lambda form: form != "float")
 
     @property
@@ -147,9 +147,9 @@ class CompareConfig(SharedModel):
         )
 
 
-def stored(name: str, held: str) -> str:
-    """Return the name of a policy that stores keys and values in a form, for tables."""
-    return name if held == "float" else f"{name} {held}"
+def stored(name: str, kv_dtype: str) -> str:
+    """Return the name in tables of a policy that stores keys and values in a type."""
+    return name if kv_dtype == "float" else f"{name} {kv_dtype}"
 
 
-main = keyed("ag.compare", CompareConfig, "ag.evaluate.comparison.compare:run", check=CompareConfig.check)
+main = main_from_schema("ag.compare", CompareConfig, "ag.evaluate.comparison.compare:run", check=CompareConfig.check)

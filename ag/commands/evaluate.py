@@ -13,11 +13,11 @@ from ag.cluster import CLUSTER
 from ag.commands.compare import CompareConfig, stored
 from ag.commands.shared import MODEL, KVDtype, Shared
 from ag.config import Config, ModelConfig
-from ag.config.command_line import keyed
+from ag.config.command_line import main_from_schema
 from ag.config.policies import FLAGS, FULL, GATES
 from ag.config.recipes import load_config
 from ag.config.sections import BUDGET, key
-from ag.config.spec import PolicySpec, named
+from ag.config.spec import PolicySpec, specs_by_name
 from ag.errors import UserError
 
 TASK = "responses"
@@ -34,7 +34,7 @@ class EvaluateConfig(Shared):
     )
     policies: list[str] | None = key(
         None,
-        "policies to compare; flags and gates are those of the run; null means full, flags, and with budgets gates",
+        "policies to compare; flags and gates use the run's gates; null means full, flags, and with budgets gates",
         holds="policy",
     )
     budgets: list[Any] = key(
@@ -66,8 +66,8 @@ class Preset:
     """A comparison with the settings of a run."""
 
     config: CompareConfig
-    names: dict[str, str]  # names of the policies here, by label
-    trained: Config | None  # configuration of the run; None means plain documents without a run
+    names: dict[str, str]  # names of the policies in this command's output, by label
+    trained: Config | None  # configuration of the run; None: plain documents without a run
 
 
 def translate(config: EvaluateConfig) -> Preset:
@@ -109,9 +109,9 @@ def translate(config: EvaluateConfig) -> Preset:
             retry=True,
         ),
         {
-            stored(label, held): stored(name, held)
-            for held in config.kv_dtypes
-            for label, name in zip(named(list(listed)), listed.values(), strict=True)
+            stored(label, kv_dtype): stored(name, kv_dtype)
+            for kv_dtype in config.kv_dtypes
+            for label, name in zip(specs_by_name(list(listed)), listed.values(), strict=True)
         },
         recipe,
     )
@@ -130,8 +130,8 @@ def _policies(config: EvaluateConfig, trained: str) -> dict[str, str]:
 
 
 def check(config: EvaluateConfig) -> None:
-    """Refuse policies and budgets that cannot be compared, and a command without rows."""
+    """Refuse policies and budgets that cannot be compared, and a command without data."""
     translate(config).config.check()
 
 
-main = keyed("ag.evaluate", EvaluateConfig, "ag.evaluate.preset:run", check=check)
+main = main_from_schema("ag.evaluate", EvaluateConfig, "ag.evaluate.preset:run", check=check)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ag.commands.shared import SharedModel
-from ag.config.command_line import keyed
+from ag.config.command_line import main_from_schema
 from ag.config.policies import GATES
 from ag.config.sections import BUDGET, key, mapping
-from ag.config.spec import PolicySpec, check_policy, named, parse_budget
+from ag.config.spec import PolicySpec, check_policy, parse_budget, specs_by_name
 
 
 @dataclass
@@ -28,7 +28,7 @@ class ExplainConfig(SharedModel):
     policies: list[str] = key(
         ["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "policies to picture", holds="policy"
     )
-    budget: Any = key(0.25, "what the policies keep; flags take no budget", words=f"{BUDGET} | null", holds="budget")
+    budget: Any = key(0.25, "budget of the policies; flags take no budget", words=f"{BUDGET} | null", holds="budget")
     task: str = key("ppl", "task whose texts are shown")
     task_options: dict[str, Any] = mapping("options of the task, as task_options.OPTION=VALUE")
     root: str | None = key(None, "local folder of the task's data; null means the hub", holds="folder")
@@ -49,22 +49,23 @@ class ExplainConfig(SharedModel):
 
     @property
     def specs(self) -> dict[str, tuple[PolicySpec, int | float | None]]:
-        """The policies with their budgets by name; those without gates of their own use ``gates=``.
+        """The policies with their budgets by name; a policy that names no gates uses ``gates=``.
 
         Raises:
             UserError: names a policy or a budget that cannot be used, and the fix.
         """
         budget = None if self.budget is None else parse_budget(self.budget)
-        found = {}
-        for name, spec in named(list(dict.fromkeys([*self.policies, *([GATES] if self.gates else [])]))).items():
-            own = budget if spec.takes_budget else None
-            found[name] = spec.with_gates(self.gates, "gates=EXPORT"), own
-            check_policy(found[name][0], own)
-        return found
+        specs = {}
+        texts = dict.fromkeys([*self.policies, *([GATES] if self.gates else [])])
+        for name, spec in specs_by_name(list(texts)).items():
+            spec_budget = budget if spec.takes_budget else None
+            specs[name] = spec.with_gates(self.gates, "gates=EXPORT"), spec_budget
+            check_policy(specs[name][0], spec_budget)
+        return specs
 
     def check(self) -> None:
         """Refuse policies and budgets that cannot be used."""
         _ = self.specs
 
 
-main = keyed("ag.explain", ExplainConfig, "ag.evaluate.explain:run", check=ExplainConfig.check)
+main = main_from_schema("ag.explain", ExplainConfig, "ag.evaluate.explain:run", check=ExplainConfig.check)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ag.commands.shared import SharedPolicy
-from ag.config.command_line import keyed
+from ag.config.command_line import main_from_schema
 from ag.config.sections import key, mapping
 from ag.errors import UserError
 
@@ -43,25 +43,25 @@ class GenerateConfig(SharedPolicy):
     def check(self) -> None:
         """Refuse a policy, a prompt and spans that cannot be used."""
         self.spec()
-        self.asked()
+        self.prompt_or_chat()
         self.spans()
 
-    def asked(self) -> str | Chat:
+    def prompt_or_chat(self) -> str | Chat:
         """Return the text to continue, or the chat to answer.
 
         Raises:
-            UserError: there is none, or more than one, or its file cannot be read.
+            UserError: none is given, or more than one, or its file cannot be read.
         """
         from ag.model.chat import Chat
 
-        if sum(one is not None for one in (self.prompt, self.file, self.messages)) != 1:
+        if sum(source is not None for source in (self.prompt, self.file, self.messages)) != 1:
             raise UserError(
                 "Expected one text to continue: give either prompt=TEXT or file=PATH, or a chat with "
                 "messages=FILE.json."
             )
         if self.messages is not None:
-            asked = Chat.read(self.messages)
-            return replace(asked, variables={**asked.variables, **self.template})
+            chat = Chat.read(self.messages)
+            return replace(chat, variables={**chat.variables, **self.template})
         text = self.prompt
         if text is None:
             try:
@@ -78,13 +78,13 @@ class GenerateConfig(SharedPolicy):
         """Return the spans of tokens in ``protect``."""
         from ag.model.chat import Part
 
-        found = []
+        token_spans = []
         for word in self.protect:
             if ends := re.fullmatch(r"(\d+)-(\d+)", word):
-                found.append((int(ends[1]), int(ends[2])))
+                token_spans.append((int(ends[1]), int(ends[2])))
             elif word not in get_args(Part) or not (self.chat or self.messages):
                 raise UserError(f"protect={word}: expected spans such as 0-40, or template or system of a chat.")
-        return found
+        return token_spans
 
 
-main = keyed("ag.generate", GenerateConfig, "ag.continuation:run", check=GenerateConfig.check)
+main = main_from_schema("ag.generate", GenerateConfig, "ag.continuation:run", check=GenerateConfig.check)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ag.cluster import CLUSTER
 from ag.commands.shared import SharedPolicy
-from ag.config.command_line import keyed
+from ag.config.command_line import main_from_schema
 from ag.config.sections import key
 from ag.errors import UserError
 from ag.hardware import main_memory
@@ -50,7 +50,7 @@ class ServeConfig(SharedPolicy):
     )
     body_bytes: int = key(2**20, "longest body of a request", low=1)
     answer_tokens: int | None = key(
-        None, "longest answer in tokens; null means what the context of the model has left", low=1
+        None, "longest answer in tokens; null means the room that is left in the model's context", low=1
     )
     wait_seconds: float = key(60.0, "longest time that a request waits before its prompt is read", low=0)
     answer_seconds: float = key(600.0, "longest time from a request to the end of its answer, which is then cut", low=0)
@@ -66,9 +66,9 @@ class ServeConfig(SharedPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.share is not None and self.budget is not None:
-            raise ValueError(f"share={self.share} and budget={self.budget} say the same: leave one out")
+            raise ValueError(f"share={self.share} and budget={self.budget} both set the budget: leave one out")
         if self.share is not None:
-            self.budget, self.share = self.share, None  # so that a dumped configuration can be read again
+            self.budget, self.share = self.share, None  # a dumped configuration can be read again
         if self.memory_bytes < 1:
             raise ValueError(f"memory={self.memory}: expected bytes, such as 2GiB")
         if len(self.replicas) not in (1, 2) or not 1 <= self.replicas[0] <= self.replicas[-1]:
@@ -86,8 +86,8 @@ class ServeConfig(SharedPolicy):
     @property
     def memory_bytes(self) -> int:
         """``memory`` in bytes; 0 for a text that is no size."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", self.memory.strip().lower())
-        return int(float(found[1]) * UNITS.get(found[2], 0)) if found else 0
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", self.memory.strip().lower())
+        return int(float(match[1]) * UNITS.get(match[2], 0)) if match else 0
 
     def check(self) -> None:
         """Refuse a policy that cannot be used, and more memory than this machine has."""
@@ -95,15 +95,15 @@ class ServeConfig(SharedPolicy):
         if self.cluster in (None, "local") and self.device == "cpu":
             self.check_memory(main_memory(), "this machine")
 
-    def check_memory(self, nbytes: int, where: str) -> None:
+    def check_memory(self, nbytes: int, machine: str) -> None:
         """Refuse ``memory`` that is more than the bytes of a machine or a GPU."""
         if self.memory_bytes > nbytes:
             unit = re.sub(r"[\d.\s]", "", self.memory)
             has = f"{nbytes / UNITS[unit.lower()]:,.1f}{unit}" if unit else f"{nbytes:,} bytes"
             raise UserError(
-                f"memory={self.memory}: {where} has {has} in all: expected less, as the weights of the model need some "
-                "too."
+                f"memory={self.memory}: {machine} has {has} in all: expected less, as the weights of the model need "
+                "some too."
             )
 
 
-main = keyed("ag.serve", ServeConfig, "ag.serve.server:run", check=ServeConfig.check)
+main = main_from_schema("ag.serve", ServeConfig, "ag.serve.server:run", check=ServeConfig.check)

@@ -54,7 +54,7 @@ class SharedPolicy(SharedDtype):
         "policy to evict with, such as h2o or gates; null means gates if there are some, else full",
         holds="policy",
     )
-    budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null", holds="budget")
+    budget: Any = key(None, "budget of the policy", words=f"{BUDGET} | null", holds="budget")
     schedule: str = key("prefill", "when tokens are evicted: prefill, blocks:m, every, steps:n, or several joined by +")
     kv_dtype: KVDtype = key(
         "float", "how keys and values are stored: float means the model's type, int8 codes of 8 bits"
@@ -67,14 +67,14 @@ class SharedPolicy(SharedDtype):
 
     @property
     def policy_text(self) -> str:
-        """The policy as text: the one that is given, or what null means."""
+        """The text of the policy; null means ``gates`` if gates are given, else ``full``."""
         return self.policy or (GATES if self.gates else FULL)
 
     def spec(self) -> PolicySpec:
-        """Return the policy with its gates, for which budget, schedule and options are checked.
+        """Return the policy with its gates; budget, schedule and options are checked against it.
 
         Raises:
-            UserError: names the value, what was expected and the fix.
+            UserError: names the value, the expected values and the fix.
         """
         spec = PolicySpec.parse(self.policy_text)
         if self.gates and spec.path and Path(self.gates) != Path(spec.path):

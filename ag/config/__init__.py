@@ -1,4 +1,4 @@
-"""The schema of recipes, and the reading of recipes and command lines."""
+"""The schema of recipes, and readers of recipes and command lines."""
 
 from ag.config.gate import GateConfig as GateConfig
 from ag.config.schema import Config as Config

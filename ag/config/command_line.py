@@ -21,13 +21,13 @@ from typing import Any, Generic, NoReturn, TypeVar
 import yaml  # type: ignore[import-untyped]
 
 from ag.config import early
-from ag.config.keys import ConfigError, Key, keys, nearest, short
+from ag.config.keys import ConfigError, Key, keys, nearest, one_line
 from ag.config.recipes import dump, recipes, resolve
 from ag.config.sweep import sweep
 from ag.errors import BudgetWarning, UserError
 
 T = TypeVar("T")
-#: Runs a program on its arguments, by default those of the process; returns the exit code.
+#: Runs a program on its arguments, by default the arguments of the process; returns the exit code.
 Main = Callable[..., int]
 
 OPTIONS = {
@@ -44,17 +44,17 @@ MAX_RUNS = 1000
 class Invocation(Generic[T]):
     """A parsed command line."""
 
-    config: T  # the values of its keys
+    config: T  # the values of the keys
     dry_run: bool  # only print what would be done
     line: str  # the command as a shell reads it
 
 
 def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
-    """Make the ``main`` of a program from a function of its arguments that returns the exit code.
+    """Make the ``main`` of a program from a function that maps arguments to an exit code.
 
-    An error of the user is one line on stderr and an exit code: 2 for a :class:`UserError`, 130 for Ctrl-C (with the
-    text of the KeyboardInterrupt). A closed pipe on stdout is 141 without a line. A :class:`BudgetWarning` is one line
-    on stderr.
+    A :class:`UserError` becomes one line on stderr and exit code 2. Ctrl-C becomes one line, with the text of the
+    KeyboardInterrupt, and code 130. A closed pipe on stdout becomes code 141 without a line. A :class:`BudgetWarning`
+    becomes one line on stderr.
     """
 
     def decorate(work: Callable[[list[str]], int]) -> Main:
@@ -62,10 +62,10 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
         def main(argv: list[str] | None = None) -> int:
             try:
                 try:
-                    with _warnings_told(program):
+                    with _short_warnings(program):
                         return work(sys.argv[1:] if argv is None else argv)
                 finally:
-                    sys.stdout.flush()  # a closed pipe may show only now
+                    sys.stdout.flush()  # a closed pipe may raise only here
             except UserError as error:
                 print(f"{program}: error: {error}", file=sys.stderr)
                 return 2
@@ -81,7 +81,7 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
     return decorate
 
 
-def keyed(
+def main_from_schema(
     program: str,
     schema: type[Any],
     runs: str,
@@ -97,9 +97,9 @@ def keyed(
         runs: ``module:function``, a function from an :class:`Invocation` to an exit code. It is imported after parsing,
             so that help and listings need no torch.
         first: a key whose value may stand alone as the first word.
-        check: refuses what :func:`ag.config.early.check` does not, before torch is loaded; None means that this is
-            nothing.
-        elsewhere: whether what is described runs on another machine, whose devices are not those of this one.
+        check: raises the command's own errors before torch is loaded, after :func:`ag.config.early.check`. None: no
+            further checks.
+        elsewhere: whether the described work runs on another machine, with other devices.
     """
 
     @command(program)
@@ -116,39 +116,39 @@ def keyed(
 
 
 @contextmanager
-def _warnings_told(program: str) -> Iterator[None]:
-    """Print this library's warnings as lines of the program, without a place in the code."""
+def _short_warnings(program: str) -> Iterator[None]:
+    """Print this library's warnings as lines of the program, without a location in the code."""
     with warnings.catch_warnings():
-        others = warnings.showwarning
+        show_other = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        def show(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
             if issubclass(category, BudgetWarning):
                 print(f"{program}: warning: {message}", file=sys.stderr)
             else:
-                others(message, category, *place, **more)
+                show_other(message, category, *location, **options)
 
         warnings.showwarning = show
         yield
 
 
 def parse(argv: Sequence[str], schema: type[T], program: str, first: str = "") -> Invocation[T]:
-    """Read a command line (arguments as in :func:`keyed`); help, listings and sweeps run here.
+    """Read a command line (arguments as in :func:`main_from_schema`); run help, listings and sweeps.
 
     Raises:
-        SystemExit: 0 after help, listings and a sweep without failures; 1 when a run of a sweep failed;
-            2, with one line on stderr, for an error in the command line or the recipe.
+        SystemExit: 0 after help, a listing, or a sweep without failures; 1 if a run of a sweep failed; 2, with one line
+            on stderr, for an error in the command line or the recipe.
     """
     try:
         words = [f"{first}={argv[0]}", *argv[1:]] if first and argv and not re.match("-|.*=", argv[0]) else argv
-        options, overrides = _split(words, keys(schema))
+        options, overrides = _split_arguments(words, keys(schema))
         if "--help" in options:
-            _leave(_help(schema, program))
+            _exit_with(_help(schema, program))
         if "--recipes" in options:
-            _leave(_recipes(program))
+            _exit_with(_recipes(program))
         runs = _expand(overrides) if "--multirun" in options else [overrides]
         configs = _resolve(schema, runs, program)
         if "--print" in options:
-            _leave("---\n".join(map(dump, configs)).rstrip())
+            _exit_with("---\n".join(map(dump, configs)).rstrip())
         if "--multirun" in options:
             raise SystemExit(sweep(runs, configs, program, ["--dry-run"] if "--dry-run" in options else []))
     except ValueError as error:
@@ -158,15 +158,15 @@ def parse(argv: Sequence[str], schema: type[T], program: str, first: str = "") -
     return Invocation(configs[0], dry_run="--dry-run" in options, line=line)
 
 
-def _leave(text: str) -> NoReturn:
+def _exit_with(text: str) -> NoReturn:
     print(text)
     raise SystemExit(0)
 
 
-def _split(argv: Sequence[str], known: dict[str, Key]) -> tuple[set[str], dict[str, str]]:
-    """Separate options from ``key=text``; the last value of a repeated key counts."""
+def _split_arguments(argv: Sequence[str], schema_keys: dict[str, Key]) -> tuple[set[str], dict[str, str]]:
+    """Separate options from ``key=text``. If a key is repeated, its last value counts."""
     if not argv:
-        hint = "recipe=NAME, " if "recipe" in known else ""
+        hint = "recipe=NAME, " if "recipe" in schema_keys else ""
         raise ConfigError(f"nothing to do: give {hint}key=value or --help")
     options, overrides = set(), {}
     for argument in argv:
@@ -176,22 +176,22 @@ def _split(argv: Sequence[str], known: dict[str, Key]) -> tuple[set[str], dict[s
             options.add(option)
         elif argument.startswith("-"):
             bare = name.lstrip("-")
-            hint = f"; write {bare}=..." if bare in known else nearest(argument, list(OPTIONS))
-            raise ConfigError(f"unknown option {short(argument)}{hint or '; --help lists the options'}")
+            hint = f"; write {bare}=..." if bare in schema_keys else nearest(argument, list(OPTIONS))
+            raise ConfigError(f"unknown option {one_line(argument)}{hint or '; --help lists the options'}")
         elif not equals:
-            raise ConfigError(f"{short(argument)}: expected key=value{_missing_key(argument, known)}")
+            raise ConfigError(f"{one_line(argument)}: expected key=value{_missing_key(argument, schema_keys)}")
         else:
             overrides[name] = text
     return options, overrides
 
 
-def _missing_key(argument: str, known: dict[str, Key]) -> str:
-    """Return what to write in place of an argument without a key."""
-    if argument in known:
+def _missing_key(argument: str, schema_keys: dict[str, Key]) -> str:
+    """Return a hint for an argument without a key."""
+    if argument in schema_keys:
         return f"; write {argument}=..."
     if argument.endswith((".yaml", ".yml")) or argument in recipes():
-        return f"; write recipe={argument}" if "recipe" in known else "; this command takes no recipe"
-    return nearest(argument, list(known)) or "; --help lists the keys"
+        return f"; write recipe={argument}" if "recipe" in schema_keys else "; this command takes no recipe"
+    return nearest(argument, list(schema_keys)) or "; --help lists the keys"
 
 
 def _resolve(schema: type[T], runs: list[dict[str, str]], program: str) -> list[T]:
@@ -203,14 +203,17 @@ def _resolve(schema: type[T], runs: list[dict[str, str]], program: str) -> list[
 
 
 def _help(schema: type[Any], program: str) -> str:
-    known = keys(schema)
-    assignments = {name: f"{name}={_default(key.default)}" for name, key in known.items()}
+    schema_keys = keys(schema)
+    assignments = {name: f"{name}={_default(key.default)}" for name, key in schema_keys.items()}
     width = max(map(len, assignments.values()))
     lines = [f"python -m {program} [options] key=value ...", "", "options"]
     lines += [f"  {option:<{width}}  {doc}" for option, doc in OPTIONS.items()]
-    for section, names in itertools.groupby(known, lambda name: name.rpartition(".")[0]):
+    for section, names in itertools.groupby(schema_keys, lambda name: name.rpartition(".")[0]):
         lines += ["", section or "keys and their defaults"]
-        lines += [f"  {assignments[name]:<{width}}  {known[name].doc} ({known[name].expected()})" for name in names]
+        lines += [
+            f"  {assignments[name]:<{width}}  {schema_keys[name].doc} ({schema_keys[name].expected()})"
+            for name in names
+        ]
     return "\n".join(lines)
 
 
@@ -223,21 +226,21 @@ def _default(value: Any) -> str:
 
 
 def _recipes(program: str) -> str:
-    found = recipes(program)
-    width = max(map(len, found), default=0)
-    titles = {name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name, path in found.items()}
+    shipped = recipes(program)
+    width = max(map(len, shipped), default=0)
+    titles = {name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name, path in shipped.items()}
     return "\n".join(f"{name:<{width}}  {title}" for name, title in titles.items()) or f"{program} has no recipes"
 
 
 def _expand(overrides: dict[str, str]) -> list[dict[str, str]]:
-    """Return every combination of the comma lists; the last key varies fastest."""
-    choices = [_pieces(text) for text in overrides.values()]
+    """Return all combinations of the comma lists; the last key varies fastest."""
+    choices = [_split_at_commas(text) for text in overrides.values()]
     if math.prod(map(len, choices)) > MAX_RUNS:
         raise ConfigError(f"-m: {math.prod(map(len, choices))} combinations; expected at most {MAX_RUNS}")
     return [dict(zip(overrides, chosen, strict=True)) for chosen in itertools.product(*choices)]
 
 
-def _pieces(text: str) -> list[str]:
+def _split_at_commas(text: str) -> list[str]:
     """Split at commas outside of brackets and quotes, as YAML does."""
     try:
         nodes = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader).value

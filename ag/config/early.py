@@ -1,4 +1,4 @@
-"""The checks that need neither torch nor a model: policies, budgets, files, folders, exports and devices."""
+"""Checks without torch and without a model: policies, budgets, files, folders, exports and devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ag.config.exports import absence, here, on_hub
+from ag.config.exports import export_folder, missing_export_error, on_hub
 from ag.config.keys import Key, keys
 from ag.config.spec import PolicySpec, parse_budget
 from ag.errors import UserError
@@ -22,35 +22,36 @@ NO_GPU = "no driver of a CUDA device is on this machine"
 
 
 def check(config: Any, elsewhere: bool = False) -> None:
-    """Refuse unknown policies and bad budgets; unless other machines do the work, also what this one does not have.
+    """Refuse unknown policies, bad budgets, and files, exports and devices that this machine does not have.
 
     Args:
-        config: of a command; what its values are is said by :attr:`ag.config.keys.Key.holds`.
-        elsewhere: whether the device may be one of another machine.
+        config: configuration of a command; :attr:`ag.config.keys.Key.holds` says how to check each value. If it names a
+            cluster of other machines, files, exports and devices are not checked.
+        elsewhere: whether the device may belong to another machine.
 
     Raises:
-        UserError: names the key, the value and what was expected.
+        UserError: names the key, the value and the expected values.
     """
-    away = getattr(config, "cluster", None) not in (None, "local")
+    on_cluster = getattr(config, "cluster", None) not in (None, "local")
     for key in keys(type(config)).values():
         value = operator.attrgetter(key.name)(config)
         if value is None or value == "" or not key.holds:
             continue
-        for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:
             if key.holds == "policy":
-                path = PolicySpec.parse(one).path
-                if path and not away:
+                path = PolicySpec.parse(item).path
+                if path and not on_cluster:
                     _check_export(path)
             elif key.holds == "budget":
-                parse_budget(one)
+                parse_budget(item)
             elif key.holds == "device":
-                check_device(key.name, one, away or elsewhere)
-            elif not away:
-                _check_place(key, one)
+                check_device(key.name, item, on_cluster or elsewhere)
+            elif not on_cluster:
+                _check_path(key, item)
 
 
-def _check_place(key: Key, text: str) -> None:
-    """Refuse a file, a folder or an export that is not there."""
+def _check_path(key: Key, text: str) -> None:
+    """Refuse a file, a folder or an export that does not exist."""
     if key.holds == "export":
         _check_export(text)
     elif key.holds in EXPECTED and not Path(text).exists():  # a pipe is no file
@@ -58,14 +59,14 @@ def _check_place(key: Key, text: str) -> None:
 
 
 def _check_export(text: str) -> None:
-    """Refuse an export that is neither here nor named as one of the hub."""
-    said = None if on_hub(text) else absence(here(text))
-    if said is not None:
-        raise UserError(said)
+    """Refuse an export that does not exist here and is not named like an export of the hub."""
+    message = None if on_hub(text) else missing_export_error(export_folder(text))
+    if message is not None:
+        raise UserError(message)
 
 
 def check_device(name: str, value: str, elsewhere: bool = False) -> None:
-    """Refuse what is no device, and a GPU where no driver is; :mod:`ag.model.base` asks torch about the others."""
+    """Refuse an invalid device, and a GPU without a driver. :mod:`ag.model.base` checks the device further."""
     if name == "device" and not re.fullmatch(r"[a-z]+(:\d+)?", value):
         raise UserError(f"device={value}: expected cpu, cuda, or a GPU by its number, as cuda:1.")
     if not elsewhere and value.startswith(("cuda", "gpu")) and not has_driver():
@@ -73,7 +74,7 @@ def check_device(name: str, value: str, elsewhere: bool = False) -> None:
 
 
 def has_driver() -> bool:
-    """Return whether a driver of GPUs can be loaded, of NVIDIA, or is there, of AMD."""
+    """Return whether NVIDIA's driver can be loaded, or AMD's driver exists."""
     try:
         ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Places of exported gates, found without torch and without the network."""
+"""Names and folders of exported gates, resolved without torch and without the network."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def shipped() -> list[str]:
 
 
 def on_hub(path: StrPath) -> re.Match[str] | None:
-    """Return repository and revision if a text names an export of the hub; None if it is a folder here."""
-    found = HUB_ID.fullmatch(str(path))
-    return None if found is None or Path(path).exists() or Path(found["repository"]).parent.exists() else found
+    """Return repository and revision if a text names an export of the hub. None: it names a local folder."""
+    match = HUB_ID.fullmatch(str(path))
+    return None if match is None or Path(path).exists() or Path(match["repository"]).parent.exists() else match
 
 
-def here(path: StrPath) -> Path:
-    """Return the folder of a path or of a shipped export's name; it need not exist."""
+def export_folder(path: StrPath) -> Path:
+    """Return the local folder of an export: a path, or the name of a shipped export. It need not exist."""
     folder = Path(path)
     is_shipped = not folder.exists() and len(folder.parts) == 1 and (SHIPPED / folder / CONFIG).is_file()
     return SHIPPED / folder if is_shipped else folder
 
 
-def absence(folder: Path) -> str | None:
-    """Return the error for a missing folder of an export, with a suggestion; None means that it exists."""
+def missing_export_error(folder: Path) -> str | None:
+    """Return the message for a missing folder of an export, with a suggestion. None: the folder exists."""
     if folder.is_dir():
         return None
-    old = sibling(folder.resolve(), "old")
+    old = hidden_sibling(folder.resolve(), "old")
     hint = f"; a killed export left the earlier one in {old}: rename it back" if old.is_dir() else ""
     hint += (nearest(folder.name, shipped()) if len(folder.parts) == 1 else "") or "."
     return f"{folder}: no such folder: expected an export with {WEIGHTS} and {CONFIG}{hint}"
 
 
-def sibling(target: Path, role: str) -> Path:
-    """Return the hidden folder for the new or the old version while an export is replaced."""
+def hidden_sibling(target: Path, role: str) -> Path:
+    """Return the hidden folder of the new or the old version while an export is replaced."""
     return target.with_name(f".{target.name}.ag-{role}")

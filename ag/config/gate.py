@@ -6,16 +6,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ag.config.clashes import clash, rows
+from ag.config.clashes import first_clash, parse_table
 from ag.config.keys import keys
 from ag.config.sections import key
 
-HEAD_STEP = 8  # chosen sizes of heads are multiples of this
-CLASHES = rows("""
+HEAD_STEP = 8  # a head size that is not given is rounded to a multiple of this
+CLASHES = parse_table("""
 covers=all; scope=prompt -> a gate that sees the whole prompt at once cannot follow a growing text; use
     gate.scope=causal.
-window>0; scope=prompt -> such a gate sees the whole prompt; use gate.scope=causal, or gate.window=0.
-window>0; kind=linear|affine|mlp|fast_kvzip|retention -> such a gate looks at one token by itself; use gate.window=0,
+window>0; scope=prompt -> that gate sees the whole prompt; use gate.scope=causal, or gate.window=0.
+window>0; kind=linear|affine|mlp|fast_kvzip|retention -> that gate looks at one token by itself; use gate.window=0,
     or gate.kind=attention.
 first_layer<layer_offset -> the first layer has none before it; use gate.first_layer=1.
 """)
@@ -27,7 +27,7 @@ class GateConfig:
 
     num_heads: int = key(4, "heads of the gate's own attention (h')", low=1)
     head_dim: int = key(
-        0, "size of each of those heads (d'); 0: from the base, all heads together an eighth of its width", low=0
+        0, "size of each of these heads (d'); 0: all heads together an eighth of the base model's width", low=0
     )
     threshold: float = key(0.5, "a token is kept when sigmoid(logit + bias) > threshold (tau)")
     bias: float = key(2.0, "added to every logit: above 0 gates start open (gamma)")
@@ -52,7 +52,7 @@ class GateConfig:
         0, "kind=attention: newest tokens that the gate of a token attends to, its own included; 0 means all", low=0
     )
     covers: Literal["prompt", "all"] = key(
-        "prompt", "prompt: tokens of the first prompt may be evicted; all: those of later turns and generated ones too"
+        "prompt", "prompt: tokens of the first prompt may be evicted; all: later turns and generated tokens too"
     )
     shortcut: bool = key(False, "add a linear map of each token beside the attention block")
     estimator: Literal["ste", "soft"] = key(
@@ -69,7 +69,7 @@ class GateConfig:
     first_layer: int = key(0, "index of the first layer with a gate", low=0)
 
     def sized(self, hidden_size: int) -> GateConfig:
-        """Return a copy with ``head_dim`` set, if it is 0, for a base of this hidden size.
+        """Return a copy whose ``head_dim``, if it is 0, is set for a base of this hidden size.
 
         An attention block of d / 8 has about 3 % of the parameters of a layer of width d: 4 heads of 128 for a 7B
         model, 4 of 16 for SmolLM2-135M.
@@ -84,11 +84,11 @@ class GateConfig:
         return math.log(self.threshold / (1 - self.threshold)) - self.bias
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name, one in keys(type(self)).items():
-            if not one.accepts(getattr(self, name)):
-                raise ValueError(f"gate.{name}={getattr(self, name)!r}: expected {one.expected()}.")
+        """Check the ranges and the combinations."""
+        for name, gate_key in keys(type(self)).items():
+            if not gate_key.accepts(getattr(self, name)):
+                raise ValueError(f"gate.{name}={getattr(self, name)!r}: expected {gate_key.expected()}.")
         if not 0 < self.threshold < 1:
             raise ValueError(f"gate.threshold={self.threshold}: expected a probability between 0 and 1.")
-        if (said := clash(self, CLASHES, "gate.")) is not None:
-            raise ValueError(said)
+        if (message := first_clash(self, CLASHES, "gate.")) is not None:
+            raise ValueError(message)

@@ -37,31 +37,31 @@ class Key:
 
     name: str  # with dots, as ``loss.alpha``
     type: Any  # bool, int, float, str, a Literal of texts, a list or dict of those, or a union of those
-    default: Any = None  # its default; MISSING means that a value is required
+    default: Any = None  # MISSING means that a value is required
     doc: str = ""  # one line for ``--help``
-    low: float | None = None  # the least value
-    high: float | None = None  # the largest value
-    words: str = ""  # description of the values if the type is wider; the code that reads them then checks them
-    of: str = ""  # for a mapping, the key that lists its entries
-    #: What its values are. policy, budget, device: checked by ag.config.early; export, file, folder: a path that must
-    #: exist; output: any other path.
+    low: float | None = None  # smallest value
+    high: float | None = None  # largest value
+    words: str = ""  # description of the values, if the type allows more; the code that reads them checks them
+    of: str = ""  # for a mapping: the key that lists its entries
+    #: Meaning of the values. policy, budget, device: ag.config.early checks them; export, file, folder: a path that
+    #: must exist; output: any other path.
     holds: str = ""
 
     def expected(self) -> str:
-        """Return a description of the values that fit."""
+        """Return a description of valid values."""
         low = "" if self.low is None else f", at least {self.low}"
         high = "" if self.high is None else f", at most {self.high}"
         return (self.words or describe(self.type)) + low + high
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a value has the key's type and lies within its bounds."""
+        """Whether a value has the key's type and lies within its bounds."""
         if not fits(self.type, value):
             return False
         return value is None or ((self.low is None or value >= self.low) and (self.high is None or value <= self.high))
 
 
 def keys(schema: type[Any]) -> dict[str, Key]:
-    """Return the keys of a dataclass and of nested dataclasses by dotted name, inherited ones last."""
+    """Return the keys of a dataclass and its nested dataclasses by dotted name; inherited keys come last."""
     return {key.name: key for key in _walk(schema, "")}
 
 
@@ -77,7 +77,7 @@ def _walk(schema: type[Any], prefix: str) -> Iterator[Key]:
 
 
 def describe(hint: Any) -> str:
-    """Return a description of a type, such as ``lm | kl | regress`` or ``whole number | null``."""
+    """Return a description of a type, for example ``lm | kl | regress`` or ``whole number | null``."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " | ".join(map(str, args))
@@ -90,7 +90,7 @@ def describe(hint: Any) -> str:
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Return whether a value has a type; an int is also a float, a bool is no int, and a float is finite."""
+    """Whether a value has a type. An int is also a float, a bool is not an int, and a float must be finite."""
     origin, args = _form(hint)
     if origin is Literal:
         return any(type(value) is type(arg) and value == arg for arg in args)
@@ -111,26 +111,26 @@ def fits(hint: Any, value: Any) -> bool:
 
 @cache
 def _form(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return origin and arguments of a type; cached, as files of results have many values."""
+    """Return origin and arguments of a type; cached, because files of results have many values."""
     return get_origin(hint), get_args(hint)
 
 
-def unknown(name: str, known: Mapping[str, Key]) -> ConfigError:
-    """Return the error for an unknown key, with a similar key, or one with the same last part."""
+def unknown_key_error(name: str, schema_keys: Mapping[str, Key]) -> ConfigError:
+    """Return the error for an unknown key. It suggests a similar key, or a key with an equal last part."""
     leaf = name.rpartition(".")[2]
-    same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
-    sections = {key.rpartition(".")[0] for key in known if "." in key}
+    same_leaf = [key for key in schema_keys if key.rpartition(".")[2] == leaf]
+    sections = {key.rpartition(".")[0] for key in schema_keys if "." in key}
     if name == "recipe":
         return ConfigError("unknown key 'recipe': this command takes no recipe; give its own keys, which --help lists")
     if name in sections:
-        inside = ", ".join(key for key in known if key.startswith(name + "."))
+        inside = ", ".join(key for key in schema_keys if key.startswith(name + "."))
         return ConfigError(f"{name!r} is a section, not a key: set one of {inside}")
-    names = [*known, *sections]
+    names = [*schema_keys, *sections]
     hint = nearest(name, names, cutoff=0.8) or nearest(name, same_leaf, cutoff=0) or nearest(name, names)
-    return ConfigError(f"unknown key {short(name)}{hint or '; --help lists the keys'}")
+    return ConfigError(f"unknown key {one_line(name)}{hint or '; --help lists the keys'}")
 
 
-def short(value: Any) -> str:
+def one_line(value: Any) -> str:
     """Return a value as one line of at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:76] + " ..."
@@ -140,16 +140,16 @@ def check(key: Key, value: Any) -> Any:
     """Return the value if it fits the key."""
     if any(mark in repr(value) for mark in ("${", "???")):
         raise ConfigError(
-            f"{key.name}={short(value)}: ${{...}} and ??? are not supported; write the value itself, or put a text "
+            f"{key.name}={one_line(value)}: ${{...}} and ??? are not supported; write the value itself, or put a text "
             "with these signs into a file (ag.generate: file=PATH)"
         )
     if key.accepts(value):
         return value
     unquoted = not isinstance(value, str) and key.accepts(str(value))
     choices = _choices(key.type)
-    wrong = [one for one in (value if isinstance(value, list) else [value]) if str(one) not in choices]
-    hint = "; put it in quotes" if unquoted else nearest(str(wrong[0]), choices) if wrong else ""
-    raise ConfigError(f"{key.name}={short(value)}: expected {key.expected()}{hint}")
+    unfitting = [item for item in (value if isinstance(value, list) else [value]) if str(item) not in choices]
+    hint = "; put it in quotes" if unquoted else nearest(str(unfitting[0]), choices) if unfitting else ""
+    raise ConfigError(f"{key.name}={one_line(value)}: expected {key.expected()}{hint}")
 
 
 def _choices(hint: Any) -> list[str]:
@@ -162,12 +162,12 @@ def parse_yaml(text: str) -> Any:
     """Read YAML as plain values; ``5e-5`` is a number.
 
     Raises:
-        ConfigError: when the text is invalid, has a key twice, or is too long or too deeply nested.
+        ConfigError: the text is invalid, has a key twice, or is too long or too deeply nested.
     """
-    from omegaconf import OmegaConf  # imported here, as the engine and the gates need no omegaconf
+    from omegaconf import OmegaConf  # imported here: the engine and the gates do not need omegaconf
 
     try:
-        # the C parser overflows its stack at deep nesting while it builds values, but not while it yields events
+        # at deep nesting the C parser overflows its stack while it builds values, but not while it yields events
         depth = 0
         for count, event in enumerate(yaml.parse(text, Loader=YamlLoader)):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -178,13 +178,13 @@ def parse_yaml(text: str) -> Any:
         raise
     except Exception as error:  # the parser raises RecursionError, KeyError and others
         mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 1}" if mark else ""
+        location = f" in line {mark.line + 1}" if mark else ""
         reason = first_line(error) if mark is None else str(getattr(error, "problem", error))
-        raise ConfigError(f"not valid YAML{where}: {reason[:200]}") from None
+        raise ConfigError(f"not valid YAML{location}: {reason[:200]}") from None
 
 
 def from_text(key: Key, text: str) -> Any:
-    """Read the right-hand side of ``key=text`` as YAML or plain text; a single item may stand for a list."""
+    """Read the right-hand side of ``key=text`` as YAML or plain text. A single item is also accepted as a list."""
     if not text:
         raise ConfigError(f"{key.name}= has no value: expected {key.expected()}")
     value: Any = text
@@ -194,9 +194,9 @@ def from_text(key: Key, text: str) -> Any:
         value = text  # unchanged: YAML cuts at " #" and joins lines
     unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", text)
     if get_origin(key.type) is list and value == text and "," in unquoted:
-        raise ConfigError(f"{key.name}={short(text)}: expected {key.expected()}; write {key.name}=[{text}]")
+        raise ConfigError(f"{key.name}={one_line(text)}: expected {key.expected()}; write {key.name}=[{text}]")
     readings = [value] if value is None else [value, text, [value]]
     fitting = [reading for reading in readings if key.accepts(reading)]
     if not fitting and "," in text and not isinstance(value, list):
-        raise ConfigError(f"{key.name}={short(text)}: expected {key.expected()}; several values to try need -m")
+        raise ConfigError(f"{key.name}={one_line(text)}: expected {key.expected()}; several values to try need -m")
     return check(key, fitting[0] if fitting else value)

@@ -1,4 +1,4 @@
-"""Names in the text of a policy, and the options of its parts, without the engine."""
+"""The names in the text of a policy, and the options of its parts; readable without the engine."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ag.errors import check_known
 from ag.plugins import GROUPS, check_part, discover
 
 FULL = "full"  # evicts nothing, and has no scorer
-GATES = "gates"  # scores of gates under a budget
-FLAGS = "flags"  # decisions of the same gates, without a budget
+GATES = "gates"  # scores of gates, under a budget
+FLAGS = "flags"  # decisions of gates, without a budget
 ALIASES = {"pyramidkv": ("snapkv", "pyramid")}
 
 
 def split_label(text: str) -> tuple[str | None, str]:
-    """Split ``LABEL=POLICY``; the label is None if there is none, as in ``gates:a=b``."""
-    label, equals, rest = text.partition("=")
-    return (label, rest) if equals and not re.search("[:+@]", label) else (None, text)
+    """Split ``LABEL=POLICY``. A label of None means that the text has no label, as in ``gates:a=b``."""
+    label, equals, policy = text.partition("=")
+    return (label, policy) if equals and not re.search("[:+@]", label) else (None, text)
 
 
-BASES = {"ag.scorers": "Scorer", "ag.wrappers": "Wrapper", "ag.allocators": "Allocator"}  # in the module of the group
+BASES = {"ag.scorers": "Scorer", "ag.wrappers": "Wrapper", "ag.allocators": "Allocator"}  # in the modules of GROUPS
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """What is known of a part of the library before its class is loaded; the attributes are those of the class."""
+    """Facts of a scorer, wrapper or allocator of this library, for use before its class is loaded."""
 
-    options: str  # names, with blanks between
+    options: str  # names, separated by blanks
     default_allocator: str = "uniform"
     reads_gates: bool = False
     shorthands: tuple[str, ...] = ()
 
 
-#: The parts of the library by group and name, which have to agree with the classes.
+#: The parts of the library by group and name. They must agree with the classes.
 SHIPPED = {
     "ag.scorers": {
         "streaming_llm": Shipped("sinks recent"),
@@ -74,28 +74,28 @@ SHIPPED = {
 
 
 def parts(group: str) -> Mapping[str, Any]:
-    """Return the parts of a group by name: classes where the engine is loaded or a package adds some, else shipped."""
+    """Return the parts of a group by name: classes if the engine is loaded or a package adds some, else SHIPPED."""
     if GROUPS[group][0] in sys.modules or entry_points(group=group):
         return discover(group)
     return SHIPPED[group]
 
 
-def check_name(what: str, name: str, text: str) -> None:
-    """Refuse a wrapper or an allocator, in the text of a policy, that is unknown or of a wrong class."""
-    group = f"ag.{what}s"
-    check_known(name, parts(group), what, text)
+def check_name(noun: str, name: str, text: str) -> None:
+    """Refuse a wrapper or an allocator, in the text of a policy, whose name is unknown or whose class is wrong."""
+    group = f"ag.{noun}s"
+    check_known(name, parts(group), noun, text)
     check_class(group, name)
 
 
 def check_class(group: str, name: str) -> None:
-    """Refuse a part of a plugin that does not derive from the class of its group."""
+    """Refuse a plugin's part that does not derive from the base class of its group."""
     kind = parts(group)[name]
     if not isinstance(kind, Shipped):
         check_part(name, kind, getattr(sys.modules[GROUPS[group][0]], BASES[group]))
 
 
 def option_names(part: Any) -> list[str]:
-    """Return the names of the options of a part of a policy: the fields of a class but for derived ones."""
+    """Return the names of the options of a part: the fields of its class, except derived fields."""
     if isinstance(part, Shipped):
         return part.options.split()
     return [field.name for field in fields(part) if field.metadata.get("option", True)]

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
 
-from ag.config.keys import ConfigError, Key, check, from_text, keys, nearest, parse_yaml, short, unknown
+from ag.config.keys import ConfigError, Key, check, from_text, keys, nearest, one_line, parse_yaml, unknown_key_error
 
 T = TypeVar("T")
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-PATHS = ("export", "file", "folder", "output")  # values of Key.holds that are paths
-OWNERS = {"ag.plan": "ag.fit"}  # commands that take the recipes of another one
+PATHS = ("export", "file", "folder", "output")  # values of Key.holds that mean paths
+OWNERS = {"ag.plan": "ag.fit"}  # commands that take the recipes of another command
 MAY_CHANGE_ON_RESUME = re.compile(
     r"resume|init|cluster|failures|tflops|output|logger|(wandb|checkpoint|export)\..+|data\.(root|cache|num_workers)"
     r"|loss\.contexts|trainer\.(accelerator|max_epochs|max_steps|val_every|val_batches|log_every|collapse_batches|progress)"
@@ -23,49 +23,49 @@ MAY_CHANGE_ON_RESUME = re.compile(
 
 
 def recipes(program: str | None = None) -> dict[str, Path]:
-    """Return the shipped recipes by name, of one program, such as ``ag.fit``, or of all."""
+    """Return the shipped recipes of a program by name, for example of ``ag.fit``. None: of all programs."""
     folder = "*" if program is None else OWNERS.get(program, program).removeprefix("ag.")
     return {path.stem: path for path in sorted(RECIPES.glob(f"{folder}/*.yaml"), key=lambda path: path.stem)}
 
 
 def find_recipe(name: str, folder: Path) -> Path:
-    """Return the file of a shipped recipe, or of a path relative to ``folder``."""
+    """Return the file of a recipe; ``name`` is a shipped recipe or a path relative to ``folder``."""
     if name.endswith((".yaml", ".yml")) or "/" in name:
         return folder / os.path.expanduser(name)
     shipped = recipes()
     if name not in shipped:
         hint = nearest(name, list(shipped)) or "; --recipes lists them, and a file needs its .yaml"
-        raise ConfigError(f"no recipe {short(name)}{hint}")
+        raise ConfigError(f"no recipe {one_line(name)}{hint}")
     return shipped[name]
 
 
-def read_values(path: Path, known: Mapping[str, Key], heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_values(path: Path, schema_keys: Mapping[str, Key], derived: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a recipe file on top of its bases.
 
     Args:
         path: YAML file; its ``base:`` is a recipe or a file.
-        known: the valid keys.
-        heirs: the files with this one as a base, outermost first.
+        schema_keys: the valid keys.
+        derived: the files that have this file as a base, outermost first.
 
     Returns:
         Values by dotted key; ``recipe`` is the file's name.
     """
     path = Path(os.path.abspath(path))
-    if path in heirs:
-        cycle = " -> ".join(heir.name for heir in (*heirs, path))
+    if path in derived:
+        cycle = " -> ".join(heir.name for heir in (*derived, path))
         raise ConfigError(f"{path.name}: base: goes in a circle ({cycle}); remove one of them")
     try:
         tree = _read_mapping(path)
         base = tree.pop("base", None)
-        values = {key.name: check(key, value) for key, value in _leaves(tree, known, "")}
+        values = {key.name: check(key, value) for key, value in _flatten(tree, schema_keys, "")}
         if not isinstance(base, str | None):
-            raise ConfigError(f"base={short(base)}: expected the name of a recipe or the path of a YAML file")
+            raise ConfigError(f"base={one_line(base)}: expected the name of a recipe or the path of a YAML file")
         parent = find_recipe(base, path.parent) if base else None
     except ConfigError as error:
         raise ConfigError(f"{path.name}: {error}") from None
-    if "recipe" in known:
+    if "recipe" in schema_keys:
         values.setdefault("recipe", path.stem)
-    return {**read_values(parent, known, (*heirs, path)), **values} if parent else values
+    return {**read_values(parent, schema_keys, (*derived, path)), **values} if parent else values
 
 
 def _read_mapping(path: Path) -> dict[Any, Any]:
@@ -81,33 +81,33 @@ def _read_mapping(path: Path) -> dict[Any, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"expected keys with values, got {short(tree)}")
+        raise ConfigError(f"expected keys with values, got {one_line(tree)}")
     return tree
 
 
-def _leaves(tree: Mapping[Any, Any], known: Mapping[str, Key], prefix: str) -> Iterator[tuple[Key, Any]]:
+def _flatten(tree: Mapping[Any, Any], schema_keys: Mapping[str, Key], prefix: str) -> Iterator[tuple[Key, Any]]:
     for part, value in tree.items():
         name = f"{prefix}{part}"
-        is_section = any(key.startswith(name + ".") for key in known)
-        if name in known:
-            yield known[name], value
+        is_section = any(key.startswith(name + ".") for key in schema_keys)
+        if name in schema_keys:
+            yield schema_keys[name], value
         elif isinstance(value, dict) and value:
-            yield from _leaves(value, known, name + ".")
+            yield from _flatten(value, schema_keys, name + ".")
         elif not (value in (None, {}) and is_section):
-            raise unknown(name, known)
+            raise unknown_key_error(name, schema_keys)
 
 
 def build(schema: type[T], values: Mapping[str, Any]) -> T:
-    """Return the dataclass instance of checked values; its ``__post_init__`` checks combinations.
+    """Return the configuration with checked values; its ``__post_init__`` checks combinations.
 
     Raises:
-        ConfigError: when a required key has no value, or a combination makes no sense.
+        ConfigError: a required key has no value, or a combination is invalid.
     """
     from omegaconf import OmegaConf
 
-    tree, known = OmegaConf.structured(schema), keys(schema)
+    tree, schema_keys = OmegaConf.structured(schema), keys(schema)
     for name, value in values.items():
-        OmegaConf.update(tree, name, _at_home(value) if known[name].holds in PATHS else value, merge=False)
+        OmegaConf.update(tree, name, _expand_home(value) if schema_keys[name].holds in PATHS else value, merge=False)
     missing = sorted(OmegaConf.missing_keys(tree))
     if missing:
         raise ConfigError(f"{missing[0]} has no value: give {missing[0]}=...")
@@ -117,77 +117,81 @@ def build(schema: type[T], values: Mapping[str, Any]) -> T:
         raise ConfigError(str(error)) from None
 
 
-def _at_home(value: Any) -> Any:
+def _expand_home(value: Any) -> Any:
     """Replace a leading ``~`` of a path, or of the paths of a mapping, by the user's folder."""
     if isinstance(value, dict):
-        return {name: _at_home(path) for name, path in value.items()}
+        return {name: _expand_home(path) for name, path in value.items()}
     return os.path.expanduser(value) if value else value
 
 
 def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
-    """Build the configuration from ``recipe=`` (or the run of ``resume=``) with the other overrides on top.
+    """Build the configuration: the values of ``recipe=``, or of the run of ``resume=``, then the overrides.
 
     Args:
         schema: dataclass of the keys; ``recipe`` and ``resume`` may be missing.
         overrides: texts by dotted key.
     """
-    known = keys(schema)
-    mappings = {name: key for name, key in known.items() if get_origin(key.type) is dict}
-    entries = [name for name in overrides if name not in known and name.startswith(tuple(f"{m}." for m in mappings))]
+    schema_keys = keys(schema)
+    mappings = {name: key for name, key in schema_keys.items() if get_origin(key.type) is dict}
+    entries = [
+        name for name in overrides if name not in schema_keys and name.startswith(tuple(f"{m}." for m in mappings))
+    ]
     for name in overrides:
-        if name not in known and name not in entries:
-            raise unknown(name, known)
-    given = {name: from_text(known[name], text) for name, text in overrides.items() if name in known}
+        if name not in schema_keys and name not in entries:
+            raise unknown_key_error(name, schema_keys)
+    override_values = {
+        name: from_text(schema_keys[name], text) for name, text in overrides.items() if name in schema_keys
+    }
     start: dict[str, Any] = {}
-    if "recipe" in given:
-        start = read_values(find_recipe(given.pop("recipe"), Path()), known)
-    elif given.get("resume"):
-        start = read_values(_run_config(given["resume"]), known)
+    if "recipe" in override_values:
+        start = read_values(find_recipe(override_values.pop("recipe"), Path()), schema_keys)
+    elif override_values.get("resume"):
+        start = read_values(_run_config(override_values["resume"]), schema_keys)
     for name, mapping in mappings.items():
-        gone = {*start.get(mapping.of, [])} - {*given.get(mapping.of, start.get(mapping.of, []))}
+        removed = {*start.get(mapping.of, [])} - {*override_values.get(mapping.of, start.get(mapping.of, []))}
         if name in start:
-            start[name] = {entry: value for entry, value in start[name].items() if entry not in gone}
-    values = {**start, **given}
+            start[name] = {entry: value for entry, value in start[name].items() if entry not in removed}
+    values = {**start, **override_values}
     for name in entries:
         mapping = mappings[next(m for m in mappings if name.startswith(f"{m}."))]
-        values[mapping.name] = _with_entry(mapping, values.get(mapping.name, {}), name, overrides[name])
+        values[mapping.name] = _set_entry(mapping, values.get(mapping.name, {}), name, overrides[name])
     config = build(schema, values)
     if getattr(config, "resume", None):
         check_resume(config, config.resume)  # type: ignore[attr-defined]
     return config
 
 
-def _with_entry(mapping: Key, values: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
+def _set_entry(mapping: Key, values: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
     """Return a mapping after ``MAPPING.ENTRY=text`` or ``MAPPING.ENTRY.KEY=text``; ENTRY may have dots."""
     entry, hint = name.removeprefix(f"{mapping.name}."), get_args(mapping.type)[1]
     if get_origin(hint) is not dict:
         return {**values, entry: from_text(Key(name, hint), text)}
     entry, _, leaf = entry.rpartition(".")
     if not entry:
-        raise ConfigError(f"{name}={short(text)}: expected {mapping.name}.NAME.OPTION=...")
+        raise ConfigError(f"{name}={one_line(text)}: expected {mapping.name}.NAME.OPTION=...")
     return {**values, entry: {**values.get(entry, {}), leaf: from_text(Key(name, get_args(hint)[1]), text)}}
 
 
 def load_config(path: str | Path, schema: type[T]) -> T:
-    """Read a YAML file, such as the ``config.yaml`` of a run folder."""
+    """Read a YAML file, for example the ``config.yaml`` of a run folder."""
     return build(schema, read_values(Path(path), keys(schema)))
 
 
 def dump(config: Any) -> str:
-    """Return a configuration as YAML, which :func:`load_config` reads back."""
+    """Return a configuration as YAML, for :func:`load_config`."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def check_resume(config: Any, run: str | Path) -> None:
-    """Refuse to continue a run with another model, other data or another objective."""
-    before = load_config(_run_config(run), type(config))
+    """Refuse to continue a run with another model, data or objective."""
+    old_config = load_config(_run_config(run), type(config))
     for name in keys(type(config)):
-        old, new = operator.attrgetter(name)(before), operator.attrgetter(name)(config)
+        old, new = operator.attrgetter(name)(old_config), operator.attrgetter(name)(config)
         if old != new and MAY_CHANGE_ON_RESUME.fullmatch(name) is None:
             raise ConfigError(
-                f"resume={run}: that run has {name}={short(old)}, not {short(new)}; "
+                f"resume={run}: that run has {name}={one_line(old)}, not {one_line(new)}; "
                 f"leave {name} as it was, or start a new run without resume"
             )
 

@@ -1,7 +1,7 @@
 """The schema of training recipes: keys with type, default and meaning.
 
-:mod:`ag.config.recipes` resolves a YAML file and overrides into one :class:`Config`, and :mod:`ag.config.validate`
-refuses combinations that make no sense. ``python -m ag.fit --help`` prints the schema.
+:mod:`ag.config.recipes` resolves a YAML file and overrides to one :class:`Config`, and :mod:`ag.config.validate`
+refuses invalid combinations. ``python -m ag.fit --help`` prints the schema.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Config:
 
     recipe: str = key("fit", "name of a shipped recipe, or path of a YAML file, with the values to start from")
     train: Literal["gates", "gates+lora", "lora"] = key(
-        "gates+lora", "what is trained; lora is the baseline without gates"
+        "gates+lora", "the trained parts; lora is the baseline without gates"
     )
     seed: int = key(0, "seed of weights, data order and noise", low=0, high=2**32 - 1)
     output: str = key("runs", "folder of the run folders", holds="output")
     resume: str | None = key(None, "run folder to continue", holds="output")
-    init: str | None = key(None, "export of gates to start from, of the same sizes", holds="export")
+    init: str | None = key(None, "export to start from, whose gates have the sizes of this run", holds="export")
     plugins: list[str] = key([], "modules to import first, which add your own kinds of gates and data, losses, ...")
     cluster: str | None = key(None, f"for the ranks of a run, or the runs of a sweep (-m): {CLUSTER}")
     failures: int = key(

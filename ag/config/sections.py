@@ -8,21 +8,21 @@ from typing import Any, Literal
 BUDGET = "tokens (an int of at least 1) or a share (a float in (0, 1])"  # values of a budget
 
 
-def key(default: Any, doc: str, **more: Any) -> Any:
-    """Declare a configuration key: its default, one line about it, more fields of :class:`ag.config.keys.Key`."""
-    metadata = {"doc": doc, **more}
+def key(default: Any, doc: str, **fields: Any) -> Any:
+    """Declare a configuration key: its default, its description, further fields of :class:`ag.config.keys.Key`."""
+    metadata = {"doc": doc, **fields}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def mapping(doc: str, **more: Any) -> Any:
+def mapping(doc: str, **fields: Any) -> Any:
     """Declare a key whose entries are set one by one, as ``key.ENTRY=value``.
 
-    ``of`` is the key that lists the entries. A command line that removes an entry from that list also removes the
-    recipe's values of the entry.
+    ``of`` is the key that lists the entries. If a command line removes an entry from that list, the recipe's values of
+    the entry are dropped too.
     """
-    return field(default_factory=dict, metadata={"doc": doc, **more})
+    return field(default_factory=dict, metadata={"doc": doc, **fields})
 
 
 @dataclass
@@ -109,17 +109,17 @@ class DataConfig:
     prompt_min: int = key(192, "shortest prompt in tokens (text, split; facts: roughly)", low=1)
     prompt_max: int = key(512, "longest prompt in tokens (text, split; facts: roughly)", low=1)
     continuation: int = key(64, "tokens after the prompt that carry the loss (text, split)", low=1)
-    contexts: list[int] = key([512, 1024, 2048], "tokens of a context, drawn for each (text, responses)")
+    contexts: list[int] = key([512, 1024, 2048], "tokens of a context, sampled from this list (text, responses)")
     responses: list[str] = key(
         ["again", "next", "question"],
-        "the responses to a context, a row for each. again: a chunk of it once more; next: what follows it; question: "
-        "the answer to a question about one of eight facts, which are put into it, or one that follows a rule of a "
-        "system prompt before it (text, responses)",
+        "the responses to a context, a row for each. again: a chunk of it once more; next: the text after it; "
+        "question: the answer to a question about one of eight facts that are put into it, or an answer that follows "
+        "a rule of a system prompt before it (text, responses)",
     )
     copy_max: int = key(
         0,
-        "a chunk of this many tokens of a longer passage is repeated, drawn for each passage; 0 means the whole "
-        "passage (text, repeated)",
+        "a random chunk of this many tokens of a longer passage is repeated; 0 means the whole passage (text, "
+        "repeated)",
         low=0,
     )
     solution_min: int = key(200, "shortest solution in tokens (worked; roughly)", low=20)
@@ -146,19 +146,19 @@ class LossConfig:
     )
     alpha: float = key(1.0, "weight of the eviction loss", low=0)
     beta: float = key(0.28, "target of the mean gate", low=0, high=1)
-    share_low: float = key(0.1, "with share_high: the smallest share that is drawn", low=0.01, high=1)
+    share_low: float = key(0.1, "with share_high: the smallest share that is sampled", low=0.01, high=1)
     share_high: float = key(
         0.0,
-        "above 0: gates for any share. Each batch draws a share from share_low to this value, and the gates keep that "
-        "share (alpha and beta are not used)",
+        "above 0: gates for any share. A share from share_low to this value is sampled for each batch, and the gates "
+        "keep it (alpha and beta are not used)",
         low=0,
         high=1,
     )
-    anneal_steps: int = key(0, "steps after the warm start in which beta falls linearly from 1 to its value", low=0)
+    anneal_steps: int = key(0, "steps after the warm start while beta falls linearly from 1 to its value", low=0)
     mean: Literal["soft", "hard"] = key("soft", "mean over sigmoids, or over flags")
     sampled_tokens: int = key(
         0,
-        "tokens of a batch on which the loss is measured, drawn for each step; 0 means all (for a large vocabulary, "
+        "tokens of a batch on which the loss is measured, sampled for each step; 0 means all (for a large vocabulary, "
         "whose logits take longer than the model)",
         low=0,
     )
@@ -166,18 +166,18 @@ class LossConfig:
 
     replay: bool = key(
         False,
-        "read each prompt once, and run its response alone behind what a drawn share keeps of it, as the engine does; "
-        "two shares for each response (with objective=kl and share_high)",
+        "read each prompt once, evict it to a sampled share as the engine does, and train on the response alone; two "
+        "shares for each response (with objective=kl and share_high)",
     )
     contexts: str | None = key(
         None,
-        "folder of the prompts that were read, shared by later runs and all processes; null: until the run ends",
+        "folder of cached prompts, shared by later runs and all processes; null: kept until the run ends",
         holds="output",
     )
 
     @property
     def draws_share(self) -> bool:
-        """True if each batch draws the share that the gates keep."""
+        """Whether the share that the gates keep is sampled for each batch."""
         return self.share_high > 0
 
 
@@ -186,17 +186,17 @@ class WarmupConfig:
     """A warm start of the gates: regression on attention statistics, then biases by measured costs."""
 
     regress_steps: int = key(0, "first steps that train the gates by regression; 0 means none", low=0)
-    lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
+    lr: float = key(3e-3, "peak learning rate of these steps (one cycle)", low=0)
     target: Literal["attention", "kvzip", "reread"] = key(
         "attention",
-        "what gates predict for a key, from later queries. attention: their attention to it; kvzip: the largest "
-        "attention of a response token, times ||v|| (for data.packing=repeated); reread: the largest attention while "
-        "the engine repeats the whole row, chunk by chunk (for data.packing=packed), or with loss.replay each context",
+        "target of the gates for a key. attention: the attention of later queries to it; kvzip: the largest attention "
+        "of a response token, times ||v|| (for data.packing=repeated); reread: the largest attention while the engine "
+        "repeats the whole row, chunk by chunk (for data.packing=packed), or with loss.replay each context",
     )
     rounds: int = key(
         0,
-        "rounds of costs after the regression, with loss.replay: each head's last bias is set by what evicting at each "
-        "threshold would cost; a round after the first measures under the flags of the one before; 0 means none",
+        "rounds of costs after the regression, with loss.replay: each head's last bias is set by the cost of evicting "
+        "at each threshold; a later round measures under the flags of the previous round; 0 means none",
         low=0,
     )
     rows: int = key(64, "training rows that a round of costs measures", low=1)
@@ -225,7 +225,7 @@ class TrainerConfig:
     """Arguments of lightning.Trainer."""
 
     accelerator: Literal["auto", "cpu", "gpu"] = key(
-        "auto", "device type to train on; auto takes CUDA where it is", holds="device"
+        "auto", "device type to train on; auto takes CUDA if there is a GPU", holds="device"
     )
     devices: int = key(1, "devices per node", low=1)
     num_nodes: int = key(1, "machines", low=1)
@@ -237,7 +237,7 @@ class TrainerConfig:
         "32-true", "precision of the computation; trainable weights stay float32"
     )
     max_epochs: int = key(1, "passes over the training data", low=1)
-    max_steps: int = key(-1, "optimiser steps; -1 means as many as max_epochs gives", low=-1)
+    max_steps: int = key(-1, "optimiser steps; -1 means until max_epochs", low=-1)
     accumulate: int = key(1, "batches per optimiser step", low=1)
     clip: float = key(1.0, "largest gradient norm; 0 means no clipping", low=0)
     val_every: int = key(0, "optimiser steps between validations; 0 means once an epoch", low=0)

@@ -1,4 +1,4 @@
-"""The text of a policy, its options and the rule of budgets; they are read here alone, without torch."""
+"""Readers of the text of a policy, its options and its budget, without torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ag.errors import UserError, check_known
 
 ENGINE = ("positions", "kv_dtype")  # options of every policy
 BOUNDARY = ("threshold", "share")  # options that move the boundary of flags
-EVICTED_SHARE = "compression_ratio"  # the name that KVPress has for the share that goes
+EVICTED_SHARE = "compression_ratio"  # KVPress's name of the evicted share
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def parse_budget(value: Any) -> int | float:
-    """Return a budget: an int is tokens per KV head, a float a share of each prompt's own tokens; refuse others."""
+    """Return a budget, or refuse it. An int is tokens per KV head, a float a share of each prompt's own tokens."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and (value >= 1 if isinstance(value, int) else 0 < value <= 1):
         return int(value) if isinstance(value, int) else float(value)
-    whole = number and math.isfinite(value) and value >= 1 and value == int(value)
-    hint = f"; {int(value)} tokens are written without a point" if whole else ""
+    is_whole = number and math.isfinite(value) and value >= 1 and value == int(value)
+    hint = f"; {int(value)} tokens are written without a point" if is_whole else ""
     if isinstance(value, str) and (percent := re.fullmatch(r"(\d+(?:\.\d+)?) *%", value)):
         share = float(percent[1]) / 100
         hint = f"; {value} are written {share}" if 0 < share <= 1 else ""
@@ -36,18 +36,18 @@ def parse_budget(value: Any) -> int | float:
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """What a policy is made of: ``[LABEL=]SCORER[:PATH][+WRAPPER][@ALLOCATOR]``; its str is that without the label.
+    """The parts of a policy: ``[LABEL=]SCORER[:PATH][+WRAPPER][@ALLOCATOR]``; its str is the text without the label.
 
-    A path may hold any sign. After its last slash ``+NAME`` and ``@NAME`` belong to the grammar where NAME is that of a
-    wrapper or an allocator, or close to one; a folder whose own name ends so is written with a slash behind it
+    A path may have any sign. After its last slash ``+NAME`` is a wrapper and ``@NAME`` an allocator, if NAME is, or
+    resembles, the name of a wrapper or an allocator. To use a folder whose name ends like this, write a slash after it
     (``gates:runs@heads/``).
 
     Attributes:
-        scorer: name of a scorer, of an alias for a scorer with its allocator, ``flags`` or ``full``.
-        wrapper: name of the wrapper; None means that there is none.
-        allocator: name of the allocator; None means the scorer's own.
-        path: folder or hub id of exported gates, for a scorer that reads gates; None means those attached to the model.
-        label: its name in tables; two specs that differ in it alone are equal.
+        scorer: name of a scorer, ``flags``, ``full``, or an alias for a scorer with an allocator.
+        wrapper: name of the wrapper. None: no wrapper.
+        allocator: name of the allocator. None: the scorer's default.
+        path: folder or hub id of exported gates, for a scorer that reads gates. None: the gates attached to the model.
+        label: name in tables; two specs that differ only in the label are equal.
     """
 
     scorer: str
@@ -57,34 +57,36 @@ class PolicySpec:
     label: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        """Write a path without slashes at its end, and an empty one as None."""
+        """Remove slashes at the end of the path; an empty path becomes None."""
         object.__setattr__(self, "path", (self.path.rstrip("/") or "/") if self.path else None)
 
     @classmethod
     def parse(cls, text: str) -> PolicySpec:
-        """Read the text of a policy; refuse unknown names (the nearest is suggested) and parts out of order."""
+        """Read the text of a policy; refuse unknown names, with the nearest name as a hint, and parts out of order."""
         label, bare = split_label(text)
         scorer = re.split("[:+@]", bare, maxsplit=1)[0]
         if label is not None:
             _check_label(label, scorer, text)
         check_known(scorer, (FULL, *parts("ag.scorers"), FLAGS, *ALIASES), "policy", text)
-        rest, path = bare[len(scorer) :], None
-        if rest.startswith(":"):
-            end = _end_of_path(rest, 1)
-            path, rest = rest[1:end], rest[end:]
-        signs = re.fullmatch(r"(?:\+([^+@]+))?(?:@([^+@]+))?", rest)
+        tail, path = bare[len(scorer) :], None
+        if tail.startswith(":"):
+            end = _end_of_path(tail, 1)
+            path, tail = tail[1:end], tail[end:]
+        signs = re.fullmatch(r"(?:\+([^+@]+))?(?:@([^+@]+))?", tail)
         if signs is None or path == "" or not (path is None or _reads_gates(scorer)):
             shape = f"{scorer}{':PATH' * _reads_gates(scorer)}[+WRAPPER][@ALLOCATOR]"
             raise UserError(f"Policy {text!r}: {bare[len(scorer) :]!r} behind {scorer}: expected {shape}.")
         wrapper, allocator = signs.groups()
         if scorer in parts("ag.scorers"):
             check_class("ag.scorers", scorer)
-        for what, name in (("wrapper", wrapper), ("allocator", allocator)):
+        for noun, name in (("wrapper", wrapper), ("allocator", allocator)):
             if name is not None:
-                check_name(what, name, text)
+                check_name(noun, name, text)
         if scorer in ALIASES and allocator is not None:
-            same = "@".join(ALIASES[scorer])
-            raise UserError(f"Policy {text!r}: {scorer} stands for {same}, allocator included; name the parts instead.")
+            spelt_out = "@".join(ALIASES[scorer])
+            raise UserError(
+                f"Policy {text!r}: {scorer} stands for {spelt_out}, allocator included; name the parts instead."
+            )
         return cls(scorer, wrapper, allocator, path, label)
 
     def __str__(self) -> str:
@@ -100,38 +102,39 @@ class PolicySpec:
 
     @property
     def reads_gates(self) -> bool:
-        """Whether gates take part."""
+        """Whether the scorer reads gates."""
         return _reads_gates(self.scorer)
 
     @property
     def takes_budget(self) -> bool:
-        """Whether it takes a budget."""
+        """Whether the policy takes a budget."""
         return self.scorer not in (FULL, FLAGS)
 
     @property
     def ranked(self) -> PolicySpec:
-        """The same gates under their other name, which takes a budget, for ``flags``; else itself."""
+        """The policy; for ``flags``, the policy ``gates``, which ranks by these gates under a budget."""
         return replace(self, scorer=GATES) if self.scorer == FLAGS else self
 
     @property
     def bare(self) -> bool:
-        """Whether it needs no budget: nothing is evicted, or the flags of gates decide."""
+        """Whether the policy needs no budget: nothing is evicted, or the flags of gates decide."""
         return not self.evicts or (self.reads_gates and self.wrapper is None and self.allocator is None)
 
     def with_gates(self, folder: str | None, fix: str = "") -> PolicySpec:
-        """Return the same with the exported gates of a folder, where it reads some and names none.
+        """Return the policy with the exported gates of a folder, if it reads gates and names none.
 
-        Without a folder such a policy is refused; ``fix`` says how to give one, beside naming it in the policy.
+        If ``folder`` is None, a policy that reads gates and names none is refused; ``fix`` says how to give a folder,
+        besides naming it in the policy.
         """
         if not self.reads_gates or self.path is not None:
             return self
         if folder is None:
-            named = " or ".join(filter(None, [f"{self.scorer}:EXPORT", fix]))
-            raise UserError(f"Policy {str(self)!r} names no gates: give {named}.")
+            choices = " or ".join(filter(None, [f"{self.scorer}:EXPORT", fix]))
+            raise UserError(f"Policy {str(self)!r} names no gates: give {choices}.")
         return replace(self, path=folder)
 
     def resolved(self) -> PolicySpec:
-        """Return the same with an alias spelt out and the allocator named."""
+        """Return the policy without an alias, and with the name of its allocator."""
         if self.scorer == FLAGS:
             return self.ranked.resolved()
         if self.scorer in ALIASES:
@@ -142,7 +145,7 @@ class PolicySpec:
 
 
 def _check_label(label: str, scorer: str, text: str) -> None:
-    """Refuse a label that cannot be a name in tables and in keys."""
+    """Refuse a label that cannot be a name in tables and keys."""
     expected = None
     if not re.fullmatch(r"\w[\w.-]*", label) or "=" in scorer:
         expected = "expected one label of letters, digits, _, - and . before the policy"
@@ -154,28 +157,28 @@ def _check_label(label: str, scorer: str, text: str) -> None:
         raise UserError(f"Policy {text!r}: label {label!r}: {expected}.")
 
 
-def named(texts: Sequence[str]) -> dict[str, PolicySpec]:
-    """Read policies and return them, in their order, by their names in tables: the label, or else the text.
+def specs_by_name(texts: Sequence[str]) -> dict[str, PolicySpec]:
+    """Read policies and return them, in their order, by name in tables: the label, or the text if there is no label.
 
-    In a text a path is shortened to its last two parts, or as many more as tell it from the other paths.
+    In a text a path is shortened to its last two parts, or to more parts if another path ends in these.
 
     Raises:
-        UserError: when a text is no policy, or two policies have the same name.
+        UserError: a text is not a policy, or two policies have one name.
     """
-    found: dict[str, PolicySpec] = {}
+    by_name: dict[str, PolicySpec] = {}
     specs = [PolicySpec.parse(text) for text in texts]
     paths = {PurePath(spec.path).parts for spec in specs if spec.path}
     for spec in specs:
         name = spec.label or str(spec if spec.path is None else replace(spec, path=_short(spec.path, paths)))
-        if name in found:
+        if name in by_name:
             hint = f"write LABEL={spec} for one of them" if spec.label is None else "choose another label"
-            raise UserError(f"Two policies are called {name!r} ({found[name]} and {spec}): {hint}.")
-        found[name] = spec
-    return found
+            raise UserError(f"Two policies are called {name!r} ({by_name[name]} and {spec}): {hint}.")
+        by_name[name] = spec
+    return by_name
 
 
 def _short(path: str, paths: Collection[tuple[str, ...]]) -> str:
-    """Return the last parts of a path behind a ``…``, or the whole where little is gained."""
+    """Return ``…`` and the last parts of a path, or the whole path if little is gained."""
     parts = PurePath(path).parts
     for count in range(2, len(parts) - 1):
         if sum(other[-count:] == parts[-count:] for other in paths) == 1:
@@ -189,22 +192,22 @@ def _reads_gates(scorer: str) -> bool:
 
 
 def _end_of_path(text: str, start: int) -> int:
-    """Return where a path that begins at ``start`` ends and other parts begin."""
+    """Return the end of a path that begins at ``start``; a wrapper or an allocator may follow."""
     start, end = max(start, text.rfind("/", start) + 1), len(text)
     while True:
-        place = max(text.rfind("+", start, end), text.rfind("@", start, end))
-        if place < 0:
+        sign_index = max(text.rfind("+", start, end), text.rfind("@", start, end))
+        if sign_index < 0:
             return end
-        name, names = text[place + 1 : end], parts("ag.wrappers" if text[place] == "+" else "ag.allocators")
+        name, names = text[sign_index + 1 : end], parts("ag.wrappers" if text[sign_index] == "+" else "ag.allocators")
         if name and not difflib.get_close_matches(name, names, 1, cutoff=0.75):
             return end
-        end = place
+        end = sign_index
 
 
 def check_policy(
     spec: PolicySpec, budget: int | float | None, schedule: str = "prefill", options: Mapping[str, Any] = NO_OPTIONS
 ) -> None:
-    """Refuse a budget, a schedule and options that a policy cannot take, by their names, and the lack of a budget.
+    """Refuse a missing budget, and a budget, a schedule or options (by name) that a policy does not take.
 
     Raises:
         UserError: names the policy, the value and the fix.
@@ -220,38 +223,43 @@ def check_policy(
 
 
 def _check_schedule(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
-    """Refuse an unknown schedule, and parts that cannot act where nothing is evicted, once, or where flags decide."""
-    kinds = [part.partition(":")[0] for part in schedule.split("+")]
+    """Refuse an unknown schedule, a missing budget, and settings without effect under ``full`` or ``flags``."""
+    modes = [part.partition(":")[0] for part in schedule.split("+")]
     if not re.fullmatch(r"(prefill|every|(blocks|steps):[1-9]\d*)(\+(every|(blocks|steps):[1-9]\d*))*", schedule):
         raise UserError(f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +.")
-    if len(set(kinds)) < len(kinds) or {"every", "steps"} <= {*kinds} or {"prefill", "blocks"} <= {*kinds}:
+    if len(set(modes)) < len(modes) or {"every", "steps"} <= {*modes} or {"prefill", "blocks"} <= {*modes}:
         raise UserError(f"schedule={schedule!r}: expected at most one part for the prompt and one for what follows.")
-    later = bool({"every", "steps"} & {*kinds})
-    acts = later or (schedule != "prefill" and not spec.evicts)
-    given = {"budget=": budget, "+": spec.wrapper, "@": spec.allocator, "schedule=": schedule if acts else None}
-    for sign, value in given.items():
+    acts_later = bool({"every", "steps"} & {*modes})
+    schedule_acts = acts_later or (schedule != "prefill" and not spec.evicts)
+    arguments = {
+        "budget=": budget,
+        "+": spec.wrapper,
+        "@": spec.allocator,
+        "schedule=": schedule if schedule_acts else None,
+    }
+    for sign, value in arguments.items():
         if value is not None and not spec.takes_budget:
-            why = "nothing is evicted; leave it out"
+            reason = "nothing is evicted; leave it out"
             if spec.evicts:
                 ranked = replace(spec.ranked, wrapper=None, allocator=None)
-                why = f"flags decide themselves how much stays; leave it out, or use {ranked} with a budget"
-            raise UserError(f"Policy '{spec}': {sign}{value} cannot act on {spec.scorer}: {why}.")
-    if budget is None and (not spec.bare or later):
+                reason = f"flags decide themselves how much stays; leave it out, or use {ranked} with a budget"
+            raise UserError(f"Policy '{spec}': {sign}{value} cannot act on {spec.scorer}: {reason}.")
+    if budget is None and (not spec.bare or acts_later):
         raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
 
 
 def _check_known(spec: PolicySpec, budget: int | float | None, options: Mapping[str, Any]) -> None:
-    """Refuse options that no part has."""
-    named = spec.resolved()
-    used = [parts("ag.scorers")[named.scorer]] if spec.evicts else []
-    used += [parts("ag.wrappers")[named.wrapper]] if named.wrapper else []
-    known = {name for part in used for name in option_names(part)} - {"inner"} | {*ENGINE}
-    known |= {*BOUNDARY} if spec.reads_gates else set()
+    """Refuse options that no part of the policy has."""
+    resolved = spec.resolved()
+    used = [parts("ag.scorers")[resolved.scorer]] if spec.evicts else []
+    used += [parts("ag.wrappers")[resolved.wrapper]] if resolved.wrapper else []
+    names = {name for part in used for name in option_names(part)} - {"inner"} | {*ENGINE}
+    names |= {*BOUNDARY} if spec.reads_gates else set()
     if not spec.reads_gates or budget is not None:
-        kind = parts("ag.allocators")[str(named.allocator)]
-        known |= {*option_names(kind), *kind.shorthands}
+        allocator = parts("ag.allocators")[str(resolved.allocator)]
+        names |= {*option_names(allocator), *allocator.shorthands}
     for name, value in options.items():
-        if name == EVICTED_SHARE and name not in known and isinstance(value, float) and 0 < value < 1:
+        if name == EVICTED_SHARE and name not in names and isinstance(value, float) and 0 < value < 1:
             kept = f"expected the share that stays, as budget={1 - value:.6g}" if spec.takes_budget else "leave it out"
             raise UserError(f"Policy '{spec}': {name}={value}: {kept}.")
-        check_known(name, sorted(known), "option", str(spec))
+        check_known(name, sorted(names), "option", str(spec))

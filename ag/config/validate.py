@@ -1,6 +1,6 @@
-"""Combinations of a run's keys that make no sense, each with its reason and its fix.
+"""Invalid combinations of a run's keys, each with its reason and its fix.
 
-:mod:`ag.config.keys` checks single values, :class:`ag.config.gate.GateConfig` combinations of ``gate.*``.
+:mod:`ag.config.keys` checks single values, and :class:`ag.config.gate.GateConfig` combinations of ``gate.*``.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ag.config.clashes import clash, rows
+from ag.config.clashes import first_clash, parse_table
 
-CLASHES = rows("""
+CLASHES = parse_table("""
 loss.objective=kl|regress; train=lora -> there are no gates to train; use loss.objective=lm
 warmup.regress_steps>0; train=lora -> there are no gates to warm up; set it to 0
 loss.objective=regress; train!=gates -> no gradient reaches the adapters; use train=gates
-warmup.regress_steps>0; loss.objective=regress -> every step is one; set it to 0
+warmup.regress_steps>0; loss.objective=regress -> every step is a regression step already; set it to 0
 trainer.max_steps=0 -> nothing is trained; give at least 1, or -1 for no limit
 warmup.regress_steps>trainer.max_steps if trainer.max_steps>0 -> the main objective never starts; raise
     trainer.max_steps
@@ -25,20 +25,20 @@ loss.share_high>0; train=lora -> there are no gates to keep a share; set loss.sh
 loss.share_high>0; loss.objective=regress -> nothing is evicted; set loss.share_high=0
 loss.share_high>0; loss.anneal_steps>0 -> drawn shares take the place of loss.beta, so nothing falls to it; set one of
     the two to 0
-loss.replay=true; loss.objective!=kl -> it is the divergence from the response behind the whole prompt; use
+loss.replay=true; loss.objective!=kl -> it is the divergence from the response after the whole prompt; use
     loss.objective=kl
 loss.replay=true; loss.share_high<=0 -> a share is drawn for each response; set loss.share_high too
 loss.replay=true; train!=gates -> a prompt is read once, so that the model must not change; use train=gates
 loss.replay=true; gate.estimator!=ste -> flags are ranked, without noise; use gate.estimator=ste
-loss.replay=true; data.packing=packed|repeated -> such a row has no response behind a prompt; use data.packing=responses
+loss.replay=true; data.packing=packed|repeated -> these rows have no response after a prompt; use data.packing=responses
     or split
 loss.replay=true; trainer.strategy=fsdp2 -> prompts are read by a whole model; use trainer.strategy=ddp
 loss.contexts!=null; loss.replay=false -> no prompt is kept; leave it out, or set loss.replay=true
 data.responses=[]; data.packing=responses -> a context has no row; name again, next or question
-warmup.rounds>0; loss.replay=false -> costs are those of responses behind a prompt; set loss.replay=true
-warmup.rounds>0; gate.kind!=mlp|affine -> such gates have no bias for each head in their last layer; use
+warmup.rounds>0; loss.replay=false -> costs are measured on responses after a prompt; set loss.replay=true
+warmup.rounds>0; gate.kind!=mlp|affine -> the last layer of these gates has no bias for each head; use
     gate.kind=mlp, or warmup.rounds=0
-warmup.target!=reread; loss.replay=true if warmup.regress_steps>0 -> a context is read once, for all responses to it;
+warmup.target!=reread; loss.replay=true if warmup.regress_steps>0 -> a context is read once for all its responses;
     use warmup.target=reread, which repeats it
 warmup.target=kvzip; data.packing=packed -> it is the attention of a response, and packed rows have none;
     use data.packing=repeated, or warmup.target=attention
@@ -68,12 +68,12 @@ data.cross_documents=false; warmup.regress_steps>0 -> regression does not know w
     data.cross_documents=true, or train without it
 gate.scope!=causal; data.packing=packed|repeated if train!=lora -> a gate that sees later tokens leaks them into the
     loss; use gate.scope=causal
-gate.prefill!=sparse; data.packing=packed if train!=lora -> there is no response to see what was evicted; use
+gate.prefill!=sparse; data.packing=packed if train!=lora -> no response reads the prompt after eviction; use
     gate.prefill=sparse or data.packing=split
 data.prompt_min>data.prompt_max if data.kind=facts|text; data.packing=split -> no length lies between; swap them
-data.prompt_max>data.max_length if data.kind=facts -> such a row is too long; raise data.max_length, or lower
+data.prompt_max>data.max_length if data.kind=facts -> rows would be too long; raise data.max_length, or lower
     data.prompt_max
-data.prompt_max+data.continuation>data.max_length if data.kind=text; data.packing=split -> such a row is too long;
+data.prompt_max+data.continuation>data.max_length if data.kind=text; data.packing=split -> rows would be too long;
     raise data.max_length, or lower data.prompt_max
 data.solution_min>data.solution_max if data.kind=worked -> no length lies between; swap them
 data.solution_max>=data.max_length if data.kind=worked -> there is no room for a prompt; raise data.max_length, or
@@ -95,7 +95,7 @@ model.attn_implementation=flash_attention_2; model.dtype=float32 -> it computes 
 
 
 def validate(config: Any) -> None:
-    """Refuse combinations of keys that make no sense.
+    """Refuse invalid combinations of keys.
 
     Args:
         config: :class:`ag.config.schema.Config`.
@@ -105,7 +105,7 @@ def validate(config: Any) -> None:
     """
     if re.fullmatch(r"\w[\w.-]*", config.recipe) is None:
         raise ValueError(
-            f"recipe={config.recipe!r}: the name is also that of a folder; use letters, digits, '.', '_' and '-'"
+            f"recipe={config.recipe!r}: the run folder has this name too; use letters, digits, '.', '_' and '-'"
         )
-    if (said := clash(config, CLASHES)) is not None:
-        raise ValueError(said)
+    if (message := first_clash(config, CLASHES)) is not None:
+        raise ValueError(message)

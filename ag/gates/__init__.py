@@ -1,1 +1,1 @@
-"""The gates: what they compute, how they act on a forward pass, and how they are exported."""
+"""The gates: their logits, their effect on a forward pass, and their export."""

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from ag.errors import UserError
 from ag.gates.folder import parse, read
-from ag.gates.manifest import ADAPTER_FILES, ExportError, minor
+from ag.gates.manifest import ADAPTER_FILES, ExportError, minor_version
 
 if TYPE_CHECKING:
     from peft.peft_model import TunerLayerStatus
 
 MERGED = "merged_adapter"  # in the config.json of a merged model
-WRITTEN = "default"  # PEFT's name of the adapter that an export holds
-#: Values of PEFT's ``init_lora_weights`` under which the weights of the base model stay as they are.
+WRITTEN = "default"  # PEFT's name of the adapter in an export
+#: Values of PEFT's ``init_lora_weights`` that leave the weights of the base model unchanged.
 BASE_STAYS = frozenset({"none", "true", "false", "gaussian", "eva", "orthogonal", "mica"})
-#: Values under which they change by themselves alone; PEFT changes them again when it loads the adapter.
+#: Values that change the base by its own weights alone; PEFT repeats the change when it loads the adapter.
 BASE_IS_REPEATED = frozenset({"pissa", "olora", "loftq"})
 
 
@@ -36,28 +36,28 @@ class Adapter:
     """The adapter of an export."""
 
     source: str  # folder of the export, for messages
-    sha256: str  # of its weights
+    sha256: str  # hash of its weights
     name: str  # PEFT's name of a tensor that is not zero
-    tensor: Tensor  # its values, which tell the adapter from others
+    tensor: Tensor  # values of this tensor; they identify the adapter
 
-    def times_in(self, model: nn.Module) -> int:
-        """Return how often a model has the adapter: merged, by its configuration, and in PEFT's active layers."""
+    def count_in(self, model: nn.Module) -> int:
+        """Count the adapter in a model: merged into it, by the configuration, and in PEFT's active layers."""
         config: Any = getattr(model, "config", None)
-        found = [state[self.name] for state in _active(model) if self.name in state]
-        same = [torch.equal(tensor.detach().cpu(), self.tensor.to(tensor.dtype)) for tensor in found]
+        tensors = [state[self.name] for state in _active(model) if self.name in state]
+        same = [torch.equal(tensor.detach().cpu(), self.tensor.to(tensor.dtype)) for tensor in tensors]
         return int(getattr(config, MERGED, None) == self.sha256) + sum(same)
 
     def check(self, model: nn.Module, times: int) -> None:
-        """Raise ``UserError`` unless a model has the adapter this number of times: 1 to run the gates, 0 to load it."""
-        found = self.times_in(model)
-        if found < times:
+        """Raise ``UserError`` unless a model has the adapter ``times`` times: 1 to run the gates, 0 to load it."""
+        count = self.count_in(model)
+        if count < times:
             raise UserError(
                 f"The gates of {self.source} were trained together with a LoRA adapter, which this model lacks: load "
                 f"it by ag.gates.export.load_adapter(model, {self.source!r}), or the model that it is merged into "
                 f"(commands: gates= or adapter={self.source}). If you merged it, set "
                 f"model.config.{MERGED} = {self.sha256!r}."
             )
-        if found > times:
+        if count > times:
             raise UserError(
                 f"This model has the LoRA adapter of {self.source} already: use the gates without it (commands: "
                 "adapter=false, for ag.compare no adapter=; Python: no load_adapter), or the base model."
@@ -89,23 +89,23 @@ def _acts(layer: TunerLayerStatus, name: str) -> bool:
 
 
 def check_written(target: Path, model: Any, written: str | None = WRITTEN) -> None:
-    """Refuse a model that its export would not give again, because adapters shape it that are not written.
+    """Refuse a model with adapters that its export would not contain.
 
     Args:
         target: folder of the export, for messages.
         model: the model, wrapped by PEFT or not.
-        written: PEFT's name of the adapter that the export will hold; None means that it will hold none.
+        written: PEFT's name of the adapter in the export. None: the export has no adapter.
 
     Raises:
-        ExportError: naming an adapter that acts and is not written, or is written and does not act, or has changed the
-            base for good.
+        ExportError: an adapter acts and is not written, is written and does not act, or has changed the base model
+            for good. The message names it.
     """
     states = {(name, _acts(layer, name)) for layer in _layers(model) for name in layer.available_adapters}
     unwritten = sorted(name for name, acts in states if acts and name != written)
     if unwritten:
         raise ExportError(
             f"{target.name}: the model runs with the adapters {unwritten}, which the export would not hold: expected "
-            f"one adapter at most, of a peft.PeftModel and named {WRITTEN!r}; deactivate the others "
+            f"one adapter at most, of a peft.PeftModel and named {WRITTEN!r}; deactivate all others "
             f"(model.set_adapter({WRITTEN!r})), or merge them into the base first (merge_and_unload, save_pretrained)."
         )
     if (written, False) in states:
@@ -130,16 +130,16 @@ def base_change(settings: Mapping[str, Any]) -> str:
     return "" if start.lower() in BASE_STAYS else f"init_lora_weights={start}"
 
 
-def check_repeatable(where: object, settings: Mapping[str, Any]) -> None:
-    """Refuse an adapter that changes its base in a way that PEFT does not repeat when it loads the adapter.
+def check_repeatable(adapter_label: object, settings: Mapping[str, Any]) -> None:
+    """Refuse an adapter whose change of the base model PEFT does not repeat when it loads the adapter.
 
     Raises:
-        ExportError: naming the setting of the adapter.
+        ExportError: names the setting of the adapter.
     """
     change = base_change(settings)
     if change and change.partition("=")[2] not in {"", *BASE_IS_REPEATED}:
         raise ExportError(
-            f"{where} with {change} changes the base model in a way that loading it does not repeat: expected "
+            f"{adapter_label} with {change} changes the base model in a way that loading it does not repeat: expected "
             "init_lora_weights=True, or a start that follows from the weights alone, such as pissa; train it again so."
         )
 
@@ -148,10 +148,10 @@ def check_files(folder: Path) -> set[str]:
     """Check the files of an adapter; returns PEFT's names of its tensors.
 
     Args:
-        folder: folder that holds ``adapter/``.
+        folder: folder with ``adapter/``.
 
     Raises:
-        ExportError: naming the file and the value that is wrong.
+        ExportError: names the file and the wrong value.
     """
     settings, weights = (folder / name for name in ADAPTER_FILES)
     raw = read(folder, ADAPTER_FILES[0])
@@ -183,7 +183,7 @@ def _check_lora(settings: Path, content: dict[str, Any]) -> None:
 
 
 class _Lora(BaseModel):
-    """The settings of a LoRA adapter that are numbers; PEFT calculates with whatever is in the file."""
+    """The numeric settings of a LoRA adapter. PEFT does not check them."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -196,7 +196,7 @@ class _Lora(BaseModel):
 
 
 def adapter_of(folder: Path, info: Mapping[str, Any]) -> Adapter | None:
-    """Read the adapter of an export; None if there is none, if it changes nothing, or under schema 1.0.
+    """Read the adapter of an export. None: it has none, the adapter changes nothing, or the schema is 1.0.
 
     Raises:
         ExportError: when its weights are missing or damaged.
@@ -205,8 +205,8 @@ def adapter_of(folder: Path, info: Mapping[str, Any]) -> Adapter | None:
     if name not in info["sha256"]:
         return None
     tensors = parse(folder / name, read(folder, name, info["sha256"][name]))
-    known = {key: tensor for key, tensor in tensors.items() if "lora_B" in key and bool(tensor.any())}
-    if not known or minor(info["schema_version"]) < 1:
+    nonzero = {key: tensor for key, tensor in tensors.items() if "lora_B" in key and bool(tensor.any())}
+    if not nonzero or minor_version(info["schema_version"]) < 1:
         return None
-    key = min(known)
-    return Adapter(str(folder), info["sha256"][name], key, known[key])
+    key = min(nonzero)
+    return Adapter(str(folder), info["sha256"][name], key, nonzero[key])

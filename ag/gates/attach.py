@@ -17,11 +17,11 @@ from ag.model.support import check_attention
 def attach(model: nn.Module, gates: AttentionGates) -> None:
     """Attach gates to a model, for training and for ``EvictionCache(model, "gates")``.
 
-    Without a cache of this library and outside training the model computes what it did before, at the same cost.
+    Outside training and without a cache of this library, outputs and cost of the model do not change.
 
     Args:
         model: a Hugging Face causal language model, plain or PEFT-wrapped.
-        gates: made for a model of the same geometry; each layer's gate moves to that layer's device.
+        gates: gates for a model of this geometry; each layer's gate moves to that layer's device.
 
     Raises:
         UnsupportedModelError: (a TypeError) when the model class cannot take a custom attention function.
@@ -38,17 +38,18 @@ def attach(model: nn.Module, gates: AttentionGates) -> None:
 
 
 def attached_gates(model: nn.Module) -> AttentionGates | None:
-    """Return the gates that :func:`attach` attached, or None."""
+    """Return the attached gates. None: the model has no gates."""
     attachment: Attachment | None = getattr(decoder_of(model), "_ag_attachment", None)
     return None if attachment is None else cast("AttentionGates | None", attachment.gates)
 
 
 def check_geometry(model: nn.Module, gates: AttentionGates) -> None:
-    """Raise ``ValueError`` when gates were made for a model of another shape."""
-    ours, theirs = gates.fingerprint, fingerprint(decoder_of(model).config)
-    wrong = [f"{name} {ours[name]} (the model has {theirs[name]})" for name in ours if ours[name] != theirs[name]]
-    if wrong:
-        raise UserError(f"The gates were made for another model: {', '.join(wrong)}.")
+    """Raise ``UserError`` if gates were made for a model of another geometry."""
+    gate_geometry, model_geometry = gates.fingerprint, fingerprint(decoder_of(model).config)
+    differing = [name for name in gate_geometry if gate_geometry[name] != model_geometry[name]]
+    if differing:
+        sizes = (f"{name} {gate_geometry[name]} (the model has {model_geometry[name]})" for name in differing)
+        raise UserError(f"The gates were made for another model: {', '.join(sizes)}.")
 
 
 def move_to_layers(model: nn.Module, gates: AttentionGates) -> None:
@@ -60,15 +61,15 @@ def move_to_layers(model: nn.Module, gates: AttentionGates) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Undo all changes of this library to a model, :func:`attach` among them."""
+    """Undo all changes of this library to a model, including :func:`attach`."""
     restore(model)
 
 
-def alike(one: AttentionGates | None, other: AttentionGates | None) -> bool:
+def alike(first: AttentionGates | None, second: AttentionGates | None) -> bool:
     """Whether two gates are one object, or have equal configurations and weights."""
-    if one is other:
+    if first is second:
         return True
-    if one is None or other is None or one.config != other.config:
+    if first is None or second is None or first.config != second.config:
         return False
-    mine, theirs = one.state_dict(), other.state_dict()
-    return mine.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in mine.items())
+    left, right = first.state_dict(), second.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(x, right[name]) for name, x in left.items())

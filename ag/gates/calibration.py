@@ -1,4 +1,4 @@
-"""The boundary of the logits that keeps a share of the tokens, by the table that a validation measured."""
+"""The boundary of the logits that keeps a share of the tokens, from a table measured in validation."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 
 from ag.errors import UserError
 
-SHARES = tuple(place / 20 for place in range(1, 20))  # 0.05 to 0.95
+SHARES = tuple(step / 20 for step in range(1, 20))  # 0.05 to 0.95
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Shares of the tokens over all layers and KV heads, and for each the logit above which that share lies.
+    """A table of shares of the tokens, over all layers and KV heads, and the boundary of the logits for each share.
 
     Attributes:
         shares: rising, between 0 and 1, at least two.
-        boundaries: a logit for each, falling.
+        boundaries: for each share, the logit above which this share of the tokens lies; falling.
 
     Raises:
         ValueError: for other numbers.
@@ -34,18 +34,18 @@ class Calibration:
         if not rising or len(self.shares) != len(self.boundaries):
             raise ValueError(
                 f"calibration.shares={list(self.shares)!r:.80}: expected rising numbers between 0 and 1, at least two, "
-                f"and as many boundaries (found {len(self.boundaries)})."
+                f"and a boundary for each (there are {len(self.boundaries)} boundaries)."
             )
         falling = all(a >= b for a, b in pairwise(self.boundaries))
         if not falling or not all(map(math.isfinite, self.boundaries)):
             raise ValueError(f"calibration.boundaries={list(self.boundaries)!r:.80}: expected falling finite numbers.")
 
     def record(self) -> Mapping[str, list[float]]:
-        """Return the numbers as JSON has them."""
+        """Return the table in the form of JSON."""
         return {"shares": list(self.shares), "boundaries": list(self.boundaries)}
 
     def boundary(self, share: float) -> float:
-        """Return the logit above which a share of the tokens lies, linear between the rows of the table.
+        """Return the logit above which a share of the tokens lies; the table is interpolated linearly.
 
         Raises:
             UserError: for a share outside of the table.

@@ -19,7 +19,7 @@ tags: [kv-cache, attention-gate, token-eviction]
 # Attention-Gates for {base}
 
 Attention-Gates are small trained networks. For each layer and KV head they decide which entries of the KV cache are
-kept; the others are evicted, and their memory is freed.{adapter}
+kept. All other entries are evicted, and their memory is freed.{adapter}
 
 ## Use
 
@@ -60,7 +60,7 @@ measured on the validation data: a token is kept if its logit is above the bound
 
 
 def model_card(info: Mapping[str, Any], figure: str | None) -> str:
-    """Return the model card of the content of ``gate_config.json``, with a picture of the folder where it has one."""
+    """Return the model card for the content of ``gate_config.json``. A ``figure`` of None means no picture."""
     base, table = info["base_model"], info[CALIBRATION] or {"shares": [], "boundaries": []}
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base["name"]) is not None and not Path(base["name"]).exists()
     adapter = ADAPTER_FILES[0] in info["sha256"]

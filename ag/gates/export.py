@@ -1,9 +1,9 @@
-"""Exported gates: a folder that is written whole or not at all, and checked when it loads.
+"""Exported gates: a folder that is written completely or not at all, and checked when it loads.
 
-- ``gates.safetensors``: the weights, float32, or eight bits: each matrix as int8 with a float32 scale for each row;
+- ``gates.safetensors``: the weights in float32, or in int8 with a float32 scale for each row of a matrix;
 - ``gate_config.json``: schema, versions, base model, gate configuration, measurements, hashes (ag.gates.manifest);
-- ``adapter/``: the LoRA adapter in PEFT's own format, where one was trained;
-- ``README.md``: a model card (ag.gates.card), with ``figure.png`` where one was drawn.
+- ``adapter/``: the LoRA adapter in PEFT's own format, if one was trained;
+- ``README.md``: a model card (ag.gates.card), with ``figure.png`` if there is a figure.
 """
 
 from __future__ import annotations
@@ -28,10 +28,20 @@ from ag.errors import first_line
 from ag.gates.adapters import MERGED, WRITTEN, adapter_of, check_files, check_written
 from ag.gates.calibration import Calibration
 from ag.gates.card import model_card
-from ag.gates.folder import MEGABYTE, REFUSALS, check_base, check_finite, check_replaceable, parse, read, staged, write
+from ag.gates.folder import (
+    HUB_ERRORS,
+    MEGABYTE,
+    check_base,
+    check_finite,
+    check_replaceable,
+    parse,
+    read,
+    staged,
+    write,
+)
 from ag.gates.folder import local as local
 from ag.gates.folder import read_info as read_info
-from ag.gates.foreign import recognise
+from ag.gates.foreign import detect_foreign
 from ag.gates.manifest import (
     ADAPTER,
     ADAPTER_FILES,
@@ -44,7 +54,7 @@ from ag.gates.manifest import (
     WEIGHTS,
     check_keys,
     checksum,
-    minor,
+    minor_version,
     validate,
 )
 from ag.gates.manifest import ExportError as ExportError
@@ -57,8 +67,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 FILES = frozenset({WEIGHTS, CONFIG, CARD, FIGURE, ADAPTER})
-SCALE, LARGEST = ".scale", 127  # of a matrix in eight bits: the suffix of its scales, its largest step
-#: What PEFT raises for an adapter that does not fit, or whose configuration it cannot follow.
+SCALE, LARGEST = ".scale", 127  # of an int8 matrix: suffix of the name of its scales, largest step
+#: PEFT's errors for an adapter that does not fit, or whose configuration it does not support.
 UNFIT = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError)
 Gates = Any  # ag.gates.gate.AttentionGates, whose module imports this one
 
@@ -74,25 +84,25 @@ def save(
     figure: StrPath | None = None,
     weights: Literal["float32", "int8"] = "float32",
 ) -> None:
-    """Write an export, or replace one; the folder takes its name only when all of it is on disk.
+    """Write an export, or replace one. The folder gets its name only when all files are on disk.
 
-    One process at a time may write to a path. A process that is killed leaves the earlier export under its name; or,
-    between two renames, under a hidden name from which the next export restores it.
+    One process at a time may write to a path. If the process is killed, the earlier export stays under its name. If it
+    is killed between two renames, the earlier export has a hidden name, and the next export restores it.
 
     Args:
         path: folder to write.
-        gates: the gates, of any floating type and on any device.
+        gates: the gates, of any floating-point type and on any device.
         base_model: hub id or folder of the base model.
         base_revision: git revision of a hub model.
         adapter: the model with a LoRA adapter named ``default`` that was trained with the gates.
-        metrics: numbers for the model card; ``kept`` is the measured share of prompt entries that stay.
+        metrics: numbers for the model card; ``kept`` is the measured share of prompt entries that are kept.
         figure: a PNG for the model card.
-        weights: data type of the matrices in the file; int8 takes a quarter of the space.
+        weights: data type of the matrices in the file; int8 needs a quarter of the space.
 
     Raises:
-        ExportError: when something else is in the way, a weight is not finite, or the disk refuses; an earlier export
-            stays unchanged.
-        OSError: when the figure cannot be read.
+        ExportError: the folder has other files, a weight is not finite, or the disk refuses. An earlier export stays
+            unchanged.
+        OSError: the figure cannot be read.
     """
     target = Path(path).resolve()
     check_replaceable(target, FILES, CONFIG)
@@ -100,7 +110,7 @@ def save(
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in gates.state_dict().items()}
     check_finite(target / WEIGHTS, tensors)
     with staged(target) as folder:
-        packed = pack(tensors) if weights == "int8" else tensors
+        packed = quantise_weights(tensors) if weights == "int8" else tensors
         sha256 = {WEIGHTS: write(folder / WEIGHTS, safetensors.torch.save(packed))}
         if adapter is not None:
             sha256 |= write_adapter(adapter, folder, base_model)
@@ -143,7 +153,7 @@ def _info(
 def check(gates: Gates | None, adapter: PeftModel | None, *, path: StrPath | None = None, merge: bool = False) -> None:
     """Raise the errors of :func:`save`, :func:`save_adapter` or :func:`save_merged` before a training run.
 
-    Without gates an adapter is written alone; ``path`` is a folder that is written or replaced, None a new one.
+    Without gates the adapter is written alone. A ``path`` of None means that the folder does not exist yet.
     """
     target = Path("export" if path is None else path).resolve()
     if path is not None:
@@ -165,14 +175,14 @@ def load(
 
     Args:
         path: folder of an export, or of gates of another project (:mod:`ag.gates.foreign`).
-        make: makes gates of the geometry of a model and a configuration.
-        model_config: configuration of the base model; None skips the comparison with it.
+        make: makes gates for the geometry of a model and a configuration.
+        model_config: configuration of the base model. None: the base model is not checked.
 
     Raises:
-        ExportError: for anything but a whole and unchanged export, or one for another base model.
+        ExportError: the export is incomplete, changed, or for another base model.
     """
     folder = local(path)
-    info, other = read_info(folder), recognise(folder)
+    info, foreign = read_info(folder), detect_foreign(folder)
     if model_config is not None:
         check_base(folder, info, model_config)
     with torch.device("meta"):
@@ -181,37 +191,37 @@ def load(
         except ValueError as error:
             raise ExportError(f"{folder / CONFIG}: {error}") from error
     expected = {name: tensor.float() for name, tensor in gates.state_dict().items()}
-    tensors = _weights(folder, info, expected) if other is None else other.tensors(expected)
+    tensors = _weights(folder, info, expected) if foreign is None else foreign.tensors(expected)
     gates.load_state_dict(tensors, assign=True)
-    if other is not None and model_config is not None:
-        gates.fingerprint = fingerprint(model_config)  # the checkpoint has a part of it
+    if foreign is not None and model_config is not None:
+        gates.fingerprint = fingerprint(model_config)  # the checkpoint has only a part of the geometry
     gates.adapter = adapter_of(folder, info)
     gates.calibration = None if info.get(CALIBRATION) is None else Calibration(**info[CALIBRATION])
     return gates.eval()
 
 
 def _weights(folder: Path, info: Mapping[str, Any], expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Read ``gates.safetensors``, checked against its hash and the tensors of gates of this configuration."""
+    """Read ``gates.safetensors``, and check its hash, and its tensors against ``expected``."""
     file = folder / WEIGHTS
     biases = [name for name in expected if name.endswith(".bias")]
-    before = info["gate"]["kind"] == "mlp" and minor(info["schema_version"]) < 3  # had no biases
-    unwritten = {name: torch.zeros(expected.pop(name).shape) for name in biases} if before else {}
-    stored = pack(expected) if info[PRECISION] == "int8" else expected
-    most = sum(tensor.nbytes for tensor in stored.values()) + MEGABYTE
-    tensors = parse(file, read(folder, WEIGHTS, info["sha256"][WEIGHTS], most))
+    without_biases = info["gate"]["kind"] == "mlp" and minor_version(info["schema_version"]) < 3  # had no biases
+    unwritten = {name: torch.zeros(expected.pop(name).shape) for name in biases} if without_biases else {}
+    stored = quantise_weights(expected) if info[PRECISION] == "int8" else expected
+    max_bytes = sum(tensor.nbytes for tensor in stored.values()) + MEGABYTE
+    tensors = parse(file, read(folder, WEIGHTS, info["sha256"][WEIGHTS], max_bytes))
     check_keys(file, tensors, stored)
     for name, tensor in tensors.items():
-        found, wanted = ((x.dtype, tuple(x.shape)) for x in (tensor, stored[name]))
-        if found != wanted:
-            raise ExportError(f"{file}: {name} is {found}: expected {wanted} from {CONFIG}; export the gates again.")
-    return unpack(tensors) | unwritten
+        actual, required = ((x.dtype, tuple(x.shape)) for x in (tensor, stored[name]))
+        if actual != required:
+            raise ExportError(f"{file}: {name} is {actual}: expected {required} from {CONFIG}; export the gates again.")
+    return dequantise_weights(tensors) | unwritten
 
 
-def pack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Round each finite float32 matrix to 127 steps of its row's largest absolute value; other tensors stay.
+def quantise_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Round each finite float32 matrix to 127 steps of its row's largest absolute value; keep other tensors.
 
     Raises:
-        ExportError: when another tensor has the name of a matrix's scales.
+        ExportError: another tensor has the name of a matrix's scales.
     """
     packed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -229,9 +239,9 @@ def pack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return packed
 
 
-def unpack(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the float32 tensors that :func:`pack` rounded."""
-    # told by the type: a gate may have a tensor of its own that is called scale
+def dequantise_weights(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the float32 tensors that :func:`quantise_weights` rounded."""
+    # by the type, not the name: a gate may have its own tensor called scale
     scales = {name + SCALE for name, tensor in packed.items() if tensor.dtype == torch.int8}
     return {
         name: packed[name + SCALE][:, None] * tensor if name + SCALE in scales else tensor
@@ -241,14 +251,14 @@ def unpack(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def push(path: StrPath, repository: str) -> str:
-    """Upload a finished export to the Hugging Face hub, with the user's own login; returns its address.
+    """Upload an export to the Hugging Face hub, with the user's own login; returns its address.
 
     Args:
         path: folder of an export.
-        repository: hub id, such as ``name/gates``; a new one is private.
+        repository: hub id, for example ``name/gates``; a new repository is private.
 
     Raises:
-        ExportError: the folder is no whole export, or the hub refuses.
+        ExportError: the export is incomplete, or the hub refuses.
     """
     folder = local(path)
     read(folder, WEIGHTS, read_info(path)["sha256"][WEIGHTS])
@@ -257,7 +267,7 @@ def push(path: StrPath, repository: str) -> str:
         hub = HfApi()
         hub.create_repo(repository, private=True, exist_ok=True)
         return str(hub.upload_folder(repo_id=repository, folder_path=str(folder), allow_patterns=files))
-    except REFUSALS as error:
+    except HUB_ERRORS as error:
         raise ExportError(
             f"export.push_to_hub={repository}: the hub refuses ({first_line(error)}): expected a repository that you "
             f"may write to; log in with `hf auth login`, then upload {folder}."
@@ -265,7 +275,7 @@ def push(path: StrPath, repository: str) -> str:
 
 
 def is_adapter(path: StrPath) -> bool:
-    """Whether a folder holds a LoRA adapter and no gates, as :func:`save_adapter` writes it."""
+    """Whether a folder has a LoRA adapter and no gates, as :func:`save_adapter` writes it."""
     folder = local(path)
     return folder.is_dir() and [entry.name for entry in folder.iterdir()] == [ADAPTER]
 
@@ -274,7 +284,7 @@ def adapter_checksum(path: StrPath) -> str:
     """Return a hash of the weights of an export, or of the folder of :func:`save_adapter`.
 
     Raises:
-        ExportError: when something is missing or damaged.
+        ExportError: a file is missing or damaged.
     """
     if not is_adapter(path):
         return str(read_info(path)["checksum"])
@@ -282,10 +292,10 @@ def adapter_checksum(path: StrPath) -> str:
 
 
 def adapter_path(path: StrPath) -> Path | None:
-    """Return the folder of an export's LoRA adapter, whose hashes are checked; None when it has none.
+    """Check the hashes of an export's LoRA adapter, and return its folder. None: the export has no adapter.
 
     Raises:
-        ExportError: when the export or its adapter is damaged.
+        ExportError: the export or its adapter is damaged.
     """
     if is_adapter(path):
         return local(path) / ADAPTER
@@ -302,11 +312,11 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
     Args:
         model: the base model, which is changed in place.
         path: folder of an export, or of :func:`save_adapter`.
-        merge: return the plain model with the adapter merged into its weights, and its hash in the configuration.
+        merge: merge the adapter into the weights, and write its hash into the configuration; returns the plain model.
 
     Raises:
-        ExportError: when the export has no adapter, is damaged, or belongs to another base model.
-        UserError: when the model has the adapter already.
+        ExportError: the export has no adapter, is damaged, or belongs to another base model.
+        UserError: the model has the adapter already.
     """
     import peft  # loads bitsandbytes, which only some models need
 
@@ -322,24 +332,26 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
     try:
         with quiet():
             wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
-    except UNFIT as error:  # other shapes, none of the layers, settings that PEFT refuses
+    except UNFIT as error:  # other shapes, missing layers, settings that PEFT refuses
         raise ExportError(
             f"{folder}: PEFT cannot load it into this model ({first_line(error)}): expected the base model of the "
             "adapter and the files as exported; load that model, or copy the files again."
         ) from error
-    wanted = set(peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False))
-    odd = {"missing": sorted(wanted - names), "unknown": sorted(names - wanted)}
-    if names != wanted:
-        found = " and ".join(f"{len(some)} tensors are {how} ({some[0]}, ...)" for how, some in odd.items() if some)
+    expected_names = set(peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False))
+    mismatched = {"missing": sorted(expected_names - names), "unknown": sorted(names - expected_names)}
+    if names != expected_names:
+        differences = " and ".join(
+            f"{len(x)} tensors are {state} ({x[0]}, ...)" for state, x in mismatched.items() if x
+        )
         raise ExportError(
-            f"{local(path) / ADAPTER_FILES[1]}: {found}: expected the tensors that {ADAPTER_FILES[0]} asks for in this "
-            "model; copy the adapter again, or load its base model."
+            f"{local(path) / ADAPTER_FILES[1]}: {differences}: expected the tensors that {ADAPTER_FILES[0]} asks for "
+            "in this model; copy the adapter again, or load its base model."
         )
     return _merged(wrapped, path) if merge else wrapped
 
 
 def _merged(model: PeftModel, path: StrPath) -> PreTrainedModel:
-    """Merge the adapter into the weights, and write its hash to the configuration."""
+    """Merge the adapter into the weights, and write its hash into the configuration."""
     digest = hashlib.sha256(read(local(path), ADAPTER_FILES[1])).hexdigest()
     merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
     setattr(merged.config, MERGED, digest)
@@ -347,15 +359,15 @@ def _merged(model: PeftModel, path: StrPath) -> PreTrainedModel:
 
 
 def save_adapter(path: StrPath, adapter: PeftModel, *, base_model: str = "") -> None:
-    """Write a LoRA adapter without gates to ``path/adapter``, whole or not at all.
+    """Write a LoRA adapter without gates to ``path/adapter``, completely or not at all.
 
     Args:
-        path: folder to write, or to replace when it holds an adapter alone.
+        path: folder to write, or to replace if it has only an adapter.
         adapter: the model with a LoRA adapter named ``default``.
         base_model: hub id or folder of the base model, for PEFT.
 
     Raises:
-        ExportError: when something else is in the way, a weight is not finite, or the disk refuses.
+        ExportError: the folder has other files, a weight is not finite, or the disk refuses.
     """
     target = Path(path).resolve()
     check_replaceable(target, {ADAPTER}, ADAPTER)
@@ -377,35 +389,36 @@ def write_adapter(adapter: PeftModel, folder: Path, base_model: str) -> dict[str
 
 
 def check_adapter(target: Path, adapter: PeftModel) -> None:
-    """Refuse a model that the export would not give again: trained parameters, or adapters, that PEFT leaves out."""
+    """Refuse a model with trained parameters or adapters that PEFT does not write."""
     from peft import get_peft_model_state_dict  # loads bitsandbytes, which only some models need
 
     if WRITTEN not in adapter.peft_config:
         raise ExportError(f"{target.name}: adapters {list(adapter.peft_config)}: expected one named {WRITTEN!r}.")
     check_written(target, adapter)
     written = {x.data_ptr() for x in get_peft_model_state_dict(adapter, save_embedding_layers=False).values()}
-    lost = [name for name, x in adapter.named_parameters() if x.requires_grad and x.data_ptr() not in written]
-    if lost:
+    unwritten = [name for name, x in adapter.named_parameters() if x.requires_grad and x.data_ptr() not in written]
+    if unwritten:
         raise ExportError(
-            f"{target.name}: {lost[0]} is trained, and PEFT does not write it with the adapter ({len(lost)} such "
-            "parameters): expected LoRA on linear layers; name these, as lora.targets=[q_proj,k_proj,v_proj,o_proj]."
+            f"{target.name}: {unwritten[0]} is trained, and PEFT does not write it with the adapter "
+            f"({len(unwritten)} such parameters): expected LoRA on linear layers; name these, as "
+            "lora.targets=[q_proj,k_proj,v_proj,o_proj]."
         )
 
 
 def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerBase, source: StrPath) -> None:
-    """Write a full copy of the base model with the adapter merged into it, whole or not at all.
+    """Write a full copy of the base model with the adapter merged into it, completely or not at all.
 
-    The adapter is merged into ``model`` itself, which cannot be trained afterwards. The configuration of the copy has
-    the hash of the adapter.
+    The adapter is merged into ``model`` itself, which cannot be trained afterwards. The copy's configuration has the
+    hash of the adapter.
 
     Args:
         model: base model with its adapter.
         path: folder to write; it must not exist, or be empty.
         tokenizer: saved beside the weights.
-        source: the export, or the folder of :func:`save_adapter`, that holds the same adapter.
+        source: export, or folder of :func:`save_adapter`, with this adapter.
 
     Raises:
-        ExportError: for a quantised base, a folder that is not empty, or a disk that refuses.
+        ExportError: the base is quantised, the folder is not empty, or the disk refuses.
     """
     target = Path(path).resolve()
     check_mergeable(target, model)
@@ -425,7 +438,7 @@ def is_merged(path: StrPath, model: str, revision: str | None = None) -> bool:
 
 
 def check_mergeable(target: Path, model: PeftModel) -> None:
-    """Refuse a quantised base."""
+    """Refuse a quantised base model."""
     if getattr(model.get_base_model().config, "quantization_config", None) is not None:
         raise ExportError(
             f"{target}: the base model is quantised: expected full-precision weights to merge into; "

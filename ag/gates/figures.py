@@ -1,4 +1,4 @@
-"""Pictures of what gates do: arrays in, `matplotlib.figure.Figure` out, no global state touched."""
+"""Pictures of gates: functions from arrays to a `matplotlib.figure.Figure`, without global state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-# Okabe and Ito's palette, told apart by every kind of colour vision
+# Okabe and Ito's palette, which people with colour blindness can tell apart
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#9A9A9A"
 SHARE = "share of the tokens"
 PANELS = (
@@ -34,7 +34,7 @@ def evicted_heatmap(evicted: NDArray[np.floating], layers: Sequence[int]) -> Fig
     """Draw the share of evicted tokens of every KV head.
 
     Args:
-        evicted: `[L, Hkv]` shares in [0, 1]; NaN where nothing was gated.
+        evicted: `[L, Hkv]` shares in [0, 1]; NaN if nothing was gated.
         layers: the L layer numbers.
     """
     heads = evicted.shape[1]
@@ -64,7 +64,7 @@ def keep_pattern(
 
     Args:
         flags: `[L, Hkv, T]`, True where a token is kept.
-        tokens: the T tokens as text, written below the picture when there are at most 80.
+        tokens: the T tokens as text, written below the picture if there are at most 80.
         layers: the L layer numbers; default 0 ... L - 1.
     """
     count, heads, length = flags.shape
@@ -94,13 +94,15 @@ def curves(rows: Sequence[dict[str, float]]) -> Figure:
     Training metrics are lines (thin: each step, thick: running mean), validation metrics are dots.
 
     Args:
-        rows: what `ag.training.loggers.read_metrics` gives; a panel whose metrics no row has is left out.
+        rows: the result of `ag.training.loggers.read_metrics`; a panel without metrics is left out.
     """
     logged = {name.split("/")[-1] for row in rows for name in row}
-    known = {key for _, lines in PANELS for key, *_ in lines} | {"loss"}
-    own = [(key, key.removesuffix("_loss"), GREY) for key in sorted(logged - known) if key.endswith("_loss")]
+    panel_metrics = {key for _, lines in PANELS for key, *_ in lines} | {"loss"}
+    other_losses = [
+        (key, key.removesuffix("_loss"), GREY) for key in sorted(logged - panel_metrics) if key.endswith("_loss")
+    ]
     panels = [(label, [line for line in lines if line[0] in logged]) for label, lines in PANELS]
-    panels[0][1].extend(own)
+    panels[0][1].extend(other_losses)
     panels = [(label, lines) for label, lines in panels if lines]
     figure = Figure(figsize=(8, 1 + 2.1 * len(panels)), dpi=DPI, layout="constrained")
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
@@ -128,8 +130,8 @@ def _line(axes: Axes, steps: NDArray[np.float64], values: NDArray[np.float64], n
     window = max(1, len(values) // 30)
     if window > 1:
         axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
-        ones = np.ones(window)
-        values = np.convolve(values, ones, "same") / np.convolve(np.ones(len(values)), ones, "same")
+        box = np.ones(window)
+        values = np.convolve(values, box, "same") / np.convolve(np.ones(len(values)), box, "same")
     axes.plot(steps, values, color=colour, linewidth=1.8, label=name)
 
 

@@ -1,4 +1,4 @@
-"""Folders of exports, local and on the hub: written whole or not at all, read with their hashes."""
+"""Folders of exports, local and on the hub: written completely or not at all, read with their hashes."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ag.config.exports import StrPath, absence, here, on_hub, sibling
+from ag.config.exports import StrPath, export_folder, hidden_sibling, missing_export_error, on_hub
 from ag.errors import first_line
 from ag.files import fsync
-from ag.gates.foreign import MODEL_CONFIG, recognise, weights_of
+from ag.gates.foreign import MODEL_CONFIG, detect_foreign, weights_of
 from ag.gates.manifest import ADAPTER, CARD, CONFIG, FIGURE, WEIGHTS, ExportError, validate
 from ag.model.geometry import fingerprint
 
 MEGABYTE = 1 << 20
-REFUSALS = (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, LocalTokenNotFoundError, OSError)  # of the hub
+HUB_ERRORS = (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, LocalTokenNotFoundError, OSError)
 
 
 def local(path: StrPath) -> Path:
-    """Return the folder of an export: the path, that of shipped gates, or the download of an export of the hub.
+    """Return the folder of an export: a local folder, the folder of shipped gates, or a download from the hub.
 
-    A single name, such as ``smollm2``, means shipped gates if there is no such folder. ``ORG/NAME`` and
-    ``ORG/NAME:REVISION`` are of the hub if there is neither such a folder nor a folder ``ORG``.
+    An existing folder takes precedence. A single name, for example ``smollm2``, then means shipped gates. ``ORG/NAME``
+    and ``ORG/NAME:REVISION`` mean the hub, unless a folder ``ORG`` exists.
 
     Raises:
-        ExportError: the hub has no such export, or cannot be reached.
+        ExportError: the export is not on the hub, or the hub cannot be reached.
     """
-    found = on_hub(path)
-    return here(path) if found is None else download(found["repository"], found["revision"])
+    hub_id = on_hub(path)
+    return export_folder(path) if hub_id is None else download(hub_id["repository"], hub_id["revision"])
 
 
 @functools.cache
 def download(repository: str, revision: str | None) -> Path:
-    """Download an export of the hub once, in its newest revision by default; returns the local folder."""
+    """Download an export of the hub once; returns the local folder. A ``revision`` of None means the newest one."""
     wanted = [WEIGHTS, CONFIG, CARD, FIGURE, MODEL_CONFIG, f"{ADAPTER}/*"]
     try:
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
-        if (weights := weights_of(folder)) is not None:  # elsewhere they may be those of a language model
+        if (weights := weights_of(folder)) is not None:  # in other folders this file may be a language model
             folder = Path(snapshot_download(repository, revision=revision, allow_patterns=[*wanted, weights]))
         return folder
-    except REFUSALS as error:
+    except HUB_ERRORS as error:
         at = "" if revision is None else f" at {revision}"
         raise ExportError(
             f"{repository}{at}: no such folder, and not on the hub ({first_line(error)}): expected the folder of an "
@@ -61,16 +61,16 @@ def download(repository: str, revision: str | None) -> Path:
 
 
 def read_info(path: StrPath) -> dict[str, Any]:
-    """Return the validated content of ``gate_config.json``, or the same keys for gates of another project.
+    """Return the validated content of ``gate_config.json``; for gates of another project, its keys.
 
     Raises:
-        ExportError: when it is missing, damaged, or of another schema.
+        ExportError: the file is missing, damaged, or of another schema.
     """
     folder = local(path)
-    if (other := recognise(folder)) is not None:
-        return other.info()
-    if said := absence(folder):
-        raise ExportError(said)
+    if (foreign := detect_foreign(folder)) is not None:
+        return foreign.info()
+    if message := missing_export_error(folder):
+        raise ExportError(message)
     file, raw = folder / CONFIG, read(folder, CONFIG, limit=MEGABYTE)
     try:
         info = json.loads(raw)
@@ -80,29 +80,33 @@ def read_info(path: StrPath) -> dict[str, Any]:
 
 
 def check_base(folder: Path, info: dict[str, Any], model_config: PretrainedConfig) -> None:
-    """Refuse a model whose geometry differs from that of the export."""
-    theirs, ours = info["base_model"]["fingerprint"], fingerprint(model_config)
-    wrong = [name for name in theirs if theirs[name] != ours[name]]
-    if wrong:
-        base, this = ({name: side[name] for name in wrong} for side in (theirs, ours))
+    """Refuse a model whose geometry differs from the export's."""
+    gate_geometry, model_geometry = info["base_model"]["fingerprint"], fingerprint(model_config)
+    differing = [name for name in gate_geometry if gate_geometry[name] != model_geometry[name]]
+    if differing:
+        expected, actual = (
+            {name: geometry[name] for name in differing} for geometry in (gate_geometry, model_geometry)
+        )
         name = info["base_model"]["name"] or "a model"
-        raise ExportError(f"{folder}: made for {name} with {base}, this model has {this}: load the base of the gates.")
+        raise ExportError(
+            f"{folder}: made for {name} with {expected}, this model has {actual}: load the base of the gates."
+        )
 
 
-def check_replaceable(target: Path, known: Set[str], needed: str) -> None:
-    """Refuse a folder with files outside of ``known``, or with files but without ``needed``."""
+def check_replaceable(target: Path, allowed: Set[str], required: str) -> None:
+    """Refuse a folder with files that are not ``allowed``, or with files but without the ``required`` one."""
     if not target.exists():
         return
     names = {entry.name for entry in target.iterdir()} if target.is_dir() else {target.name}
-    if names and (needed not in names or names - known):
-        foreign = ", ".join(sorted(names - known or names)[:3])
+    if names and (required not in names or names - allowed):
+        foreign = ", ".join(sorted(names - allowed or names)[:3])
         raise ExportError(f"{target}: has files that are not of an export ({foreign}): choose another path.")
 
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """Yield a hidden folder beside ``target`` that takes its name once it is filled and on disk."""
-    new, old = sibling(target, "new"), sibling(target, "old")
+    """Yield a hidden folder beside ``target``. It replaces ``target`` after the block, once its files are on disk."""
+    new, old = hidden_sibling(target, "new"), hidden_sibling(target, "old")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _restore(old, target)
@@ -129,7 +133,7 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def _restore(old: Path, target: Path) -> None:
-    """Restore the name of an earlier export after a failure or a kill between the two renames."""
+    """Restore the name of an earlier export if the process failed between the two renames."""
     if old.exists() and not target.exists():
         os.rename(old, target)
 
@@ -144,14 +148,14 @@ def read(folder: Path, name: str, sha256: str | None = None, limit: int | None =
     """Read a file of a folder.
 
     Raises:
-        ExportError: when it is missing, has another hash or more than ``limit`` bytes, or is a link to another place.
+        ExportError: the file is missing, has another hash or more than ``limit`` bytes, or is a link out of the folder.
     """
     file = folder / name
     try:
         if not file.is_file():
             raise ExportError(f"{file}: no such file: expected a whole export; copy the folder again.")
         real, size, inside = file.resolve(), file.stat().st_size, folder.resolve()
-        blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside  # of the hub's cache
+        blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside  # files of the hub's cache
         if not real.is_relative_to(inside) and not real.is_relative_to(blobs):
             raise ExportError(f"{file}: a link to {real}: expected a file inside the export; copy it there.")
         if limit is not None and size > limit:
@@ -165,7 +169,7 @@ def read(folder: Path, name: str, sha256: str | None = None, limit: int | None =
 
 
 def parse(file: Path, raw: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, whose numbers are finite."""
+    """Return the tensors of a safetensors file, and refuse numbers that are not finite."""
     try:
         tensors = safetensors.torch.load(raw)
     except (SafetensorError, KeyError) as error:

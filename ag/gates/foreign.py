@@ -1,7 +1,7 @@
 """Gates of other projects, read as their authors published them: KVzap, Fast KVzip and TRIM-KV.
 
-The files of a folder tell the project. Settings that are not in the files (thresholds, sinks, windows) are the defaults
-of the authors' code, named beside each.
+The files of a folder identify the project. Settings that are not in the files (thresholds, sinks, windows) are the
+defaults of the authors' code; each reader names them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ag.config.gate import GateConfig
 from ag.files import checksum
-from ag.gates.manifest import CONFIG, MOST, MOST_LAYERS, SCHEMA_VERSION, WEIGHTS, ExportError
+from ag.gates.manifest import CONFIG, MAX_LAYERS, MAX_SIZE, SCHEMA_VERSION, WEIGHTS, ExportError
 
-MODEL_CONFIG, MODEL_WEIGHTS = "config.json", "model.safetensors"  # of PreTrainedModel.save_pretrained
+MODEL_CONFIG, MODEL_WEIGHTS = "config.json", "model.safetensors"  # files of PreTrainedModel.save_pretrained
 KVZAP_WINDOW, KVZAP_THRESHOLD = 128, -4.0
 FAST_KVZIP = re.compile(r"q(?P<group>[1-9]\d*)_dim(?P<dim>[1-9]\d*)_sink(?P<sinks>[1-9]\d*)\.pt")
 FAST_KVZIP_WINDOW, FAST_KVZIP_SINKS = 4096, 4
@@ -31,20 +31,20 @@ TRIMKV_KNOWN = {"retention_gate": ("rg",), "hidden_act": ("silu",), "compress_st
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """A checkpoint: its geometry, the configuration of its gates, and the names of its tensors here."""
+class ForeignCheckpoint:
+    """A checkpoint: its geometry, the configuration of its gates, and the new names of its tensors."""
 
     file: Path
     fingerprint: dict[str, Any]  # the part of the geometry that the checkpoint has
     config: GateConfig
-    names: Mapping[str, str]  # replacements of parts of its tensors' names, by regular expression
+    names: Mapping[str, str]  # replacements in the names of its tensors, by regular expression
     base: str = ""  # name of the model, if the checkpoint has it
 
     def info(self) -> dict[str, Any]:
         """Return the keys of ``gate_config.json`` of an export.
 
         Raises:
-            ExportError: the weights are not there.
+            ExportError: the file of the weights is missing.
         """
         if not self.file.is_file():
             raise ExportError(f"{self.file}: no such file: expected it beside {MODEL_CONFIG}; copy the whole folder.")
@@ -60,29 +60,29 @@ class Foreign:
         }
 
     def tensors(self, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights in float32, of the names and shapes of ``expected``.
+        """Return the weights in float32, with the names and shapes of ``expected``.
 
         Raises:
-            ExportError: a tensor is missing, of another shape, or has numbers that are not finite.
+            ExportError: a tensor is missing, has another shape, or has numbers that are not finite.
         """
-        found = {}
-        for name, tensor in _stored(self.file).items():
-            for theirs, ours in self.names.items():
-                name = re.sub(theirs, ours, name)
-            found[name] = tensor
-        if odd := sorted(found.keys() ^ expected.keys()):
+        renamed = {}
+        for name, tensor in _load_tensors(self.file).items():
+            for pattern, replacement in self.names.items():
+                name = re.sub(pattern, replacement, name)
+            renamed[name] = tensor
+        if odd := sorted(renamed.keys() ^ expected.keys()):
             raise ExportError(f"{self.file}: missing or unknown tensors ({odd[0]}, {len(odd)} in all): copy it again.")
-        for name, tensor in found.items():
+        for name, tensor in renamed.items():
             shape, wanted = tuple(tensor.shape), tuple(expected[name].shape)
             if shape != wanted or not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
                 raise ExportError(
                     f"{self.file}: {name} is {tensor.dtype} {shape}: expected finite numbers {wanted}; copy it again."
                 )
-        return {name: tensor.float().contiguous() for name, tensor in found.items()}
+        return {name: tensor.float().contiguous() for name, tensor in renamed.items()}
 
 
-def recognise(folder: Path) -> Foreign | None:
-    """Return the gates of another project in a folder, or None; raises an :class:`ExportError` for damaged ones."""
+def detect_foreign(folder: Path) -> ForeignCheckpoint | None:
+    """Return the gates of another project in a folder, or None; raise an :class:`ExportError` if they are damaged."""
     if not folder.is_dir() or (folder / CONFIG).is_file():
         return None
     if (weights := weights_of(folder)) is not None:
@@ -92,7 +92,7 @@ def recognise(folder: Path) -> Foreign | None:
 
 
 def weights_of(folder: Path) -> str | None:
-    """Return the name of the weights of the configuration in a folder; None if that is not one of gates."""
+    """Return the name of the file of weights in a folder. None: its configuration is not for gates."""
     config = _model_config(folder)
     if config.get("model_type") == "kvzap":
         return MODEL_WEIGHTS
@@ -108,17 +108,17 @@ def _model_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _kvzap(folder: Path, config: dict[str, Any]) -> Foreign:
-    """Read what ``KVzapModel.save_pretrained`` wrote (NVIDIA kvpress, Apache-2.0): one module a layer.
+def _kvzap(folder: Path, config: dict[str, Any]) -> ForeignCheckpoint:
+    """Read a checkpoint of ``KVzapModel.save_pretrained`` (NVIDIA kvpress, Apache-2.0): one module for each layer.
 
-    It maps the input of the layer's attention to the log of KVzip+ for each KV head. What leaves the window of the
-    newest 128 tokens goes when that is below the threshold: in prompts, which are read densely, and in what is
-    generated. The checkpoint has no threshold; its README's example is -4.
+    A module maps the input of the layer's attention to the log of KVzip+ for each KV head. A token that leaves the
+    window of the newest 128 tokens is evicted if this value is below the threshold. This applies to prompts, which are
+    read densely, and to generated tokens. The checkpoint has no threshold; its README's example is -4.
     """
     linear = config.get("hidden_dim") is None
     config = {**config, "hidden_dim": GateConfig.hidden} if linear else config
     names = "n_modules", "output_dim", "input_dim", "hidden_dim"
-    layers, heads, width, hidden = _sizes(folder / MODEL_CONFIG, config, *names)
+    layers, heads, width, hidden = _read_sizes(folder / MODEL_CONFIG, config, *names)
     gate = GateConfig(
         kind="affine" if linear else "mlp",
         hidden=hidden,
@@ -126,27 +126,28 @@ def _kvzap(folder: Path, config: dict[str, Any]) -> Foreign:
         bias=0.0,
         covers="all",
         prefill="dense",
-        recent_tokens=KVZAP_WINDOW + 1,  # with the query's own
+        recent_tokens=KVZAP_WINDOW + 1,  # the query's own token included
     )
-    one, two = {r"^(layers\.\d+)": r"\1.linear"}, {r"^(layers\.\d+)\.0": r"\1.inner", r"^(layers\.\d+)\.2": r"\1.outer"}
-    return Foreign(folder / MODEL_WEIGHTS, _geometry(layers, heads, width), gate, one if linear else two)
+    mlp_names = {r"^(layers\.\d+)\.0": r"\1.inner", r"^(layers\.\d+)\.2": r"\1.outer"}
+    new_names = {r"^(layers\.\d+)": r"\1.linear"} if linear else mlp_names
+    return ForeignCheckpoint(folder / MODEL_WEIGHTS, _geometry(layers, heads, width), gate, new_names)
 
 
-def _fast_kvzip(file: Path) -> Foreign:
-    """Read a file of Fast KVzip's gates: a list of state dicts, one a layer.
+def _fast_kvzip(file: Path) -> ForeignCheckpoint:
+    """Read a file of Fast KVzip's gates: a list of state dicts, one for each layer.
 
-    Its code ranks all entries of all layers and heads by the score, and keeps the first 4 tokens and a window of the
-    newest: 4,096 tokens, or 2 % of a shorter prompt.
+    Its code ranks the entries of all layers and heads by the score. It also keeps the first 4 tokens and the newest
+    4,096 tokens, or 2 % of a shorter prompt.
     """
-    stored, named = _stored(file), FAST_KVZIP.fullmatch(file.name)
-    assert named is not None
-    dim, sinks, group = (int(named[name]) for name in ("dim", "sinks", "group"))
-    keys = stored.get("layers.0.k_proj.weight")
+    tensors, match = _load_tensors(file), FAST_KVZIP.fullmatch(file.name)
+    assert match is not None
+    dim, sinks, group = (int(match[name]) for name in ("dim", "sinks", "group"))
+    keys = tensors.get("layers.0.k_proj.weight")
     if keys is None or keys.ndim != 2 or len(keys) % dim:
         raise ExportError(f"{file}: no k_proj.weight of keys with {dim} numbers: expected Fast KVzip's gates.")
-    layers = sum(name.endswith("k_proj.weight") for name in stored)
+    layers = sum(name.endswith("k_proj.weight") for name in tensors)
     sizes = {"layers": layers, "heads": len(keys) // dim, "width": keys.shape[1], "dim": dim, "sink": sinks, "q": group}
-    _sizes(file, sizes, *sizes)
+    _read_sizes(file, sizes, *sizes)
     gate = GateConfig(
         kind="fast_kvzip",
         granularity="query_head",
@@ -159,50 +160,50 @@ def _fast_kvzip(file: Path) -> Foreign:
         sink_tokens=FAST_KVZIP_SINKS,
     )
     geometry = _geometry(layers, len(keys) // dim, keys.shape[1])
-    return Foreign(file, geometry | {"num_heads": len(keys) // dim * group}, gate, {})
+    return ForeignCheckpoint(file, geometry | {"num_heads": len(keys) // dim * group}, gate, {})
 
 
-def _trimkv(folder: Path, config: dict[str, Any]) -> Foreign:
-    """Read what TRIM-KV published (ngocbh/trimkv): the configuration of its model, and the weights of its gates alone.
+def _trimkv(folder: Path, config: dict[str, Any]) -> ForeignCheckpoint:
+    """Read a checkpoint of TRIM-KV (ngocbh/trimkv): the configuration of its model, and the weights of its gates.
 
-    A gate's sigmoid is the share of a token's worth that is left after each token that comes. The authors' code reads a
-    prompt densely; whenever ``memory_size + buffer_size`` tokens are held, the ``memory_size`` with the highest scores
-    stay. These two are settings of a run, not of the weights: the budget and ``schedule=steps:n`` here, which
-    does the same behind a prompt that fills both.
+    Each later token multiplies a token's score by the sigmoid of its gate. The authors' code reads a prompt densely.
+    When ``memory_size + buffer_size`` tokens are cached, it keeps the ``memory_size`` tokens with the highest scores.
+    These two are settings of a run, not of the weights. Here they are the budget and ``schedule=steps:n``, with equal
+    results after a prompt that fills both.
     """
     file = folder / MODEL_CONFIG
-    for name, known in TRIMKV_KNOWN.items():
-        if (value := config.get(name, known[0])) not in known:
+    for name, supported in TRIMKV_KNOWN.items():
+        if (value := config.get(name, supported[0])) not in supported:
             raise ExportError(
-                f"{file}: {name}={value!r:.80}: expected {' or '.join(known)} (not gates that read keys, norms of keys "
-                "or thresholds); use another checkpoint."
+                f"{file}: {name}={value!r:.80}: expected {' or '.join(supported)} (not gates that read keys, norms of "
+                "keys or thresholds); use another checkpoint."
             )
     names = "num_hidden_layers", "num_key_value_heads", "hidden_size", "retention_gate_intermediate_size"
-    layers, heads, width, hidden = _sizes(file, config, *names)
+    layers, heads, width, hidden = _read_sizes(file, config, *names)
     gate = GateConfig(kind="retention", hidden=hidden, bias=0.0, covers="all", prefill="dense")
     geometry = _geometry(layers, heads, width) | {x: str(config[x]) for x in ["model_type"] if x in config}
-    parts = {
+    new_names = {
         r"^model\.(layers\.\d+)\.self_attn\.retention_gate\.": r"\1.",
         r"^(layers\.\d+)\.linear1\.": r"\1.inner.",
         r"^(layers\.\d+)\.linear2\.weight": r"\1.outer.weight",
         r"^(layers\.\d+)\.bias": r"\1.outer.bias",
     }
-    return Foreign(folder / TRIMKV_WEIGHTS, geometry, gate, parts, str(config.get("base_model") or ""))
+    return ForeignCheckpoint(folder / TRIMKV_WEIGHTS, geometry, gate, new_names, str(config.get("base_model") or ""))
 
 
-def _stored(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by their names; a pickle with other content raises an :class:`ExportError`."""
+def _load_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name; raise an :class:`ExportError` for a pickle with other content."""
     try:
         if file.suffix == ".safetensors":
             return safetensors.torch.load_file(file)
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)
         if FAST_KVZIP.fullmatch(file.name):  # a list of state dicts
-            each = enumerate(found["module"])
-            found = {f"layers.{layer}.{name}": tensor for layer, state in each for name, tensor in state.items()}
-        if all(isinstance(tensor, Tensor) for tensor in found.values()):
-            return dict(found)
+            layer_states = enumerate(content["module"])
+            content = {f"layers.{i}.{name}": tensor for i, state in layer_states for name, tensor in state.items()}
+        if all(isinstance(tensor, Tensor) for tensor in content.values()):
+            return dict(content)
         raise TypeError("not all of it is tensors")
-    except Exception as error:  # a pickle may hold anything
+    except Exception as error:  # a pickle may contain anything
         raise ExportError(
             f"{file}: cannot be read as tensors by name ({error}): expected the gates as published; copy it again."
         ) from error
@@ -212,10 +213,10 @@ def _geometry(layers: int, heads: int, width: int) -> dict[str, Any]:
     return {"num_layers": layers, "num_kv_heads": heads, "hidden_size": width, "windowed_layers": []}
 
 
-def _sizes(file: Path, sizes: Mapping[str, Any], layers: str, *others: str) -> list[int]:
-    """Return the sizes of these names, or raise an :class:`ExportError` for one that is no number or too large."""
-    for name in (layers, *others):
-        size, most = sizes.get(name), MOST_LAYERS if name == layers else MOST
-        if type(size) is not int or not 1 <= size <= most:
-            raise ExportError(f"{file}: {name}={size!r:.80}: expected a whole number from 1 to {most}; copy it again.")
-    return [sizes[name] for name in (layers, *others)]
+def _read_sizes(file: Path, sizes: Mapping[str, Any], layers: str, *more_names: str) -> list[int]:
+    """Return the sizes of these names; raise an :class:`ExportError` if one is not a number, or is too large."""
+    for name in (layers, *more_names):
+        size, limit = sizes.get(name), MAX_LAYERS if name == layers else MAX_SIZE
+        if type(size) is not int or not 1 <= size <= limit:
+            raise ExportError(f"{file}: {name}={size!r:.80}: expected a whole number from 1 to {limit}; copy it again.")
+    return [sizes[name] for name in (layers, *more_names)]

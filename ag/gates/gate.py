@@ -1,4 +1,4 @@
-"""Attention-Gates: small learned modules that decide, by layer and head, which tokens stay in the KV cache.
+"""Attention-Gates: small learned modules that decide, by layer and head, which tokens the KV cache keeps.
 
 Source: Zeng et al., "In-context KV-Cache Eviction for LLMs via Attention-Gate", section 3.3 (Eq. 3 to 5).
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class AttentionGate(nn.Module):
-    """The gate of one layer: hidden states in, one logit per token and head out, by an attention block.
+    """The gate of one layer: an attention block that maps hidden states to one logit per token and head.
 
     Args:
         hidden_size: width d of the model.
@@ -39,8 +39,8 @@ class AttentionGate(nn.Module):
         config: hyper-parameters.
     """
 
-    #: Whether each later token multiplies a token's score by the sigmoid of its logit. Such gates rank tokens under a
-    #: budget, and have no flags.
+    #: Whether each later token multiplies a token's score by the sigmoid of its logit. Gates with decay rank tokens
+    #: under a budget, and have no flags.
     decays: ClassVar[bool] = False
 
     def __init__(self, hidden_size: int, heads: int, kv_heads: int, config: GateConfig) -> None:
@@ -59,7 +59,7 @@ class AttentionGate(nn.Module):
                 nn.init.xavier_uniform_(parameter)
 
     def build(self, hidden_size: int, heads: int) -> None:
-        """Make the parameters, for arguments of the class."""
+        """Make the parameters. ``heads`` is the number of logits per token."""
         inner = self.config.num_heads * self.config.head_dim
         self.q_proj = nn.Linear(hidden_size, inner, bias=False)
         self.k_proj = nn.Linear(hidden_size, inner, bias=False)
@@ -75,36 +75,36 @@ class AttentionGate(nn.Module):
 
         Args:
             hidden: hidden states ``[B, T, d]`` that enter the layer's attention.
-            valid: ``[B, T]`` bool, True on the tokens that the gate may see; None means all.
+            valid: ``[B, T]`` bool, True on tokens that the gate may read. None: all tokens.
             left_padded: whether invalid tokens may come before valid ones.
-            first: ``[B, T]`` long, the column where the document of each token begins, which is the first that a causal
-                gate sees; None means that a row is one document.
+            first: ``[B, T]`` long, the column where the document of each token begins; a causal gate reads no earlier
+                column. None: a row is one document.
 
         Returns:
-            ``[B, Hkv, T]`` float32. With ``granularity="query_head"`` it is the largest logit of a group, so that an
-            entry is dropped only when every query head of the group drops it.
+            ``[B, Hkv, T]`` float32. With ``granularity="query_head"`` it is the largest logit of a group: an entry is
+            evicted only if every query head of the group drops it.
         """
         return self._by_kv_head(self.mix(self._typed(hidden), valid, left_padded, first))
 
     def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
-        """Return the logits ``[B, T, heads]`` of hidden states in the type of the parameters; see :meth:`forward`."""
+        """Return the logits ``[B, T, heads]``; ``hidden`` has the type of the parameters. See :meth:`forward`."""
         q, k, v = map(self._by_head, self._projected(hidden))
         return self._out(self._attend(q, k, v, valid, left_padded, first), hidden)
 
-    def step(self, hidden: Tensor, ranks: Tensor, real: Tensor | None, memory: GateMemory) -> Tensor:
+    def step(self, hidden: Tensor, token_indices: Tensor, valid: Tensor | None, memory: GateMemory) -> Tensor:
         """Compute the logits of the next tokens of a text, causally, and add the tokens to the gate's memory.
 
         Args:
             hidden: hidden states ``[B, T, d]`` of the new tokens.
-            ranks: ``[B, T]`` long, the index of each among its sequence's own tokens.
-            real: ``[B, T]`` bool, False on padding; None without padding.
-            memory: keys and values of the tokens so far.
+            token_indices: ``[B, T]`` long, index of each token among its sequence's own tokens.
+            valid: ``[B, T]`` bool, False on padding. None: no padding.
+            memory: keys and values of the earlier tokens.
 
         Returns:
-            ``[B, Hkv, T]`` float32, as :meth:`forward` gives for the whole text; undefined on padding.
+            ``[B, Hkv, T]`` float32, equal to :meth:`forward` on the whole text; undefined on padding.
 
         Raises:
-            UserError: when the kind defines ``mix`` and not ``step``.
+            UserError: the kind defines ``mix`` and not ``step``.
         """
         if type(self).mix is not AttentionGate.mix:
             raise UserError(
@@ -113,13 +113,13 @@ class AttentionGate(nn.Module):
             )
         hidden = hidden.to(self.q_proj.weight.dtype)
         q, k, v = self._projected(hidden)
-        before = bool(memory)
-        memory.add(k, v, ranks, real)
-        if before or (self.config.window and real is not None and has_gaps(real)):
-            mixed = memory.attend(self._by_head(q), ranks)
+        has_memory = bool(memory)
+        memory.add(k, v, token_indices, valid)
+        if has_memory or (self.config.window and valid is not None and has_gaps(valid)):
+            mixed = memory.attend(self._by_head(q), token_indices)
         else:
             q, k, v = map(self._by_head, (q, k, v))
-            mixed = self._attend(q, k, v, real, real is not None, None)
+            mixed = self._attend(q, k, v, valid, valid is not None, None)
         return self._by_kv_head(self._out(mixed, hidden))
 
     def _typed(self, hidden: Tensor) -> Tensor:
@@ -139,14 +139,14 @@ class AttentionGate(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None
     ) -> Tensor:
-        """Return the attention ``[B, h', T, d']`` among the tokens of a whole text."""
+        """Return the attention outputs ``[B, h', T, d']`` of a whole text."""
         if self.config.scope == "prompt":
             mask = None if valid is None else valid[:, None, None, :]
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         if left_padded or first is not None or self.config.window:
             scaling, window = self.config.head_dim**-0.5, self.config.window or None
             return gated_attention(q, k, v, None, key_valid=valid, scaling=scaling, window=window, first=first)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # a query never sees the padding to its right
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # causal: no query sees padding on the right
 
     def _out(self, mixed: Tensor, hidden: Tensor) -> Tensor:
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -154,9 +154,9 @@ class AttentionGate(nn.Module):
 
 
 class TokenGate(AttentionGate):
-    """A gate that reads each token alone, without memory; base of kinds that define ``mix``."""
+    """A gate that reads each token alone, without memory: the base of kinds that define ``mix``."""
 
-    def step(self, hidden: Tensor, ranks: Tensor, real: Tensor | None, memory: GateMemory) -> Tensor:
+    def step(self, hidden: Tensor, token_indices: Tensor, valid: Tensor | None, memory: GateMemory) -> Tensor:
         """Compute the logits ``[B, Hkv, T]`` of the next tokens of a text."""
         return self.forward(hidden)
 
@@ -177,13 +177,13 @@ class LinearGate(TokenGate):
 
 
 class AffineGate(LinearGate):
-    """A linear map of each token, with a bias for each head (the smaller surrogate of KVzap)."""
+    """A linear map of each token, with a bias for each head (KVzap's smaller surrogate)."""
 
     bias = True
 
 
 class MLPGate(TokenGate):
-    """Two layers on each token (the surrogate of KVzap)."""
+    """Two layers on each token (KVzap's surrogate)."""
 
     activation: ClassVar[Callable[..., Tensor]] = staticmethod(F.gelu)
 
@@ -199,7 +199,7 @@ class MLPGate(TokenGate):
 
 
 class RetentionGate(MLPGate):
-    """Two layers on each token, which give the factor of its score for each later token.
+    """Two layers on each token. The sigmoid of the logit is the factor of the token's score for each later token.
 
     Source: Bui et al. 2025, "Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs" (TRIM-KV), arXiv
     2512.03324.
@@ -210,11 +210,11 @@ class RetentionGate(MLPGate):
 
 
 class FastKVzipGate(TokenGate):
-    """The share of attention of a token's own key beside learned keys, the mean over a group's queries.
+    """A token's query attends to its own key and to learned keys. The gate is the own key's share, mean over a group.
 
     Source: Kim et al., "Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction", arXiv 2601.17668.
-    With ``granularity="query_head"`` every query head has a query of ``gate.head_dim`` numbers; ``gate.hidden`` is the
-    number of learned keys of a KV head.
+    With ``granularity="query_head"`` every query head has a query of size ``gate.head_dim``. Each KV head has
+    ``gate.hidden`` learned keys.
     """
 
     def build(self, hidden_size: int, heads: int) -> None:
@@ -227,7 +227,7 @@ class FastKVzipGate(TokenGate):
         self.b = nn.Parameter(torch.zeros(self.kv_heads, 1, heads // self.kv_heads))
 
     def start(self) -> None:
-        """Draw the projections; norms begin at 1, learned keys and biases at 0."""
+        """Initialise the projections at random; norms begin at 1, learned keys and biases at 0."""
         for projection in (self.q_proj, self.k_proj):
             nn.init.xavier_uniform_(projection.weight)
         nn.init.zeros_(self.q_proj.bias)
@@ -237,15 +237,16 @@ class FastKVzipGate(TokenGate):
         shape, scale = (*hidden.shape[:2], self.kv_heads, -1, self.config.head_dim), self.config.head_dim**-0.5
         queries = self.q_norm(self.q_proj(hidden).view(shape))  # [B, T, Hkv, G, d']
         keys = self.k_norm(self.k_proj(hidden).view(shape))
-        own = (queries * keys).sum(-1) * scale + self.b[:, 0]
+        own_logit = (queries * keys).sum(-1) * scale + self.b[:, 0]
         rows = queries.transpose(1, 2).flatten(2, 3)  # [B, Hkv, T G, d']: all tokens share the learned keys
-        others = (rows @ self.k_base[:, 0].mT * scale).logsumexp(-1)
-        others = others.unflatten(2, (-1, own.shape[-1])).transpose(1, 2)
-        kept, gone = (F.logsigmoid(x).logsumexp(-1) for x in (own - others, others - own))  # finite where one is 1
-        return kept - gone
+        base_logit = (rows @ self.k_base[:, 0].mT * scale).logsumexp(-1)
+        base_logit = base_logit.unflatten(2, (-1, own_logit.shape[-1])).transpose(1, 2)
+        logits = own_logit - base_logit
+        log_kept, log_evicted = (F.logsigmoid(x).logsumexp(-1) for x in (logits, -logits))  # finite if a share is 1
+        return log_kept - log_evicted
 
 
-#: The classes of gates by the name that ``GateConfig.kind`` gives them.
+#: The classes of gates by their name in ``GateConfig.kind``.
 KINDS: dict[str, type[AttentionGate]] = {
     "attention": AttentionGate,
     "linear": LinearGate,
@@ -257,9 +258,9 @@ KINDS: dict[str, type[AttentionGate]] = {
 
 
 def gate_kind(name: str) -> type[AttentionGate]:
-    """Return the class of a kind of gates, or raise a ``UserError`` for an unknown one."""
-    found: type[AttentionGate] = part("ag.gate_kinds", "gate.kind", name, AttentionGate)
-    return found
+    """Return the class of a kind of gates, or raise a ``UserError`` if the name is unknown."""
+    gate_class: type[AttentionGate] = part("ag.gate_kinds", "gate.kind", name, AttentionGate)
+    return gate_class
 
 
 class AttentionGates(nn.Module):
@@ -270,7 +271,7 @@ class AttentionGates(nn.Module):
         config: hyper-parameters of the gates.
 
     Raises:
-        UserError: when ``first_layer`` leaves no layer with a gate, or no gate is of this kind.
+        UserError: no layer from ``first_layer`` on can have a gate, or the kind is unknown.
     """
 
     def __init__(self, model_config: PretrainedConfig | Mapping[str, Any], config: GateConfig) -> None:
@@ -278,23 +279,23 @@ class AttentionGates(nn.Module):
         geometry = dict(model_config) if isinstance(model_config, Mapping) else fingerprint(model_config)
         self.config = config = config.sized(geometry["hidden_size"])
         self.fingerprint: dict[str, Any] = geometry
-        #: The LoRA adapter of the export that the gates were loaded from, or None.
+        #: The LoRA adapter of the gates' export. None: the export has no adapter, or the gates have no export.
         self.adapter: Adapter | None = None
-        #: The boundary of each share, of the last validation or the export; None before a validation.
+        #: The boundary of each share, from the last validation or the export. None: not validated yet.
         self.calibration: Calibration | None = None
         if isinstance(geometry["num_kv_heads"], list):
-            *some, last = geometry["num_kv_heads"]
+            *head_counts, last_count = geometry["num_kv_heads"]
             raise UserError(
-                f"AttentionGates: layers have {', '.join(map(str, some))} and {last} KV heads: expected the same "
-                "number in all layers with a gate; use another model, or a policy without gates."
+                f"AttentionGates: layers have {', '.join(map(str, head_counts))} and {last_count} KV heads: expected "
+                "the same number in all layers with a gate; use another model, or a policy without gates."
             )
-        kind = gate_kind(config.kind)
+        gate_class = gate_kind(config.kind)
         #: Whether scores fall with the age of a token; see :class:`AttentionGate`.
-        self.decays = kind.decays
+        self.decays = gate_class.decays
         heads = geometry["num_kv_heads" if config.granularity == "kv_head" else "num_heads"]
         self.layers = nn.ModuleDict(
             {
-                str(index): kind(geometry["hidden_size"], heads, geometry["num_kv_heads"], config)
+                str(index): gate_class(geometry["hidden_size"], heads, geometry["num_kv_heads"], config)
                 for index in range(config.first_layer, geometry["num_layers"])
                 if index not in geometry["windowed_layers"]
             }
@@ -315,15 +316,15 @@ class AttentionGates(nn.Module):
         return torch.sigmoid(logits + self.config.bias)
 
     def stored(self, logits: Tensor) -> Tensor:
-        """Return what a cache stores and a budget ranks by: the logit of the soft gate, or its log where scores decay.
+        """Return the scores that a cache stores: logits with bias, or their log sigmoid if scores decay.
 
-        Sigmoids would not do: from about 17 on they are 1 in float32.
+        Sigmoids cannot rank: in float32 they are 1 from a logit of about 17.
         """
         biased = logits + self.config.bias
         return F.logsigmoid(biased) if self.decays else biased
 
     def check_flags(self) -> None:
-        """Raise ``UserError`` when these gates have no flags."""
+        """Raise ``UserError`` if these gates have no flags."""
         if self.decays:
             raise UserError(
                 f"gate.kind={self.config.kind}: scores fall with the age of a token, without flags: expected a budget, "
@@ -331,16 +332,16 @@ class AttentionGates(nn.Module):
             )
 
     def flags(self, logits: Tensor) -> Tensor:
-        """Return hard flags, True where a token is kept (Eq. 4, strict inequality), or raise a ``UserError``."""
+        """Return hard flags, True for kept tokens (Eq. 4, strict inequality), or raise a ``UserError``."""
         self.check_flags()
         return logits > self.config.boundary  # probability > threshold, in one operation
 
     def keep(self, logits: Tensor) -> Tensor:
-        """Return differentiable keep flags, float32 and of the shape of ``logits``, or raise a ``UserError``.
+        """Return differentiable keep flags, float32, shaped like ``logits``, or raise a ``UserError``.
 
         The straight-through estimator (Yin et al. 2019) has the value of the flags and the slope of the sigmoid. The
-        soft estimator adds logistic noise in training, which makes the sigmoid a relaxed Bernoulli sample; outside
-        training it gives the flags.
+        soft estimator adds logistic noise in training; the sigmoid is then a relaxed Bernoulli sample. Outside
+        training it returns the flags.
         """
         self.check_flags()
         if self.config.estimator == "soft" and self.training:
@@ -350,15 +351,15 @@ class AttentionGates(nn.Module):
         return (probability > self.config.threshold).float() + (probability - probability.detach())
 
     def at(self, *, threshold: float | None = None, share: float | None = None) -> AttentionGates:
-        """Return gates with the same weights, shared with these, and other flags.
+        """Return gates with another boundary; the weights are shared with these gates.
 
         Args:
-            threshold: probability above which a token is kept, in place of the configuration's.
-            share: share of the tokens that the flags keep, over all layers and KV heads of the validation data, by the
-                calibration. Another text may keep more or less; sinks and recents stay too.
+            threshold: probability above which a token is kept, instead of the configuration's.
+            share: share of the tokens that the flags keep, over all layers and KV heads of the validation data, from
+                the calibration. Other texts may keep more or less. Sinks and recents are kept too.
 
         Raises:
-            UserError: unless exactly one is given, for a value out of range, or a share without a calibration.
+            UserError: both or none are given, a value is out of range, or there is no calibration for a share.
         """
         if (threshold is None) == (share is None):
             raise UserError("Gates have one boundary: give threshold= or share=, and not both.")
@@ -380,7 +381,7 @@ class AttentionGates(nn.Module):
 
     def save_pretrained(self, path: str | PathLike[str]) -> None:
         """Write the gates to a folder; see :func:`ag.gates.export.save`."""
-        from ag.gates import export  # input and output are no part of a gate
+        from ag.gates import export  # a gate needs no input or output of files
 
         export.save(path, self)
 
@@ -389,5 +390,5 @@ class AttentionGates(nn.Module):
         """Read gates from a folder or the hub (``ORG/NAME[:REVISION]``); see :func:`ag.gates.export.load`."""
         from ag.gates import export
 
-        found: AttentionGates = export.load(path, cls, model_config)
-        return found
+        gates: AttentionGates = export.load(path, cls, model_config)
+        return gates

@@ -1,4 +1,4 @@
-"""Forward passes of training and validation: evicted tokens are masked, so that gradients reach the gates."""
+"""Forward passes of training and validation: evicted tokens are masked, and gradients reach the gates."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Gating(Interceptor):
     After the forward pass ``logits`` holds the gate logits by layer.
 
     Args:
-        gates: gates of the model; None means that attention is causal and sees every token of the same document.
-        valid: ``[B, T]``, nonzero on real tokens; padding on either side. None, without gates, means no padding.
-        prompt_length: ``[B]`` long, tokens of each prompt; with ``covers="prompt"`` gates may evict only these. None
-            means that every token belongs to a prompt.
+        gates: gates of the model. None: attention is causal, and sees every earlier token of its document.
+        valid: ``[B, T]``, nonzero on tokens; padding on the left or the right. None, without gates: no padding.
+        prompt_length: ``[B]`` long, tokens of each prompt; with ``covers="prompt"`` gates may evict only these. None:
+            every token belongs to the prompt.
         hard: use the flags, without an estimator's gradient or noise.
         first: ``[B, T]`` long, the column where the document of each token begins. Tokens before it are invisible, and
-            positions count from it. None means that a row is one document.
-        boundary: logit above which a token is kept, in place of that of the configuration.
+            positions count from it. None: a row is one document.
+        boundary: logit above which a token is kept. None: the configuration's boundary.
         open: run the gates for their logits, and evict nothing.
 
     Raises:
-        UserError: when ``scope="prompt"`` or ``prefill="dense"`` has no prompt length, when documents have one, or for
-            padding between tokens.
+        UserError: ``scope="prompt"`` or ``prefill="dense"`` has no prompt length, documents have one, or padding lies
+            between tokens.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Gating(Interceptor):
         self.valid = None if valid is None or bool(valid.all()) else valid.bool()
         self.tokens = self.valid
         self.first = None if first is None or not bool(first.any()) else first
-        #: Gate logits ``[B, Hkv, T']`` of each gated layer, T' being the columns up to the last that gates may evict.
+        #: Gate logits ``[B, Hkv, T']`` by layer. T' is one past the last evictable column.
         self.logits: dict[int, Tensor] = {}
         self._keep: dict[int, Tensor] = {}
         if gates is None:
@@ -73,27 +73,27 @@ class Gating(Interceptor):
             raise UserError("A row of several documents has no prompt: give Gating first or prompt_length, not both.")
         valid = valid.bool()
         self._shift = 0.0 if boundary is None else boundary - config.boundary
-        rank = valid.cumsum(1) - 1
+        token_indices = valid.cumsum(1) - 1
         #: ``[B, T]`` bool: the tokens of the prompts.
-        self.read = valid if prompt_length is None else valid & (rank < prompt_length[:, None])
-        #: ``[B, T]`` bool: the tokens that gates may evict, which losses and metrics count.
+        self.read = valid if prompt_length is None else valid & (token_indices < prompt_length[:, None])
+        #: ``[B, T]`` bool: the tokens that gates may evict. Losses and metrics count these.
         self.prompt = valid if config.covers == "all" else self.read
         columns = torch.arange(1, valid.shape[1] + 1, device=valid.device)
         self._end = int((self.prompt * columns).amax())
-        seen = self.prompt if config.scope == "prompt" else valid
-        seen = seen[:, : self._end]
-        self._seen = None if bool(seen.all()) else seen
+        gate_valid = self.prompt if config.scope == "prompt" else valid
+        gate_valid = gate_valid[:, : self._end]
+        self._gate_valid = None if bool(gate_valid.all()) else gate_valid
         self._dense_until = (self.read * columns).amax(1) if config.prefill == "dense" else None
 
     def counted(self) -> Tensor:
         """Return ``[B, T']`` bool: the columns of ``logits`` whose tokens gates may evict."""
         return self.prompt[:, : self._end]
 
-    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Yield one pass, whose positions count from the start of each document unless the caller gave some."""
-        if given is None and self.first is not None:
-            given = torch.arange(self.first.shape[1], device=self.first.device) - self.first
-        yield None, given
+    def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Yield one pass. Positions count from the start of each document, unless the caller gives ``position_ids``."""
+        if position_ids is None and self.first is not None:
+            position_ids = torch.arange(self.first.shape[1], device=self.first.device) - self.first
+        yield None, position_ids
 
     def begin(self, decoder: Any, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Check the shape of the batch, and that no layer reads across the documents of a row."""
@@ -121,11 +121,11 @@ class Gating(Interceptor):
         target = layer if self.gates is None else layer + self.gates.config.layer_offset
         if self.gates is None or str(target) not in self.gates.layers:
             return
-        seen, first = (_to(x, hidden.device) for x in (self._seen, self.first))
+        gate_valid, first = (_to(x, hidden.device) for x in (self._gate_valid, self.first))
         first = None if first is None else first[:, : self._end]
-        logits: Tensor = self.gates.layers[str(target)](hidden[:, : self._end], seen, self.left_padded, first)
+        logits: Tensor = self.gates.layers[str(target)](hidden[:, : self._end], gate_valid, self.left_padded, first)
         logits = logits - self._shift if self._shift else logits
-        # gradient checkpointing runs a layer twice, and the graph of the second run has to be freed
+        # gradient checkpointing runs a layer twice; the graph of the second run must be freed
         self.logits.setdefault(target, logits)
         if self.open:
             return
@@ -134,33 +134,32 @@ class Gating(Interceptor):
         self._keep.setdefault(target, F.pad(keep, (0, hidden.shape[1] - self._end), value=1.0))
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend under the flags of the layer, or densely without flags."""
+        """Attend under the flags of the layer. Without flags attention is dense."""
         keep, device = self._keep.get(call.layer), call.q.device
         valid, first = _to(self.valid, device), _to(self.first, device)
         if keep is None and first is None:
             return call.dense(valid, self.left_padded)
-        shared: dict[str, Any] = {"scaling": call.scaling, "window": call.window, "softmax": call.softmax}
+        options: dict[str, Any] = {"scaling": call.scaling, "window": call.window, "softmax": call.softmax}
         if self.gates is None or keep is None:
-            return gated_attention(call.q, call.k, call.v, None, valid, first=first, **shared)
-        shared |= {"recent": self.gates.config.recent_tokens, "sinks": self.gates.config.sink_tokens}
+            return gated_attention(call.q, call.k, call.v, None, valid, first=first, **options)
+        options |= {"recent": self.gates.config.recent_tokens, "sinks": self.gates.config.sink_tokens}
         learning = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
         if self.hard and self._dense_until is None and first is None and not learning:
-            return gated_prefill(call.q, call.k, call.v, keep.to(device, torch.bool), key_valid=valid, **shared)
-        shared |= {"dense_until": _to(self._dense_until, device), "first": first}
-        return gated_attention(call.q, call.k, call.v, keep.to(device), valid, **shared)
+            return gated_prefill(call.q, call.k, call.v, keep.to(device, torch.bool), key_valid=valid, **options)
+        options |= {"dense_until": _to(self._dense_until, device), "first": first}
+        return gated_attention(call.q, call.k, call.v, keep.to(device), valid, **options)
 
     def boundary_of(self, share: float) -> float:
-        """Return a logit above which this share of the logits of :meth:`counted` lies, over all layers and heads.
+        """Return the logit above which this share of the logits of :meth:`counted` lies, over all layers and heads.
 
-        It lies halfway between two logits, so that rounding moves none across it.
+        It lies halfway between two logits: rounding moves no logit across it.
         """
-        counted, (nearest, *_) = self.counted(), self.logits.values()
-        each = (x.masked_fill(~counted.to(x.device)[:, None], float("inf")) for x in self.logits.values())
-        logits = (
-            torch.cat([x.flatten().to(nearest.device) for x in each]).sort().values
-        )  # logits that do not count come last
+        counted, (first, *_) = self.counted(), self.logits.values()
+        layer_logits = (x.masked_fill(~counted.to(x.device)[:, None], float("inf")) for x in self.logits.values())
+        # +inf, for tokens that do not count, comes last
+        logits = torch.cat([x.flatten().to(first.device) for x in layer_logits]).sort().values
         count = int(counted.sum()) * sum(x.shape[1] for x in self.logits.values())
-        lowest = round((1 - share) * count)  # of the logits above
+        lowest = round((1 - share) * count)  # index of the lowest logit above the boundary
         if not 0 < lowest < count:
             return float(logits[0]) - 1 if lowest == 0 else float(logits[count - 1]) + 1
         return float(logits[lowest - 1 : lowest + 1].double().mean())
@@ -169,19 +168,19 @@ class Gating(Interceptor):
 class Observing(Gating):
     """A dense forward pass that runs the gates and records the targets of their regression.
 
-    Meant to run under ``torch.no_grad()``: only the gates build a graph, so a step costs no backward through the model.
-    ``targets`` holds, by gated layer, the log of the attention from later queries on each key that gates may evict,
-    ``[B, Hkv, T']`` float32. With ``prefill="dense"`` only queries of the response count, which eviction would affect.
+    Meant to run under ``torch.no_grad()``: only the gates build a graph, and a step needs no backward pass through the
+    model. ``targets`` holds by layer ``[B, Hkv, T']`` float32: for each evictable key, the log of its attention from
+    later queries. With ``prefill="dense"`` only queries of the response count, because eviction affects only these.
 
     Args:
         gates: gates of the model.
-        valid: ``[B, T]``, nonzero on real tokens.
-        prompt_length: ``[B]`` long; None means that every token counts.
-        target: ``attention``: the mean weight over queries; ``kvzip``: the largest weight that any query of the
-            response, in any query head of the group, gives, times the norm of the value (KVzip, where the response
-            repeats the prompt), of the prompt's tokens alone.
-        copied: ``[B, 2]`` long, the first column that the response repeats, and one past the last; with ``kvzip`` no
-            others have a target. None means that all tokens of the prompt have one.
+        valid: ``[B, T]``, nonzero on tokens.
+        prompt_length: ``[B]`` long. None: every token counts.
+        target: ``attention``: the mean weight over queries. ``kvzip``: for tokens of the prompt, the largest weight
+            from a query of the response, over the query heads of the group, times the norm of the value (KVzip, whose
+            response repeats the prompt).
+        copied: ``[B, 2]`` long, the first column that the response repeats, and one past the last. With ``kvzip`` only
+            these columns have a target. None: all tokens of the prompt have a target.
     """
 
     gates: AttentionGates
@@ -207,57 +206,57 @@ class Observing(Gating):
             super().enter_layer(layer, hidden.detach())
 
     def has_target(self) -> Tensor:
-        """Return ``[B, T']`` bool: the tokens that gates may evict and that some counting query could see."""
+        """Return ``[B, T']`` bool: evictable tokens that at least one counted query can see."""
         columns = torch.arange(self.prompt.shape[1], device=self.prompt.device)
         first = torch.where(self._queries, columns, columns.numel()).amin(1, keepdim=True)
         last = torch.where(self._queries, columns, -1).amax(1, keepdim=True)
         columns = columns[: self._end]
         nearest = torch.maximum(columns + self.gates.config.recent_tokens, first)
-        seen = nearest <= last
+        visible = nearest <= last
         counted = self.counted()
         if self.target == "kvzip":
             counted = counted & self.read[:, : self._end]
             if self.copied is not None:
                 counted = counted & (columns >= self.copied[:, :1]) & (columns < self.copied[:, 1:])
-        return counted & (seen if self.window is None else seen & (nearest - columns < self.window))
+        return counted & (visible if self.window is None else visible & (nearest - columns < self.window))
 
     @torch.no_grad()
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend densely, and record."""
+        """Attend densely, and record the targets."""
         out = super().attend(call)
         self.record(call, out)
         return out
 
     def record(self, call: AttentionCall, out: Tensor) -> None:
-        """Record the targets of a layer from its attention; ``out`` is the output ``[B, H, T, D]``."""
+        """Record the targets of a layer from its attention, whose output is ``out`` ``[B, H, T, D]``."""
         if str(call.layer) in self.gates.layers:
-            self.targets[call.layer] = self._measure(call)[..., : self._end]
+            self.targets[call.layer] = self._key_targets(call)[..., : self._end]
             self.window = call.window
 
-    def _measure(self, call: AttentionCall) -> Tensor:
+    def _key_targets(self, call: AttentionCall) -> Tensor:
         """Return the target of each key ``[B, Hkv, T]``."""
         columns = torch.arange(call.k.shape[2], device=call.k.device)
-        own = columns.where(self._queries, -1)
-        held = columns.where(self.valid, -1) if self.valid is not None else columns.expand(len(own), -1)
-        given = call.q, call.k, own, held[:, None], call.scaling, call.window
+        query_indices = columns.where(self._queries, -1)
+        key_indices = columns.expand(len(query_indices), -1) if self.valid is None else columns.where(self.valid, -1)
+        stats_inputs = call.q, call.k, query_indices, key_indices[:, None], call.scaling, call.window
         shape = (*call.k.shape[:2], -1, call.k.shape[2])
         if self.target == "kvzip":
-            largest = attention_stats("max", *given, softmax=call.softmax).view(shape).amax(2)
+            largest = attention_stats("max", *stats_inputs, softmax=call.softmax).view(shape).amax(2)
             sizes: Tensor = call.v.float().norm(dim=-1).clamp_min(1e-12)
             return largest.clamp_min(1e-12).log() + sizes.log()
         skip = self.gates.config.recent_tokens
-        sums = attention_stats("sum", *given, skip=skip, softmax=call.softmax)
-        sums = sums / self._counting(skip, call.window).clamp_min(1)[:, None]
+        sums = attention_stats("sum", *stats_inputs, skip=skip, softmax=call.softmax)
+        sums = sums / self._num_queries(skip, call.window).clamp_min(1)[:, None]
         log: Tensor = sums.view(shape).mean(2).clamp_min(1e-12).log()
         return log
 
-    def _counting(self, skip: int, window: int | None) -> Tensor:
+    def _num_queries(self, skip: int, window: int | None) -> Tensor:
         """Return how many queries count for each key, ``[B, T]``."""
         length = self._queries.shape[1]
-        before = F.pad(self._queries.cumsum(1), (1, 0))
-        columns = torch.arange(length, device=before.device)
-        first, stop = ((columns + more).clamp_max(length) for more in (skip, length if window is None else window))
-        return before[:, stop.maximum(first)] - before[:, first]
+        queries_before = F.pad(self._queries.cumsum(1), (1, 0))
+        columns = torch.arange(length, device=queries_before.device)
+        first, stop = ((columns + offset).clamp_max(length) for offset in (skip, length if window is None else window))
+        return queries_before[:, stop.maximum(first)] - queries_before[:, first]
 
 
 def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -25,8 +25,8 @@ PRECISION = "weights"
 ADAPTER_FILES = (f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.safetensors")
 
 SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size")
-MOST, MOST_LAYERS = 1 << 20, 4096  # bound the work and the memory that a forged size can cost
-#: The keys, with the types of their values; a dict has exactly its own keys.
+MAX_SIZE, MAX_LAYERS = 1 << 20, 4096  # limit the time and memory that a forged size can cost
+#: The keys, with the types of their values. A dict must have exactly these keys.
 CONTENT: dict[str, Any] = {
     "schema_version": str,
     "versions": dict[str, str],
@@ -44,9 +44,9 @@ CONTENT: dict[str, Any] = {
     CALIBRATION: {"shares": list[float], "boundaries": list[float]},  # or null
     PRECISION: Literal["float32", "int8"],
 }
-#: Values of keys that exports of earlier schemas lack: new in 1.1, 1.3 and 1.4, and in 1.2 those of the gate.
-EARLIER: dict[str, Any] = {ADAPTER: [], CALIBRATION: None, PRECISION: "float32"}
-EARLIER_GATE: dict[str, Any] = {"hidden": 64, "window": 0, "covers": "prompt"}
+#: Defaults of keys that earlier schemas lack: new in 1.1, 1.3 and 1.4; the keys of the gate are new in 1.2.
+EARLIER_DEFAULTS: dict[str, Any] = {ADAPTER: [], CALIBRATION: None, PRECISION: "float32"}
+EARLIER_GATE_DEFAULTS: dict[str, Any] = {"hidden": 64, "window": 0, "covers": "prompt"}
 
 
 class ExportError(UserError):
@@ -54,31 +54,31 @@ class ExportError(UserError):
 
 
 def checksum(info: Mapping[str, Any]) -> str:
-    """Return the sha256 of ``info`` without its checksum, whatever the order of the keys."""
-    rest = {name: value for name, value in info.items() if name != "checksum"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    """Return the sha256 of ``info`` without its checksum; the order of the keys does not matter."""
+    content = {name: value for name, value in info.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def minor(schema: str) -> int:
+def minor_version(schema: str) -> int:
     """Return the second number of a schema."""
     return int(schema.partition(".")[2])
 
 
-def check_keys(where: object, found: Iterable[str], expected: Iterable[str]) -> None:
-    """Raise an :class:`ExportError` unless both have the same names."""
-    missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+def check_keys(location: object, names: Iterable[str], expected: Iterable[str]) -> None:
+    """Raise an :class:`ExportError` unless ``names`` equal the ``expected`` names."""
+    missing, unknown = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
     if missing or unknown:
         raise ExportError(
-            f"{where}: missing keys {missing[:3]}, unknown keys {unknown[:3]!r:.200}: expected those of schema "
-            f"{SCHEMA_VERSION} and of the gate configuration; export the gates again, or update ag if a newer one did."
+            f"{location}: missing keys {missing[:3]}, unknown keys {unknown[:3]!r:.200}: expected the keys of "
+            f"schema {SCHEMA_VERSION} and of the gate configuration; export the gates again, or update ag."
         )
 
 
 def validate(file: Path, info: Any) -> dict[str, Any]:
-    """Check every key, type and range, then the checksum; returns the content with all keys of this schema.
+    """Check every key, type and range, then the checksum; return the content with all keys of this schema.
 
     Raises:
-        ExportError: naming the file and the first value that is wrong.
+        ExportError: names the file and the first wrong value.
     """
 
     def expect(ok: bool, name: str, value: Any, expected: str, fix: str = "export the gates again") -> None:
@@ -97,16 +97,16 @@ def validate(file: Path, info: Any) -> dict[str, Any]:
     schema = info.get("schema_version")
     readable = isinstance(schema, str) and re.fullmatch(r"1\.\d{1,4}", schema) is not None
     expect(readable, "schema_version", schema, "1.x", "update ag, or export the gates with this version")
-    written, info = info, EARLIER | info
+    written, info = info, EARLIER_DEFAULTS | info
     if isinstance(info.get("gate"), dict):
-        info["gate"] = EARLIER_GATE | info["gate"]
+        info["gate"] = EARLIER_GATE_DEFAULTS | info["gate"]
     check("content", info, CONTENT | ({CALIBRATION: NoneType} if info[CALIBRATION] is None else {}))
 
     expect(0 <= (info["keep_rate"] or 0) <= 1, "keep_rate", info["keep_rate"], "a number from 0 to 1, or null")
     geometry = info["base_model"]["fingerprint"]
     sizes = {f"gate.{name}": value for name, value in info["gate"].items() if CONTENT["gate"][name] is int}
     for name, value in (sizes | {f"fingerprint.{name}": geometry[name] for name in SIZES}).items():
-        low, high = int("fingerprint" in name), MOST_LAYERS if "num_layers" in name else MOST
+        low, high = int("fingerprint" in name), MAX_LAYERS if "num_layers" in name else MAX_SIZE
         expect(low <= value <= high, name, value, f"a whole number from {low} to {high}")
     heads, kv_heads = geometry["num_heads"], geometry["num_kv_heads"]
     expect(heads % kv_heads == 0, "fingerprint.num_kv_heads", kv_heads, f"a divisor of num_heads={heads}")
@@ -118,7 +118,7 @@ def validate(file: Path, info: Any) -> dict[str, Any]:
         raise ExportError(f"{file}: {error}") from error
     files = (WEIGHTS, *(ADAPTER_FILES if len(info["sha256"]) > 1 else ()))
     check_keys(f"{file}: sha256", info["sha256"], files)
-    rest, fix = checksum(written), "copy the file again, or export gates with the values you want"
-    what = f"{rest}, that of the rest of the file"
-    expect(info["checksum"] == rest, "checksum", info["checksum"], what, f"a value was changed or damaged: {fix}")
+    digest = checksum(written)
+    fix = "a value was changed or damaged: copy the file again, or export gates with the values you want"
+    expect(info["checksum"] == digest, "checksum", info["checksum"], f"{digest}, the hash of the other keys", fix)
     return dict(info)

@@ -38,13 +38,13 @@ def attention_stats(
         query_indices: ``[B, M]`` long, the token index of each query; a query of a negative index does not count.
         key_indices: ``[B, Hkv or 1, N]`` long, likewise; a negative index means that there is no token.
         scaling: factor of the logits.
-        window: distance from which on no query sees a key; None means that there is no sliding window.
-        skip: pairs less than this apart do not count, though they take part in the softmax.
-        factors: f ``[B, M]``, 0 or more; None means that all are 1.
+        window: a query sees keys at a smaller distance than this. None: no sliding window.
+        skip: pairs at a smaller distance do not count, but they take part in the softmax.
+        factors: f ``[B, M]``, 0 or more. None: all are 1.
         softmax: cap and sink logits of the model.
 
     Returns:
-        ``[B, H, N]`` float32 (float64 for float64 arguments), 0 for keys that no query counts for.
+        ``[B, H, N]`` float32 (float64 for float64 arguments), 0 for keys without a counted query.
 
     Raises:
         UserError: ``AG_KERNELS`` names a version that cannot run (see ag.kernels.dispatch).

@@ -1,4 +1,4 @@
-"""Statistics of attention in Triton: one pass computes row sums, a second one reduces over queries in registers."""
+"""Statistics of attention in Triton: one pass computes row sums, a second pass reduces over queries in registers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _limits(token_index):
 def _row_sums(q, k, lse, query_indices, key_indices, lows, highs, sinks, q_strides, k_strides, scale, cap, window, M, N,
               size, spans, H, G, HR, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
               COUNT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Write the log2 of the row sums of a block of queries; infinity if a query does not count, so that it weighs 0."""
+    """Write the log2 of the row sums of a block of queries; infinity (weight 0) if a query does not count."""
     block, pair = program_tile(M, ROWS)
     b, h = pair // H, pair % H
     of_indices = tl.cast(b * HR + h // G % HR, tl.int64)

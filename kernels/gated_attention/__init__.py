@@ -1,4 +1,4 @@
-"""Attention whose keys carry keep flags, for training and prefill under gates."""
+"""Attention to keys with keep flags, for training and prefill under gates."""
 
 from __future__ import annotations
 
@@ -27,38 +27,36 @@ def gated_attention(
     first: Tensor | None = None,
     softmax: Softmax = PLAIN,
 ) -> Tensor:
-    """Causal attention in which key t weighs ``m_jt exp(s_jt)`` for query j (renormalised).
+    """Causal attention with flags: query j gives key t the weight ``m_jt exp(s_jt)`` (renormalised).
 
-    ``m_jt`` is 1 for a protected pair and ``keep[t]`` else; ``A_jt = m_jt e^{s_jt} / sum_u m_ju e^{s_ju}``. A pair is
-    protected when ``j - t < recent``, when t is a sink, or when ``j < dense_until``. With flags of 0 and 1 the output
-    equals that of masking; the gradient to the flags stays finite and reaches evicted tokens, so that gates can open
-    again. For flags that are exactly 0 the factor ``e^{s - lse}`` of that gradient is held at 1: an evicted attention
-    sink would make it astronomically large.
+    ``A_jt = m_jt e^{s_jt} / sum_u m_ju e^{s_ju}``, where ``m_jt`` is 1 for a protected pair, else ``keep[t]``. A pair
+    is protected if ``j - t < recent``, if t is a sink, or if ``j < dense_until``. With flags of 0 and 1 this equals
+    masked attention. The gradient of the flags stays finite and reaches evicted tokens: gates can open again. For a
+    flag of exactly 0 the factor ``e^{s - lse}`` of this gradient is set to 1, because for an evicted attention sink it
+    would be astronomically large.
 
-    Triton runs it on CUDA, PyTorch in blocks elsewhere; ``AG_KERNELS`` forces a version (see ag.kernels.dispatch).
+    Triton runs it on CUDA, PyTorch in tiles elsewhere; ``AG_KERNELS`` forces a version (see ag.kernels.dispatch).
 
     Args:
         q: queries ``[B, H, T, D]``.
         k: keys ``[B, Hkv, T, D]``, H a multiple of Hkv.
         v: values ``[B, Hkv, T, D]``.
-        keep: keep flags in [0, 1], ``[B, Hkv, T]``, hard or soft; None keeps everything.
-        key_valid: ``[B, T]`` bool, False on padding; None when there is none.
-        scaling: factor of the logits; None means ``D ** -0.5``.
+        keep: keep flags in [0, 1], ``[B, Hkv, T]``, hard or soft. None: every key is kept.
+        key_valid: ``[B, T]`` bool, False on padding. None: no padding.
+        scaling: factor of the logits. None: ``D ** -0.5``.
         recent: newest tokens that a query always sees, its own included (at least 1).
-        sinks: first tokens of a row, or with ``first`` of each document, that every query sees.
-        window: sliding window of the model: pairs with ``j - t >= window`` are invisible, sinks too. None means that
-            there is no window.
-        dense_until: ``[B]`` long; queries with a smaller index ignore ``keep``. None means that flags act on every
-            query.
-        first: ``[B, T]`` long; the first column that each query may see, where its document begins in a packed row.
-            It never decreases along a row. None means that a row is one document.
+        sinks: number of first tokens of a row, or with ``first`` of each document, that every query sees.
+        window: sliding window of the model: pairs with ``j - t >= window`` are invisible, sinks too. None: no window.
+        dense_until: ``[B]`` long; queries with a smaller index ignore ``keep``. None: flags act on every query.
+        first: ``[B, T]`` long; the first column that each query may see: in a packed row, the start of its document.
+            It never decreases along a row. None: a row is one document.
         softmax: cap of the logits, which Triton's version does not support, and sink logits.
 
     Returns:
         ``[B, H, T, D]`` in the type of ``q``; zeros for queries that see nothing (padding).
 
     Raises:
-        ValueError: for shapes that do not fit, or ``recent`` below 1.
+        ValueError: shapes do not fit, or ``recent`` is below 1.
         UserError: ``AG_KERNELS`` names a version that cannot run.
     """
     q, k, v = checked("gated_attention", q, k, v, recent)
@@ -78,10 +76,10 @@ def gated_attention(
 
 
 def checked(operation: str, q: Tensor, k: Tensor, v: Tensor, recent: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, cast as torch's autocast casts the arguments of attention.
+    """Check the shapes, and return q, k and v in the types that torch's autocast gives to attention.
 
     Raises:
-        ValueError: unless q is ``[B, H, T, D]``, k and v ``[B, Hkv, T, D]``, and a query sees its own token.
+        ValueError: q is not ``[B, H, T, D]``, k or v not ``[B, Hkv, T, D]``, or a query does not see its own token.
     """
     batch, heads, length, dim = q.shape
     kv_heads = k.shape[1]

@@ -11,15 +11,15 @@ from torch import Tensor
 from ag.kernels.gated_attention.masks import Masks
 from ag.kernels.softmax import PLAIN, Softmax
 
-BLOCK = 64  # queries of a tile, where it does not grow too large
+BLOCK = 64  # queries of a tile, unless it becomes too large
 TILE = {"cpu": 2**20, "cuda": 2**26}  # pairs of a tile that fits the caches, or that keeps a GPU busy
 
 
 class _Tile(NamedTuple):
-    """Some queries against the keys that they can see, for some of the (sequence, KV head) pairs.
+    """Some queries and the keys that they can see, for some of the (sequence, KV head) pairs.
 
-    Every row sees the columns before ``masked_start``, and ``recent`` protects no pair of them: a key has one weight
-    for all rows. From ``masked_start`` on each pair has its own mask.
+    Every row sees the columns before ``masked_start``, and ``recent`` protects none of these pairs: a key has one
+    weight for all rows. From ``masked_start`` on each pair has its own mask.
     """
 
     part: slice  # of the (sequence, KV head) pairs
@@ -33,8 +33,8 @@ class _Problem:
     """The arguments of one call by (sequence, KV head) pair, P pairs of G query heads, and the steps of both passes.
 
     Attributes:
-        weight: ``[P, T]``, the weight of each key where only sinks are protected; None means that all weights are 1.
-        free: ``[P, T]`` bool, keys whose flag decides; None means that there are no flags.
+        weight: ``[P, T]``, the weight of each key if only sinks are protected. None: all weights are 1.
+        free: ``[P, T]`` bool, keys whose flag decides. None: there are no flags.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class _Problem:
             self.weight = self.valid.to(self.acc) if self.weight is None else self.weight * self.valid
 
     def by_pair(self, x: Tensor) -> Tensor:
-        """Lay ``[B, H, T, ...]`` out as ``[P, G, T, ...]``."""
+        """Reshape ``[B, H, T, ...]`` to ``[P, G, T, ...]``."""
         return x.reshape(self.pairs, self.group, *x.shape[2:])
 
     def _each(self, x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class _Problem:
                 yield _Tile(part, slice(start, stop), slice(begin, stop), masked_start, opened)
 
     def logits(self, tile: _Tile) -> Tensor:
-        """Return ``s``, ``[p, G * rows, columns]``."""
+        """Return the logits ``s`` of a tile, ``[p, G * rows, columns]``."""
         q, k = self.rows(self.q, tile), self.k[tile.part, tile.columns]
         if q.dtype in (self.acc, torch.float16):  # products that are not scaled may overflow float16
             s = ((q * self.scaling) @ k.mT).to(self.acc)
@@ -110,13 +110,13 @@ class _Problem:
         return view
 
     def column_weight(self, tile: _Tile) -> Tensor | None:
-        """Return the weights ``[p, 1, masked_start]`` of the first keys of a tile; None means that all are 1."""
+        """Return the weights ``[p, 1, masked_start]`` of the first keys of a tile. None: all weights are 1."""
         weight = self.weight if not tile.open else None if self.valid is None else self.valid.to(self.acc)
         first = tile.columns.start
         return None if weight is None else weight[tile.part, None, first : first + tile.masked_start]
 
     def pair_masks(self, tile: _Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the hidden pairs, the pairs that a flag decides, and the flags, from column ``masked_start`` on.
+        """Return the invisible pairs, the pairs that a flag decides, and the flags, from column ``masked_start`` on.
 
         Each is ``[p or 1, 1, rows, columns - masked_start]``; without flags the last two are None.
         """
@@ -190,7 +190,7 @@ class _ChunkedGatedAttention(torch.autograd.Function):
             ratio.sub_(problem.rows(total, tile))
             weight = problem.column_weight(tile)
             if weight is not None:
-                # where m is 0, the factor e^(s - lse) of its gradient is held at 1
+                # if m is 0, the factor e^(s - lse) of its gradient is set to 1
                 unmasked = ratio[..., : tile.masked_start]
                 torch.minimum(unmasked, torch.where(weight == 0, 0.0, float("inf")).to(unmasked.dtype), out=unmasked)
             hidden, free, flags = problem.pair_masks(tile)
@@ -206,7 +206,7 @@ class _ChunkedGatedAttention(torch.autograd.Function):
                     columns[:, : tile.masked_start] += slope[..., : tile.masked_start].sum(1)
                 by_pair = problem.unfolded(slope)[..., tile.masked_start :]
                 columns[:, tile.masked_start :] += (by_pair * free).sum((1, 2))
-            for x in (slope, ratio):  # from here on the gradient of the logits, and the attention weights
+            for x in (slope, ratio):  # from here: the gradient of the logits, and the attention weights
                 if weight is not None:
                     x[..., : tile.masked_start] *= weight
                 if free is not None and flags is not None:
@@ -228,7 +228,7 @@ def sink_gradient(sinks: Tensor, lse: Tensor, out: Tensor, d_out: Tensor) -> Ten
 
     Args:
         sinks: ``[H]``.
-        lse: log of each query's sum, ``[B, H, T]``; infinite where it sees nothing.
+        lse: log of each query's sum, ``[B, H, T]``; infinite for a query that sees nothing.
         out: outputs ``[B, H, T, D]``.
         d_out: their gradients.
     """
@@ -242,8 +242,8 @@ def gated_attention(
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_attention.gated_attention` with ``O(B H T)`` memory beside its arguments.
 
-    The softmax runs in float32 (float64 for float64 arguments) whatever the type of q; only the row sums are saved, so
-    that the backward computes each tile again.
+    The softmax runs in float32 (float64 for float64 arguments) for any type of q. Only the row sums are saved: the
+    backward pass computes each tile again.
     """
     arguments = (q, k, v, keep, softmax.sinks, masks, scaling, softmax.cap)
     out: Tensor = _ChunkedGatedAttention.apply(*arguments)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Visible pairs of query and key, and protected pairs, which no flag can hide."""
+"""Visible pairs of query and key, and protected pairs, on which flags have no effect."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sink_mask(
     device: torch.device,
     first: Tensor | None = None,
 ) -> Tensor:
-    """Return ``[B, T]`` bool: True on the first ``sinks`` tokens of each row, or document, padding not counted."""
+    """Return ``[B, T]`` bool: True on the first ``sinks`` tokens of each row or document, padding not counted."""
     if key_valid is None and first is None:
         return (torch.arange(length, device=device) < sinks).expand(batch, length)
     valid = torch.ones(batch, length, dtype=torch.bool, device=device) if key_valid is None else key_valid

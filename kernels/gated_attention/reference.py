@@ -1,4 +1,4 @@
-"""Gated attention by its formula, with n^2 memory: the oracle of the other versions."""
+"""Gated attention by its formula, with n^2 memory: the tests compare the fast versions with it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def gated_attention(
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_attention.gated_attention` by autograd over whole matrices.
 
-    The gradients of q, k and v come from autograd. The gradient of the flags is written out, because its factor is
-    held at 1 for evicted tokens: ``dL/dm_t = sum_j e^{s_jt - lse_j} (dO_j . v_t - dO_j . o_j)`` over the pairs that are
-    not protected.
+    The gradients of q, k and v come from autograd. The gradient of the flags is computed by its formula, because a
+    factor is set to 1 for evicted tokens: ``dL/dm_t = sum_j e^{s_jt - lse_j} (dO_j . v_t - dO_j . o_j)`` over the pairs
+    that are not protected.
     """
     group, everything = q.shape[1] // k.shape[1], slice(0, q.shape[2])
     visible, protected = masks.pairs(everything, everything, masks.sink(k))

@@ -1,7 +1,7 @@
 """Gated attention fused in Triton in the style of flash attention: it stores the output and one number a query.
 
-One query-major kernel computes the output, another one dQ; a key-major kernel computes dK, dV and the gradient of the
-flags. So no sum needs an atomic addition, and every run gives the same bits. All logits and sums are in base 2.
+A query-major kernel computes the output, a second one dQ. A key-major kernel computes dK, dV and the gradient of the
+flags. No sum needs an atomic addition, and every run gives equal bits. All logits and sums are in base 2.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, ga
     blind = total == 0.0
     mixed = mixed / tl.where(blind, 1.0, total)[:, None]
     store_rows(head_pointer(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
-    # The infinite sum of a query that sees nothing makes every exponential of the backward pass 0.
+    # A query that sees nothing has an infinite sum: its exponentials in the backward pass are 0.
     sums = tl.where(blind, float("inf"), largest + tl.log2(tl.where(blind, 1.0, total)))
     tl.store(lse + tl.cast(pair, tl.int64) * T + rows, sums, mask=rows < T)
 
@@ -185,7 +185,7 @@ def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm,
         free = rows - columns >= recent
         if dense is not None:
             free &= rows >= dense
-        # e^(s - lse) of an evicted key is held at 1: for an evicted attention sink it would be astronomical
+        # e^(s - lse) of an evicted key is set to 1: for an evicted attention sink it would be astronomical
         exponent = tl.where(free & (weight == 0.0)[:, None], tl.minimum(exponent, 0.0), exponent)
     p = tl.where(visible, tl.exp2(exponent), 0.0)
     if not ONLY:
@@ -222,7 +222,7 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
     valid = None
     if padding is not None:
         valid = tl.load(padding + tl.cast(b, tl.int64) * T + columns, mask=columns < T, other=float("-inf")) == 0.0
-    # [first, stop) are the queries that can see the block; those from `attended` on meet evicted keys alone.
+    # Queries [first, stop) can see the block; from query `attended` on all of its keys are evicted.
     first, stop = start // ROWS * ROWS, T + 0
     if window is not None:
         stop = tl.minimum(T, start + KEYS - 1 + window)
@@ -259,7 +259,7 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
     store_rows(head_pointer(dk, dk_strides, b, head), dk_strides[2], start, T, key_grad, KEYS, D, DP)
     store_rows(head_pointer(dv, dv_strides, b, head), dv_strides[2], start, T, value_grad, KEYS, E, EP)
     if d_keep is not None:
-        # A second loop, so that the other gradients have left their registers.
+        # A second loop: the registers of the first gradients are free then.
         for g in range(G):
             h = head * G + g
             queries, d_outputs = head_pointer(q, q_strides, b, h), head_pointer(d_out, d_out_strides, b, h)
@@ -287,8 +287,8 @@ def _tables(
 
     Returns:
         ``gate``: log2 of the flags, 0 on sinks, ``[B, Hkv, T]``; ``padding``: 0 or -inf on padding, ``[B, T]``;
-        ``listing``: the blocks that hold a kept key, in order, then the others, ``[B, Hkv, blocks]``;
-        ``kept_before``: how many blocks with a kept key come before each, ``[B, Hkv, blocks + 1]``.
+        ``listing``: the blocks with a kept key, in order, then all further blocks, ``[B, Hkv, blocks]``;
+        ``kept_before``: number of blocks with a kept key before each block, ``[B, Hkv, blocks + 1]``.
     """
     padding = padding_bias(masks.key_valid)
     if keep is None:
@@ -377,8 +377,8 @@ def gated_attention(
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_attention.gated_attention` with ``O(B H T)`` memory beside its arguments.
 
-    Blocks of keys that are all evicted are not read, except by the flags' gradient. Sums run in float32; products of
-    float32 arguments are as exact as float32 is, not TF32 (:data:`ag.kernels.tiles.FLOAT32`).
+    Blocks without a kept key are read only by the gradient of the flags. Sums run in float32. Products of float32
+    arguments are as exact as float32, not as TF32 (:data:`ag.kernels.tiles.FLOAT32`).
     """
     out: Tensor = _TritonGatedAttention.apply(q, k, v, keep, softmax.sinks, masks, scaling)
     return out

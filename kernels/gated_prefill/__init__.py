@@ -26,18 +26,18 @@ def gated_prefill(
     window: int | None = None,
     softmax: Softmax = PLAIN,
 ) -> Tensor:
-    """Causal attention over the kept keys, the first ``sinks`` and each query's ``recent`` newest ones.
+    """Causal attention over the kept keys, the first ``sinks`` and each query's newest ``recent`` keys.
 
-    The result is that of :func:`ag.kernels.gated_attention.gated_attention` with flags of 0 and 1, without gradients,
-    and the arguments are the same, but that ``keep`` ``[B, Hkv, T]`` is bool, True on the keys that stay. Evicted keys
-    are read on the diagonal alone, by Triton on CUDA and in blocks of PyTorch on a CPU. On CUDA without Triton, and as
-    the reference, gated attention runs.
+    Result and arguments are as in :func:`ag.kernels.gated_attention.gated_attention` with flags of 0 and 1, without
+    gradients; ``keep`` ``[B, Hkv, T]`` is bool, True on kept keys. Evicted keys are read only on the diagonal, by
+    Triton on CUDA and in blocks of PyTorch on a CPU. On CUDA without Triton, and as the reference, gated attention
+    runs.
 
     Returns:
         ``[B, H, T, D]`` in the type of ``q``; zeros for queries that see nothing (padding).
 
     Raises:
-        ValueError: for shapes that do not fit, ``keep`` that is not bool, or ``recent`` below 1.
+        ValueError: shapes do not fit, ``keep`` is not bool, or ``recent`` is below 1.
         UserError: ``AG_KERNELS`` names a version that cannot run (see ag.kernels.dispatch).
     """
     q, k, v = checked("gated_prefill", q, k, v, recent)

@@ -1,4 +1,4 @@
-"""Gated prefill in blocks of queries, each against the keys that some of its queries see."""
+"""Gated prefill in blocks of queries; a block reads the keys that at least one of its queries sees."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch.nn import functional as F
 from ag.kernels.gated_attention.masks import Masks
 from ag.kernels.softmax import PLAIN, Softmax, weigh
 
-SHORT = 256  # longest prompt for which PyTorch's attention under one mask is faster than blocks
+SHORT = 256  # up to this length, PyTorch's attention under one mask is faster than blocks
 BLOCK = 128  # queries of a block
-LONG = 4096  # number of kept tokens from which on a block has half as many queries
+LONG = 4096  # from this number of kept tokens on, a block has half the queries
 
 
 def gated_prefill(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor, masks: Masks, scaling: float, softmax: Softmax = PLAIN
 ) -> Tensor:
-    """Compute :func:`ag.kernels.gated_prefill.gated_prefill`; the work is that of the kept pairs and the diagonal.
+    """Compute :func:`ag.kernels.gated_prefill.gated_prefill`; only kept pairs and the diagonal are computed.
 
-    The kept keys of a (sequence, KV head) pair are gathered once, in order. So the keys up to a query's position are a
-    range, whose end is found by binary search. The softmax runs in float32 (float64 for float64 arguments). A short
+    The kept keys of a (sequence, KV head) pair are gathered once, in order. The keys up to a query's position are then
+    a range; binary search gives its end. The softmax runs in float32 (float64 for float64 arguments). A short
     prompt is one block under a mask.
     """
     batch, heads, length, _ = q.shape
@@ -41,7 +41,7 @@ def gated_prefill(
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, masks: Masks, scaling: float) -> Tensor:
-    """Attend with PyTorch's own attention, the query heads of a KV head as the heads of a sequence."""
+    """Attend with PyTorch's own attention; the query heads of a KV head are the heads of one sequence."""
     batch, heads, length, _ = q.shape
     rows, group = keep.shape[0] * keep.shape[1], heads // k.shape[1]
     visible, protected = masks.pairs(slice(0, length), slice(0, length), masks.sink(keep))
@@ -65,7 +65,7 @@ def _attend_one_head(
     scaling: float,
     softmax: Softmax,
 ) -> Tensor:
-    """Attend from the query heads ``[G, T, D]`` of one KV head; ``evicted`` keys are visible while recent."""
+    """Attend from the query heads ``[G, T, D]`` of one KV head; ``evicted`` keys are visible only if recent."""
     group, length, dim = q.shape
     acc = torch.promote_types(q.dtype, torch.float32)
     kept_columns, evicted_columns = kept.nonzero().flatten(), evicted.nonzero().flatten()

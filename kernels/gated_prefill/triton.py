@@ -1,4 +1,4 @@
-"""Gated prefill in Triton: kept keys are read by a list of their positions, evicted ones on the diagonal alone."""
+"""Gated prefill in Triton: kept keys are read by a list of their positions, evicted keys only on the diagonal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ag.kernels.tiles import (
 
 @triton.jit
 def _load_listed(base, stride, columns, inside, D: tl.constexpr, DP: tl.constexpr):
-    """Load the rows ``columns`` of a ``[T, D]`` tensor, zeros where ``inside`` is False."""
+    """Load the rows ``columns`` of a ``[T, D]`` tensor; rows that are not ``inside`` are zeros."""
     dims = tl.arange(0, DP)
     mask = inside[:, None]
     if D < DP:
@@ -44,7 +44,7 @@ def _load_listed(base, stride, columns, inside, D: tl.constexpr, DP: tl.constexp
 def _prefill(q, k, v, out, q_strides, k_strides, v_strides, out_strides, gate, padding, kept, kept_before, scale,
              recent, window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
              KEYS: tl.constexpr, sinks, ROWS: tl.constexpr):  # fmt: skip
-    """Attend from one block of queries of one head: to kept keys below the protected ones, then to all later keys."""
+    """Attend from one block of queries of one head: to kept keys before the protected keys, then to all later keys."""
     block, pair = program_tile(T, ROWS)
     start = (tl.cdiv(T, ROWS) - 1 - block) * ROWS
     b, h = pair // H, pair % H
@@ -90,10 +90,10 @@ PREFILL = tuned(["D", "E", "size"], ROWS, 2**15, ROWS=16)(_prefill)
 def gated_prefill(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor, masks: Masks, scaling: float, softmax: Softmax = PLAIN
 ) -> Tensor:
-    """Compute :func:`ag.kernels.gated_prefill.gated_prefill`; the work is that of the kept pairs and the diagonal.
+    """Compute :func:`ag.kernels.gated_prefill.gated_prefill`; only kept pairs and the diagonal are computed.
 
-    A list of positions ``[B, Hkv, T]`` leads to the kept keys, and a table of the same size has the number of kept keys
-    before each position, so that the host does not synchronise.
+    A list ``[B, Hkv, T]`` has the positions of the kept keys. A table ``[B, Hkv, T]`` counts the kept keys before each
+    position. The host therefore does not synchronise.
     """
     q, k, v = (readable(x) for x in (q, k, v))
     batch, heads, length, dim = q.shape
@@ -102,7 +102,7 @@ def gated_prefill(
     stays = keep | masks.sink(k)[:, None]
     if masks.key_valid is not None:
         stays = stays & masks.key_valid[:, None]
-    stays = stays.contiguous()  # flags come transposed, and the tables below keep an argument's strides
+    stays = stays.contiguous()  # flags are transposed, and the tables below keep an argument's strides
     gate = torch.zeros(stays.shape, dtype=torch.float32, device=q.device).masked_fill_(~stays, float("-inf"))
     kept = stays.to(torch.uint8).argsort(stable=True, dim=-1, descending=True).int()
     kept_before = nn.functional.pad(stays.cumsum(-1), (1, 0)).int()

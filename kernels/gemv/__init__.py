@@ -17,12 +17,12 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``weight @ x + bias`` for one token, ``[..., out]``.
 
     Args:
-        x: states ``[..., in]``, of which there is one.
-        weight: ``[out, in]`` of the same type.
-        bias: ``[out]`` of the same type, or None.
+        x: states ``[..., in]`` of one token.
+        weight: ``[out, in]``, in the type of ``x``.
+        bias: ``[out]``, in the type of ``x``. None: no bias.
 
     Raises:
-        UserError: when AG_KERNELS names a version that cannot run here.
+        UserError: AG_KERNELS names a version that cannot run here.
     """
     facts = weight.device.type, x.dtype, weight.dtype, weight.is_contiguous()
     return version(*facts, os.environ.get(VARIABLE))(x, weight, bias)

@@ -26,8 +26,8 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, token_indices: Tensor, gate: T
             the pool has a gate column.
 
     Raises:
-        TypeError: when keys or values have another type than the pool's.
-        UserError: when AG_KERNELS names a version that cannot run here.
+        TypeError: keys or values have another type than the pool's.
+        UserError: AG_KERNELS names a version that cannot run here.
     """
     if (k.dtype, v.dtype) != pages.dtypes:
         raise TypeError(

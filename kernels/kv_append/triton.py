@@ -16,7 +16,7 @@ from ag.kernels.tiles import copy_tokens, pool_indices
 def _append(keys, values, index_column, gate, table, lengths, after, k, v, token_indices, gate_values, k_strides,
             v_strides, stride, T, blocks, H, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
             PAGE: tl.constexpr, TOKENS: tl.constexpr, UNGATED: tl.constexpr):  # fmt: skip
-    """Store TOKENS of the T new tokens of a row, behind the row's tokens and the new ones before them."""
+    """Store TOKENS of the T new tokens of a row, after the row's tokens and its earlier new tokens."""
     row, block = tl.cast(tl.program_id(0) // blocks, tl.int64), tl.program_id(0) % blocks
     b, h = row // H, row % H
     token_indices += b * T

@@ -16,23 +16,23 @@ from ag.kernels.pages import WIDEST, Facts, Pages
 def kv_compact(
     pages: Pages, score: Tensor, keep_count: Tensor, records: Sequence[Tensor] = (), nonfinite: Tensor | None = None
 ) -> None:
-    """Keep ``keep_count`` tokens of each row and evict the others, in place; ``pages.lengths`` is updated.
+    """Keep ``keep_count`` tokens of each row and evict its other tokens, in place; ``pages.lengths`` is updated.
 
     The tokens with the highest scores are kept, of equal scores the older token, and tokens of +inf even beyond
     ``keep_count``. The last kept tokens of a row fill the free slots before them, both in ascending order; no other
     token moves. Slots have no order afterwards: ``pages.token_indices`` has each token's index.
 
     Args:
-        pages: the rows; a row that loses tokens shares no block with another row.
+        pages: the rows. A row must not share blocks with another row if its tokens are evicted.
         score: ``[B, Hkv or 1, S]`` float32 by slot, S at least the longest row; see
             :func:`ag.retention.eviction_score`.
-        keep_count: ``[R]`` int32, tokens to keep; a shorter row loses nothing.
-        records: ``[R, C, S]`` float32 each, values of each token by slot, which move with the token. They are 0 on
-            free slots, before and after.
-        nonfinite: ``[R]`` int32, set to 1 for a row that loses tokens and has a score of NaN; None: nobody asks.
+        keep_count: ``[R]`` int32, tokens to keep; a shorter row does not change.
+        records: ``[R, C, S]`` float32 each: values by slot that move with their tokens. They are 0 on free slots,
+            before and after.
+        nonfinite: ``[R]`` int32, set to 1 for a row that is evicted from and has a score of NaN. None: not recorded.
 
     Raises:
-        UserError: when AG_KERNELS names a version that cannot run here.
+        UserError: AG_KERNELS names a version that cannot run here.
     """
     gaps = None if all(x.is_contiguous() for x in records) else "records are not contiguous"
     _version(pages.facts, gaps, os.environ.get(VARIABLE))(pages, score, keep_count, records, nonfinite)

@@ -1,4 +1,4 @@
-"""Compaction in C++: one pass over a row chooses the tokens that go and moves those that fill their places."""
+"""Compaction in C++: one pass over a row chooses the evicted tokens and moves kept tokens into their slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compaction by index operations: the formula, and the version for a CPU without a compiler."""
+"""Compaction by index operations: the reference, and the version for a CPU without a compiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ag.kernels.pages import Pages, gathered
 def kv_compact(
     pages: Pages, score: Tensor, keep_count: Tensor, records: Sequence[Tensor] = (), nonfinite: Tensor | None = None
 ) -> None:
-    """Do what :func:`ag.kernels.kv_compact.kv_compact` does; on a GPU the host waits for the tokens that move."""
+    """Do what :func:`ag.kernels.kv_compact.kv_compact` does; on a GPU the host waits for the number of moved tokens."""
     pool_index, valid = gathered(pages.table, pages.lengths, pages.keys.shape[1])
     rows, width = pool_index.shape
     score = score.expand(-1, rows // len(score), -1).flatten(0, 1)[:, :width]

@@ -1,4 +1,4 @@
-"""Compaction in Triton: one program a row assigns tokens to holes, others move the tokens."""
+"""Compaction in Triton: one program for each row assigns tokens to free slots; further programs move them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ag.kernels.dispatch import INTERPRETED
 from ag.kernels.pages import Pages
 from ag.kernels.tiles import copy_tokens, pool_indices
 
-FEW_EVICTED = 8  # up to this number of tokens, the worst are found one by one
-NEVER_EVICTED = 1 << 62  # number of a token that may not go, above all others
-HIGHEST_BIT = 62  # highest bit of the numbers, where the bit by bit search begins
+FEW_EVICTED = 8  # up to this number, the evicted tokens are found one by one
+NEVER_EVICTED = 1 << 62  # key of a token that must be kept, above all other keys
+HIGHEST_BIT = 62  # highest bit of the keys, where the search by bits begins
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _plan_moves(token_indices, table, lengths, old_lengths, moves, source, targe
         tl.store(nonfinite + row, 1)
     num_evicted = tl.maximum(tl.minimum(surplus, num_evictable), 0)
     kept, limit = count - num_evicted, tl.cast(count, tl.int64) * 0 - LAST
-    # the number of the last token that goes: all, or the smallest one again and again, or else bit by bit
+    # the key of the last evicted token: all are evicted, or the smallest key is taken repeatedly, or a search by bits
     rounds = tl.where(num_evicted <= FEW_EVICTED, num_evicted, HIGHEST_BIT + 1)
     rounds = tl.where(num_evicted == num_evictable, 0, rounds)
     for program_tile in range(0, rounds):
@@ -107,7 +107,7 @@ def _move(keys, values, token_indices, gate, table, moves, source, target, strid
 
 @triton.jit(do_not_specialize=["N", "S"])
 def _move_records(record, lengths, old_lengths, moves, source, target, N, S, C, TILE: tl.constexpr):
-    """Move one number of each token of a row with the token, and clear the free slots."""
+    """Move one record of a row with its tokens, and clear the free slots."""
     row = tl.cast(tl.program_id(0) // C, tl.int64)
     record += tl.cast(tl.program_id(0), tl.int64) * S
     count = tl.load(moves + row)

@@ -26,9 +26,9 @@ def paged_attention(
     softmax: Softmax = PLAIN,
     weigh: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend from each query to the tokens of its row that are not newer; nothing is gathered.
+    """Attend from each query to the tokens of its row up to its own token; no row is gathered.
 
-    The host reads no length: the work is divided by the width of the table.
+    The host reads no length: work is divided by the width of the table.
 
     Args:
         q: ``[B, H, T, D]``; query head h reads KV head h // (H / Hkv).
@@ -37,19 +37,19 @@ def paged_attention(
         query_indices: ``[B, T]`` long, token index of each query; a query of a negative index sees nothing. None: each
             query sees all tokens of its row, as the newest token does; then ``window`` and ``recent`` are None too.
         scaling: factor of the logits.
-        window: distance from which on no query sees a token; None means that there is no sliding window.
-        recent: newest tokens that a query sees even if their gates are closed, its own included; None means that gates
-            do not matter.
+        window: a query sees tokens at a smaller distance than this. None: no sliding window.
+        recent: newest tokens that a query sees even if their gates are closed, its own included. None: gates have no
+            effect.
         softmax: cap and sink logits of the model.
-        weigh: return the attention weights of a single query (T is 1) too; no key is read again for them.
+        weigh: also return the attention weights of a single query (T is 1), without reading keys again.
 
     Returns:
-        ``[B, H, T, Dv]``, softmax and sums in float32 (float64 for float64 arguments), 0 where a query sees nothing;
-        and the weights ``[B, H, S]`` float32 by slot of the row, S the slots of the table's width, 0 for tokens that
-        the query does not see; None without ``weigh``.
+        ``[B, H, T, Dv]``, with softmax and sums in float32 (float64 for float64 arguments), 0 for a query that sees
+        nothing. Then the weights ``[B, H, S]`` float32 by slot of the row, where S is the number of slots of the table,
+        0 for tokens that the query does not see; None without ``weigh``.
 
     Raises:
-        UserError: when AG_KERNELS names a version that cannot run here.
+        UserError: AG_KERNELS names a version that cannot run here.
         ValueError: ``weigh`` with several queries.
     """
     if weigh and q.shape[2] != 1:

@@ -1,4 +1,4 @@
-"""Attention to rows in pages, gathered into padded rows: the oracle of the fast versions."""
+"""Attention to rows in pages, gathered into padded rows: the tests compare the fast versions with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def paged_attention(
     """Compute :func:`ag.kernels.paged_attention.paged_attention` as ``softmax(scaling q K^T + mask) V`` of each row."""
     acc, rows, gate = torch.promote_types(q.dtype, torch.float32), len(pages.table), pages.gate
     pool_index, valid = gathered(pages.table, pages.lengths, pages.keys.shape[1])
-    # what lies in free slots may be no number
+    # free slots may have NaN
     k, v = (x.to(acc).masked_fill(~valid[:, :, None], 0)[:, None] for x in read(pages, pool_index))
     key_index = pages.token_indices.flatten()[pool_index][:, None, None]
     sinks = softmax.by_row(rows, q.shape[0] * q.shape[1] // rows)

@@ -1,7 +1,7 @@
-"""Attention to rows in pages in Triton: rows are split into chunks, so that few queries use the whole GPU too.
+"""Attention to rows in pages in Triton: rows are split into chunks, and even a few queries use the whole GPU.
 
-The lengths of rows exist only on the GPU, and the block table is as wide as the longest row has ever been. So programs
-read the lengths, and share out the tokens that there are: each chunk, of whichever row, has as many.
+The lengths of rows exist only on the GPU, and the block table is as wide as the longest row so far. Programs therefore
+read the lengths, and divide the tokens of all rows into chunks of equal size; a row's last chunk may be shorter.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ag.kernels.tiles import (
     tuned,
 )
 
-CHUNKS = 512  # of all rows together, and at most one more for each row; 1024 and 2048 were slower on an H100
-MIN_SPLIT = 32 if INTERPRETED else 128  # a chunk is a multiple of so many tokens, but for the last one of a row
+CHUNKS = 512  # for all rows together, plus at most one for each row; 1024 and 2048 were slower on an H100
+MIN_SPLIT = 32 if INTERPRETED else 128  # size of a chunk is a multiple of this, except for a row's last chunk
 STRIDE = tl.constexpr(256)  # lengths that are read at once
 WEIGHT_TILE = 1024  # weights that a program normalises
 
@@ -40,7 +40,8 @@ WEIGHT_TILE = 1024  # weights that a program normalises
 def _chunk(lengths, rows, blocks, chunks, min_tokens):
     """Return the number of tokens of a chunk, a multiple of ``min_tokens``.
 
-    ``blocks`` programs read each chunk, one for each block of queries; all rows together have some ``chunks`` programs.
+    Each block of queries has a program for each chunk: ``blocks`` programs read a chunk. All rows together have about
+    ``chunks`` programs.
     """
     total = tl.cast(0, tl.int64)
     for n in range(0, rows, STRIDE):
@@ -56,13 +57,13 @@ def _attend(q, keys, values, gate, table, lengths, query_indices, partial, lse, 
             min_tokens, blocks, size, window, recent, T, GT, N, heads, QUERIES: tl.constexpr, D: tl.constexpr,
             DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr, CODED: tl.constexpr, key_indices,
             cap, ROWS: tl.constexpr):  # fmt: skip
-    """Attend from a block of the GT queries of a row to one chunk of it; programs behind the last chunk write nothing.
+    """Attend from a block of the GT queries of a row to one of its chunks; programs past the last chunk write nothing.
 
-    Logits are stored in ``weights`` ``[R, GT, N]``, unless it is None; the other kernel normalises them.
+    Logits are stored in ``weights`` ``[R, GT, N]``, unless it is None; :func:`_combine` normalises them.
     """
     item, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     chunk = _chunk(lengths, rows, blocks, chunks, min_tokens)
-    # of the item: its row, the chunks of earlier rows, and those of all rows read so far
+    # for this item: its row, the number of chunks of earlier rows, and of all rows read so far
     row, chunks_before, end = 0, 0, 0
     for n in range(0, rows, STRIDE):
         row_ids = n + tl.arange(0, STRIDE)
@@ -119,9 +120,9 @@ def _attend(q, keys, values, gate, table, lengths, query_indices, partial, lse, 
 @triton.jit(do_not_specialize=["rows", "chunks", "min_tokens", "blocks", "N", "weight_tiles", "T", "H"])
 def _combine(partial, lse, lengths, out, weights, sinks, rows, chunks, min_tokens, blocks, N, weight_tiles, G, T, H,
              E: tl.constexpr, EP: tl.constexpr, CHUNK_TILE: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Combine the chunks of one query, of T of a head and of H heads; a row without tokens gives 0.
+    """Combine the chunks of one of the T queries of one of the H heads; a row without tokens gives 0.
 
-    Each program of a query normalises SLOTS of its ``weights``; the first one writes the output.
+    Each program of a query normalises SLOTS of its ``weights``; the first program writes the output.
     """
     query, weight_tile = tl.cast(tl.program_id(0) // weight_tiles, tl.int64), tl.program_id(0) % weight_tiles
     row, head = query // G, query % G
@@ -176,7 +177,7 @@ def paged_attention(
     (batch, heads, count, dim), (rows, table_width) = q.shape, pages.table.shape
     page, width = pages.keys.shape[1], pages.channels[1]
     slots, queries = table_width * page, batch * heads // rows * count
-    large = (q.element_size() > 2) + (max(dim, width) > 128)  # so that a block's output fits in registers
+    large = (q.element_size() > 2) + (max(dim, width) > 128)  # a block's output must fit in registers
     block = min(padded(queries), 16 if INTERPRETED else 64 >> large)
     blocks = triton.cdiv(queries, block)
     # at most: the last chunk of each row may be short

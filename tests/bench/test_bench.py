@@ -109,13 +109,13 @@ def test_training_compares_gates_with_lora(threads):
 def test_a_worker_that_fails_is_named(threads):
     config = BenchConfig(**SMALL | {"mode": "memory", "model": "random:huge"})
     with refuses(UserError, "memory", "context=64", "random:huge"):
-        cases.alone(cases.generated, config, 64, 1, contestants.PLAIN)
+        cases.measure_alone(cases.generated, config, 64, 1, contestants.PLAIN)
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_worker_is_a_process_of_its_own():
-    row = cases.alone(cases.generated, BenchConfig(mode="memory", **SMALL), 64, 1, contestants.PLAIN)
+    row = cases.measure_alone(cases.generated, BenchConfig(mode="memory", **SMALL), 64, 1, contestants.PLAIN)
     assert row["KV bytes"] == 2 * 2 * 2 * 16 * 4 * 64
     assert row["peak over model"] > 0
 
@@ -134,7 +134,7 @@ def test_contestants_take_turns(turn, order, monkeypatch):
         return lambda: calls.append(name)
 
     config = BenchConfig(rounds=2, warmup=1)
-    times = cases.race(torch.device("cpu"), config, "ab", begin, 3, turn, lambda name: calls.append("."))
+    times = cases.measure_in_turns(torch.device("cpu"), config, "ab", begin, 3, turn, lambda name: calls.append("."))
     rounds = "".join(calls).replace(".", "")
     begun = "Aaaa" + "Bbbb" if turn is None else "AB" + order
     assert rounds == 3 * begun
@@ -144,8 +144,8 @@ def test_contestants_take_turns(turn, order, monkeypatch):
 
 def test_quartiles_pairs_and_drift():
     assert measure.spread("ms", [1.0, 2.0, 3.0, 4.0, 5.0], 10) == {"ms": 30, "quartile 1": 20, "quartile 3": 40}
-    assert measure.paired([2.0, 6.0, 4.0], [1.0, 2.0, 4.0]) == 2 and measure.paired([1.0], None) is None
-    assert measure.drift([2.0] * 5 + [1.0] * 90 + [3.0] * 5) == 1.5
+    assert measure.median_ratio([2.0, 6.0, 4.0], [1.0, 2.0, 4.0]) == 2 and measure.median_ratio([1.0], None) is None
+    assert measure.late_over_early([2.0] * 5 + [1.0] * 90 + [3.0] * 5) == 1.5
 
 
 # ---- contestants

@@ -88,8 +88,8 @@ def test_compare_adds_the_text_of_transformers_own_cache(folder, tiny_llama, tin
     )
     assert both["full cache"].kv_bytes > both["gates"].kv_bytes
     seen = both["gates"].prompt_tokens + NEW - 1
-    assert both["full cache"].held == 1
-    assert both["gates"].held == pytest.approx(1 - both["gates"].evicted * both["gates"].prompt_tokens / seen)
+    assert both["full cache"].kept_share == 1
+    assert both["gates"].kept_share == pytest.approx(1 - both["gates"].evicted * both["gates"].prompt_tokens / seen)
     out = Console(width=150, file=io.StringIO())
     out.print(table(both))
     full = next(line for line in out.file.getvalue().splitlines() if "full cache" in line)

@@ -15,7 +15,7 @@ from ag.commands.plan import PlanConfig
 from ag.commands.serve import ServeConfig
 from ag.config import early
 from ag.config.command_line import parse
-from ag.config.exports import absence, here, on_hub
+from ag.config.exports import export_folder, missing_export_error, on_hub
 from ag.errors import UserError
 from tests.project.test_quiet import HEAVY
 from tests.support.refused import names, refuses
@@ -174,8 +174,9 @@ def test_where_an_export_may_be(tmp_path, monkeypatch):
     assert found is not None and (found["repository"], found["revision"]) == ("org/name", "v1")
     (tmp_path / "org").mkdir()
     assert on_hub("org/name:v1") is None  # a misspelt folder, not a download
-    assert absence(here("smollm2")) is None and absence(here("smollm2/")) is None
+    assert missing_export_error(export_folder("smollm2")) is None
+    assert missing_export_error(export_folder("smollm2/")) is None
     (tmp_path / "smollm2").mkdir()
-    assert here("smollm2").resolve() == tmp_path / "smollm2"
+    assert export_folder("smollm2").resolve() == tmp_path / "smollm2"
     (tmp_path / ".gates.ag-old").mkdir()
-    assert ".gates.ag-old" in str(absence(here("gates")))
+    assert ".gates.ag-old" in str(missing_export_error(export_folder("gates")))

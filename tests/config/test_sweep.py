@@ -15,7 +15,7 @@ from ag.cluster import Room
 from ag.commands.compare import CompareConfig
 from ag.config import Config, TrainerConfig
 from ag.config.keys import ConfigError
-from ag.config.sweep import Run, _begun, _room, sweep
+from ag.config.sweep import Run, _resources, _resume_arguments, sweep
 from tests.support import ROOT
 from tests.support.machines import MACHINE
 from tests.support.refused import refuses
@@ -111,11 +111,11 @@ def test_signal_reaches_the_run_and_ends_the_sweep(place):
 
 def test_what_a_run_takes_of_a_machine(monkeypatch):
     monkeypatch.setattr("ag.cluster.machines", lambda: [{"GPU": 4.0}])
-    assert _room(Config(trainer=TrainerConfig(devices=2))) == Room(gpus=2)
-    assert _room(Config(trainer=TrainerConfig(devices=2, accelerator="cpu"))) == Room()
-    assert _room(CompareConfig(device="cuda")) == Room(gpus=1)
+    assert _resources(Config(trainer=TrainerConfig(devices=2))) == Room(gpus=2)
+    assert _resources(Config(trainer=TrainerConfig(devices=2, accelerator="cpu"))) == Room()
+    assert _resources(CompareConfig(device="cuda")) == Room(gpus=1)
     with refuses(ConfigError, "trainer.num_nodes=2", "cluster=auto"):
-        _room(Config(trainer=TrainerConfig(num_nodes=2), cluster="auto"))
+        _resources(Config(trainer=TrainerConfig(num_nodes=2), cluster="auto"))
 
 
 def test_a_dry_run_on_a_cluster_leaves_the_sweep_to_be_done(place, monkeypatch):
@@ -131,15 +131,16 @@ def test_a_dry_run_on_a_cluster_leaves_the_sweep_to_be_done(place, monkeypatch):
 def test_begun_run_goes_on_from_its_checkpoint(tmp_path):
     run = Run(0, (), Config(output=str(tmp_path), recipe="tiny"), "name", str(tmp_path))
     folder = tmp_path / "tiny" / "name"
-    assert _begun(run) == []
+    assert _resume_arguments(run) == []
     (folder / "checkpoints").mkdir(parents=True)
-    assert _begun(run) == [] and not folder.exists()
+    assert _resume_arguments(run) == [] and not folder.exists()
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "step=000002.ckpt").touch()
-    assert _begun(run) == [f"resume={folder}"]
-    assert _begun(replace(run, command=("--dry-run",))) == []
+    assert _resume_arguments(run) == [f"resume={folder}"]
+    assert _resume_arguments(replace(run, command=("--dry-run",))) == []
     (tmp_path / "mine").mkdir()
-    assert _begun(replace(run, config=Config(resume=str(tmp_path / "mine")))) == [] and (tmp_path / "mine").exists()
+    assert _resume_arguments(replace(run, config=Config(resume=str(tmp_path / "mine")))) == []
+    assert (tmp_path / "mine").exists()
 
 
 def test_runs_are_processes_and_a_table_shows_their_metrics_and_folders(place, capsys):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ag
 from ag.config.policies import ALIASES, FLAGS
-from ag.config.spec import PolicySpec, named
+from ag.config.spec import PolicySpec, specs_by_name
 from ag.engine.allocators import ALLOCATORS
 from ag.engine.allocators.heads import Heads
 from ag.engine.allocators.pyramid import Pyramid
@@ -249,11 +249,11 @@ def test_labels_and_signs_in_paths(text, label, same):
 )
 def test_labels_that_cannot_be(texts, parts):
     with refuses(UserError, *parts.split()):
-        named(texts)
+        specs_by_name(texts)
 
 
 def test_names_of_paths_are_short_and_differ():
     texts = ["h2o", "gates:/a/b/c/d", "gates:x/y/c/d@heads", "gates:/a/b/c/d@heads", "gates:/r/s/t", "gates:u/v"]
     names = ["h2o", "gates:…/b/c/d", "gates:x/y/c/d@heads", "gates:…/b/c/d@heads", "gates:…/s/t", "gates:u/v"]
-    assert list(named(texts)) == names
-    assert [str(spec) for spec in named(texts).values()] == texts
+    assert list(specs_by_name(texts)) == names
+    assert [str(spec) for spec in specs_by_name(texts).values()] == texts

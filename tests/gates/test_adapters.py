@@ -69,14 +69,14 @@ def test_how_often_a_model_has_the_adapter(folder):
     path, dtype = folder / "export", torch.bfloat16
     adapter = AttentionGates.from_pretrained(path).adapter
     for base, times in (("base", 0), ("merged", 1)):
-        assert adapter.times_in(load(folder / base, dtype)) == times
+        assert adapter.count_in(load(folder / base, dtype)) == times
         wrapped = PeftModel.from_pretrained(load(folder / base, dtype), str(path / "adapter"))
-        assert adapter.times_in(wrapped) == times + 1
-        assert adapter.times_in(wrapped.to(dtype)) == times + 1  # its matrices too
+        assert adapter.count_in(wrapped) == times + 1
+        assert adapter.count_in(wrapped.to(dtype)) == times + 1  # its matrices too
         with wrapped.disable_adapter():
-            assert adapter.times_in(wrapped) == times
+            assert adapter.count_in(wrapped) == times
         wrapped.merge_adapter()
-        assert adapter.times_in(wrapped) == times + 1
+        assert adapter.count_in(wrapped) == times + 1
 
 
 def test_what_was_merged_by_hand_is_told_how_to_say_so(folder):

@@ -163,10 +163,10 @@ def test_gates_of_two_layers_from_before_have_biases_of_0(tmp_path: Path) -> Non
 
 def test_a_matrix_in_eight_bits_by_hand() -> None:
     rows = torch.tensor([[254.0, -1.0, 3.1], [0.0, 0.0, 0.0], [-0.5, 0.25, 0.125]])
-    found = export.pack({"inner.weight": rows, "inner.bias": torch.tensor([0.3])})
+    found = export.quantise_weights({"inner.weight": rows, "inner.bias": torch.tensor([0.3])})
     assert found["inner.weight"].tolist() == [[127, 0, 2], [0, 0, 0], [-127, 64, 32]]  # half to even
     assert found["inner.weight.scale"].tolist() == torch.tensor([2, 0, 0.5 / 127]).tolist()
-    back = export.unpack(found)
+    back = export.dequantise_weights(found)
     assert back["inner.weight"][0].tolist() == [254, 0, 4]
     assert back["inner.bias"].tolist() == torch.tensor([0.3]).tolist()
 
@@ -194,7 +194,7 @@ def test_a_gate_may_have_tensors_called_scale(
         step = exact[name].abs().amax() / 127 if weights == "int8" and tensor.dim() == 2 else 0.0
         assert (tensor - exact[name]).abs().amax() <= step, name
     with refuses(ExportError, "inner.scale", "rename", "export.weights=float32"):
-        export.pack({"inner": torch.ones(2, 2), "inner.scale": torch.ones(2)})
+        export.quantise_weights({"inner": torch.ones(2, 2), "inner.scale": torch.ones(2)})
 
 
 def test_an_export_in_eight_bits(tmp_path: Path) -> None:

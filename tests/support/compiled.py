@@ -31,5 +31,5 @@ def forget() -> None:
     """Forget what was compiled, chosen and logged in this process."""
     choices = [x._version for x in (attention_stats, kv_append, kv_compact, paged_attention)]
     native.failures.clear()
-    for cached in (native._function, dispatch._tell, gemv.version, *choices):
+    for cached in (native._function, dispatch._log_choice, gemv.version, *choices):
         cached.cache_clear()
