@@ -1,4 +1,4 @@
-"""Targets of the warm start from a reread: the model repeats each row in chunks, as for the policy ``kvzip``."""
+"""Targets of the warm start by reconstruction: the model repeats each row in chunks, as for the policy ``kvzip``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ag.gates.gating import Observing
 from ag.model.hooks import AttentionCall
 
 
-class Rereading(Observing):
+class ReconstructionTargets(Observing):
     """A dense forward pass that runs the gates, and records KVzip's scores as the targets of their regression.
 
-    Every chunk is repeated behind the whole row. ``targets`` holds, by gated layer, the log of the largest weight that
-    a token of the repetition gives each key, in any query head of the group, ``[B, Hkv, T']`` float32; sinks have none.
-    ``scores`` holds the scores of :class:`ag.engine.scorers.kvzip.KVzip`, ``[B, Hkv, N]`` by rank.
+    Every chunk is repeated after the whole row. ``targets`` holds, by gated layer, the log of the largest weight that a
+    repeated token gives each key, in any query head of the group, ``[B, Hkv, T']`` float32; sinks have no target.
+    ``scores`` holds the scores of :class:`ag.engine.scorers.kvzip.KVzip`, ``[B, Hkv, N]`` by token index.
 
     Meant to run under ``torch.no_grad()``, like :class:`ag.gates.gating.Observing`.
 
@@ -32,25 +32,25 @@ class Rereading(Observing):
 
     def __init__(self, model: nn.Module, gates: AttentionGates, valid: Tensor) -> None:
         super().__init__(gates, valid, target="reread")
-        #: Holds the rows while they are repeated, and evicts nothing.
+        #: Caches the rows while they are repeated, and evicts nothing.
         self._cache = EvictionCache(model, policy("kvzip", 1.0, sinks=gates.config.sink_tokens))
         self.scores: dict[int, Tensor] = {}
         self._ranks = (valid.long().cumsum(1) - 1).clamp_min(0)
-        self._columns: Tensor | None = None  # [B, w] of the tokens that the cache reads; None means all in order
+        self._columns: Tensor | None = None  # [B, w], columns of the tokens that the cache reads. None: all in order
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Begin the pass of the cache too."""
         super().begin(decoder, attention_mask, tokens)
         self._cache.begin(decoder, None if self.valid is None else self.valid.long(), tokens)
 
-    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield one pass, and let the model repeat the rows after it."""
-        self._columns, _ = next(self._cache.passes(given))
-        yield None, given
-        self._take_scores()
+        self._columns, _ = next(self._cache.passes(position_ids))
+        yield None, position_ids
+        self._collect_scores()
 
     def record(self, call: AttentionCall, out: Tensor) -> None:
-        """Store keys and values for the reread."""
+        """Store keys and values for the repetition."""
         q, k, v, output = (self._left_aligned(x) for x in (call.q, call.k, call.v, out))
         self._cache.attend(Attended(**vars(call) | {"q": q, "k": k, "v": v}, output=output))
 
@@ -61,15 +61,15 @@ class Rereading(Observing):
         columns = self._columns.clamp_min(0).to(x.device)
         return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
 
-    def _take_scores(self) -> None:
+    def _collect_scores(self) -> None:
         """Let the model repeat the rows, and take the scores."""
         assert self._cache.reconstruction is not None
         self.scores = self._cache.reconstruction.measure(self._cache).scores
         self._cache.reset()
         for layer, scores in self.scores.items():
             if str(layer) in self.gates.layers:
-                at = self._ranks.to(scores.device)[:, None].expand(-1, scores.shape[1], -1)
-                log = F.pad(scores, (0, at.shape[-1] - scores.shape[-1])).gather(2, at).clamp_min(1e-12).log()
+                indices = self._ranks.to(scores.device)[:, None].expand(-1, scores.shape[1], -1)
+                log = F.pad(scores, (0, indices.shape[-1] - scores.shape[-1])).gather(2, indices).clamp_min(1e-12).log()
                 self.targets[layer] = log[..., : self._end]
 
     def has_target(self) -> Tensor:
