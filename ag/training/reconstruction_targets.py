@@ -18,9 +18,9 @@ from ag.model.hooks import AttentionCall
 class ReconstructionTargets(Observing):
     """A dense forward pass that runs the gates, and records KVzip's scores as the targets of their regression.
 
-    Every chunk is repeated after the whole row. ``targets`` holds, by gated layer, the log of the largest weight that a
-    repeated token gives each key, in any query head of the group, ``[B, Hkv, T']`` float32; sinks have no target.
-    ``scores`` holds the scores of :class:`ag.engine.scorers.kvzip.KVzip`, ``[B, Hkv, N]`` by token index.
+    Every chunk is repeated after the whole row. ``targets`` holds, by gated layer, the log of the largest weight that
+    a token of the repetition gives each key, in any query head of the group, ``[B, Hkv, T']`` float32; sinks have none.
+    ``scores`` holds the scores of :class:`ag.engine.scorers.kvzip.KVzip`, ``[B, Hkv, N]`` by rank.
 
     Meant to run under ``torch.no_grad()``, like :class:`ag.gates.gating.Observing`.
 
@@ -32,11 +32,11 @@ class ReconstructionTargets(Observing):
 
     def __init__(self, model: nn.Module, gates: AttentionGates, valid: Tensor) -> None:
         super().__init__(gates, valid, target="reread")
-        #: Caches the rows while they are repeated, and evicts nothing.
+        #: Holds the rows while they are repeated, and evicts nothing.
         self._cache = EvictionCache(model, policy("kvzip", 1.0, sinks=gates.config.sink_tokens))
         self.scores: dict[int, Tensor] = {}
         self._ranks = (valid.long().cumsum(1) - 1).clamp_min(0)
-        self._columns: Tensor | None = None  # [B, w], columns of the tokens that the cache reads. None: all in order
+        self._columns: Tensor | None = None  # [B, w] of the tokens that the cache reads; None means all in order
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Begin the pass of the cache too."""
@@ -68,8 +68,8 @@ class ReconstructionTargets(Observing):
         self._cache.reset()
         for layer, scores in self.scores.items():
             if str(layer) in self.gates.layers:
-                indices = self._ranks.to(scores.device)[:, None].expand(-1, scores.shape[1], -1)
-                log = F.pad(scores, (0, indices.shape[-1] - scores.shape[-1])).gather(2, indices).clamp_min(1e-12).log()
+                at = self._ranks.to(scores.device)[:, None].expand(-1, scores.shape[1], -1)
+                log = F.pad(scores, (0, at.shape[-1] - scores.shape[-1])).gather(2, at).clamp_min(1e-12).log()
                 self.targets[layer] = log[..., : self._end]
 
     def has_target(self) -> Tensor:
