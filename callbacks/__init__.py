@@ -20,9 +20,9 @@ __all__ = ["AtomicCheckpointIO", "NonFiniteError", "Stopped", "build", "how_to_c
 
 
 def build(config: Config, run_dir: Path, stop_signal: Callable[[], int] | None = None) -> list[Callback]:
-    """Return the callbacks of a run, in the order in which Lightning has to call them.
+    """Return the callbacks of a run, in the order that Lightning must call them.
 
-    `lightning.Trainer` also needs `plugins=[AtomicCheckpointIO()]`. ``stop_signal`` is that of :class:`StopOnSignal`.
+    `lightning.Trainer` also needs `plugins=[AtomicCheckpointIO()]`. For ``stop_signal`` see :class:`StopOnSignal`.
     """
     callbacks: list[Callback] = [
         ParameterSummary(),

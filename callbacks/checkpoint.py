@@ -1,4 +1,4 @@
-"""When checkpoints are written and removed."""
+"""The callback that writes and removes checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ag.callbacks.checkpoint_files import checkpoints, link, step_of
+from ag.callbacks.checkpoint_files import checkpoints, hard_link, step_of
 from ag.callbacks.guards import NonFiniteError
 from ag.callbacks.steps import StepCallback
 from ag.callbacks.stop import Stopped
@@ -22,10 +22,10 @@ class RunCheckpoint(StepCallback, Checkpoint):
     """Saves to `run_dir/checkpoints/step=NNNNNN.ckpt` and keeps `best.ckpt` beside it.
 
     A checkpoint is written every `every_steps` optimiser steps, after each validation, at the end, after a signal and,
-    with one process, after an error other than `NonFiniteError`. The last three hold the loop counters of the end of
-    the last optimiser step, or of the start of the validation after it. A resumed run therefore repeats only the
-    unfinished step or validation, and a run that ended at `trainer.max_steps` continues inside its epoch if that is
-    raised.
+    with one process, after an error other than `NonFiniteError`. The checkpoints at the end, after a signal and after
+    an error hold the loop counters from the end of the last optimiser step, or from the start of the validation after
+    it. A resumed run therefore repeats only the unfinished step or validation, and a run that ended at
+    `trainer.max_steps` continues inside its epoch if `trainer.max_steps` is raised.
 
     Args:
         run_dir: the run folder.
@@ -42,11 +42,11 @@ class RunCheckpoint(StepCallback, Checkpoint):
         self._use_step_end = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value so far, and of what."""
+        """Return the best value so far, and the name of its metric."""
         return {"best": self._best, "monitor": self._monitor}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best value, unless it is of another metric."""
+        """Restore the best value, unless it belongs to another metric."""
         if state_dict.get("monitor", self._monitor) == self._monitor:
             self._best = state_dict["best"]
 
@@ -86,7 +86,7 @@ class RunCheckpoint(StepCallback, Checkpoint):
             self._save(trainer, use_step_end=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save, and keep a copy when the monitored metric is the best so far."""
+        """Save, and keep a copy if the monitored metric is the best so far."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         value = float(trainer.callback_metrics[self._monitor])
@@ -95,7 +95,7 @@ class RunCheckpoint(StepCallback, Checkpoint):
             self._best = value
         path = self._save(trainer)
         if improved and trainer.is_global_zero:
-            link(path, self._folder / "best.ckpt")
+            hard_link(path, self._folder / "best.ckpt")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step."""
@@ -106,7 +106,7 @@ class RunCheckpoint(StepCallback, Checkpoint):
         """Save the last complete step; with several ranks only after a signal, as saving needs all of them."""
         together = trainer.world_size == 1 or isinstance(exception, Stopped)
         nothing_new = not self._step_end or self._saved_step == trainer.global_step
-        # an exception after the optimiser's step and before the end of its batch: the copied counters are too old
+        # after an exception between the optimiser's step and the end of its batch, the copied counters are too old
         nothing_new |= self._step != trainer.global_step
         if isinstance(exception, NonFiniteError) or not together or nothing_new:
             return
@@ -116,7 +116,7 @@ class RunCheckpoint(StepCallback, Checkpoint):
             warnings.warn(f"step {trainer.global_step} could not be saved: {error}", stacklevel=2)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Replace the current loop counters by the copied ones."""
+        """Replace the current loop counters by their copy."""
         if self._use_step_end:
             checkpoint["loops"]["fit_loop"] = self._step_end
 
@@ -130,7 +130,7 @@ class RunCheckpoint(StepCallback, Checkpoint):
         return path
 
     def _prune(self) -> None:
-        """Remove old checkpoints, and newer ones, which were damaged when the run was resumed."""
+        """Remove old checkpoints, and newer checkpoints, which were damaged when the run was resumed."""
         saved = checkpoints(self._folder.parent)
         current = [path for path in saved if step_of(path) <= self._saved_step]
         for path in set(saved) - set(current[: self._keep_last]):

@@ -30,7 +30,7 @@ def newest_valid(run_dir: Path) -> Path:
     """Return the newest checkpoint whose checksums are right; warn about each newer one.
 
     Raises:
-        UserError: when the run has no intact checkpoint.
+        UserError: the run has no intact checkpoint.
     """
     for path in checkpoints(run_dir):
         try:
@@ -47,8 +47,8 @@ def newest_valid(run_dir: Path) -> Path:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint under a temporary name in the same folder, syncs it and renames it.
 
-    Lightning's own writer builds the file in memory and moves it from the system's temporary folder, which is a copy
-    and no rename if that is another file system.
+    Lightning's own writer builds the file in memory and moves it from the system's temporary folder; on another file
+    system this is a copy, not a rename.
     """
 
     def save_checkpoint(
@@ -61,8 +61,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)
 
 
-def link(source: Path, target: Path) -> None:
-    """Make `target` the same file as `source` (a copy where hard links do not exist), atomically."""
+def hard_link(source: Path, target: Path) -> None:
+    """Make `target` a hard link to `source`, or a copy if the file system has no hard links, atomically."""
     with replacing(target) as partial:
         try:
             os.link(source, partial)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.training.objectives import loss_names
-from ag.training.sharded import whole
+from ag.training.sharded import gather_tensor
 
 GRADIENTS = {"gates": "gradient norm of the gates", "lora": "gradient norm of LoRA"}
 HINTS = {
@@ -32,7 +32,7 @@ class FiniteGuard(Callback):
     """Stops a run before an optimiser step with a NaN or an infinity.
 
     The losses of all accumulated batches and the gradient norms are read once a step, after the gradients were
-    averaged; the ranks agree, so that all raise at the same step. With 16-mixed precision only a NaN loss counts: the
+    averaged. The ranks agree: all raise at one step. With 16-mixed precision only a NaN loss counts, because the
     gradient scaler handles infinite gradients.
 
     Logs ``train/grad_norm_gates`` and ``train/grad_norm_lora``: 2-norms, unscaled, before clipping.
@@ -50,12 +50,12 @@ class FiniteGuard(Callback):
         """Log the gradient norms, and check them and the losses of this step.
 
         Raises:
-            NonFiniteError: on all ranks, when a norm or a loss of any rank is not finite.
+            NonFiniteError: a norm or a loss of any rank is not finite; all ranks raise.
         """
         norms = {}
         for name, parameters in pl_module.trainable().items():
             if gradients := [parameter.grad for parameter in parameters if parameter.grad is not None]:
-                norms[name] = whole(get_total_norm(gradients))
+                norms[name] = gather_tensor(get_total_norm(gradients))
         pl_module.log_dict({f"train/grad_norm_{name}": norm for name, norm in norms.items()})
         losses, self._losses = self._losses, []
         if getattr(trainer.precision_plugin, "scaler", None) is None:
@@ -69,11 +69,11 @@ class FiniteGuard(Callback):
         names = loss_names(trainer.callback_metrics) | {"train/eviction_loss": "eviction loss"}
         values = {name: trainer.callback_metrics.get(key) for key, name in names.items()}
         values |= {name: norms.get(key) for key, name in GRADIENTS.items()}
-        odd = {name: float(x) for name, x in values.items() if x is not None and not torch.isfinite(x)}
-        what = ", ".join(f"{name} is {value}" for name, value in odd.items())
+        nonfinite = {name: float(x) for name, x in values.items() if x is not None and not torch.isfinite(x)}
+        problems = ", ".join(f"{name} is {value}" for name, value in nonfinite.items())
         saved = checkpoints(self._run_dir)
         return (
-            f"step {trainer.global_step + 1}: {what or 'the loss is not finite on another rank'}. "
+            f"step {trainer.global_step + 1}: {problems or 'the loss is not finite on another rank'}. "
             f"The weights were not changed; the last checkpoint is {saved[0] if saved else 'none yet'}. "
             "Start a new run with a lower optim.gate_lr or optim.lora_lr, or with trainer.precision=32-true."
         )
@@ -97,15 +97,15 @@ class GateCollapse(Callback):
         evicted: Tensor | None = pl_module.evicted_in_batch
         if not self._batches or evicted is None:
             return
-        for what, share in {"kept": 0, "evicted": 1}.items():
-            self._streaks[what] = streak = (self._streaks[what] + 1) * (evicted == share)
+        for state, share in {"kept": 0, "evicted": 1}.items():
+            self._streaks[state] = streak = (self._streaks[state] + 1) * (evicted == share)
             if trainer.global_step % self._log_every:
                 continue
             for index in (streak >= self._batches).nonzero().flatten().tolist():
-                self._warn(what, pl_module.gates.layer_indices[index])
+                self._warn(state, pl_module.gates.layer_indices[index])
 
-    def _warn(self, what: str, layer: int) -> None:
-        if (what, layer) not in self._warned:
-            self._warned.add((what, layer))
-            text = f"layer {layer}: its gates {what} every token of the last {self._batches} batches: {HINTS[what]}"
+    def _warn(self, state: str, layer: int) -> None:
+        if (state, layer) not in self._warned:
+            self._warned.add((state, layer))
+            text = f"layer {layer}: its gates {state} every token of the last {self._batches} batches: {HINTS[state]}"
             warnings.warn(text, stacklevel=2)

@@ -17,7 +17,7 @@ from ag.training.loggers import read_metrics
 
 
 class ParameterSummary(Callback):
-    """Prints the numbers of trained parameters and of the base model's."""
+    """Prints how many parameters are trained, and how many the base model has."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Print one line on rank 0."""
@@ -38,8 +38,8 @@ def logical_count(parameter: Parameter) -> int:
 class Figures(Callback):
     """Saves pictures to `run_dir/figures` and sends them to W&B and TensorBoard, on rank 0.
 
-    After each validation the evicted share of every layer and head (`evicted-STEP.png`) and the kept tokens of sample
-    prompts (`keep-0-STEP.png`, ...); after training the curves (`curves-STEP.png`).
+    Each validation saves the evicted share of every layer and head (`evicted-STEP.png`) and the kept tokens of sample
+    prompts (`keep-0-STEP.png`, ...). The end of training saves the curves (`curves-STEP.png`).
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -33,17 +33,17 @@ def progress_bar(log_every: int, bar: bool = True) -> ProgressBar:
 
     Args:
         log_every: optimiser steps between updates of the numbers.
-        bar: False means lines of text on a terminal too.
+        bar: whether a terminal gets a bar. False: lines of text on a terminal too.
     """
     return RichBar(log_every) if bar and sys.stdout.isatty() else TextBar(log_every)
 
 
-def _training(trainer: Trainer) -> dict[str, str]:
+def _training_numbers(trainer: Trainer) -> dict[str, str]:
     losses = {key: (name, ".3f") for key, name in loss_names(trainer.callback_metrics).items()}
-    return _formatted(trainer, losses | FORMATS)
+    return _format_metrics(trainer, losses | FORMATS)
 
 
-def _formatted(trainer: Trainer, formats: dict[str, tuple[str, str]]) -> dict[str, str]:
+def _format_metrics(trainer: Trainer, formats: dict[str, tuple[str, str]]) -> dict[str, str]:
     metrics = trainer.callback_metrics
     return {name: f"{float(metrics[key]):{form}}" for key, (name, form) in formats.items() if key in metrics}
 
@@ -76,7 +76,7 @@ class RichBar(RichProgressBar):
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the numbers beside the bar."""
-        return dict(_training(trainer))
+        return dict(_training_numbers(trainer))
 
 
 class TextBar(StepCallback, ProgressBar):
@@ -97,7 +97,7 @@ class TextBar(StepCallback, ProgressBar):
         self._enabled = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose how many steps lie between two lines: a multiple of `log_every`."""
+        """Choose the number of steps between two lines: a multiple of `log_every`."""
         super().on_train_start(trainer, pl_module)
         total, self._every = trainer.estimated_stepping_batches, self._log_every
         if math.isfinite(total) and total > 0:
@@ -107,11 +107,11 @@ class TextBar(StepCallback, ProgressBar):
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print a line."""
         if self._step % self._every == 0:
-            self._line(trainer, "step", _training(trainer))
+            self._line(trainer, "step", _training_numbers(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the line of a validation."""
-        self._line(trainer, "validation at step", _formatted(trainer, VALIDATION_FORMATS))
+        self._line(trainer, "validation at step", _format_metrics(trainer, VALIDATION_FORMATS))
 
     def _line(self, trainer: Trainer, title: str, numbers: dict[str, str]) -> None:
         if self._enabled:

@@ -1,4 +1,4 @@
-"""Callbacks at the end of an optimiser step, which may take several batches: validations, tokens a second."""
+"""Callbacks at the end of an optimiser step, which may take several batches: validations, tokens per second."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 class StepCallback(Callback):
     """A callback that acts at the end of each optimiser step."""
 
-    _step = 0  # optimiser steps that this callback has seen
+    _step = 0  # optimiser steps so far
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start at the step of the checkpoint, or at 0."""
@@ -36,8 +36,8 @@ class StepCallback(Callback):
 class ValidateAfterSteps(StepCallback):
     """Makes Lightning validate every ``every`` optimiser steps.
 
-    Lightning counts batches, and the last step of an epoch may have fewer: it would then validate and save inside a
-    later step, whose accumulated gradient a resumed run would not have.
+    Lightning counts batches, and the last step of an epoch may have fewer. Lightning would then validate and save
+    inside a later step, and a resumed run would lack that step's accumulated gradient.
     """
 
     def __init__(self, every: int) -> None:
@@ -52,7 +52,7 @@ class ValidateAfterSteps(StepCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Decide whether Lightning validates after this batch."""
-        trainer.val_check_batch = sys.maxsize  # of whose multiples no batch index is one
+        trainer.val_check_batch = sys.maxsize  # no batch index reaches it
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -102,6 +102,6 @@ class Throughput(StepCallback):
             return
         tokens = torch.as_tensor(self._tokens, device=pl_module.device)
         total = float(trainer.strategy.reduce(tokens, reduce_op="sum"))
-        now = time.perf_counter()
-        pl_module.log("train/tokens_per_second", total / (now - self._start))
-        self._tokens, self._start = 0, now
+        end = time.perf_counter()
+        pl_module.log("train/tokens_per_second", total / (end - self._start))
+        self._tokens, self._start = 0, end

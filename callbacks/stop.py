@@ -22,8 +22,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 class Stopped(SystemExit):
     """A signal stopped the run; the exit code is 128 + its number (143 SIGTERM, 138 SIGUSR1, 130 Ctrl-C).
 
-    Only the first process of a machine has that code, the others end with 0: Lightning's launcher kills the first
-    process when another one fails.
+    Only the first process of a machine has that code, further processes end with 0: Lightning's launcher kills the
+    first process when another process fails.
     """
 
     def __init__(self, signum: int, step: int, local_rank: int, run_dir: Path) -> None:
@@ -47,11 +47,11 @@ def how_to_continue(run_dir: Path) -> str:
 class StopOnSignal(StepCallback):
     """Finishes the current optimiser step after the first SIGTERM, SIGUSR1 or SIGINT, then raises `Stopped`.
 
-    SLURM sends SIGUSR1 before the time limit (`--signal=SIGUSR1@120`). `RunCheckpoint` saves when it sees the
-    exception. A second Ctrl-C interrupts at once. The ranks agree after each optimiser step, so that a signal to one of
-    them stops all; a single process also stops inside a validation. Lightning's handlers are replaced while training:
-    they call collectives inside the handler, which hangs if the ranks do not get the signal together, and exit with
-    code 0 or requeue a SLURM job.
+    SLURM sends SIGUSR1 before the time limit (`--signal=SIGUSR1@120`). `RunCheckpoint` saves when it gets the
+    exception. A second Ctrl-C interrupts at once. The ranks agree after each optimiser step: a signal to one rank stops
+    all. A single process also stops inside a validation. Lightning's handlers are replaced while training: they call
+    collectives inside the handler, which hangs if the ranks do not get the signal together, and exit with code 0 or
+    requeue a SLURM job.
 
     Args:
         run_dir: the run folder, for the message.
@@ -69,11 +69,11 @@ class StopOnSignal(StepCallback):
         """Replace Lightning's signal handlers."""
         super().on_train_start(trainer, pl_module)
         if threading.current_thread() is threading.main_thread():
-            self._replaced = {signum: signal.signal(signum, self._note) for signum in SIGNALS}
+            self._replaced = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Stop if the ranks agreed to; the metrics of the last step are logged by now."""
-        self._leave_if_agreed(trainer)
+        """Stop if the ranks agreed to; the metrics of the last step are already logged."""
+        self._stop_if_agreed(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Agree with the other ranks on a signal."""
@@ -87,7 +87,7 @@ class StopOnSignal(StepCallback):
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop before a validation if the ranks agreed to."""
-        self._leave_if_agreed(trainer)
+        self._stop_if_agreed(trainer)
 
     def on_validation_batch_end(
         self,
@@ -98,10 +98,10 @@ class StopOnSignal(StepCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Stop inside a validation, with one process; several may have different numbers of batches."""
+        """Stop inside a validation, with one process only: several processes may have different numbers of batches."""
         if trainer.world_size == 1:
             self._agreed = self._signum
-            self._leave_if_agreed(trainer)
+            self._stop_if_agreed(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Agree with the other ranks after a validation."""
@@ -109,23 +109,23 @@ class StopOnSignal(StepCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop after the last step too; a resumed run then validates and exports."""
-        self._leave_if_agreed(trainer)
-        self._unlisten()
+        self._stop_if_agreed(trainer)
+        self._restore_handlers()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the earlier handlers."""
-        self._unlisten()
+        self._restore_handlers()
 
-    def _unlisten(self) -> None:
+    def _restore_handlers(self) -> None:
         for signum, handler in self._replaced.items():
             signal.signal(signum, handler)
         self._replaced = {}
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._signum = self._signum or signum
         if signum == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def _leave_if_agreed(self, trainer: Trainer) -> None:
+    def _stop_if_agreed(self, trainer: Trainer) -> None:
         if self._agreed:
             raise Stopped(self._agreed, trainer.global_step, trainer.local_rank, self._run_dir)

@@ -1,4 +1,4 @@
-"""Rows of tokens, and how they become a batch."""
+"""Rows of tokens, and the collator that makes a batch of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
-LEADS = "\n" + string.punctuation  # texts before others that are tokenised; the first that does not merge is taken
+#: Put before a text that continues another one; the first character that does not merge with the text is used.
+LEADING_CHARACTERS = "\n" + string.punctuation
 Tokens = npt.NDArray[np.int32]
 
 
 class Answer(NamedTuple):
-    """The question of a row, its choice, and the right one."""
+    """Indices of a row's question, of its choice and of the right choice."""
 
     question: int
     choice: int
@@ -34,12 +35,12 @@ class Row(NamedTuple):
     """One sequence.
 
     Attributes:
-        tokens: the tokens ``[T]``, with BOS where the tokenizer adds one.
-        prompt_length: tokens of the prompt, which carries no loss; a question after eviction is not part of it. None
-            means plain text, where all tokens carry loss.
+        tokens: the tokens ``[T]``, with BOS if the tokenizer adds it.
+        prompt_length: number of prompt tokens, which carry no loss; a question after eviction does not belong to the
+            prompt. None: plain text, in which all tokens carry loss.
         answer: set in the validation rows of multiple-choice tasks.
-        loss: ``[T]``, True on tokens that carry loss; None means all behind the prompt.
-        copied: the first token that the response repeats, and one past the last; None means no chunk of the prompt.
+        loss: ``[T]``, True on tokens that carry loss. None: all tokens after the prompt do.
+        copied: index of the first token that the response repeats, and one past the last. None: it repeats no chunk.
     """
 
     tokens: Tokens
@@ -50,7 +51,7 @@ class Row(NamedTuple):
 
     @property
     def response_start(self) -> int:
-        """Index of the first token with loss: behind the prompt, or behind the question after it."""
+        """Index of the first token with loss: after the prompt, or after the question that follows the prompt."""
         prompt = self.prompt_length or 0
         return prompt if self.loss is None else prompt + int(self.loss[prompt:].argmax())
 
@@ -62,26 +63,26 @@ class Collator:
     The batch (B rows, T tokens in the longest):
 
     - ``input_ids`` ``[B, T]`` int64, ``attention_mask`` ``[B, T]`` bool (True on real tokens),
-    - ``labels`` ``[B, T]`` int64: ``input_ids`` where the token carries loss, else -100 (the loss shifts),
+    - ``labels`` ``[B, T]`` int64: the token if it carries loss, else -100; not shifted, as the loss shifts them,
     - ``prompt_length`` ``[B]`` int64: absent for packed plain text,
     - ``copied`` ``[B, 2]`` int64: with repeated chunks only, the first column that is repeated and one past the last,
-    - ``document_start`` ``[B, T]`` int64: with ``end`` only, the column where the document of each token begins. The
-      first token of a document carries no loss then, as the tokens before it belong to another document,
-    - ``question``, ``choice``, ``target`` ``[B]`` int64: validation of multiple-choice tasks only. All
-      choices of a question are in one batch; the rows with ``choice == target`` give the language-model loss.
+    - ``document_start`` ``[B, T]`` int64: with ``end`` only, the column where the token's document begins. A document's
+      first token then carries no loss, as the tokens before it belong to another document,
+    - ``question``, ``choice``, ``target`` ``[B]`` int64: validation of multiple-choice tasks only. A batch holds all
+      choices of its questions; the rows with ``choice == target`` give the language-model loss.
 
-    Every rank runs the same number of validation batches, because metrics synchronise. A rank without rows gets a
-    filler row: one padding token, no loss, and ``question == target == -1`` (no choice is right).
+    All ranks run equally many validation batches, because metrics synchronise. A rank without rows gets a filler row:
+    one padding token, no loss, and ``question == target == -1`` (no choice is right).
 
     Attributes:
-        pad_id: padding token, of any value, as the attention mask excludes it.
-        end: the token that ends a document; None means that a row is one document.
-        whole: whether prompts carry loss too.
+        pad_id: padding token; the attention mask excludes it, so any token will do.
+        end: the token that ends a document. None: a row is one document.
+        loss_on_prompt: whether prompts carry loss too.
     """
 
     pad_id: int
     end: int | None = None
-    whole: bool = False
+    loss_on_prompt: bool = False
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Collate B rows of one kind."""
@@ -90,7 +91,7 @@ class Collator:
         mask = np.zeros((len(rows), longest), dtype=np.bool_)
         labels = np.full((len(rows), longest), IGNORED, dtype=np.int64)
         for i, row in enumerate(rows):
-            n, start = len(row.tokens), 0 if self.whole else row.prompt_length or 0
+            n, start = len(row.tokens), 0 if self.loss_on_prompt else row.prompt_length or 0
             ids[i, :n] = row.tokens
             mask[i, :n] = True
             labels[i, start:n] = row.tokens[start:]
@@ -117,7 +118,7 @@ class Collator:
         return batch
 
     def filler(self, like: Row) -> Row:
-        """Return a row of the same kind that no loss or metric counts: its only token has no predecessor."""
+        """Return a row with the fields of ``like`` that no loss or metric counts: its only token has no predecessor."""
         answer = None if like.answer is None else Answer(question=-1, choice=0, target=-1)
         copied, prompt = None if like.copied is None else (0, 0), None if like.prompt_length is None else 1
         return Row(np.array([self.pad_id], dtype=np.int32), prompt, answer, copied=copied)
@@ -166,19 +167,20 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[l
 def tokenize_after(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Tokenise texts that continue others, without special tokens.
 
-    A tokenizer that puts a space before a text, as SentencePiece does, gets each behind another text, whose tokens are
-    cut off.
+    SentencePiece and others put a space before a text. Such a tokenizer gets a leading character and the text, and the
+    character's tokens are cut off.
     """
-    found, left = tokenize(tokenizer, texts), list(range(len(texts)))
+    token_ids, remaining = tokenize(tokenizer, texts), list(range(len(texts)))
     [word] = tokenize(tokenizer, ["a"])
     if tokenizer.decode(word + word) == 2 * str(tokenizer.decode(word)):
-        return found
-    for lead in LEADS:
-        if not left:
+        return token_ids
+    for lead in LEADING_CHARACTERS:
+        if not remaining:
             break
-        before, word, *both = tokenize(tokenizer, [lead, f"{lead}a", *(lead + texts[i] for i in left)])
-        if word[: len(before)] == before and str(tokenizer.decode(word)).endswith(f"{lead}a"):
-            apart = {i: ids[len(before) :] for i, ids in zip(left, both, strict=True) if ids[: len(before)] == before}
-            found = [apart.get(i, ids) for i, ids in enumerate(found)]
-            left = [i for i in left if i not in apart]
-    return found
+        lead_ids, word, *prefixed_ids = tokenize(tokenizer, [lead, f"{lead}a", *(lead + texts[i] for i in remaining)])
+        if word[: len(lead_ids)] == lead_ids and str(tokenizer.decode(word)).endswith(f"{lead}a"):
+            pairs = zip(remaining, prefixed_ids, strict=True)
+            separated = {i: ids[len(lead_ids) :] for i, ids in pairs if ids[: len(lead_ids)] == lead_ids}
+            token_ids = [separated.get(i, ids) for i, ids in enumerate(token_ids)]
+            remaining = [i for i in remaining if i not in separated]
+    return token_ids

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check(data: DataConfig) -> None:
-    """Refuse a local folder without the rows that a run reads; the hub is not asked, and other kinds have no rows.
+    """Refuse a local folder without the rows that a run reads. Datasets of the hub and generated rows are not checked.
 
     Raises:
         DataError: a folder or a split is missing, or ``data.val_samples`` leaves no row to train on.

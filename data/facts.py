@@ -1,8 +1,8 @@
 """The data of the quickstart: passages that hide one fact among distractors, and a question about it.
 
 A passage states one fact about each of four people among filler sentences, and the question is about one of the four.
-The right answer repeats that person's sentence, so that it has several tokens; the wrong answer names another thing of
-the same kind, which the passage does not contain. So nearly every token may be evicted, and a few must be kept. The
+The right answer repeats that person's sentence and has several tokens. The wrong answer names another thing of this
+kind, which the passage does not contain. Nearly every token may therefore be evicted, and a few must be kept. The
 people of training and validation differ.
 """
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 TRAIN_ROWS = 2000
 VALIDATION_ROWS = 200
-PEOPLE = 4  # in a passage
-TOKENS_PER_WORD = 1.15  # of these sentences with SmolLM2's tokenizer, punctuation included
+PEOPLE = 4  # people in a passage, each with one fact
+TOKENS_PER_WORD = 1.15  # mean of these sentences with SmolLM2's tokenizer, punctuation included
 
 
 # fmt: off
@@ -39,7 +39,7 @@ ACTIONS = (
     "fixed a broken lamp", "shared a sandwich", "wrote a long letter", "closed the shutters",
     "swept the stairs", "told the same story again",
 )
-PLACES = (
+LOCATIONS = (
     "near the market", "on the old bridge", "behind the station", "in the small park",
     "by the lighthouse", "beside the library", "under the clock tower", "along the river",
     "at the end of the pier", "outside the town hall",
@@ -58,7 +58,7 @@ class Facts(DataKind):
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
         """Generate the questions and tokenise them as a supervised task.
 
-        ``data.train_samples`` and ``data.val_samples`` are their numbers (default 2000 and 200).
+        ``data.train_samples`` and ``data.val_samples`` say how many (default 2000 and 200).
         """
         data = config.data
 
@@ -78,26 +78,26 @@ def generate(seed: int, split: str, index: int, shortest: int, longest: int) -> 
     people = [f"{name} the {trade}" for name, trade in zip(names, trades, strict=True)]
     relations = rng.sample(RELATIONS, PEOPLE)
     answers = [rng.sample(relation.answers, 2) for relation in relations]
-    asked = rng.randrange(PEOPLE)
+    person = rng.randrange(PEOPLE)
     facts = [
-        [relation.fact.format(who=who, what=what) for what in pair]
+        [relation.fact.format(who=who, what=answer) for answer in pair]
         for relation, who, pair in zip(relations, people, answers, strict=True)
     ]
-    question = f"Question: {relations[asked].question.format(who=people[asked])}\nAnswer:"
+    question = f"Question: {relations[person].question.format(who=people[person])}\nAnswer:"
 
     sentences = [right for right, _ in facts]
     missing = words - len(f"{' '.join(sentences)} {question}".split())
     sentences += _fillers(rng, missing)
     rng.shuffle(sentences)
     target = rng.randrange(2)
-    choices = facts[asked] if target == 0 else facts[asked][::-1]
+    choices = facts[person] if target == 0 else facts[person][::-1]
     passage = " ".join(sentences)
     return Example(f"{passage}\n{question}", choices, target, passage)
 
 
 def _fillers(rng: random.Random, words: int) -> list[str]:
-    """Return different sentences of about this number of words together."""
-    parts = (SUBJECTS, ACTIONS, PLACES, TIMES)
+    """Return different sentences that together have about this number of words."""
+    parts = (SUBJECTS, ACTIONS, LOCATIONS, TIMES)
     sentences: dict[str, int] = {}
     while sum(sentences.values()) < words:
         sentence = " ".join(rng.choice(part) for part in parts) + "."

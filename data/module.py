@@ -1,4 +1,4 @@
-"""The base class of kinds of data, and the LightningDataModule that all of them share."""
+"""The base class of the kinds of data, and their common LightningDataModule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ag.data.collate import Collator, Row
 from ag.data.sampler import FILLER, Shard, TrainOrder, ValidationOrder
-from ag.data.sources import DataError, called
+from ag.data.sources import DataError, dataset_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ag.config import Config, DataConfig
 
 
-WARNED_SHARE = 0.1  # of a split's tokens that are in no row
+WARNED_SHARE = 0.1  # a larger share of a split's tokens that are in no row is a warning
 
 
 class DataKind(ABC):
@@ -53,31 +53,34 @@ class DataKind(ABC):
             context: the model's longest input in tokens.
 
         Raises:
-            DataError: the data cannot be used; the message names the place and the fix.
+            DataError: the data cannot be used; the message names the file and row, and the fix.
         """
 
 
 @dataclass
 class SplitCounts:
-    """What a split has, and what of it is in no row: rows as they were given, or documents that rows are cut from."""
+    """Counts of a split: texts that were read, and tokens that are in no row.
 
-    read: int = 0  # rows or documents
-    tokens: int = 0  # that they have
-    longest: int = 0  # tokens of the longest
-    skipped: int = 0  # those that are left out: too short or too long
-    skipped_tokens: int = 0  # that these have
-    cut: int = 0  # those that lost a part
-    cut_tokens: int = 0  # that these had
-    lost_tokens: int = 0  # that these lost
+    A text is a row of the dataset, or a document that rows are cut from.
+    """
+
+    read: int = 0  # texts
+    tokens: int = 0  # in all texts
+    longest: int = 0  # tokens of the longest text
+    skipped: int = 0  # texts that are left out: too short or too long
+    skipped_tokens: int = 0  # in texts that are left out
+    cut: int = 0  # texts that lost a part
+    cut_tokens: int = 0  # in these texts before the cut
+    lost_tokens: int = 0  # tokens that these texts lost
 
     def add(self, tokens: int) -> None:
-        """Count a row or document of this many tokens."""
+        """Count a text of this many tokens."""
         self.read += 1
         self.tokens += tokens
         self.longest = max(self.longest, tokens)
 
     def keep(self, kept: int, tokens: int) -> None:
-        """Count how many tokens of one that was added stay; none means that it is left out."""
+        """Count how many of a text's ``tokens`` are kept; with 0 it is left out. Call it after :meth:`add`."""
         if not kept:
             self.skipped += 1
             self.skipped_tokens += tokens
@@ -94,13 +97,13 @@ class SplitCounts:
 
 @dataclass
 class Counts:
-    """What was read of both splits, and the keys on which it depends what of that is in no row."""
+    """The counts of both splits, and sentences about the tokens that are in no row."""
 
     train: SplitCounts = field(default_factory=SplitCounts)
     validation: SplitCounts = field(default_factory=SplitCounts)
-    unit: str = "rows"  # what is read: rows, or documents that rows are cut from
-    remedy: str = ""  # why rows or documents are left out, and the keys that let more in
-    cut_remedy: str = ""  # the part that others lose, and the keys by which they lose less
+    unit: str = "rows"  # "rows" of the dataset, or "documents" that rows are cut from
+    remedy: str = ""  # why texts are left out, and the keys that let more in
+    cut_remedy: str = ""  # the part that cut texts lose, and the keys by which they lose less
     held_out: int = 0  # training rows that are used for validation
 
     def of(self, validates: bool) -> SplitCounts:
@@ -111,8 +114,8 @@ class Counts:
 class DataModule(LightningDataModule):
     """Training and validation batches, in an order that depends on (seed, epoch) only.
 
-    It shards over ranks by itself (give ``use_distributed_sampler=False`` to the trainer), and a checkpoint written in
-    the middle of an epoch resumes with the next batch. The batches are described at :class:`ag.data.collate.Collator`.
+    It shards over ranks by itself (give ``use_distributed_sampler=False`` to the trainer). A checkpoint written in the
+    middle of an epoch resumes with the next batch. :class:`ag.data.collate.Collator` describes the batches.
 
     Args:
         train: training rows.
@@ -120,7 +123,7 @@ class DataModule(LightningDataModule):
         collator: makes a batch of rows.
         data: batch sizes and workers are read.
         seed: seed of the order.
-        counts: what was read, and what of it did not fit.
+        counts: counts of texts that were read, left out or cut.
 
     Raises:
         DataError: a split is empty.
@@ -143,17 +146,17 @@ class DataModule(LightningDataModule):
         self.train_rows, self.val_rows, self.collator = train, validation, collator
         self.data, self.seed = data, seed
         self.counts = counts
-        #: The form of the rows, in a line for the user; empty where the configuration says it.
-        self.about = ""
+        #: The form of the rows, in a line for the user; empty if the configuration says it.
+        self.description = ""
         self._restored: dict[str, Any] = {}
 
     def report(self) -> tuple[list[str], list[str]]:
-        """Return lines about the rows of both splits, and about what is in no row.
+        """Return lines about the rows of both splits, and about texts that were left out or cut.
 
         Returns:
-            Lines to print, and lines to print as warnings: a split lost more than a tenth of its tokens.
+            Lines to print, and lines to print as warnings, if a split lost more than a tenth of its tokens.
         """
-        lines: list[str] = [self.about] if self.about else []
+        lines: list[str] = [self.description] if self.description else []
         warnings: list[str] = []
         unit = self.counts.unit
         for name, rows in (("training", self.train_rows), ("validation", self.val_rows)):
@@ -174,7 +177,7 @@ class DataModule(LightningDataModule):
 
         Raises:
             DataError: the rows do not fill one batch, or the checkpoint was written with another seed, other rows or
-                another number of rows per step, so that its position means another one here.
+                another number of rows per step; its position would then mean other rows.
         """
         shard = self._shard(self.data.batch_size)
         epoch, batch = self._position()
@@ -182,38 +185,38 @@ class DataModule(LightningDataModule):
         return self._loader(RowGroups(self.train_rows, self.collator.filler(self.train_rows[0])), order)
 
     def first_rows(self, count: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the first ``count`` training rows, of which each rank gets its part, as batches of one."""
+        """Yield this rank's share of the first ``count`` training rows, as batches of one row."""
         shard = self._shard(1)
         for index in range(shard.rank, min(count, len(self.train_rows)), shard.world_size):
             yield self.collator([self.train_rows[index]])
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return the validation batches, the same number on every rank."""
+        """Return the validation batches, equally many on every rank."""
         order = ValidationOrder(len(self.val_rows), self._shard(self.data.val_batch_size))
         return self._loader(RowGroups(self.val_rows, self.collator.filler(self.val_rows[0][0])), order)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values on which a position in the data depends: the seed, the rows and the rows per step."""
+        """Return the values that give a position in the data its meaning: seed, rows and rows per step."""
         return self._identity()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the values of a checkpoint, which :meth:`train_dataloader` compares."""
+        """Store the values of a checkpoint; :meth:`train_dataloader` compares them."""
         self._restored = state_dict
 
     def _position(self) -> tuple[int, int]:
-        """Return the epoch and batch where training starts, by Lightning's counters, which a checkpoint restores."""
+        """Return the epoch and batch at which training starts, from Lightning's counters, which checkpoints restore."""
         if self.trainer is None:
             return 0, 0
-        for key, now in self._identity().items():
-            if self._restored.get(key, now) != now:
+        for key, value in self._identity().items():
+            if self._restored.get(key, value) != value:
                 raise DataError(
-                    f"the checkpoint was written with {key} {self._restored[key]}, this run has {now}: "
+                    f"the checkpoint was written with {key} {self._restored[key]}, this run has {value}: "
                     "resume with the same seed, data and rows per step (data.batch_size x processes)"
                 )
         epochs = self.trainer.fit_loop.epoch_progress.state_dict()
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.state_dict()
         epoch = int(epochs["current"]["processed"])
-        if batches["is_last_batch"]:  # in an epoch that may or may not be counted yet
+        if batches["is_last_batch"]:  # Lightning may not have counted this batch's epoch yet
             return epoch + int(epochs["total"]["started"] > epochs["total"]["processed"]), 0
         # Lightning fetches ahead of the step that it runs
         return epoch, batches["current"]["processed"]
@@ -228,7 +231,7 @@ class DataModule(LightningDataModule):
 
     @functools.cached_property
     def _hash(self) -> str:
-        """A hash of the tokens of the training rows, of what carries loss, and of their order."""
+        """Hash of the training rows in order: their tokens, prompt lengths and loss masks."""
         digest = hashlib.sha256()
         for row in self.train_rows:
             prompt = -1 if row.prompt_length is None else row.prompt_length
@@ -250,9 +253,9 @@ class DataModule(LightningDataModule):
             sampler=sampler,
             collate_fn=self.collator,
             num_workers=self.data.num_workers,
-            worker_init_fn=_begin_worker,
+            worker_init_fn=seed_worker,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
-            generator=torch.Generator(),  # by default each iteration would draw from the one of the gates' noise
+            generator=torch.Generator(),  # the default generator, which gives the gates' noise, stays untouched
         )
 
 
@@ -268,22 +271,22 @@ class RowGroups(Dataset[list[Row]]):
         return [row for group in groups for row in ([group] if isinstance(group, Row) else group)]
 
 
-def _begin_worker(worker: int) -> None:
+def seed_worker(worker: int) -> None:
     """Seed a data loading process as Lightning does, and let it outlive signals that stop a run.
 
-    A terminal, ``timeout`` and SLURM send these to all processes of a run, and the one that trains needs its batches
-    until the end of the step. It alone ends its workers, by SIGTERM too.
+    A terminal, ``timeout`` and SLURM send these signals to all processes of a run, but the process that trains needs
+    batches until the end of its step. Only that process ends its workers, also by SIGTERM.
     """
     pl_worker_init_function(worker)
     for signum in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)
-    if sys.platform == "linux":  # elsewhere the sender of a signal is unknown
+    if sys.platform == "linux":  # other systems do not tell the sender of a signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """Wait for a SIGTERM of the process that trains, and end this one."""
+def exit_with_parent() -> None:
+    """Wait for a SIGTERM from the process that trains, then end this process."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
@@ -291,7 +294,7 @@ def _end_with_parent() -> None:
 
 def _empty(split: str, data: DataConfig, skipped: int, counts: Counts) -> str:
     """Return the message that a split has no rows, with the reason."""
-    said = f"the {split} split of {called(data)} has no rows"
+    message = f"the {split} split of {dataset_name(data)} has no rows"
     if skipped:
-        return f"{said}: {skipped} were left out, {counts.remedy}"
-    return said
+        return f"{message}: {skipped} were left out, {counts.remedy}"
+    return message

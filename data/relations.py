@@ -14,7 +14,7 @@ class Relation(NamedTuple):
 
 
 def _numbers(digits: int) -> tuple[str, ...]:
-    """Return some numbers of this many digits, spread evenly."""
+    """Return 499 evenly spread numbers with this many digits."""
     return tuple(str(10 ** (digits - 1) + n * (9 * 10 ** (digits - 1)) // 499) for n in range(499))
 
 
@@ -64,7 +64,7 @@ RELATIONS = (
     ),
     Relation("{who} rents locker {what}.", "Which locker does {who} rent?", tuple(map(str, range(11, 100)))),
 )
-#: Facts whose answers are numbers, which no model can guess; used for facts that are put into documents.
+#: Facts whose answers are numbers, which no model can guess; they are put into documents.
 NUMBERS = (
     Relation("{who} paid {what} crowns for the boat.", "How many crowns did {who} pay for the boat?", _numbers(4)),
     Relation("To reach {who}, dial {what}.", "What does one dial to reach {who}?", _numbers(6)),

@@ -1,6 +1,6 @@
-"""Rows of a context and a response to it: a chunk of it again, what follows it, or an answer by a fact or a rule in it.
+"""Rows of a context and a response: a chunk of the context, the text after it, or an answer by a fact or rule in it.
 
-Several rows share a context, so that a model may read it once for all of them (``loss.replay``).
+Several rows share a context: with ``loss.replay`` a model reads it once for all of them.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
     from ag.config import DataConfig
     from ag.data.module import Counts
 
-RESPONSE = 96  # tokens of a chunk, and of what follows a context
-LEAD = 8  # tokens before a chunk, which show its place and carry no loss
-FACTS = 8  # in half of the contexts with questions
-RULES_BEFORE = 3, 6  # the fewest and the most before the other half
-TEXT = "<text>"  # stands for a context in a message
-AGAIN = "\n\nThe same text once more, word for word:\n\n"  # between a context and a chunk of it
-KINDS = ("again", "next", "question")
+RESPONSE_TOKENS = 96  # tokens of a chunk, or of the text after a context
+LEAD_TOKENS = 8  # tokens before a chunk; they show where it begins and carry no loss
+NUM_FACTS = 8  # facts in each context of the first half of the contexts with questions
+NUM_RULES = 3, 6  # fewest and most rules before each context of the second half
+TEXT_MARK = "<text>"  # stands for a context in a message
+REPEAT_PROMPT = "\n\nThe same text once more, word for word:\n\n"  # between a context and a chunk of it
+RESPONSE_KINDS = ("again", "next", "question")
 
 
 @dataclass(frozen=True)
-class Responses:
+class ResponseCutter:
     """Contexts, cut one after the other from each document, with a row for each kind of response.
 
     Attributes:
-        lengths: tokens of a context, of which one that fits is drawn.
-        kinds: of responses, each one of KINDS. With ``question`` half of the contexts have facts, the others rules.
+        lengths: tokens of a context; a length that fits is sampled.
+        response_kinds: of RESPONSE_KINDS. With ``question``, half of the contexts have facts and half have rules.
         start: tokens before a context.
         tokenizer: tokenises facts and questions.
-        seed: of the draws.
-        counts: of documents, and of their ends.
+        seed: seed of the random choices.
+        counts: counts of documents, and of tokens that were cut off their ends.
     """
 
     lengths: tuple[int, ...]
-    kinds: tuple[str, ...]
+    response_kinds: tuple[str, ...]
     start: list[int]
     tokenizer: PreTrainedTokenizerBase
     seed: int
@@ -54,7 +54,7 @@ class Responses:
 
     def rows(self, documents: Iterable[list[int]], validates: bool) -> Iterator[Row]:
         """Cut the documents; validation takes the longest context from the start of each."""
-        [again] = tokenize_after(self.tokenizer, [AGAIN])
+        [repeat_prompt] = tokenize_after(self.tokenizer, [REPEAT_PROMPT])
         [[*_, stop]] = tokenize(self.tokenizer, ["."])
         split = "validation" if validates else "train"
         counts = self.counts.of(validates)
@@ -62,31 +62,33 @@ class Responses:
             counts.add(len(tokens))
             rng = np.random.default_rng([self.seed, number])
             position = 0
-            while fit := [n for n in self.lengths if n - len(self.start) + RESPONSE <= len(tokens) - position]:
-                length = max(fit) if validates else int(rng.choice(fit))
+            while fitting := [
+                n for n in self.lengths if n + RESPONSE_TOKENS <= len(self.start) + len(tokens) - position
+            ]:
+                length = max(fitting) if validates else int(rng.choice(fitting))
                 end = position + length - len(self.start)
-                context, after = tokens[position:end], tokens[end : end + RESPONSE]
-                asked: Iterable[tuple[list[int], list[int]]] = ()
-                if "question" in self.kinds and rng.random() < 0.5:
-                    context, asked = self._with_facts(context, stop, rng, split)
-                elif "question" in self.kinds:
-                    context, asked = self._with_rules(context, rng)
-                questions = cycle(asked)
-                for kind in self.kinds:
-                    silent, response = next(questions) if kind == "question" else ([], after)
+                context, next_tokens = tokens[position:end], tokens[end : end + RESPONSE_TOKENS]
+                questions_answers: Iterable[tuple[list[int], list[int]]] = ()
+                if "question" in self.response_kinds and rng.random() < 0.5:
+                    context, questions_answers = self._with_facts(context, stop, rng, split)
+                elif "question" in self.response_kinds:
+                    context, questions_answers = self._with_rules(context, rng)
+                questions = cycle(questions_answers)
+                for kind in self.response_kinds:
+                    without_loss, response = next(questions) if kind == "question" else ([], next_tokens)
                     if kind == "again":
-                        first = int(rng.integers(LEAD, len(context) - RESPONSE + 1))
-                        silent = [*again, *context[first - LEAD : first]]
-                        response = context[first : first + RESPONSE]
-                    yield self._row(context, silent, response)
-                position = end + RESPONSE
+                        first = int(rng.integers(LEAD_TOKENS, len(context) - RESPONSE_TOKENS + 1))
+                        without_loss = [*repeat_prompt, *context[first - LEAD_TOKENS : first]]
+                        response = context[first : first + RESPONSE_TOKENS]
+                    yield self._row(context, without_loss, response)
+                position = end + RESPONSE_TOKENS
                 if validates:
                     break
             counts.keep(len(tokens) if validates and position else position, len(tokens))
 
-    def _row(self, context: list[int], silent: list[int], response: list[int]) -> Row:
-        """Return the row of a response that follows tokens without loss."""
-        tokens = np.array([*self.start, *context, *silent, *response], dtype=np.int32)
+    def _row(self, context: list[int], without_loss: list[int], response: list[int]) -> Row:
+        """Return the row of a context, further tokens without loss, and a response."""
+        tokens = np.array([*self.start, *context, *without_loss, *response], dtype=np.int32)
         loss = np.zeros(len(tokens), dtype=np.bool_)
         loss[len(tokens) - len(response) :] = True
         return Row(tokens, len(self.start) + len(context), loss=loss)
@@ -94,90 +96,92 @@ class Responses:
     def _with_facts(
         self, context: list[int], stop: int, rng: np.random.Generator, split: str
     ) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
-        """Return a context of the same length with facts between its sentences, and a question and an answer for each.
+        """Return the context, equally long, with facts between its sentences, and a question and answer for each fact.
 
-        In half of the contexts all facts are of one relation, so that the name alone tells them apart. Half of the
-        questions end with the beginning of the fact, whose end is the answer.
+        In half of the contexts all facts have one relation, and only the names tell them apart. Half of the questions
+        end with the beginning of the fact; the answer is its end.
         """
         relations = [*RELATIONS, *NUMBERS]
         if rng.random() < 0.5:
             relations = [relations[rng.integers(len(relations))]]
-        facts, told = [], []
-        for name in rng.choice(len(NAMES[split]), FACTS, replace=False):
+        facts, questions = [], []
+        for name in rng.choice(len(NAMES[split]), NUM_FACTS, replace=False):
             relation = relations[rng.integers(len(relations))]
             who = f"{NAMES[split][name]} the {TRADES[rng.integers(len(TRADES))]}"
-            what = relation.answers[rng.integers(len(relation.answers))]
-            before, _, after = relation.fact.partition("{what}")
-            begun, end = before.format(who=who).rstrip(), f" {what}{after}"
+            answer = relation.answers[rng.integers(len(relation.answers))]
+            before_answer, _, after_answer = relation.fact.partition("{what}")
+            beginning, end = before_answer.format(who=who).rstrip(), f" {answer}{after_answer}"
             question = relation.question.format(who=who)
-            facts.append(f" {begun}{end}")
+            facts.append(f" {beginning}{end}")
             if rng.random() < 0.5:
-                told.append((f"\n\nQuestion: {question}\nAnswer:", facts[-1]))
+                questions.append((f"\n\nQuestion: {question}\nAnswer:", facts[-1]))
             else:
-                told.append((f"\n\n{question}\n{begun}", end))
+                questions.append((f"\n\n{question}\n{beginning}", end))
         stated = tokenize_after(self.tokenizer, facts)
-        kept = _end(context, sum(map(len, stated)), f"{FACTS} facts")
-        room = len(kept)
-        ends = [i + 1 for i, token in enumerate(kept[:-1]) if token == stop] or list(range(1, room))
-        places = sorted(rng.choice(ends, FACTS).tolist())
-        pieces = [kept[a:b] for a, b in zip([0, *places], [*places, room], strict=True)]
-        mixed = [token for fact, piece in zip([[], *stated], pieces, strict=True) for token in [*fact, *piece]]
-        leads, answers = (tokenize_after(self.tokenizer, texts) for texts in zip(*told, strict=True))
-        return mixed, [(leads[place], answers[place]) for place in rng.permutation(FACTS)]
+        text = _trim_context(context, sum(map(len, stated)), f"{NUM_FACTS} facts")
+        room = len(text)
+        ends = [i + 1 for i, token in enumerate(text[:-1]) if token == stop] or list(range(1, room))
+        cuts = sorted(rng.choice(ends, NUM_FACTS).tolist())
+        segments = [text[a:b] for a, b in zip([0, *cuts], [*cuts, room], strict=True)]
+        mixed = [token for fact, segment in zip([[], *stated], segments, strict=True) for token in [*fact, *segment]]
+        prompts, answers = (tokenize_after(self.tokenizer, texts) for texts in zip(*questions, strict=True))
+        return mixed, [(prompts[index], answers[index]) for index in rng.permutation(NUM_FACTS)]
 
     def _with_rules(
         self, context: list[int], rng: np.random.Generator
     ) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
-        """Return a context of the same length that begins with rules, and what each demands, with what comes before.
+        """Return a context, equally long, that begins with rules, and for each rule a lead and the text it demands.
 
-        The rules are a system prompt, and the rest of the context begins the message behind it. The end of that
-        message, the opening of an answer and its first words come before what a rule demands.
+        The rules are a system prompt; the context begins the user's message. A lead is the end of this message, the
+        opening of an answer and its first words.
         """
-        fewest, most = RULES_BEFORE
-        number = int(rng.integers(fewest, most + 1))
-        chosen = [RULES[i] for i in rng.choice(len(RULES), number, replace=False)]
-        drawn = [(rule, rule.demands[rng.integers(len(rule.demands))]) for rule in chosen]
+        min_rules, max_rules = NUM_RULES
+        number = int(rng.integers(min_rules, max_rules + 1))
+        chosen_rules = [RULES[i] for i in rng.choice(len(RULES), number, replace=False)]
+        demands = [(rule, rule.demands[rng.integers(len(rule.demands))]) for rule in chosen_rules]
         mark, role, request = (texts[rng.integers(len(texts))] for texts in (MARKS, ROLES, REQUESTS))
-        rules = [rule.text.format(what=what) for rule, what in drawn]
+        rules = [rule.text.format(what=demand) for rule, demand in demands]
         system = "\n".join([role, *(mark.format(i) + rule for i, rule in enumerate(rules, 1))])
-        before, _, behind = prompted(self.tokenizer, system, f"{TEXT}\n\n{request}").partition(TEXT)
-        [head] = tokenize(self.tokenizer, [before])
-        leads = tokenize_after(self.tokenizer, [behind + rule.lead for rule in chosen])
-        answers = tokenize_after(self.tokenizer, [rule.followed.format(what=what) for rule, what in drawn])
-        kept = _end(context, len(head), f"a system prompt of {len(head)} tokens")
-        # in another order than listed, as a context may have fewer questions than rules
-        return [*head, *kept], [(leads[place], answers[place]) for place in rng.permutation(number)]
+        before_text, _, after_text = prompted(self.tokenizer, system, f"{TEXT_MARK}\n\n{request}").partition(TEXT_MARK)
+        [head] = tokenize(self.tokenizer, [before_text])
+        prompts = tokenize_after(self.tokenizer, [after_text + rule.lead for rule in chosen_rules])
+        answers = tokenize_after(self.tokenizer, [rule.followed.format(what=demand) for rule, demand in demands])
+        text = _trim_context(context, len(head), f"a system prompt of {len(head)} tokens")
+        # shuffled: a context may have fewer questions than rules
+        return [*head, *text], [(prompts[index], answers[index]) for index in rng.permutation(number)]
 
 
-def _end(context: list[int], taken: int, what: str) -> list[int]:
-    """Return the end of a context, which what follows continues, without as many tokens as are taken for ``what``."""
-    room = len(context) - taken
-    if room < FACTS:
+def _trim_context(context: list[int], reserved: int, purpose: str) -> list[int]:
+    """Cut ``reserved`` tokens off a context's start; the text after the context still continues it."""
+    room = len(context) - reserved
+    if room < NUM_FACTS:
         raise DataError(
-            f"data.contexts: a context of {len(context)} tokens has no room for {what}: use longer ones, or leave "
+            f"data.contexts: a context of {len(context)} tokens has no room for {purpose}: use longer ones, or leave "
             "question out of data.responses."
         )
-    return context[taken:]
+    return context[reserved:]
 
 
-def responses(
+def make_cutter(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int], seed: int, counts: Counts
-) -> Responses:
-    """Return what cuts documents for ``data.packing=responses``.
+) -> ResponseCutter:
+    """Return the cutter of documents for ``data.packing=responses``.
 
     Raises:
-        DataError: for an unknown kind of response, or contexts that do not fit.
+        DataError: a kind of response is unknown, or contexts do not fit.
     """
-    if unknown := [kind for kind in data.responses if kind not in KINDS]:
-        raise DataError(f"data.responses={data.responses}: {unknown[0]} is unknown: expected {', '.join(KINDS)}.")
-    [again] = tokenize_after(tokenizer, [AGAIN])
-    needed = len(again) + LEAD + RESPONSE
-    wrong = [n for n in data.contexts if not 2 * RESPONSE <= n <= longest - needed]
-    if wrong or not data.contexts:
+    if unknown := [kind for kind in data.responses if kind not in RESPONSE_KINDS]:
         raise DataError(
-            f"data.contexts={data.contexts}: expected lengths of {2 * RESPONSE} to {longest - needed} tokens, as a "
-            f"response takes up to {needed} of data.max_length={data.max_length} or of the model's context; change one "
-            "of the two."
+            f"data.responses={data.responses}: {unknown[0]} is unknown: expected {', '.join(RESPONSE_KINDS)}."
         )
-    counts.remedy = f"too short for a context and what follows it; use a lower data.contexts={data.contexts}"
-    return Responses(tuple(sorted(data.contexts)), tuple(data.responses), start, tokenizer, seed, counts)
+    [repeat_prompt] = tokenize_after(tokenizer, [REPEAT_PROMPT])
+    response_room = len(repeat_prompt) + LEAD_TOKENS + RESPONSE_TOKENS
+    unfit = [n for n in data.contexts if not 2 * RESPONSE_TOKENS <= n <= longest - response_room]
+    if unfit or not data.contexts:
+        raise DataError(
+            f"data.contexts={data.contexts}: expected lengths of {2 * RESPONSE_TOKENS} to {longest - response_room} "
+            f"tokens, as a response takes up to {response_room} of data.max_length={data.max_length} or of the model's "
+            "context; change one of the two."
+        )
+    counts.remedy = f"too short for a context and a response; use a lower data.contexts={data.contexts}"
+    return ResponseCutter(tuple(sorted(data.contexts)), tuple(data.responses), start, tokenizer, seed, counts)

@@ -11,7 +11,7 @@ from ag.data.collate import start_tokens
 
 
 class Rule(NamedTuple):
-    """A rule: its sentence, the beginning of an answer, what follows that under the rule, and its possible demands."""
+    """A rule: its sentence, the beginning of an answer, the words that must follow, and possible demands."""
 
     text: str
     lead: str
@@ -53,18 +53,18 @@ MARKS = ("{}. ", "- ", "* ")  # before each rule of a list
 
 
 def prompted(tokenizer: PreTrainedTokenizerBase, system: str, user: str) -> str:
-    """Return a system prompt and a message in the tokenizer's chat template; as paragraphs if it has none.
+    """Return a system prompt and a message in the tokenizer's chat template, or as paragraphs without a template.
 
     If the template allows no system prompt, the message begins with it.
     """
-    both = f"{system}\n\n{user}"
+    message = f"{system}\n\n{user}"
     if tokenizer.chat_template is None:
-        return f"{both}\n\n"
+        return f"{message}\n\n"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError:
-        messages = [{"role": "user", "content": both}]
+        messages = [{"role": "user", "content": message}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     # the tokenizer adds its start token by itself
     return str(text).removeprefix(str(tokenizer.bos_token) if start_tokens(tokenizer) else "")

@@ -1,7 +1,7 @@
 """The order of rows: a function of (seed, epoch), sharded over ranks, resumable in the middle of an epoch.
 
-Global batch k is the concatenation of the ranks' k-th batches: two ranks with batch size b see what one rank
-sees with 2 b.
+Global batch k is the concatenation of the ranks' k-th batches: two ranks with batch size b read the rows that one rank
+reads with 2 b.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class TrainOrder(Sampler[list[int]]):
             yield order[self.shard.of(k)].tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration gives."""
+        """Choose the epoch of the next iteration."""
         self.epoch = epoch
 
 
 @dataclass(eq=False)
 class ValidationOrder(Sampler[list[int]]):
-    """Batches of row ids in their own order, all of them once; ids of -1 stand for filler rows."""
+    """Batches of all row ids in ascending order; -1 is a filler row."""
 
     size: int  # number of rows (multiple choice: questions)
     shard: Shard

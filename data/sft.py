@@ -1,6 +1,6 @@
 """Supervised data: a prompt and a response, with the loss on the response only.
 
-A response ends with the answer, and without EOS unless ``data.eos`` asks for it: the choices compare so.
+A response ends with the answer, without EOS unless ``data.eos`` asks for it; choices are then compared without EOS.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ag.data import custom_sft
 from ag.data.collate import Collator, Row, end_tokens, padding_token, start_tokens
-from ag.data.encode import encode, fitted, left_of_prompts
+from ag.data.encode import encode, truncate_prompt, truncation_remedies
 from ag.data.module import Counts, DataKind, DataModule, SplitCounts
 from ag.data.sources import DataError, Source, local_folder
 from ag.data.templates import TASKS, WITH_CONTEXT, Example, examples, find_task, is_own
@@ -27,7 +27,7 @@ class Supervised(DataKind):
     """Prompts with responses: a task of the table, or rows of your own."""
 
     def check(self, data: DataConfig) -> None:
-        """Refuse a task that is not in the table, and a question after eviction where no text comes before it."""
+        """Refuse a task that is not in the table, and a question after eviction if no text precedes the question."""
         if not is_own(data):
             find_task(data)
         if data.question == "after" and not (data.name in TASKS and TASKS[data.name].context):
@@ -72,12 +72,12 @@ def from_examples(
     """
     data, counts, start = config.data, Counts(), start_tokens(tokenizer)
     end, limit = end_tokens(tokenizer) if data.eos else [], min(data.max_length, context)
-    _, counts.cut_remedy = left_of_prompts(data, context)
+    _, counts.cut_remedy = truncation_remedies(data, context)
 
     def rows(split: str, questions: Sequence[Example], every_choice: bool, counts: SplitCounts) -> Iterator[list[Row]]:
         groups = encode(tokenizer, questions, end=end, question=data.question, every_choice=every_choice)
         for number, group in enumerate(groups, start=1):
-            fits = [fit for row in group if (fit := fitted(row, limit, start, counts)) is not None]
+            fits = [fit for row in group if (fit := truncate_prompt(row, limit, start, counts)) is not None]
             if len(fits) < len(group):
                 longest = max(len(row.tokens) - row.response_start for row in group)
                 raise DataError(

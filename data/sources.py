@@ -1,4 +1,4 @@
-"""Rows of a dataset: on the Hugging Face hub, or in a local folder of files or of save_to_disk."""
+"""Rows of a dataset: on the Hugging Face hub, in a local folder of files, or written by save_to_disk."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz", ".txt")
-STATE, SPLITS = "state.json", "dataset_dict.json"  # of folders that save_to_disk wrote
+STATE, SPLITS = "state.json", "dataset_dict.json"  # files in folders that save_to_disk wrote
 LONGEST_CELL = 1 << 30  # characters in a cell of CSV; Python's own bound is 131,072
-TOO_DEEP = "has objects inside objects too deep to be read: leave the row out"
+TOO_DEEP_ERROR = "has objects inside objects too deep to be read: leave the row out"
 
 
 class DataError(UserError):
-    """The data cannot be used; the message names the place and the fix."""
+    """The data cannot be used; the message names the file and row, and the fix."""
 
 
 class MissingSplitError(DataError):
@@ -38,28 +38,28 @@ class MissingSplitError(DataError):
 class Source:
     """A dataset: on the hub, or in ``folder``.
 
-    The folder holds ``SPLIT.jsonl`` or shards ``SPLIT-*.jsonl`` (other ENDINGS too), or what ``save_to_disk`` of the
-    datasets library wrote: splits by name, or a single dataset, which is the training split.
+    The folder holds ``SPLIT.jsonl`` or shards ``SPLIT-*.jsonl`` (other ENDINGS too), or the output of ``save_to_disk``
+    of the datasets library: splits by name, or a single dataset, which is the training split.
     """
 
     name: str  # hub id, for example google/boolq
     subset: str | None = None  # configuration name on the hub
     revision: str | None = None  # git revision on the hub
-    folder: Path | None = None  # is read instead of the hub
+    folder: Path | None = None  # read in place of the hub
 
     def where(self, split: str) -> str:
         """Name a split for messages: the file, or the hub id with the split."""
         if self.folder is None:
             return f"{self.name}[{split}]"
-        parts = self._parts(split)
-        return str(parts[0]) if len(parts) == 1 else f"{self.folder}/{split}-*"
+        files = self._split_files(split)
+        return str(files[0]) if len(files) == 1 else f"{self.folder}/{split}-*"
 
     def identity(self, split: str) -> str:
-        """Return a hash of the contents of a split, on the hub the fingerprint of ``datasets``; errors as of read."""
+        """Return a hash of a split's contents, or the fingerprint of ``datasets`` for the hub; raises like read."""
         if self.folder is None:
             return str(getattr(self._load_hub(split), "_fingerprint", self.revision))
         digest = hashlib.sha256()
-        for part in self._parts(split):
+        for part in self._split_files(split):
             for file in sorted(part.glob("*.arrow")) if part.is_dir() else [part]:
                 with file.open("rb") as content:
                     digest.update(hashlib.file_digest(content, "sha256").digest())
@@ -74,28 +74,28 @@ class Source:
         """
         if self.folder is None:
             return iter(self._load_hub(split))
-        return itertools.chain.from_iterable(map(_read, self._parts(split)))
+        return itertools.chain.from_iterable(map(_read, self._split_files(split)))
 
-    def _parts(self, split: str) -> list[Path]:
+    def _split_files(self, split: str) -> list[Path]:
         """Return the files of a split, or the folder that ``save_to_disk`` wrote of it."""
         assert self.folder is not None
         saved = self.folder if split == "train" and not (self.folder / SPLITS).exists() else self.folder / split
         if (saved / STATE).is_file() and any(saved.glob("*.arrow")):
             return [saved]
-        whole = [file for end in ENDINGS if (file := self.folder / f"{split}{end}").is_file()]
+        whole_files = [file for end in ENDINGS if (file := self.folder / f"{split}{end}").is_file()]
         shards = sorted(file for file in self.folder.glob(f"{split}-*") if file.name.endswith(ENDINGS))
-        if len(whole) + bool(shards) > 1:
-            files = ", ".join(file.name for file in whole + shards[:2])
+        if len(whole_files) + bool(shards) > 1:
+            files = ", ".join(file.name for file in whole_files + shards[:2])
             raise DataError(f"{self.folder} has several files for split {split} ({files}): keep one, or shards alone")
-        if split == "train" and not whole and not shards:  # a folder of texts
-            others = ("validation", "test")
-            shards = sorted(file for file in self.folder.glob("*.txt") if not file.name.startswith(others))
-        if not whole and not shards:
+        if split == "train" and not whole_files and not shards:  # a folder of texts
+            other_splits = ("validation", "test")
+            shards = sorted(file for file in self.folder.glob("*.txt") if not file.name.startswith(other_splits))
+        if not whole_files and not shards:
             raise MissingSplitError(
                 f"{self.folder} has no split {split}: expected {split}.jsonl (or {', '.join(ENDINGS[1:])}), shards "
-                f"such as {split}-*.jsonl, or what save_to_disk wrote"
+                f"such as {split}-*.jsonl, or the output of save_to_disk"
             )
-        return whole or shards
+        return whole_files or shards
 
     def _load_hub(self, split: str) -> Iterable[Record]:
         import datasets
@@ -113,7 +113,7 @@ class Source:
 
 
 def dataset_of(data: DataConfig) -> Source:
-    """Find the dataset ``data.name``: under ``data.root`` where that is set, else a folder of that name, or the hub.
+    """Find the dataset ``data.name``: under ``data.root`` if that is set, else in a folder of this name or on the hub.
 
     Raises:
         DataError: the name is neither a folder nor a hub id, or ``data.root`` holds no such folder.
@@ -125,10 +125,10 @@ def dataset_of(data: DataConfig) -> Source:
 
 
 def held_out(source: Source, data: DataConfig) -> int:
-    """Return how many training rows validate, from the first on: 0 where there is a validation split.
+    """Return how many of the first training rows validate: 0 if there is a validation split.
 
     Raises:
-        DataError: there is none, and ``data.val_samples`` does not say how many, or is all training rows or more.
+        DataError: there is no validation split, and ``data.val_samples`` is not set or leaves no row to train on.
     """
     try:
         source.read("validation")
@@ -139,7 +139,7 @@ def held_out(source: Source, data: DataConfig) -> int:
         if 0 < rows <= data.val_samples:
             raise DataError(
                 f"data.val_samples={data.val_samples}: the training split {source.where('train')} has {rows} rows, and "
-                f"the first ones are held out for validation: expected fewer than {rows}, as the others train; "
+                f"its first rows are held out for validation: expected fewer than {rows}, to leave rows to train on; "
                 "give a lower number, or a validation split"
             ) from error
         return data.val_samples
@@ -147,7 +147,7 @@ def held_out(source: Source, data: DataConfig) -> int:
 
 
 def local_folder(root: str, name: str) -> Path:
-    """Find a dataset's folder: ``root/name``, or ``root`` itself when that holds the files.
+    """Find a dataset's folder: ``root/name``, or ``root`` itself if it holds the files.
 
     Raises:
         DataError: neither exists.
@@ -160,40 +160,40 @@ def local_folder(root: str, name: str) -> Path:
     raise DataError(f"data.root={root} holds neither a folder {name} nor files such as train.jsonl[.gz]")
 
 
-def called(data: DataConfig) -> str:
-    """Return the name of a dataset for messages: its own, or the folder ``data.root`` where that holds the rows."""
+def dataset_name(data: DataConfig) -> str:
+    """Return the name of a dataset for messages: its own, or ``data.root`` if that folder itself holds the rows."""
     if data.root is None:
         return data.name
     return data.root if holds_rows(Path(data.root)) else f"{data.name} in {data.root}"
 
 
 def holds_rows(folder: Path) -> bool:
-    """Whether files of rows lie in a folder itself."""
+    """Whether a folder itself contains files of rows."""
     return any(file.name.endswith(ENDINGS) for file in folder.glob("*"))
 
 
-def check_fields(row: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]], place: str) -> None:
-    """Check that a row has the fields, of these types; ``place`` names file and row.
+def check_fields(row: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]], location: str) -> None:
+    """Check that a row has the fields, of these types; ``location`` names file and row.
 
     Raises:
         DataError: a field is missing or has another type.
     """
     for name, kind in fields.items():
         if name not in row:
-            raise DataError(f"{place} has no field {name}: expected {', '.join(fields)}; found {', '.join(row)}")
+            raise DataError(f"{location} has no field {name}: expected {', '.join(fields)}; found {', '.join(row)}")
         if not isinstance(row[name], kind):
-            wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise DataError(f"{place}: field {name} is {type(row[name]).__name__}, expected {wanted}")
+            expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise DataError(f"{location}: field {name} is {type(row[name]).__name__}, expected {expected}")
 
 
 def _read(file: Path) -> Iterator[Record]:
     """Yield the rows of a file, or of a folder that ``save_to_disk`` wrote; a plain text is one row.
 
-    JSON and CSV are not read by ``datasets``: it makes columns of one type of them, so that integers become floats
-    beside a float, texts that look like dates become dates, and short rows are filled up, all silently.
+    JSON and CSV are not read by ``datasets``, which gives each column one type: silently, integers become floats beside
+    a float, texts that look like dates become dates, and short rows are filled up.
 
     Raises:
-        DataError: the file is damaged, or holds something else.
+        DataError: the file is damaged, or has another format.
     """
     if file.is_dir():
         import datasets
@@ -243,33 +243,33 @@ def _read_csv(file: Path) -> Iterator[Record]:
 
 
 def _read_json(file: Path) -> Iterator[Record]:
-    """Yield the objects of JSON lines or of an array, whichever of the two the file holds."""
-    whole = "".join(line for _, line in _lines(file)) if ".json" in file.suffixes else ""
+    """Yield the objects of JSON lines or of a JSON array."""
+    text = "".join(line for _, line in _lines(file)) if ".json" in file.suffixes else ""
     rows: Iterable[tuple[str, Any]]
-    if whole.lstrip().startswith("["):
-        rows = ((f"row {number}", row) for number, row in enumerate(_json(whole, str(file)), start=1))
+    if text.lstrip().startswith("["):
+        rows = ((f"row {number}", row) for number, row in enumerate(_json(text, str(file)), start=1))
     else:
         lines = ((f"line {number}", line) for number, line in _lines(file) if line.strip())
-        rows = ((place, _json(line, f"{file} {place}")) for place, line in lines)
-    for place, row in rows:
+        rows = ((location, _json(line, f"{file} {location}")) for location, line in lines)
+    for location, row in rows:
         if not isinstance(row, dict):
-            raise DataError(f"{file} {place} is a {type(row).__name__}, expected a JSON object")
+            raise DataError(f"{file} {location} is a {type(row).__name__}, expected a JSON object")
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise DataError(f"{file} {place} has half of a surrogate pair: {error}") from error
+            raise DataError(f"{file} {location} has half of a surrogate pair: {error}") from error
         except RecursionError as error:
-            raise DataError(f"{file} {place} {TOO_DEEP}") from error
+            raise DataError(f"{file} {location} {TOO_DEEP_ERROR}") from error
         yield row
 
 
-def _json(text: str, place: str) -> Any:
+def _json(text: str, location: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:  # a number may be too long
-        raise DataError(f"{place} is not JSON that can be read: {error}") from error
+        raise DataError(f"{location} is not JSON that can be read: {error}") from error
     except RecursionError as error:
-        raise DataError(f"{place} {TOO_DEEP}") from error
+        raise DataError(f"{location} {TOO_DEEP_ERROR}") from error
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:

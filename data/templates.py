@@ -1,7 +1,7 @@
 """The table of supervised tasks: their datasets, the fields of their rows, and templates of questions.
 
-The templates are zero-shot and short, in the manner of lm-evaluation-harness. A response is always
-``" " + choice``; the prompt never ends in a space.
+The templates are zero-shot and short, like those in lm-evaluation-harness. A response is always ``" " + choice``; the
+prompt never ends in a space.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Example(NamedTuple):
 
     prompt: str  # all text before the answer
     choices: list[str]  # possible answers, without the space before them
-    target: int  # index of the right one
-    context: str = ""  # the beginning of the prompt that may be evicted before the rest is read
+    target: int  # index of the right choice
+    context: str = ""  # beginning of the prompt; it may be evicted before the question is read
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Task:
     context: bool = False  # whether its questions have a context
     subset: str | None = None  # configuration name on the hub
     revision: str | None = None  # git revision on the hub
-    train_rows: int | None = None  # on the hub; None means that plans of a run have no number of steps
+    train_rows: int | None = None  # on the hub. None: a plan has no number of steps
 
 
 def _piqa(row: Record) -> Example:
@@ -87,8 +87,8 @@ def _hellaswag(row: Record) -> Example:
 def _mmlu(row: Record) -> Example:
     subject = row["subject"].replace("_", " ")
     listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
-    about = f"The following are multiple choice questions (with answers) about {subject}."
-    text = f"{about}\n\n{row['question'].strip()}\n{listed}"
+    instruction = f"The following are multiple choice questions (with answers) about {subject}."
+    text = f"{instruction}\n\n{row['question'].strip()}\n{listed}"
     return Example(f"{text}\nAnswer:", list("ABCD"), row["answer"], text)
 
 
@@ -102,7 +102,7 @@ def _uncapitalise(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Turn WikiHow's " [title]" into a full stop; drop the other bracketed marks and double spaces."""
+    """Turn WikiHow's " [title]" into a full stop; drop further bracketed marks and double spaces."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return re.sub(r" {2,}", " ", text).strip()
 
@@ -184,19 +184,19 @@ WITH_CONTEXT = [name for name, task in TASKS.items() if task.context]
 
 
 def is_own(data: DataConfig) -> bool:
-    """Whether supervised rows are of a folder or of ``ORG/NAME`` on the hub, not of the table."""
-    inside = [Path(data.root) / data.name] if data.root else []
-    folders = (path.expanduser() for path in (Path(data.name), *inside))
-    named = "/" in data.name or any(folder.is_dir() for folder in folders)
-    return data.name not in TASKS and (named or (data.root is not None and holds_rows(Path(data.root))))
+    """Whether ``data.name`` is a folder or ``ORG/NAME`` on the hub, not a task of the table."""
+    nested = [Path(data.root) / data.name] if data.root else []
+    folders = (path.expanduser() for path in (Path(data.name), *nested))
+    is_dataset_name = "/" in data.name or any(folder.is_dir() for folder in folders)
+    return data.name not in TASKS and (is_dataset_name or (data.root is not None and holds_rows(Path(data.root))))
 
 
 def find_task(data: DataConfig) -> Task:
     """Return the task of the table that ``data.name`` names.
 
     Raises:
-        DataError: there is none of this name, or ``data.root`` holds neither that task nor rows; a near name is
-            suggested.
+        DataError: no task has this name, or ``data.root`` holds neither the task nor rows; the message suggests a
+            near name.
     """
     if data.name in TASKS:
         return TASKS[data.name]
@@ -204,30 +204,30 @@ def find_task(data: DataConfig) -> Task:
     if data.root is not None:
         raise DataError(
             f"data.root={data.root} holds no rows, and no folder {data.name}: expected train.jsonl (or "
-            f"{', '.join(ENDINGS[1:])}), shards such as train-*.jsonl, what save_to_disk wrote, or data.name=TASK with "
-            f"a folder of that task{hint}"
+            f"{', '.join(ENDINGS[1:])}), shards such as train-*.jsonl, the output of save_to_disk, or data.name=TASK "
+            f"with a folder of that task{hint}"
         )
     raise DataError(
         f"data.name={data.name} is not a task: expected one of {', '.join(TASKS)}, a folder or ORG/NAME{hint}"
     )
 
 
-def examples(task: Task, rows: Iterable[Record], where: str) -> Iterator[Example]:
-    """Turn a split's rows into questions; ``where`` is their file or hub id (rows count from 1).
+def examples(task: Task, rows: Iterable[Record], source_name: str) -> Iterator[Example]:
+    """Turn a split's rows into questions; ``source_name`` is their file or hub id (rows count from 1).
 
     Raises:
         DataError: a field is missing or of the wrong type, no choice is right, or a choice is not text.
     """
     for number, row in enumerate(rows, start=1):
-        place = f"{where} row {number}"
-        check_fields(row, task.fields, place)
+        location = f"{source_name} row {number}"
+        check_fields(row, task.fields, location)
         try:
             example = task.example(row)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise DataError(f"{place} does not have the form of {task.hub}: {error!r}") from error
+            raise DataError(f"{location} does not have the form of {task.hub}: {error!r}") from error
         choices: list[Any] = example.choices
         if not choices or not all(isinstance(choice, str) and choice.strip() for choice in choices):
-            raise DataError(f"{place} has a choice that is empty or not text: {choices}")
+            raise DataError(f"{location} has a choice that is empty or not text: {choices}")
         if not 0 <= example.target < len(choices):
-            raise DataError(f"{place} marks choice {example.target} as right, but has {len(choices)} choices")
+            raise DataError(f"{location} marks choice {example.target} as right, but has {len(choices)} choices")
         yield example._replace(choices=[choice.strip() for choice in choices])

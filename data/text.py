@@ -20,7 +20,7 @@ import numpy as np
 
 from ag.data.collate import Collator, Row, Tokens, padding_token, start_tokens, tokenize, tokenize_after
 from ag.data.module import Counts, DataKind, DataModule
-from ag.data.responses import AGAIN, LEAD, Responses, responses
+from ag.data.responses import LEAD_TOKENS, REPEAT_PROMPT, ResponseCutter, make_cutter
 from ag.data.sources import DataError, Source, check_fields, dataset_of, held_out
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from ag.config import Config, DataConfig
 
-STEP = 64  # prompt lengths lie on this grid, so that the rows of a batch have few different lengths
+STEP = 64  # prompt lengths grow by it from data.prompt_min: rows of a batch then have few different lengths
 DOCUMENTS = 64  # per call of the tokenizer
-FORMAT = 8  # raise it when rows are cut in another way, so that earlier caches are not read
-NONE = -1  # no prompt, nothing copied, no tokens without loss
+FORMAT = 8  # raise it when rows are cut in another way: earlier caches are then not read
+NO_VALUE = -1  # no prompt, nothing copied, no tokens without loss
 ROW_SETTINGS = (
     *("text_field", "packing", "max_length", "prompt_min", "prompt_max", "continuation"),
     *("copy_max", "contexts", "responses"),
@@ -47,39 +47,39 @@ class Text(DataKind):
         Without a validation split, the first ``data.val_samples`` training documents are held out.
 
         Raises:
-            DataError: missing folder, split or field, lengths that do not fit, or no row at all.
+            DataError: a folder, split or field is missing, lengths do not fit, or there is no row at all.
         """
         data = config.data
         source = dataset_of(data)
         first = held_out(source, data)
         counts = Counts(unit="documents", held_out=first)
         longest, start = min(data.max_length, context), start_tokens(tokenizer)
-        cut: Packed | Windows | Repeated | Responses
+        cut: Packed | Windows | Repeated | ResponseCutter
         if data.packing == "packed":
-            cut = _packed(data, tokenizer, longest, start, counts)
+            cut = _make_packed(data, tokenizer, longest, start, counts)
         elif data.packing == "repeated":
-            cut = _repeated(data, tokenizer, longest, start, config.seed, counts)
+            cut = _make_repeated(data, tokenizer, longest, start, config.seed, counts)
         elif data.packing == "responses":
-            cut = responses(data, tokenizer, longest, start, config.seed, counts)
+            cut = make_cutter(data, tokenizer, longest, start, config.seed, counts)
         else:
-            cut = _windows(data, longest, start, config.seed, counts)
+            cut = _make_windows(data, longest, start, config.seed, counts)
         counts.cut_remedy = f"an end {counts.remedy}"
         end = cut.end if isinstance(cut, Packed) and not data.cross_documents else None
 
         train = TextRows(source, "train", data, tokenizer, cut, start=first)
         split = "train" if first else "validation"
         validation = TextRows(source, split, data, tokenizer, cut, stop=first or None, validates=True)
-        training = _kept(train, counts, context, config.seed)
-        groups = [(row,) for row in _kept(validation, counts, context, config.seed)]
-        collator = Collator(padding_token(tokenizer), end, whole=data.packing == "repeated")
+        training = _cached_or_made(train, counts, context, config.seed)
+        groups = [(row,) for row in _cached_or_made(validation, counts, context, config.seed)]
+        collator = Collator(padding_token(tokenizer), end, loss_on_prompt=data.packing == "repeated")
         return DataModule(training, groups, collator, data, config.seed, counts)
 
 
-def _kept(rows: TextRows, counts: Counts, *more: object) -> Sequence[Row]:
+def _cached_or_made(rows: TextRows, counts: Counts, *other_settings: object) -> Sequence[Row]:
     """Make all rows, or read them from ``data.cache``.
 
-    ``datasets`` keeps them in a folder by the hash of all that they depend on. Of several processes one makes the rows
-    while the others wait.
+    ``datasets`` stores them in a folder, named by a hash of everything they depend on. One process makes the rows while
+    further processes wait.
 
     Raises:
         DataError: the folder cannot be written, or its content is damaged.
@@ -96,22 +96,27 @@ def _kept(rows: TextRows, counts: Counts, *more: object) -> Sequence[Row]:
         "format": FORMAT,
         "source": [data.name, data.subset, rows.source.identity(rows.split), rows.split, rows.start, rows.stop],
         "tokenizer": [text_to_ids, tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template],
-        "settings": [*(getattr(data, name) for name in ROW_SETTINGS), rows.limit, *more],
+        "settings": [*(getattr(data, name) for name in ROW_SETTINGS), rows.limit, *other_settings],
     }
     split, folder = counts.of(rows.validates), Path(data.cache)
 
     def make() -> Iterator[dict[str, Any]]:
         for row in rows:
-            prompt = NONE if row.prompt_length is None else row.prompt_length
-            first = NONE if row.loss is None else row.response_start
-            yield {"tokens": row.tokens, "prompt": prompt, "first": first, "copied": row.copied or (NONE, NONE)}
+            prompt = NO_VALUE if row.prompt_length is None else row.prompt_length
+            first = NO_VALUE if row.loss is None else row.response_start
+            yield {"tokens": row.tokens, "prompt": prompt, "first": first, "copied": row.copied or (NO_VALUE, NO_VALUE)}
         last = list(json.dumps(vars(split)).encode())
-        yield {"tokens": last, "prompt": NONE, "first": NONE, "copied": (NONE, NONE)}
+        yield {"tokens": last, "prompt": NO_VALUE, "first": NO_VALUE, "copied": (NO_VALUE, NO_VALUE)}
 
-    kind = datasets.Value("int32")
-    columns = {"tokens": datasets.List(kind), "prompt": kind, "first": kind, "copied": datasets.List(kind, length=2)}
+    column_type = datasets.Value("int32")
+    columns = {
+        "tokens": datasets.List(column_type),
+        "prompt": column_type,
+        "first": column_type,
+        "copied": datasets.List(column_type, length=2),
+    }
     try:
-        found = datasets.Dataset.from_generator(
+        dataset = datasets.Dataset.from_generator(
             make, datasets.Features(columns), cache_dir=str(folder), fingerprint=Hasher.hash(identity)
         )
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
@@ -121,13 +126,13 @@ def _kept(rows: TextRows, counts: Counts, *more: object) -> Sequence[Row]:
         raise DataError(
             f"data.cache={folder} cannot be used ({cause}): name a folder with room and permission, or delete this one"
         ) from error
-    kept = CachedRows(found.with_format("numpy", dtype=np.int32))
-    vars(split).update(kept.counts)
-    return kept
+    cached = CachedRows(dataset.with_format("numpy", dtype=np.int32))
+    vars(split).update(cached.counts)
+    return cached
 
 
 class CachedRows(Sequence[Row]):
-    """Rows on disk, mapped into memory; the tokens of the last record are no row, but the counts of the split."""
+    """Rows on disk, mapped into memory; the last record is no row: its tokens encode the counts of the split."""
 
     def __init__(self, records: Any) -> None:
         self.records = records
@@ -141,20 +146,20 @@ class CachedRows(Sequence[Row]):
         return _row(record["tokens"], record["prompt"], record["first"], record["copied"])
 
     def __iter__(self) -> Iterator[Row]:
-        """Yield all rows; many records at once are read in a small part of the time."""
+        """Yield all rows; reading many records at once is much faster than one by one."""
         records = self.records.select(range(len(self)))
-        for some in records.iter(batch_size=1000):
-            yield from map(_row, some["tokens"], some["prompt"], some["first"], some["copied"])
+        for batch in records.iter(batch_size=1000):
+            yield from map(_row, batch["tokens"], batch["prompt"], batch["first"], batch["copied"])
 
 
 def _row(tokens: Tokens, prompt: Any, first: Any, copied: Tokens) -> Row:
-    """Return the row of a record, in which -1 stands for None."""
-    loss = None if first == NONE else np.arange(len(tokens)) >= first
-    chunk = None if NONE in copied else (int(copied[0]), int(copied[1]))
-    return Row(tokens, None if prompt == NONE else int(prompt), loss=loss, copied=chunk)
+    """Return the row of a record; -1 in a record stands for None."""
+    loss = None if first == NO_VALUE else np.arange(len(tokens)) >= first
+    chunk = None if NO_VALUE in copied else (int(copied[0]), int(copied[1]))
+    return Row(tokens, None if prompt == NO_VALUE else int(prompt), loss=loss, copied=chunk)
 
 
-def _packed(
+def _make_packed(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int], counts: Counts
 ) -> Packed:
     end = tokenizer.eos_token_id
@@ -165,13 +170,13 @@ def _packed(
         )
     if not data.cross_documents and start == [end]:
         raise DataError(
-            f"data.cross_documents=false: the tokenizer {tokenizer.name_or_path} begins and ends documents alike, "
-            "so that it does not tell them apart: use data.cross_documents=true"
+            f"data.cross_documents=false: the tokenizer {tokenizer.name_or_path} begins and ends documents with one "
+            "token, which leaves their borders unclear: use data.cross_documents=true"
         )
     return Packed(longest, start, int(end), counts)
 
 
-def _windows(data: DataConfig, longest: int, start: list[int], seed: int, counts: Counts) -> Windows:
+def _make_windows(data: DataConfig, longest: int, start: list[int], seed: int, counts: Counts) -> Windows:
     if data.prompt_max + data.continuation > longest:
         limit = f"the model's context {longest}" if longest < data.max_length else f"data.max_length={longest}"
         raise DataError(
@@ -180,57 +185,57 @@ def _windows(data: DataConfig, longest: int, start: list[int], seed: int, counts
         )
     lengths = (*range(data.prompt_min, data.prompt_max, STEP), data.prompt_max)
     counts.remedy = (
-        "too short for a prompt and what follows it; use a lower "
+        "too short for a prompt and its continuation; use a lower "
         f"data.prompt_min={data.prompt_min} or data.continuation={data.continuation}"
     )
     return Windows(lengths, data.continuation, start, seed, counts)
 
 
-def _repeated(
+def _make_repeated(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int], seed: int, counts: Counts
 ) -> Repeated:
-    again = tokenize_after(tokenizer, [AGAIN])[0]
-    room = longest - len(start) - len(again)
+    separator = tokenize_after(tokenizer, [REPEAT_PROMPT])[0]
+    room = longest - len(start) - len(separator)
     if room // 2 < STEP:
         raise DataError(
-            f"data.packing=repeated: rows of {longest} tokens leave {room // 2} for a passage, not {STEP}; "
-            f"use a data.max_length of {2 * STEP + len(start) + len(again)} or more, and a model with that context"
+            f"data.packing=repeated: rows of {longest} tokens leave {room // 2} for a passage, fewer than {STEP}; "
+            f"use a data.max_length of {2 * STEP + len(start) + len(separator)} or more, and a model with that context"
         )
     counts.remedy = f"too short for a passage; use a lower data.max_length={data.max_length}"
-    length = room - LEAD - data.copy_max
+    length = room - LEAD_TOKENS - data.copy_max
     if 0 < data.copy_max < length:
-        return Repeated(length, data.copy_max, start, again, seed, counts)
-    return Repeated(room // 2, None, start, again, seed, counts)
+        return Repeated(length, data.copy_max, start, separator, seed, counts)
+    return Repeated(room // 2, None, start, separator, seed, counts)
 
 
 @dataclass(frozen=True)
 class TextRows:
-    """The first rows of the documents from ``start`` to ``stop``."""
+    """The rows of the documents from ``start`` to ``stop``, at most ``limit`` of them."""
 
     source: Source
     split: str
     data: DataConfig
     tokenizer: PreTrainedTokenizerBase
-    cut: Packed | Windows | Repeated | Responses
+    cut: Packed | Windows | Repeated | ResponseCutter
     start: int = 0
     stop: int | None = None
     validates: bool = False
 
     @property
     def limit(self) -> int | None:
-        """The most rows there are; None means that there is no bound."""
+        """The largest number of rows. None: no bound."""
         return self.data.val_samples if self.validates else self.data.train_samples
 
     def __iter__(self) -> Iterator[Row]:
         return itertools.islice(self.cut.rows(self._tokenized(), self.validates), self.limit)
 
     def _tokenized(self) -> Iterator[list[int]]:
-        where, field = self.source.where(self.split), self.data.text_field
+        source_name, field = self.source.where(self.split), self.data.text_field
         rows = itertools.islice(enumerate(self.source.read(self.split), start=1), self.start, self.stop)
-        while some := list(itertools.islice(rows, DOCUMENTS)):
-            for number, row in some:
-                check_fields(row, {field: str}, f"{where} row {number}")
-            yield from tokenize(self.tokenizer, [row[field] for _, row in some])
+        while numbered_rows := list(itertools.islice(rows, DOCUMENTS)):
+            for number, row in numbered_rows:
+                check_fields(row, {field: str}, f"{source_name} row {number}")
+            yield from tokenize(self.tokenizer, [row[field] for _, row in numbered_rows])
 
 
 @dataclass(frozen=True)
@@ -246,28 +251,28 @@ class Packed:
         """Pack all tokenised documents."""
         counts = self.counts.of(validates)
 
-        def whole() -> Iterator[list[int]]:
+        def with_markers() -> Iterator[list[int]]:
             for document in documents:
                 counts.add(len(document))
                 yield [*self.start, *document, self.end]
 
-        tokens = itertools.chain.from_iterable(whole())
+        tokens = itertools.chain.from_iterable(with_markers())
         while row := list(itertools.islice(tokens, self.length)):
             yield Row(np.array(row, dtype=np.int32))
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of a prompt and its continuation, cut from each document; the rest at its end is left out."""
+    """Windows of a prompt and its continuation, cut from each document; its last tokens may be left out."""
 
-    lengths: tuple[int, ...]  # of prompts, ascending, BOS included
+    lengths: tuple[int, ...]  # tokens of prompts, ascending, BOS included
     continuation: int  # tokens after the prompt
     start: list[int]  # tokens before a window
     seed: int
-    counts: Counts  # of documents, and of their ends
+    counts: Counts  # counts of documents, and of tokens that were cut off their ends
 
     def rows(self, documents: Iterable[list[int]], validates: bool) -> Iterator[Row]:
-        """Cut each document into windows whose prompt lengths are drawn from (seed, document).
+        """Cut each document into windows whose prompt lengths are sampled with (seed, document).
 
         Validation takes one window from the start of each document, with the longest prompt that fits.
         """
@@ -285,9 +290,9 @@ class Windows:
                     break
             counts.keep(len(tokens) if validates and position else position, len(tokens))
 
-    def _window(self, tokens: list[int], position: int, wanted: int) -> Row | None:
+    def _window(self, tokens: list[int], position: int, longest: int) -> Row | None:
         room = len(self.start) + len(tokens) - position - self.continuation
-        prompt = max((length for length in self.lengths if length <= min(wanted, room)), default=0)
+        prompt = max((length for length in self.lengths if length <= min(longest, room)), default=0)
         if not prompt:
             return None
         end = position + prompt + self.continuation - len(self.start)
@@ -296,20 +301,20 @@ class Windows:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Passages, each followed by a sentence and its copy, or a copy of a chunk of it; the whole row carries loss.
+    """Passages, each followed by a sentence and a copy of the passage or of one chunk; the whole row carries loss.
 
-    The copy of a chunk begins with the last tokens of the chunk before it, which show the place in the passage.
+    The copy of a chunk begins with the last tokens of the previous chunk, which show where it begins in the passage.
     """
 
     length: int  # tokens of a passage
-    copy: int | None  # tokens of a chunk, of which one is drawn for each passage; None means the whole passage
-    start: list[int]  # tokens before it
-    again: list[int]  # tokens between it and its copy
+    copy: int | None  # tokens of a chunk; one chunk is sampled for each passage. None: the whole passage
+    start: list[int]  # tokens before a passage
+    separator: list[int]  # tokens between a passage and its copy
     seed: int
-    counts: Counts  # of documents, and of their ends
+    counts: Counts  # counts of documents, and of tokens that were cut off their ends
 
     def rows(self, documents: Iterable[list[int]], validates: bool) -> Iterator[Row]:
-        """Cut each document into passages; the rest at its end is left out. Validation takes one of each document."""
+        """Cut each document into passages and leave out its last tokens. Validation takes one passage per document."""
         counts = self.counts.of(validates)
         for number, tokens in enumerate(documents):
             counts.add(len(tokens))
@@ -319,13 +324,13 @@ class Repeated:
             counts.keep(len(tokens) if validates and starts else len(starts) * self.length, len(tokens))
 
     def row(self, passage: list[int], rng: np.random.Generator) -> Row:
-        """Return a passage, which is the prompt, with its copy."""
-        prompt = [*self.start, *passage, *self.again]
+        """Return the row of a passage, which is the prompt, and its copy."""
+        prompt = [*self.start, *passage, *self.separator]
         length = len(self.start) + len(passage)
         if self.copy is None:
             return Row(np.array([*prompt, *passage], dtype=np.int32), length)
         starts = range(0, len(passage), self.copy)
         first = starts[rng.integers(len(starts))]
-        tokens = [*prompt, *passage[max(0, first - min(LEAD, self.copy)) : first + self.copy]]
+        tokens = [*prompt, *passage[max(0, first - min(LEAD_TOKENS, self.copy)) : first + self.copy]]
         copied = len(self.start) + first, len(self.start) + min(first + self.copy, len(passage))
         return Row(np.array(tokens, dtype=np.int32), length, copied=copied)

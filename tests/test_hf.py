@@ -270,7 +270,7 @@ def test_evaluation_export_and_detach(make, tiny_llama, tmp_path):
         with torch.no_grad():
             validation.update(data)
             gating = ag.Gating(gates, data["attention_mask"], data["prompt_length"], hard=True)
-            hidden = validation.gated_loss.hidden(data, gating)
+            hidden = validation.gated_loss.run_decoder(data, gating)
             values.append(token_nll(trainer.model, hidden, data["labels"])[0])
     expected = {f"eval_{name}": float(value) for name, value in validation.compute().items()}
     assert {name: metrics[name] for name in expected} == expected

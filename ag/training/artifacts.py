@@ -1,4 +1,4 @@
-"""Exports and reports as artifacts of Weights & Biases, whose files are uploaded in place, or by ``wandb sync``."""
+"""Exports and reports as artifacts of Weights & Biases: their files are uploaded in place, or by ``wandb sync``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from ag.config import WandbConfig
 from ag.files import LOCK
 
-ID, FILES = "wandb_id.txt", "wandb"  # in a run folder: the id of its W&B run, and that run's own files
+ID, FILES = "wandb_id.txt", "wandb"  # in a run folder: the id of its W&B run, and W&B's own files
 NOT_SHARED = (ID, FILES, LOCK)
 
 
 def run_id(folder: Path) -> str:
-    """Return the id of the W&B run of a folder, which later runs there continue; the agent of a sweep gives its own."""
+    """Return the id of a folder's W&B run, which later runs there continue. A sweep's agent gives its own id."""
     path = folder / ID
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -25,19 +25,19 @@ def run_id(folder: Path) -> str:
     return path.read_text()
 
 
-def log_folder(run: Any, folder: Path, name: str, kind: str, about: Mapping[str, Any]) -> None:
+def log_folder(run: Any, folder: Path, name: str, kind: str, metadata: Mapping[str, Any]) -> None:
     """Log the files of a folder, without W&B's own, as one artifact of a W&B run.
 
     Args:
         run: result of ``wandb.init``.
         folder: folder of the files.
-        name: name of the artifact; those of other runs are versions of it.
+        name: name of the artifact; artifacts of several runs with one name are its versions.
         kind: type of the artifact.
-        about: metadata.
+        metadata: metadata of the artifact.
     """
     import wandb
 
-    artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", name), kind, metadata=dict(about))
+    artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", name), kind, metadata=dict(metadata))
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         if path.is_file() and inside.parts[0] not in NOT_SHARED:
@@ -57,13 +57,13 @@ def log_report(
 
     Args:
         folder: folder of the comparison.
-        run_folder: the same, or that of the run of ``ag.fit`` whose gates are compared.
+        run_folder: the comparison's folder again, or the run folder of ``ag.fit`` whose gates are compared.
         name: name of the artifact.
         settings: settings of W&B.
         columns: names of the table's columns.
         rows: rows of the table.
     """
-    if settings.offline:  # by the environment, as Lightning does, so that W&B sends nothing at its end
+    if settings.offline:  # the environment, as Lightning does: W&B then sends nothing when it ends
         os.environ["WANDB_MODE"] = "offline"
     import wandb
 

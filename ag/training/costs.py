@@ -1,10 +1,10 @@
-"""A warm start that makes heads comparable: offsets of the gates' logits, from what evicting by each head costs.
+"""A warm start that makes heads comparable: it offsets each head's gate logits by the measured cost of evicting there.
 
-The cost of moving a head's threshold is measured, not trained. One backward pass of labels that the model itself draws
-gives ``g = d log p / d(output)`` of each head, and ``0.5 sum (g . change)^2`` is the divergence that a change of its
-output causes, to second order (the Fisher information, heads taken as independent). Under flags the first order is
-added, from a backward pass of the divergence. All heads then pay one price for a kept token at each of a few shares,
-and each gets the one offset that costs the least with these prices.
+The cost of moving a head's threshold is measured, not trained. The model itself samples labels, and one backward pass
+of them gives ``g = d log p / d(output)`` for each head. ``0.5 sum (g . change)^2`` is then the divergence that a change
+of the head's output causes, to second order (the Fisher information, with heads taken as independent). Under flags the
+first order is added, from a backward pass of the divergence. At each of a few shares, one price for a kept token holds
+for all heads; each head gets the offset that costs least with these prices.
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ from ag.gates.gate import AffineGate, MLPGate
 from ag.model.hooks import AttentionCall, lm_logits
 from ag.training import losses
 from ag.training.gated_loss import Batch
-from ag.training.replay import Context, ReplayLoss, Reply, in_window
+from ag.training.replay import CachedPrompt, ReplayLoss, ResponsePass, in_window
 from ag.training.replay_attention import attention_weights
 
-KNOTS = (0.1, 0.2, 0.3, 0.5)  # shares at which thresholds are measured
-LARGEST = 1.5
-MOVES = LARGEST * torch.arange(-15, 16) / 15  # of a head's threshold, in standard deviations of the logits
-LARGEST_LATER = 0.5  # move in a round after the first, whose costs hold near the measured flags alone
+KEPT_SHARES = (0.1, 0.2, 0.3, 0.5)  # thresholds are measured at these shares
+MAX_OFFSET = 1.5
+#: Moves of a head's threshold, in standard deviations of the logits.
+THRESHOLD_OFFSETS = MAX_OFFSET * torch.arange(-15, 16) / 15
+MAX_LATER_OFFSET = 0.5  # largest move after the first round: later costs hold only near the measured flags
 STIFFNESS = 0.02  # relative cost of moving all heads by one standard deviation
 
 
-class Watching(Reply):
-    """A response whose backward passes measure what moving the threshold of each head would change.
+class CostRecorder(ResponsePass):
+    """A response whose backward passes measure how moving each head's threshold would change its output.
 
     Args:
-        context: the context of N tokens.
+        prompt: the prompt of N tokens.
         keep: flags ``[1, Hkv, N]`` of the pass by gated layer.
-        logits: gate logits ``[Hkv, N]`` by gated layer, infinite where a token is protected.
+        logits: gate logits ``[Hkv, N]`` by gated layer, infinite for protected tokens.
         thresholds: ``[M]``, ascending.
     """
 
     def __init__(
-        self, context: Context, keep: Mapping[int, Tensor], logits: Mapping[int, Tensor], thresholds: Tensor
+        self, prompt: CachedPrompt, keep: Mapping[int, Tensor], logits: Mapping[int, Tensor], thresholds: Tensor
     ) -> None:
-        super().__init__(context, {layer: x.requires_grad_() for layer, x in keep.items()})
+        super().__init__(prompt, {layer: x.requires_grad_() for layer, x in keep.items()})
         self.bins = {layer: torch.bucketize(x, thresholds) for layer, x in logits.items()}
         self.kept = {layer: x[0].detach() for layer, x in keep.items()}
         self.count = len(thresholds) + 1
-        #: Sums over queries by gated layer, ``[Hkv, M]``: ``g . change`` and half its square, of the last pass.
+        #: Sums over queries by gated layer, ``[Hkv, M]``: ``g . change`` and half its square, from the last pass.
         self.linear: dict[int, Tensor] = {}
         self.square: dict[int, Tensor] = {}
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend, and measure when the gradient of the output comes."""
+        """Attend, and measure as soon as the output's gradient is known."""
         out = super().attend(call)
         if call.layer in self.bins:
             out.register_hook(lambda gradient: self._measure(call, gradient.detach()))
@@ -61,126 +62,130 @@ class Watching(Reply):
     @torch.no_grad()
     def _measure(self, call: AttentionCall, gradient: Tensor) -> None:
         layer, kv_heads = call.layer, call.k.shape[1]
-        far, near = attention_weights(call.q, call.k, self.context.keys[layer], call.scaling, call.window)
+        prompt_weights, response_weights = attention_weights(
+            call.q, call.k, self.prompt.keys[layer], call.scaling, call.window
+        )
         gradient = gradient[0].unflatten(0, (kv_heads, -1)).flatten(1, 2)  # [Hkv, G R, D]
-        value = gradient @ self.context.values[layer].mT * far[0]
-        own, own_value = near[0].sum(-1), (gradient @ call.v[0].mT * near[0]).sum(-1)
-        place = F.one_hot(self.bins[layer], self.count).to(far.dtype)  # [Hkv, N, M + 1]
-        above = [(x @ place).flip(-1).cumsum(-1).flip(-1)[..., 1:] for x in (far[0], value)]
-        kept = self.kept[layer][:, :, None].to(far.dtype)
-        mass, held = ((x @ kept)[..., 0] for x in (far[0], value))
-        now = (held + own_value) / (mass + own)
-        change = (above[1] + own_value[..., None]) / (above[0] + own[..., None]) - now[..., None]
+        prompt_value = gradient @ self.prompt.values[layer].mT * prompt_weights[0]
+        response_mass = response_weights[0].sum(-1)
+        response_value = (gradient @ call.v[0].mT * response_weights[0]).sum(-1)
+        bin_of_token = F.one_hot(self.bins[layer], self.count).to(prompt_weights.dtype)  # [Hkv, N, M + 1]
+        above = [(x @ bin_of_token).flip(-1).cumsum(-1).flip(-1)[..., 1:] for x in (prompt_weights[0], prompt_value)]
+        kept = self.kept[layer][:, :, None].to(prompt_weights.dtype)
+        kept_mass, kept_value = ((x @ kept)[..., 0] for x in (prompt_weights[0], prompt_value))
+        output = (kept_value + response_value) / (kept_mass + response_mass)
+        change = (above[1] + response_value[..., None]) / (above[0] + response_mass[..., None]) - output[..., None]
         self.linear[layer], self.square[layer] = change.sum(1), 0.5 * change.square().sum(1)
 
 
-def solve(loss: ReplayLoss, batches: Iterable[Batch], rounds: int) -> list[Tensor]:
-    """Move the last biases of gates so that heads compare by what their tokens are worth.
+def fit_bias_offsets(loss: ReplayLoss, batches: Iterable[Batch], rounds: int) -> list[Tensor]:
+    """Move the last biases of gates until the logits of heads are comparable by the worth of their tokens.
 
     Args:
-        loss: how training measures a batch; its gates change.
-        batches: rows to measure, of this rank; each round measures all of them.
-        rounds: the first measures under the whole cache; each later one under the flags that the gates have by then,
-            so that the errors of heads count together.
+        loss: measures a batch as training does; its gates change.
+        batches: this rank's rows to measure; each round measures all of them.
+        rounds: number of rounds. The first measures under the whole cache, each later one under the flags of the gates
+            at its start, which counts the errors of all heads together.
 
     Returns:
         The offsets ``[L, Hkv]`` that each round added.
     """
     batches = list(batches)
-    return [_round(loss, batches, whole=number == 0) for number in range(rounds)]
+    return [_measure_round(loss, batches, keep_all=number == 0) for number in range(rounds)]
 
 
-def _round(loss: ReplayLoss, batches: Iterable[Batch], whole: bool) -> Tensor:
-    """Measure rows, each at the next knot, and move the biases."""
+def _measure_round(loss: ReplayLoss, batches: Iterable[Batch], keep_all: bool) -> Tensor:
+    """Measure rows, each at the next of KEPT_SHARES, and move the biases."""
     gates = loss.gates
     assert gates is not None
-    shape = len(KNOTS), len(gates.layers), int(gates.fingerprint["num_kv_heads"]), len(MOVES)
+    shape = len(KEPT_SHARES), len(gates.layers), int(gates.fingerprint["num_kv_heads"]), len(THRESHOLD_OFFSETS)
     device = next(gates.parameters()).device
     # costs, shares, divergences, rows
     sums = [torch.zeros(size, device=device) for size in (shape, shape, shape[:1], shape[:1])]
     rows = [(batch, row) for batch in batches for row in range(len(batch["labels"]))]
     unit = torch.zeros((), device=device)
-    if losses.rank() == 0:  # all ranks move thresholds by the same steps
-        unit = loss.logits_of(loss.parts_of(*rows[0])[0]).detach().std()
+    if losses.rank() == 0:  # all ranks move thresholds by equal steps
+        unit = loss.gate_logits(loss.split_row(*rows[0])[0]).detach().std()
     unit = losses.global_sum(unit)
     for number, (batch, row) in enumerate(rows):
-        context, tokens, labels = loss.parts_of(batch, row)
-        place = number * losses.world_size() + losses.rank()  # of the row among those of all ranks
-        knot = (place + place // len(KNOTS)) % len(KNOTS)  # kinds of responses follow each other in a cycle
-        draw = torch.Generator(device).manual_seed(place)
-        found = _measured(loss, context, tokens, labels, KNOTS[knot], MOVES.to(device) * unit, draw, whole)
-        if found is not None:
-            for total, part in zip(sums, (*found, torch.ones(())), strict=True):
-                total[knot] += part.to(device)
-    *sums, times = (losses.global_sum(total).cpu() for total in sums)
-    cost, share, divergence = (x / times.clamp_min(1).view(-1, *[1] * (x.ndim - 1)) for x in sums)
-    offset = -float(unit) * _cheapest(cost, share, divergence, LARGEST if whole else LARGEST_LATER)
+        prompt, tokens, labels = loss.split_row(batch, row)
+        row_index = number * losses.world_size() + losses.rank()  # index of the row among the rows of all ranks
+        # the kinds of responses follow each other in a cycle
+        share_index = (row_index + row_index // len(KEPT_SHARES)) % len(KEPT_SHARES)
+        kept_share, offsets = KEPT_SHARES[share_index], THRESHOLD_OFFSETS.to(device) * unit
+        generator = torch.Generator(device).manual_seed(row_index)
+        measurement = _measure_row(loss, prompt, tokens, labels, kept_share, offsets, generator, keep_all)
+        if measurement is not None:
+            for total, part in zip(sums, (*measurement, torch.ones(())), strict=True):
+                total[share_index] += part.to(device)
+    *sums, counts = (losses.global_sum(total).cpu() for total in sums)
+    cost, share, divergence = (x / counts.clamp_min(1).view(-1, *[1] * (x.ndim - 1)) for x in sums)
+    offset = -float(unit) * _cheapest(cost, share, divergence, MAX_OFFSET if keep_all else MAX_LATER_OFFSET)
     with torch.no_grad():
-        for place, gate in enumerate(gates.layers.values()):
+        for index, gate in enumerate(gates.layers.values()):
             bias: Tensor = (gate.outer if isinstance(gate, MLPGate) else cast("AffineGate", gate).linear).bias
-            bias += offset[place].repeat_interleave(len(bias) // shape[2]).to(bias)
+            bias += offset[index].repeat_interleave(len(bias) // shape[2]).to(bias)
     return offset
 
 
-def _measured(
-    loss: ReplayLoss, context: Context, tokens: Tensor, labels: Tensor, share: float, moves: Tensor,
-    draw: torch.Generator, whole: bool,
+def _measure_row(
+    loss: ReplayLoss, prompt: CachedPrompt, tokens: Tensor, labels: Tensor, share: float, offsets: Tensor,
+    generator: torch.Generator, keep_all: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """Return costs and shares ``[L, Hkv, M]`` of the moves of thresholds at a share, and the divergence there.
 
-    With ``whole`` the pass keeps all tokens, and the divergence is what the costs of all heads add up to. None means
-    that the gates choose nothing (the share is that of the protected tokens, or all of a context is kept), or that the
-    response has no second token.
+    With ``keep_all`` the pass keeps all tokens, and the divergence is the sum of all heads' costs. None: the gates
+    choose nothing (only protected tokens are kept, or the whole prompt), or the response has no second token.
     """
     assert loss.gates is not None
     positions = losses.response_positions(labels)
     if not len(positions[0]):
         return None
     with torch.no_grad():
-        logits = loss.logits_of(context)
-    flags = loss.flags_of(logits, share)
-    sure = flags.bool().flatten(0, 1).all(0)
-    chosen = logits[flags.bool() & ~sure]
-    if not len(chosen):
+        logits = loss.gate_logits(prompt)
+    flags = loss.keep_flags(logits, share)
+    protected = flags.bool().flatten(0, 1).all(0)
+    kept_logits = logits[flags.bool() & ~protected]
+    if not len(kept_logits):
         return None
-    thresholds = chosen.min() + moves
-    keep = torch.ones_like(flags) if whole else flags
-    by_layer = dict(zip(context.hidden, logits.masked_fill(sure, float("inf")), strict=True))
-    watching = Watching(context, dict(zip(context.hidden, keep[:, None].clone(), strict=True)), by_layer, thresholds)
+    thresholds = kept_logits.min() + offsets
+    keep = torch.ones_like(flags) if keep_all else flags
+    by_layer = dict(zip(prompt.hidden, logits.masked_fill(protected, float("inf")), strict=True))
+    recorder = CostRecorder(prompt, dict(zip(prompt.hidden, keep[:, None].clone(), strict=True)), by_layer, thresholds)
     with torch.enable_grad():
-        hidden = loss.hidden_of(context, tokens, watching)
-        log = lm_logits(loss.model, hidden[positions]).float().log_softmax(-1)
-        drawn = log.detach().exp().multinomial(1, generator=draw)
-        log.gather(1, drawn).sum().backward(retain_graph=not whole)
-        cost = torch.stack([watching.square[layer] for layer in context.hidden])  # a backward pass begins at the end
-        if not whole:
-            teacher = loss.hidden_of(context, tokens, Reply(context, {})).detach()
+        hidden = loss.response_hidden(prompt, tokens, recorder)
+        log_probs = lm_logits(loss.model, hidden[positions]).float().log_softmax(-1)
+        sampled_ids = log_probs.detach().exp().multinomial(1, generator=generator)
+        log_probs.gather(1, sampled_ids).sum().backward(retain_graph=not keep_all)
+        cost = torch.stack([recorder.square[layer] for layer in prompt.hidden])  # a backward pass begins at the end
+        if not keep_all:
+            teacher = loss.response_hidden(prompt, tokens, ResponsePass(prompt, {})).detach()
             divergence = losses.token_kl(loss.model, hidden, teacher, labels)[0]
             divergence.sum().backward()
-            cost = cost + torch.stack([watching.linear[layer] for layer in context.hidden])
+            cost = cost + torch.stack([recorder.linear[layer] for layer in prompt.hidden])
     visible = in_window(logits.shape[-1], loss.window, logits.device)[:, None]
-    cost, kept = cost / len(drawn), ((logits[..., None] > thresholds) & visible).float().mean(2)
-    return cost, kept, cost[..., len(moves) // 2].sum() if whole else divergence.detach().mean()
+    cost, kept = cost / len(sampled_ids), ((logits[..., None] > thresholds) & visible).float().mean(2)
+    return cost, kept, cost[..., len(offsets) // 2].sum() if keep_all else divergence.detach().mean()
 
 
-def _cheapest(cost: Tensor, share: Tensor, divergence: Tensor, reach: float) -> Tensor:
-    """Return the move ``[L, Hkv]`` of each head's threshold that costs the least over all knots.
+def _cheapest(cost: Tensor, share: Tensor, divergence: Tensor, max_offset: float) -> Tensor:
+    """Return the move ``[L, Hkv]`` of each head's threshold that costs least over all K shares.
 
     Args:
         cost: nats per token of each move ``[K, L, Hkv, M]``.
         share: share of a head's tokens that is kept after each move ``[K, L, Hkv, M]``.
-        divergence: nats per token without a move ``[K]``, by which the costs of a knot count.
-        reach: the largest move.
+        divergence: nats per token without a move ``[K]``; costs are divided by it.
+        max_offset: the largest move, in standard deviations of the logits.
     """
     heads = cost.shape[1] * cost.shape[2]
-    cost = cost / divergence.clamp_min(1e-9)[:, None, None, None] + STIFFNESS / heads * MOVES.square()
-    cost = cost.masked_fill(MOVES.abs() > reach + 1e-6, float("inf"))
+    cost = cost / divergence.clamp_min(1e-9)[:, None, None, None] + STIFFNESS / heads * THRESHOLD_OFFSETS.square()
+    cost = cost.masked_fill(THRESHOLD_OFFSETS.abs() > max_offset + 1e-6, float("inf"))
     total = torch.zeros(cost.shape[1:])
-    for of_knot, kept in zip(cost, share / heads, strict=True):
-        low, high, wanted = -12.0, 12.0, float(kept[..., len(MOVES) // 2].sum())
-        for _ in range(50):  # the price of a kept token at which as many stay as without a move
+    for cost_at_share, kept in zip(cost, share / heads, strict=True):
+        low, high, target_kept = -12.0, 12.0, float(kept[..., len(THRESHOLD_OFFSETS) // 2].sum())
+        for _ in range(50):  # until the price of a kept token leaves the total of kept tokens unchanged
             price = (low + high) / 2
-            chosen = (of_knot + 10**price * kept).argmin(-1, keepdim=True)
-            low, high = (price, high) if float(kept.gather(-1, chosen).sum()) > wanted else (low, price)
-        total += of_knot + 10**high * kept
-    return MOVES[total.argmin(-1)]
+            chosen = (cost_at_share + 10**price * kept).argmin(-1, keepdim=True)
+            low, high = (price, high) if float(kept.gather(-1, chosen).sum()) > target_kept else (low, price)
+        total += cost_at_share + 10**high * kept
+    return THRESHOLD_OFFSETS[total.argmin(-1)]

@@ -1,4 +1,4 @@
-"""The loss of a batch under gates, and measurements of the same pass: no optimiser, no trainer."""
+"""The loss of a batch under gates, and measurements of its pass: no optimiser, no trainer."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ag.model.base import without_dropout
 from ag.model.hooks import decoder_of, instrument
 from ag.training import losses
 from ag.training.objectives import REGRESS, objective
-from ag.training.rereading import Rereading
-from ag.training.sharded import whole
+from ag.training.reconstruction_targets import ReconstructionTargets
+from ag.training.sharded import gather_tensor
 
 Batch = dict[str, Tensor]
 
 
-class Measured(NamedTuple):
-    """A loss, with its terms."""
+class LossTerms(NamedTuple):
+    """A loss and its terms."""
 
     loss: Tensor
     #: Without gradient, by name: ``lm_loss``, ``eviction_loss``, ``gate_mean_soft``, ``evicted``, ... , ``loss``.
     values: dict[str, Tensor]
-    #: Share of evicted tokens by gated layer ``[L]``, of this rank and without sinks; None without gates.
+    #: Share of evicted tokens by gated layer ``[L]``, on this rank and without sinks. None: no gates.
     evicted: Tensor | None = None
 
 
 class GatedLoss:
-    """Compute ``objective + alpha * |mean gate - beta|``, or the objective under shares drawn for each batch.
+    """Compute ``objective + alpha * |mean gate - beta|``, or the objective under a share sampled for each batch.
 
     Args:
         config: ``loss`` and ``warmup`` are read.
@@ -53,7 +53,7 @@ class GatedLoss:
             self._check_teacher()
 
     def _check_teacher(self) -> None:
-        """Refuse an adapter without which the model is not the base model."""
+        """Refuse an adapter that has changed the base model itself: disabling it would not restore the base."""
         adapters: dict[str, Any] = getattr(self.model, "peft_config", {})
         for name, adapter in adapters.items():
             if change := base_change(vars(adapter)):
@@ -69,7 +69,7 @@ class GatedLoss:
         """Whether an optimiser step of the run trains by regression, without eviction."""
         return self.config.loss.objective == REGRESS or step < self.config.warmup.regress_steps
 
-    def train(self, batch: Batch, step: int) -> Measured:
+    def train(self, batch: Batch, step: int) -> LossTerms:
         """Compute the loss of a training batch.
 
         Args:
@@ -87,7 +87,7 @@ class GatedLoss:
         progress = min(step / loss.anneal_steps, 1.0) if loss.anneal_steps else 1.0
         return loss.beta + (1.0 - loss.beta) * (1.0 - progress)
 
-    def hidden(self, batch: Batch, gating: Gating | None = None) -> Tensor:
+    def run_decoder(self, batch: Batch, gating: Gating | None = None) -> Tensor:
         """Run the decoder; returns the final hidden states ``[B, T, d]``."""
         if gating is None and "document_start" in batch:
             gating = Gating(None, batch["attention_mask"], first=batch["document_start"])
@@ -102,9 +102,9 @@ class GatedLoss:
         """Return the hidden states of the model with open gates and without adapters."""
         disable = getattr(self.model, "disable_adapter", nullcontext)
         with disable():
-            return self.hidden(batch, gating)
+            return self.run_decoder(batch, gating)
 
-    def tokens(self, batch: Batch, hidden: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
+    def token_losses(self, batch: Batch, hidden: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute the objective of each token that carries loss; returns the losses ``[N]`` and their rows ``[N]``."""
         chunk = self.config.loss.chunk_tokens
         return self.objective.tokens(self.model, hidden, teacher, batch["labels"], chunk)
@@ -116,24 +116,24 @@ class GatedLoss:
         return Gating(self.gates, batch["attention_mask"], batch.get("prompt_length"), first=documents, **options)
 
     def evicted(self, gating: Gating) -> Tensor:
-        """Return ``[L, B, Hkv, T']`` bool: the tokens that are evicted when they are no longer recent."""
+        """Return ``[L, B, Hkv, T']`` bool: the tokens that gates evict as soon as they are no longer recent."""
         assert self.gates is not None
         kept = torch.stack([self.gates.flags(logits) for logits in gating.logits.values()])
-        return ~kept & ~self.sinks(gating)[None, :, None]
+        return ~kept & ~self.unevictable(gating)[None, :, None]
 
-    def sinks(self, gating: Gating) -> Tensor:
-        """Return ``[B, T']`` bool: the tokens that no gate evicts, the first of a prompt or document."""
+    def unevictable(self, gating: Gating) -> Tensor:
+        """Return ``[B, T']`` bool: the sinks, the first tokens of a prompt or document, which no gate evicts."""
         assert self.gates is not None
         prompt, (batch, length) = gating.prompt, gating.prompt.shape
-        sinks = sink_mask(prompt, self.gates.config.sink_tokens, batch, length, prompt.device, gating.first)
-        return sinks[:, : gating.counted().shape[1]]
+        mask = sink_mask(prompt, self.gates.config.sink_tokens, batch, length, prompt.device, gating.first)
+        return mask[:, : gating.counted().shape[1]]
 
     def over_all_layers(self, evicted: Tensor) -> Tensor:
-        """Turn a share over gated layers into one over all layers of the model."""
+        """Convert a share over gated layers to a share over all layers of the model."""
         assert self.gates is not None
         return evicted * (len(self.gates.layers) / int(self.gates.fingerprint["num_layers"]))
 
-    def _objective(self, batch: Batch, step: int) -> Measured:
+    def _objective(self, batch: Batch, step: int) -> LossTerms:
         config, values = self.config.loss, dict[str, Tensor]()
         boundary, teacher = None, None
         if config.draws_share:
@@ -142,15 +142,15 @@ class GatedLoss:
             teacher = self.teacher(batch, dense)
             boundary = dense.boundary_of(float(values["share"]))
         gating = self.gating(batch, boundary=boundary) if self.gates is not None else None
-        hidden = self.hidden(batch, gating)
+        hidden = self.run_decoder(batch, gating)
         if teacher is None and self.objective.needs_teacher:
             teacher = self.teacher(batch)
         labels = batch["labels"]
-        measured = batch | {"labels": losses.sampled(labels, config.sampled_tokens)}
-        loss = losses.sample_mean(*self.tokens(measured, hidden, teacher), labels)
+        sampled = batch | {"labels": losses.sample_labels(labels, config.sampled_tokens)}
+        loss = losses.sample_mean(*self.token_losses(sampled, hidden, teacher), labels)
         values[f"{config.objective}_loss"] = loss
         if gating is None or self.gates is None:
-            return measured_values(loss, values)
+            return loss_terms(loss, values)
         means = losses.gate_means(self.gates, gating)
         if boundary is None:
             beta = self.beta(step)
@@ -158,45 +158,45 @@ class GatedLoss:
             loss = loss + config.alpha * values["eviction_loss"]
             if config.anneal_steps:
                 values["beta"] = torch.tensor(beta)
-        return measured_values(loss, values, *self._of_gates(gating, means))
+        return loss_terms(loss, values, *self._gate_measurements(gating, means))
 
-    def _regression(self, batch: Batch) -> Measured:
+    def _regression(self, batch: Batch) -> LossTerms:
         assert self.gates is not None
         warm = self.config.warmup
         prompts, copied = batch.get("prompt_length"), batch.get("copied")
         observed: Observing
         if warm.target == "reread":
-            observed = Rereading(self.model, self.gates, batch["attention_mask"])
+            observed = ReconstructionTargets(self.model, self.gates, batch["attention_mask"])
         else:
             observed = Observing(self.gates, batch["attention_mask"], prompts, warm.target, copied)
         with torch.no_grad():
-            self.hidden(batch, observed)
+            self.run_decoder(batch, observed)
         loss = losses.regression_loss(self.gates, observed, warm.keep, warm.scale)
         values = {"regress_loss": loss}
-        # DistributedDataParallel waits for the gradients of the adapters, so they take part
+        # DistributedDataParallel waits for the adapters' gradients
         adapters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        everything = loss + 0.0 * sum(whole(parameter.sum()) for parameter in adapters)
-        found = self._of_gates(observed, losses.gate_means(self.gates, observed))
-        return measured_values(loss, values, *found)._replace(loss=everything)
+        total = loss + 0.0 * sum(gather_tensor(parameter.sum()) for parameter in adapters)
+        measurements = self._gate_measurements(observed, losses.gate_means(self.gates, observed))
+        return loss_terms(loss, values, *measurements)._replace(loss=total)
 
-    def _of_gates(self, gating: Gating, means: dict[losses.Mean, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """Return measurements of the gates over the global batch, and the evicted share by layer of this rank."""
+    def _gate_measurements(self, gating: Gating, means: dict[losses.Mean, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the gates' measurements over the global batch, and the evicted share by layer on this rank."""
         evicted, counted = self.evicted(gating), gating.counted()
-        gone_here, tokens_here = (evicted & counted[None, :, None]).sum((1, 2, 3)), counted.sum()
-        gone, tokens = losses.global_sum(torch.stack([gone_here.sum(), tokens_here]))
-        share = gone / (tokens * evicted.shape[0] * evicted.shape[2])
+        local_evicted, local_tokens = (evicted & counted[None, :, None]).sum((1, 2, 3)), counted.sum()
+        num_evicted, num_tokens = losses.global_sum(torch.stack([local_evicted.sum(), local_tokens]))
+        share = num_evicted / (num_tokens * evicted.shape[0] * evicted.shape[2])
         values = {
             "gate_mean_soft": means["soft"],
             "gate_mean_hard": means["hard"],
             "evicted": self.over_all_layers(share),
         }
-        others_here = (counted & ~self.sinks(gating)).sum()  # with sinks no share would reach 1
-        return values, gone_here / (others_here * evicted.shape[2]).clamp_min(1)
+        local_evictable = (counted & ~self.unevictable(gating)).sum()  # with sinks no share would reach 1
+        return values, local_evicted / (local_evictable * evicted.shape[2]).clamp_min(1)
 
 
-def measured_values(
-    loss: Tensor, values: dict[str, Tensor], of_gates: dict[str, Tensor] | None = None, evicted: Tensor | None = None
-) -> Measured:
+def loss_terms(
+    loss: Tensor, values: dict[str, Tensor], gate_values: dict[str, Tensor] | None = None, evicted: Tensor | None = None
+) -> LossTerms:
     """Return a loss and its measurements, without gradient."""
-    values = values | (of_gates or {}) | {"loss": loss}
-    return Measured(loss, {name: value.detach() for name, value in values.items()}, evicted)
+    values = values | (gate_values or {}) | {"loss": loss}
+    return LossTerms(loss, {name: value.detach() for name, value in values.items()}, evicted)

@@ -20,9 +20,9 @@ from ag.training.artifacts import log_folder, run_id
 class MetricsFile(Logger):
     """Writes `metrics.csv`: one row a step, on disk as soon as it is logged.
 
-    `step` is the number of optimiser steps done, as in the names of the checkpoints; training and validation metrics of
-    one step share a row, with empty cells for others. A resumed run continues the file and drops the rows after its
-    checkpoint. (Lightning's CSVLogger deletes the file of an earlier run in the same folder.)
+    `step` is the number of completed optimiser steps, as in the names of the checkpoints. Training and validation
+    metrics of one step share a row; cells without a value are empty. A resumed run continues the file and drops the
+    rows after its checkpoint. (Lightning's CSVLogger deletes the file of an earlier run in its folder.)
     """
 
     name, version = "metrics.csv", ""
@@ -31,7 +31,7 @@ class MetricsFile(Logger):
         super().__init__()
         self._path = Path(run_dir) / "metrics.csv"
         self._columns: list[str] = []
-        self._rows: dict[int, dict[str, float]] | None = None  # by step; None before anything is logged
+        self._rows: dict[int, dict[str, float]] | None = None  # by step. None: nothing is logged yet
 
     @property
     def save_dir(self) -> str:
@@ -44,18 +44,20 @@ class MetricsFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write the metrics of one step, which Lightning counts from 0."""
-        done = (step or 0) + 1
+        completed_steps = (step or 0) + 1
         if self._rows is None:
-            again = all(name.startswith("val/") for name in metrics)  # validation of the step of the checkpoint
-            last = done if again else done - 1
+            # a resumed run may first validate the checkpoint's own step, whose row is then continued
+            only_validation = all(name.startswith("val/") for name in metrics)
+            last = completed_steps if only_validation else completed_steps - 1
             self._rows = {int(row["step"]): row for row in read_metrics(self._path) if row["step"] <= last}
-        new = done not in self._rows
-        row = self._rows[done] = {"step": done} | self._rows.get(done, {}) | dict(metrics)
+        new = completed_steps not in self._rows
+        old_row = self._rows.get(completed_steps, {})
+        row = self._rows[completed_steps] = {"step": completed_steps} | old_row | dict(metrics)
         if new and row.keys() <= set(self._columns):
             with self._path.open("a", newline="") as file:
                 self._writer(file).writerow(row)
             return
-        self._columns = list(dict.fromkeys(name for one in self._rows.values() for name in one))
+        self._columns = list(dict.fromkeys(name for columns in self._rows.values() for name in columns))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self._path) as partial, partial.open("w", newline="") as file:
             writer = self._writer(file)
@@ -80,14 +82,13 @@ def _number(cell: str) -> float:
 
 
 def build_loggers(config: Config, run_dir: Path, step: int = 0) -> list[Logger]:
-    """Return the loggers of a run: metrics.csv and those of `logger`, which all write to the run folder.
+    """Return the loggers of a run, metrics.csv and the loggers of `logger`; all write to the run folder.
 
-    ``step`` is the number of optimiser steps of the checkpoint from which the run continues: TensorBoard forgets what
-    came after it.
+    ``step`` is the number of optimiser steps of the checkpoint that the run continues; TensorBoard drops later steps.
     """
     loggers: list[Logger] = [MetricsFile(run_dir)]
     if "tensorboard" in config.logger:
-        purge = step or None  # Lightning counts from 0, so that the first step after the checkpoint has this number
+        purge = step or None  # Lightning counts from 0: the first step after the checkpoint has this number
         loggers.append(
             TensorBoardLogger(run_dir, name="tensorboard", version="", default_hp_metric=False, purge_step=purge)
         )
@@ -100,13 +101,13 @@ def build_loggers(config: Config, run_dir: Path, step: int = 0) -> list[Logger]:
             id=_run_id(run_dir),
             config=asdict(config),
         )
-        logger._wandb_init.pop("anonymous", None)  # W&B warns of what Lightning 2.6 gives it
+        logger._wandb_init.pop("anonymous", None)  # W&B warns of this argument of Lightning 2.6
         loggers.append(logger)
     return loggers
 
 
 def log_export(loggers: Iterable[Logger], folder: Path, recipe: str, metrics: Mapping[str, float]) -> None:
-    """Log an export as an artifact of W&B, of which runs of the same recipe have versions."""
+    """Log an export as an artifact of W&B; runs of one recipe make versions of it."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             log_folder(logger.experiment, folder, f"{recipe}-export", "export", metrics)

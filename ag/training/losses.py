@@ -46,36 +46,36 @@ def response_positions(labels: Tensor) -> tuple[Tensor, Tensor]:
     return rows, columns
 
 
-def sampled(labels: Tensor, count: int) -> Tensor:
-    """Return labels ``[B, T]`` of which at most ``count``, drawn at random, still carry loss; 0 means all of them."""
+def sample_labels(labels: Tensor, count: int) -> Tensor:
+    """Return labels ``[B, T]`` with loss on at most ``count`` random tokens; a count of 0 leaves all of them."""
     rows, columns = response_positions(labels)
     if not 0 < count < len(rows):
         return labels
-    drawn = torch.randperm(len(rows))[:count].to(labels.device)
-    places = rows[drawn], columns[drawn] + 1
-    return torch.full_like(labels, -100).index_put(places, labels[places])
+    kept = torch.randperm(len(rows))[:count].to(labels.device)
+    kept_indices = rows[kept], columns[kept] + 1
+    return torch.full_like(labels, -100).index_put(kept_indices, labels[kept_indices])
 
 
 def token_nll(model: nn.Module, hidden: Tensor, labels: Tensor, chunk: int = 1024) -> tuple[Tensor, Tensor]:
     """Compute the negative log-likelihood of each label ``[B, T]``, in nats, from final hidden states ``[B, T, d]``.
 
-    Labels are aligned with the input, -100 where there is no loss; the logits of ``chunk`` tokens exist at once. The
-    losses ``[N]`` are float32, and come with the row ``[N]`` of each.
+    Labels are aligned with the input, -100 for tokens without loss; the logits of ``chunk`` tokens exist at once.
+    Returns the losses ``[N]``, float32, and their rows ``[N]``.
     """
     rows, columns = response_positions(labels)
 
     def nll(states: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(lm_logits(model, states).float(), target, reduction="none")
 
-    return _in_chunks(model, nll, chunk, hidden[rows, columns], labels[rows, columns + 1]), rows
+    return _losses_in_chunks(model, nll, chunk, hidden[rows, columns], labels[rows, columns + 1]), rows
 
 
 def token_kl(
     model: nn.Module, hidden: Tensor, teacher: Tensor, labels: Tensor, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """Compute KL(teacher || student) of each label's distribution, from final hidden states ``[B, T, d]`` of both.
+    """Compute KL(teacher || student) of each label's distribution, from both models' final hidden states ``[B, T, d]``.
 
-    Other arguments and the result are as in :func:`token_nll`.
+    Further arguments and the result are as in :func:`token_nll`.
     """
     rows, columns = response_positions(labels)
 
@@ -89,27 +89,27 @@ def token_kl(
         cross: Tensor = torch.linalg.vecdot(probability, target - student)
         return cross + student.logsumexp(-1) - total
 
-    return _in_chunks(model, divergence, chunk, hidden[rows, columns], teacher[rows, columns]), rows
+    return _losses_in_chunks(model, divergence, chunk, hidden[rows, columns], teacher[rows, columns]), rows
 
 
 def sample_mean(values: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
     """Average the values ``[N]`` of tokens over each row (``rows`` ``[N]``), then over the rows that have tokens.
 
-    Each sample weighs the same, so that a batch that is divided over ranks or accumulated gives the gradient of the
-    whole. Values of a draw (:func:`sampled`) from the tokens of ``labels`` ``[B, T]`` are scaled up, so that the
-    expectation is the mean over all tokens.
+    All samples weigh alike: a batch that is divided over ranks or accumulated gives the gradient of the whole batch.
+    Values of tokens that :func:`sample_labels` took from ``labels`` ``[B, T]`` are scaled up to the expectation of the
+    mean over all tokens.
     """
     counts = (labels[:, 1:] != -100).sum(1)
     sums = values.new_zeros(len(labels)).index_add(0, rows, values)
     mean = (sums / counts.clamp_min(1)).sum() / (counts > 0).sum().clamp_min(1)
-    return mean * (counts.sum().to(values.dtype) / max(len(values), 1))  # times 1 without a draw
+    return mean * (counts.sum().to(values.dtype) / max(len(values), 1))  # times 1 without sampling
 
 
 def row_means(values: Tensor, rows: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """Average the values ``[N]`` of tokens over each row (``rows`` ``[N]``).
 
     Returns:
-        The means ``[B]``, 0 of a row without tokens, and which rows have tokens, ``[B]`` bool.
+        The means ``[B]``, 0 for a row without tokens, and whether a row has tokens, ``[B]`` bool.
     """
     sums = values.new_zeros(batch).index_add(0, rows, values)
     counts = values.new_zeros(batch).index_add(0, rows, torch.ones_like(values))
@@ -117,9 +117,9 @@ def row_means(values: Tensor, rows: Tensor, batch: int) -> tuple[Tensor, Tensor]
 
 
 def gate_means(gates: AttentionGates, gating: Gating) -> dict[Mean, Tensor]:
-    """Return the mean gate over all layers, heads and gated tokens of the global batch, over sigmoids and over flags.
+    """Return the mean gate over all layers, heads and gated tokens of the global batch, as sigmoids and as flags.
 
-    The values are the global means; the gradient (for flags the straight-through one) is that of the global mean.
+    Both are global means with the global mean's gradient; flags have the straight-through gradient.
     """
     counted = gating.counted()[:, None]
     probability = torch.stack([gates.probability(logits) for logits in gating.logits.values()])
@@ -143,9 +143,9 @@ def regression_loss(
 ) -> Tensor:
     """Regress gate logits on the targets of an observed pass (a warm start, without gradient in the model).
 
-    The targets are standardised, and shifted so that the share ``keep`` of them lies above the gate's threshold: for
-    each head of a sequence, or over all layers, sequences and heads of this device's batch. Tokens without a later
-    query do not count. The loss is a mean over the tokens of the global batch.
+    The targets are standardised, and shifted until the share ``keep`` of them is above the gate's threshold: for each
+    head of a sequence, or over all layers, sequences and heads of this device's batch. Tokens without a later query do
+    not count. The loss is a mean over the tokens of the global batch.
 
     Args:
         gates: the gates.
@@ -161,47 +161,47 @@ def regression_loss(
 def regression(
     gates: AttentionGates, logits: Tensor, targets: Tensor, mask: Tensor, keep: float, scale: Literal["head", "global"]
 ) -> Tensor:
-    """Regress logits ``[L, B, Hkv, T]`` on targets of the same shape, of the tokens in ``mask`` ``[B, T]`` bool.
+    """Regress logits on targets, both ``[L, B, Hkv, T]``, for the tokens in ``mask`` ``[B, T]`` bool.
 
-    The rest is as in :func:`regression_loss`.
+    See :func:`regression_loss` for ``keep`` and ``scale``.
     """
     mask = mask[:, None]
     targets = targets.masked_fill(~mask, float("nan"))
     if scale == "global":
-        wanted = _standardised(targets.flatten(), keep).view(targets.shape)
+        standardised = _standardise(targets.flatten(), keep).view(targets.shape)
     else:
-        wanted = _standardised(targets, keep)
-    mask = mask.expand_as(wanted)
-    values = F.smooth_l1_loss(logits - gates.config.boundary, wanted, reduction="none") * mask
+        standardised = _standardise(targets, keep)
+    mask = mask.expand_as(standardised)
+    values = F.smooth_l1_loss(logits - gates.config.boundary, standardised, reduction="none") * mask
     return values.sum() / (global_sum(mask.sum()) / world_size()).clamp_min(1)
 
 
-def _standardised(values: Tensor, keep: float) -> Tensor:
-    """Return values less their quantile at ``1 - keep``, over their standard deviation, along the last dimension.
+def _standardise(values: Tensor, keep: float) -> Tensor:
+    """Subtract the quantile at ``1 - keep`` and divide by the standard deviation, along the last dimension.
 
     NaN does not count, and becomes 0.
     """
-    ranked = values.sort(-1).values  # NaN last; torch.nanquantile takes at most 2^24 numbers
-    place = (1 - keep) * ((~values.isnan()).sum(-1, keepdim=True) - 1).clamp_min(0)
-    low, high = (ranked.gather(-1, end.long()) for end in (place.floor(), place.ceil()))
-    cut = low.lerp(high, (place - place.floor()).to(low.dtype))
+    sorted_values = values.sort(-1).values  # NaN last; torch.nanquantile takes at most 2^24 numbers
+    quantile_index = (1 - keep) * ((~values.isnan()).sum(-1, keepdim=True) - 1).clamp_min(0)
+    low, high = (sorted_values.gather(-1, end.long()) for end in (quantile_index.floor(), quantile_index.ceil()))
+    quantile = low.lerp(high, (quantile_index - quantile_index.floor()).to(low.dtype))
     centred = values - values.nanmean(-1, keepdim=True)
     deviation = centred.square().nanmean(-1, keepdim=True).sqrt().clamp_min(1e-6)
-    return ((values - cut) / deviation).nan_to_num(0.0)
+    return ((values - quantile) / deviation).nan_to_num(0.0)
 
 
 class _WithGradient(torch.autograd.Function):
-    """Losses of tokens that each depend on one state, with gradients from the same pass.
+    """Losses of tokens, each of one state, with gradients that the forward pass computes.
 
-    So logits are neither kept for the backward pass nor computed again in it.
+    Logits are then neither stored for the backward pass nor computed again in it.
     """
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], states: Tensor, *rest: Tensor) -> Tensor:
+    def forward(ctx: Any, function: Callable[..., Tensor], states: Tensor, *arguments: Tensor) -> Tensor:
         """Compute ``function(states, *rest)`` of states ``[N, d]``, and each loss's gradient."""
         states = states.detach().requires_grad_()
         with torch.enable_grad():
-            values = function(states, *rest)
+            values = function(states, *arguments)
             ctx.save_for_backward(*torch.autograd.grad(values.sum(), states))
         return values.detach()
 
@@ -212,13 +212,15 @@ class _WithGradient(torch.autograd.Function):
         return None, outer[0][:, None].to(gradient.dtype) * gradient, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
-def _in_chunks(model: nn.Module, function: Callable[..., Tensor], chunk: int, states: Tensor, *rest: Tensor) -> Tensor:
-    """Compute losses of tokens in chunks, with a gradient to the states, and to the head where it is trained."""
+def _losses_in_chunks(
+    model: nn.Module, function: Callable[..., Tensor], chunk: int, states: Tensor, *arguments: Tensor
+) -> Tensor:
+    """Compute losses of tokens in chunks, with a gradient to the states, and to the head if it is trained."""
     if len(states) == 0:
-        return function(states, *rest)
-    parts = zip(*(tensor.split(chunk) for tensor in (states, *rest)), strict=True)
+        return function(states, *arguments)
+    parts = zip(*(tensor.split(chunk) for tensor in (states, *arguments)), strict=True)
     if not (torch.is_grad_enabled() and states.requires_grad):
-        return torch.cat([function(*part) for part in parts])
+        return torch.cat([function(*chunk_arguments) for chunk_arguments in parts])
     if any(parameter.requires_grad for parameter in lm_head(model).parameters()):
-        return torch.cat([checkpoint(function, *part, use_reentrant=False) for part in parts])
-    return torch.cat([_WithGradient.apply(function, *part) for part in parts])  # type: ignore[no-untyped-call]
+        return torch.cat([checkpoint(function, *chunk_arguments, use_reentrant=False) for chunk_arguments in parts])
+    return torch.cat([_WithGradient.apply(function, *chunk_arguments) for chunk_arguments in parts])  # type: ignore[no-untyped-call]

@@ -1,30 +1,29 @@
 """Memory and time of a training step, computed without weights or a GPU: ``python -m ag.plan recipe=NAME``.
 
-The closed form of a decoder such as Llama's, for rows of T tokens. A hidden state has d numbers, of s bytes between
-layers; matrices are multiplied in a type of e bytes; attention has H query and Hkv KV heads of D numbers, the MLP I
-inner units. For each token the graph of a layer keeps, in bytes:
+The closed form of a decoder like Llama's, for rows of T tokens. A hidden state has d numbers of s bytes each between
+layers. Matrices are multiplied in a type of e bytes. Attention has H query and Hkv KV heads of D numbers, the MLP I
+inner units. For each token the graph of a layer keeps these bytes:
 
-- of each norm (two of d numbers, others of queries and keys) 4 a number, for a float32 copy of what enters it;
-- of attention ``e (2 H + 2 Hkv) D``, for queries, keys, values and outputs, and 4 H, for the sums of its softmax;
-- of a gated MLP ``3 e I``, for both products and the activation, of another one ``e I``, for the first product; of
-  experts those that a token goes to count, and e d for what each of them gives;
-- of each trained matrix what enters it: for LoRA's A what enters the adapted matrix, for its B the rank. Autocast
-  makes a copy for each of them, while in float32 throughout matrices that read the same share it;
-- of a gate what enters each of its matrices, what leaves the first of several (queries, keys and values, whose
+- each norm (two of d numbers, further norms of queries and keys): 4 a number, a float32 copy of its input;
+- attention: ``e (2 H + 2 Hkv) D`` for queries, keys, values and outputs, and 4 H for the sums of its softmax;
+- a gated MLP: ``3 e I`` for both products and the activation; an MLP without a gate: ``e I`` for the first product;
+  experts: only the experts of a token count, and e d for the output of each;
+- each trained matrix: its input. LoRA's A has the input of the adapted matrix, its B the rank. Autocast makes a copy
+  for each matrix; in float32 throughout, matrices with a common input share it;
+- a gate: the input of each of its matrices, the output of the first of several (queries, keys and values, whose
   mixture enters the last), and 16 Hkv for its logits, two sigmoids of them and the flags.
 
-Operations are 2 a weight forward, 2 backward to what enters and 2 more to a weight that is trained. A query sees
-``T / 2`` keys in the mean, fewer under a window, and each takes ``4 H D`` for two products forward, and ``10 H D``
-for five backward.
+A weight takes 2 operations forward, 2 backward to its input, and 2 more if it is trained. A query sees ``T / 2`` keys
+in the mean, fewer under a window; each key takes ``4 H D`` for two products forward, and ``10 H D`` for five backward.
 
-Checkpointing keeps, of each layer and token, s d for what enters it, and of a gate 12 Hkv for its logits, their
-sigmoids and the flags. With or without it 4 d + s d of the last norm are kept, and s d of a teacher's states. Where
-gates alone are trained, the layers below the first have no graph.
+Checkpointing keeps, for each layer and token, s d for the layer's input, and for a gate 12 Hkv for its logits, their
+sigmoids and the flags. With and without it, the last norm keeps 4 d + s d, and a teacher's states s d. If gates alone
+are trained, the layers below the first gate have no graph.
 
-At its peak the backward pass has in addition the gradient of a hidden state, s d, and the larger of two: in the MLP
-the gradients of the product that enters its last matrix and of both factors, 3 e I, and in the last norm five
-float32 copies, 20 d. Under checkpointing the peak is in an MLP, with the whole graph of its layer, whose forward
-pass has run again, to the last number that is kept: of Llama's layers all but the last matrix.
+At its peak the backward pass also has the gradient of a hidden state, s d, and the larger of two numbers: in the MLP
+3 e I, for the gradients of the product that enters its last matrix and of both factors; in the last norm 20 d, for five
+float32 copies. Under checkpointing the peak is in an MLP, with the whole graph of its layer, whose forward pass has run
+again up to its last kept number: in Llama's layers everything before the last matrix.
 """
 
 from __future__ import annotations
@@ -52,39 +51,39 @@ from ag.model.structure import attention_of
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 GIB = 1 << 30
-TFLOPS = 70  # 10^12 operations a second of a GPU such as an RTX 4090 in training
-GENERATED = {"facts": FACTS, "worked": PROBLEMS}  # training rows where data.train_samples does not say how many
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a nibble, an 8-bit maximum per 64, a float32 per 256 of those
+TFLOPS = 70  # 10^12 operations a second of a GPU like an RTX 4090 in training
+GENERATED = {"facts": FACTS, "worked": PROBLEMS}  # training rows without data.train_samples
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a nibble, an 8-bit maximum per 64 weights, a float32 per 256 maxima
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of one GPU by part, and the work of one step."""
 
-    parameters: dict[str, int]  # how many: base, gates, LoRA
-    memory: dict[str, float]  # bytes by part, under the settings of the configuration; their sum is a step's peak
+    parameters: dict[str, int]  # number of parameters of base, gates, LoRA
+    memory: dict[str, float]  # bytes by part under the configuration's settings; their sum is a step's peak
     activations: tuple[float, float]  # bytes kept for the backward pass, without and with checkpointing
     kv_cache: int  # bytes of a full KV cache of one row, for inference
     flops: float  # operations of one optimiser step on one GPU
-    tokens: int  # of one optimiser step on all GPUs
+    tokens: int  # tokens of one optimiser step on all GPUs
 
     @property
     def total(self) -> float:
-        """Bytes of the peak of a step."""
+        """Peak bytes of a step."""
         return sum(self.memory.values())
 
 
 def plan(config: Config) -> MemoryPlan:
     """Compute the memory and the work of a training step.
 
-    The rows are taken to be full: ``data.batch_size`` of the longest length that the data settings allow.
+    All rows are assumed full: ``data.batch_size`` rows of the longest length that the data settings allow.
 
     Args:
         config: a whole configuration; ``model.name`` may also be the path of a JSON file with a model's configuration.
 
     Raises:
         ModelError: the model's configuration cannot be read.
-        UserError: for a run with replay, whose steps run a response alone.
+        UserError: the run uses replay, whose steps run a response alone.
     """
     if config.loss.replay:
         raise UserError(
@@ -123,33 +122,39 @@ def plan(config: Config) -> MemoryPlan:
         states["all-reduce buckets"] = learned
 
     # the layers
-    attending = attention_layers(decoder.config)  # which gates count
-    places = {index: place for place, index in enumerate(attending)}
-    found = [_layer(config, shape, length, layer, gates, places.get(n)) for n, layer in enumerate(decoder.layers)]
-    learning = found[attending[gates.layer_indices[0]] :] if gates is not None and config.train == "gates" else found
-    number, product = getattr(torch, config.model.dtype).itemsize, _dtype(config).itemsize
+    attending = attention_layers(decoder.config)  # gates count these layers alone
+    gate_layer_indices = {index: gate_layer_index for gate_layer_index, index in enumerate(attending)}
+    layers = [
+        _layer(config, shape, length, layer, gates, gate_layer_indices.get(n)) for n, layer in enumerate(decoder.layers)
+    ]
+    layers_with_graph = (
+        layers[attending[gates.layer_indices[0]] :] if gates is not None and config.train == "gates" else layers
+    )
+    storage_bytes, product_bytes = getattr(torch, config.model.dtype).itemsize, _dtype(config).itemsize
     teacher, width = config.loss.objective == "kl", shape["hidden_size"]
-    state = number * width
-    last = tokens * (4 * width + state * (1 + teacher)) + 2 * length * shape["head_dim"] * number  # and rotations
-    plain = last + sum(tokens * layer.saved + layer.copies for layer in learning)
+    state = storage_bytes * width
+    rotations = 2 * length * shape["head_dim"] * storage_bytes
+    last = tokens * (4 * width + state * (1 + teacher)) + rotations
+    without_checkpointing = last + sum(tokens * layer.saved + layer.copies for layer in layers_with_graph)
     count = 0 if gates is None else len(gates.layers)
-    kept = last + tokens * (state * len(found) + 12 * shape["num_kv_heads"] * count)
-    whole = max(learning, key=lambda layer: layer.saved)
-    working = state + 3 * product * whole.inner
-    forward = sum(layer.forward for layer in found)
-    flops = tokens * (forward * (1 + (teacher or config.loss.draws_share)) + sum(layer.backward for layer in learning))
+    checkpointed = last + tokens * (state * len(layers) + 12 * shape["num_kv_heads"] * count)
+    largest_layer = max(layers_with_graph, key=lambda layer: layer.saved)
+    working = state + 3 * product_bytes * largest_layer.inner
+    forward = sum(layer.forward for layer in layers)
+    backward = sum(layer.backward for layer in layers_with_graph)
+    flops = tokens * (forward * (1 + (teacher or config.loss.draws_share)) + backward)
     checkpointing = config.model.gradient_checkpointing
     if checkpointing:
-        temporary = tokens * (whole.saved + working) + whole.copies
-        flops += tokens * sum(layer.again for layer in learning)
+        temporary = tokens * (largest_layer.saved + working) + largest_layer.copies
+        flops += tokens * sum(layer.recomputed for layer in layers_with_graph)
     else:
         temporary = tokens * max(working, state + 20 * width)
 
     # the head
     loss_tokens = min(loss_tokens, config.loss.sampled_tokens or loss_tokens)
     chunk = min(config.loss.chunk_tokens, loss_tokens)
-    # bytes of a logit: its own type and float32, log-softmax, and their gradients; those of a teacher
-    logit = 12 + (product != 4) * 2 * product + teacher * (product + 8 + (product != 4) * 4)
+    # bytes of a logit: its own type and float32, log-softmax, and their gradients; then the teacher's bytes
+    logit = 12 + (product_bytes != 4) * 2 * product_bytes + teacher * (product_bytes + 8 + (product_bytes != 4) * 4)
     passes = 2 if loss_tokens <= chunk else 3  # forward, backward to the states; each chunk is computed again
     flops += passes * 2 * loss_tokens * vocabulary * width
     return MemoryPlan(
@@ -158,11 +163,11 @@ def plan(config: Config) -> MemoryPlan:
         memory=sizes
         | states
         | {
-            "activations": kept if checkpointing else plain,
+            "activations": checkpointed if checkpointing else without_checkpointing,
             "logits or temporary": max(chunk * vocabulary * logit, temporary),
         },
-        activations=(plain, kept),
-        kv_cache=sum(x.number * (x.key + x.value) for x in kv_heads(geometry)) * length * product,
+        activations=(without_checkpointing, checkpointed),
+        kv_cache=sum(x.number * (x.key + x.value) for x in kv_heads(geometry)) * length * product_bytes,
         flops=config.trainer.accumulate * flops,
         tokens=world * config.trainer.accumulate * tokens,
     )
@@ -170,18 +175,18 @@ def plan(config: Config) -> MemoryPlan:
 
 def report(config: Config, tflops: float | None = None) -> str:
     """Return the plan as a table; ``tflops`` are 10^12 operations a second of one device, measured here by default."""
-    found = plan(config)
+    step_plan = plan(config)
     source = "measured on matrix products here: a lower bound" if tflops is None else "given"
     tflops = _measured_tflops(config) if tflops is None else tflops
-    seconds = found.flops / tflops / 1e12
-    counts = ", ".join(f"{name} {count / 1e6:,.1f} M" for name, count in found.parameters.items())
+    seconds = step_plan.flops / tflops / 1e12
+    counts = ", ".join(f"{name} {count / 1e6:,.1f} M" for name, count in step_plan.parameters.items())
     gpus = config.trainer.devices * config.trainer.num_nodes
     count = steps(config)
-    whole = [] if count is None else [f"the run: {count:,} steps, at most {duration(count * seconds)}"]
-    plain, kept = found.activations
-    sizes = {f"  {name}": size for name, size in {**found.memory, "peak of a step": found.total}.items()}
+    run_lines = [] if count is None else [f"the run: {count:,} steps, at most {duration(count * seconds)}"]
+    plain, kept = step_plan.activations
+    sizes = {f"  {name}": size for name, size in {**step_plan.memory, "peak of a step": step_plan.total}.items()}
     sizes |= {"activations without checkpointing": plain, "activations with checkpointing": kept}
-    sizes |= {"KV cache of one row, full": found.kv_cache}
+    sizes |= {"KV cache of one row, full": step_plan.kv_cache}
     return "\n".join(
         [
             f"{config.model.name} on {gpus} x {config.trainer.strategy}; parameters: {counts}",
@@ -189,16 +194,16 @@ def report(config: Config, tflops: float | None = None) -> str:
             f"{'memory per device':<34}     GiB",
             *(f"{name:<34}{size / GIB:>8.2f}" for name, size in sizes.items()),
             "",
-            f"one step: {found.tokens:,} tokens, {found.flops / 1e12:,.3g} tera-operations per device",
+            f"one step: {step_plan.tokens:,} tokens, {step_plan.flops / 1e12:,.3g} tera-operations per device",
             f"at {tflops:.3g} tera-operations a second ({source}): {seconds:.3g} s a step, "
-            f"{found.tokens / seconds:,.0f} tokens a second on all devices",
-            *whole,
+            f"{step_plan.tokens / seconds:,.0f} tokens a second on all devices",
+            *run_lines,
         ]
     )
 
 
 def steps(config: Config) -> int | None:
-    """Return the optimiser steps of a run; None where the number of rows is known after reading the data only."""
+    """Return the optimiser steps of a run. None: the number of rows is known only after reading the data."""
     trainer, sizes = config.trainer, [config.data.train_samples]
     if trainer.max_steps >= 0:
         return trainer.max_steps
@@ -214,99 +219,105 @@ def steps(config: Config) -> int | None:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in hours, or in minutes if it is less than one."""
+    """Return a time in hours, or in minutes if it is less than an hour."""
     return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
 
 
 class _Layer(NamedTuple):
-    """A layer with its gate, by token."""
+    """Bytes and operations per token of a layer and its gate."""
 
     saved: float  # bytes kept for the backward pass
     inner: float  # numbers that enter the last product of the MLP
-    copies: float  # bytes of the weights that autocast converted, whatever the number of tokens
+    copies: float  # bytes of the weights that autocast converted, independent of the number of tokens
     forward: float  # operations of the forward pass
-    again: float  # operations of the forward pass that checkpointing repeats
+    recomputed: float  # operations of the forward pass that checkpointing repeats
     backward: float  # operations of the backward pass
 
 
 def _layer(
-    config: Config, shape: dict[str, Any], length: int, layer: Any, gates: AttentionGates | None, place: int | None
+    config: Config,
+    shape: dict[str, Any],
+    length: int,
+    layer: Any,
+    gates: AttentionGates | None,
+    attending_index: int | None,
 ) -> _Layer:
-    """Count a layer of the adapted model of this shape, and its gate where it has one.
+    """Count a layer of the adapted model of this shape, and the layer's gate, if any.
 
-    ``place`` is that of the layer among those that attend; None means that it does not attend.
+    ``attending_index`` is the layer's index among the layers that attend. None: it does not attend.
     """
     width, head_dim = shape["hidden_size"], shape["head_dim"]
     heads = (shape["num_heads"] + shape["num_kv_heads"]) * head_dim
     product, stored = _dtype(config).itemsize, getattr(torch, config.model.dtype).itemsize
     mixed = config.trainer.precision in AUTOCAST
     e = product if mixed else 4  # bytes of a number that gates and adapters compute with
-    attention = attention_of(layer)  # None: its operations by token are in its matrices
+    attention = attention_of(layer)  # None: the matrices below hold all its operations
     experts = getattr(getattr(attention, "config", None), "num_experts_per_tok", None) or 0
     stacks = sum(p.numel() / len(p) * experts for p in layer.parameters() if p.ndim == 3)
 
     linear = {name: m.weight for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
     mlp = {n: w for n, w in linear.items() if not n.startswith("self_attn.") and not w.requires_grad}
-    *firsts, last = mlp.values() if mlp else (torch.empty(0, 0),)
-    inner, first = last.shape[1], sum(w.shape[0] for w in firsts)
-    wide = first + inner * (first > inner) + stacks / width + experts * width
+    *up_weights, down_weight = mlp.values() if mlp else (torch.empty(0, 0),)
+    inner, up_numbers = down_weight.shape[1], sum(w.shape[0] for w in up_weights)
+    mlp_numbers = up_numbers + inner * (up_numbers > inner) + stacks / width + experts * width
     norms = [p.numel() for name, p in layer.named_parameters() if "norm" in name and p.ndim == 1]
-    normed = sum(heads / 2 if n == head_dim else n for n in norms)  # those of heads come in pairs
-    # the output of the last matrix is kept by nothing where no norm or adapter follows
-    ends = norms.count(width) <= 2 and not stacks and mlp and not list(mlp)[-1].endswith("base_layer")
-    saved = 4 * normed + product * (2 * heads + wide) + 4 * shape["num_heads"]
-    seen = 0 if attention is None else _keys(length, getattr(attention, "sliding_window", None))
-    products = 4 * shape["num_heads"] * head_dim * seen
+    norm_numbers = sum(heads / 2 if n == head_dim else n for n in norms)  # norms of heads are in pairs
+    # the output of the last matrix is not kept if no norm or adapter follows
+    output_is_dropped = norms.count(width) <= 2 and not stacks and mlp and not list(mlp)[-1].endswith("base_layer")
+    saved = 4 * norm_numbers + product * (2 * heads + mlp_numbers) + 4 * shape["num_heads"]
+    num_keys = 0 if attention is None else _keys(length, getattr(attention, "sliding_window", None))
+    products = 4 * shape["num_heads"] * head_dim * num_keys
 
-    read: dict[Any, int] = {}  # numbers that are kept of what enters the trained matrices, by what they read
-    blocks = {name: (f"{name}.".split(".")[0], f"{name}.".split(".")[1]) for name in linear}  # and matrices in them
-    ending = dict(blocks[name] for name, w in linear.items() if not w.requires_grad)
+    kept_inputs: dict[Any, int] = {}  # kept numbers of the inputs of trained matrices, by input
+    blocks = {name: (f"{name}.".split(".")[0], f"{name}.".split(".")[1]) for name in linear}  # block and matrix of each
+    last_parts = dict(blocks[name] for name, w in linear.items() if not w.requires_grad)
     for name, weight in linear.items():
         block, part = blocks[name]
-        shared = not mixed and stored == 4 and "lora_A" in name
+        input_is_shared = not mixed and stored == 4 and "lora_A" in name
         if weight.requires_grad:
-            read[(block, part == ending[block]) if shared else name] = weight.shape[1]
-    if gates is not None and str(place) in gates.layers:
-        gate: Any = gates.layers[str(place)]
-        maps = {f"gate.{name}": m.weight for name, m in gate.named_modules() if isinstance(m, nn.Linear)}
-        reading = [name for name, w in maps.items() if w.shape[1] == width]
-        leaving = sum(maps[name].shape[0] for name in reading)
-        saved += 16 * shape["num_kv_heads"] + e * leaving * (len(reading) < len(maps))
+            kept_inputs[(block, part == last_parts[block]) if input_is_shared else name] = weight.shape[1]
+    if gates is not None and str(attending_index) in gates.layers:
+        gate: Any = gates.layers[str(attending_index)]
+        gate_weights = {f"gate.{name}": m.weight for name, m in gate.named_modules() if isinstance(m, nn.Linear)}
+        input_matrices = [name for name, w in gate_weights.items() if w.shape[1] == width]
+        num_outputs = sum(gate_weights[name].shape[0] for name in input_matrices)
+        saved += 16 * shape["num_kv_heads"] + e * num_outputs * (len(input_matrices) < len(gate_weights))
         if type(gate).mix is AttentionGate.mix:
-            seen = length if gate.config.scope == "prompt" else _keys(length, gate.config.window)
-            products += 4 * gate.config.num_heads * gate.config.head_dim * seen
-        linear |= maps
-        # in float32 throughout a gate shares what enters the layer's attention
-        read |= {name if mixed or name not in reading else ("self_attn", False): w.shape[1] for name, w in maps.items()}
+            num_keys = length if gate.config.scope == "prompt" else _keys(length, gate.config.window)
+            products += 4 * gate.config.num_heads * gate.config.head_dim * num_keys
+        linear |= gate_weights
+        # in float32 throughout a gate shares the input of the layer's attention
+        shared = set() if mixed else {*input_matrices}
+        kept_inputs |= {("self_attn", False) if n in shared else n: w.shape[1] for n, w in gate_weights.items()}
     trained = sum(w.numel() for w in linear.values() if w.requires_grad)
     weights = sum(w.numel() for w in linear.values()) + stacks
     return _Layer(
-        saved=saved + e * sum(read.values()),
+        saved=saved + e * sum(kept_inputs.values()),
         inner=inner + stacks / 3 / width,
         copies=product * mixed * (trained if stored == product else weights),
         forward=2 * weights + products,
-        again=2 * (weights - (last.numel() if ends else 0)) + products,
+        recomputed=2 * (weights - (down_weight.numel() if output_is_dropped else 0)) + products,
         backward=2 * (weights + trained) + 2.5 * products,
     )
 
 
 def _keys(length: int, window: int | None) -> float:
-    """Return how many keys a query sees in the mean; None or 0 means that no window hides any."""
-    seen = min(window or length, length)
-    return seen - seen * seen / (2 * length)
+    """Return the mean number of keys that a query sees. A window of None or 0: no window."""
+    num_keys = min(window or length, length)
+    return num_keys - num_keys * num_keys / (2 * length)
 
 
 def _dtype(config: Config) -> torch.dtype:
-    """Return the type that matrices are multiplied in."""
-    found: torch.dtype = AUTOCAST.get(config.trainer.precision, getattr(torch, config.model.dtype))
-    return found
+    """Return the dtype of matrix products."""
+    dtype: torch.dtype = AUTOCAST.get(config.trainer.precision, getattr(torch, config.model.dtype))
+    return dtype
 
 
 def _geometry(config: Config) -> PretrainedConfig:
-    """Read the configuration of ``model.name``: of random weights, the package, a JSON file, a folder or the hub.
+    """Read the configuration of ``model.name``: of random weights, from the package, a JSON file, a folder or the hub.
 
     Raises:
-        ModelError: when there is none.
+        ModelError: there is no configuration.
     """
     name = config.model.name
     if name.startswith(random_base.PREFIX):
@@ -319,7 +330,7 @@ def _geometry(config: Config) -> PretrainedConfig:
     else:
         path = models.resolve(name, config.model.revision)
     try:
-        found: PretrainedConfig = AutoConfig.from_pretrained(
+        geometry: PretrainedConfig = AutoConfig.from_pretrained(
             path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
         )
     except (OSError, ValueError) as error:
@@ -327,11 +338,11 @@ def _geometry(config: Config) -> PretrainedConfig:
             f"model.name={name!r} has no configuration to plan with ({first_line(error)}): give a hub id "
             "that can be reached, a folder or a config.json"
         ) from error
-    return found
+    return geometry
 
 
 def _row(config: Config, context: int) -> tuple[int, int]:
-    """Return the tokens of the longest row, and how many of a batch carry loss."""
+    """Return the tokens of the longest row, and the number of a batch's tokens with loss."""
     data = config.data
     length = min(data.max_length, context)
     if data.kind == "text" and data.packing == "split":
@@ -345,7 +356,7 @@ def _row(config: Config, context: int) -> tuple[int, int]:
 
 
 def _build(config: Config, geometry: PretrainedConfig) -> tuple[Any, Any, AttentionGates | None]:
-    """Make the model on the meta device, the same with LoRA if that is trained, and its gates, if there are any."""
+    """Make on the meta device the base model, the model with LoRA if that is trained, and the gates, if any."""
     stored, trusted = getattr(torch, config.model.dtype), config.model.trust_remote_code
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(geometry, dtype=stored, trust_remote_code=trusted)

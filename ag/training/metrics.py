@@ -31,7 +31,7 @@ class EvictedShare(Metric):
 
 
 class LogitCounts(Metric):
-    """Counts of gate logits in narrow bins, which give the boundary of a share.
+    """Counts of gate logits in narrow bins, for the boundary of a share.
 
     The bins are equal in ``asinh`` of the logit: 0.0001 wide near 0, and wider in proportion to large logits.
     """
@@ -46,16 +46,16 @@ class LogitCounts(Metric):
 
     def update(self, logits: Tensor) -> None:
         """Count logits ``[N]``."""
-        place = (logits.detach().double().asinh() / self.REACH + 1) * (self.BINS / 2)
-        self.counts += torch.bincount(place.long().clamp(0, self.BINS - 1), minlength=self.BINS)
+        bin_index = (logits.detach().double().asinh() / self.REACH + 1) * (self.BINS / 2)
+        self.counts += torch.bincount(bin_index.long().clamp(0, self.BINS - 1), minlength=self.BINS)
 
     def compute(self) -> Tensor:
         """Return the logits ``[19]``, double, above which the shares 0.05, 0.1, ... 0.95 lie; nan without logits."""
         below = self.counts.cumsum(0)
-        wanted = (1 - torch.tensor(SHARES, dtype=torch.double, device=below.device)) * below[-1]
-        place = torch.searchsorted(below, wanted).clamp_max(self.BINS - 1)
-        inside = 1 - (below[place] - wanted) / self.counts[place]
-        return (((place + inside) * (2 / self.BINS) - 1) * self.REACH).sinh()
+        target_counts = (1 - torch.tensor(SHARES, dtype=torch.double, device=below.device)) * below[-1]
+        bin_index = torch.searchsorted(below, target_counts).clamp_max(self.BINS - 1)
+        fraction = 1 - (below[bin_index] - target_counts) / self.counts[bin_index]
+        return (((bin_index + fraction) * (2 / self.BINS) - 1) * self.REACH).sinh()
 
 
 class MultipleChoiceAccuracy(Metric):
@@ -77,15 +77,16 @@ class MultipleChoiceAccuracy(Metric):
     def update(self, nll: Tensor, rows: Tensor, question: Tensor, choice: Tensor, target: Tensor) -> None:
         """Count a batch that holds all rows of its questions.
 
-        The losses ``nll`` ``[N]`` are of answer tokens in ``rows`` ``[N]``; a row ``[B]`` holds answer ``choice`` to
-        a ``question`` (negative: it is padding) whose right answer is ``target``.
+        ``nll`` ``[N]`` are the losses of answer tokens, and ``rows`` ``[N]`` their rows. Each row has one value in
+        ``question``, ``choice`` and ``target`` ``[B]``: its question (negative in a filler row), the answer that it
+        holds, and the right answer.
         """
         scores = nll.new_zeros(len(question)).index_add(0, rows, -nll)
         if self.normalise:
             scores = scores / nll.new_zeros(len(question)).index_add(0, rows, torch.ones_like(nll)).clamp_min(1)
         for index in question[question >= 0].unique():
-            mine = (question == index).nonzero().flatten()
-            best = mine[scores[mine].argmax()]
+            question_rows = (question == index).nonzero().flatten()
+            best = question_rows[scores[question_rows].argmax()]
             self.correct += (choice[best] == target[best]).double()
             self.questions += 1
 

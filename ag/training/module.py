@@ -24,7 +24,7 @@ from ag.training.validation import Validation
 
 
 class GatedLM(L.LightningModule):
-    """Train gates and adapters with ``objective + alpha * |mean gate - beta|``, or with shares drawn for each batch.
+    """Train gates and adapters with ``objective + alpha * |mean gate - beta|``, or with a share sampled for each batch.
 
     Args:
         config: the whole configuration.
@@ -44,15 +44,15 @@ class GatedLM(L.LightningModule):
         else:
             self.gated_loss = GatedLoss(config, model, gates)
             self.validation = Validation(self.gated_loss)
-        #: Share of evicted tokens by gated layer ``[L]``, of the last training batch of this rank.
+        #: Share of evicted tokens by gated layer ``[L]`` in this rank's last training batch.
         self.evicted_in_batch: Tensor | None = None
-        self._sums: dict[str, Tensor] = {}  # of the measurements of the batches of an optimiser step
+        self._sums: dict[str, Tensor] = {}  # sums of measurements over the batches of an optimiser step
         #: The metrics of the last validation, ``val/...``, with its ``step``; empty before the first.
         self.validated: dict[str, float] = {}
 
     @property
     def evicted(self) -> Tensor | None:
-        """Share of evicted tokens by gated layer and KV head ``[L, Hkv]``, of the last validation."""
+        """Share of evicted tokens by gated layer and KV head ``[L, Hkv]`` in the last validation."""
         return self.validation.evicted
 
     @property
@@ -61,14 +61,14 @@ class GatedLM(L.LightningModule):
         return self.validation.sample_flags
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Set biases by costs where that is due, and seed noise and dropout, so that a resumed run repeats it."""
+        """Set biases by costs if they are due, and seed noise and dropout as an uninterrupted run does."""
         if self.global_step == self.config.warmup.regress_steps and batch_idx % self.config.trainer.accumulate == 0:
             self._set_biases()
-        place = [self.config.seed, self.current_epoch, batch_idx, self.global_rank]
-        torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
+        seed_parts = [self.config.seed, self.current_epoch, batch_idx, self.global_rank]
+        torch.manual_seed(int(np.random.SeedSequence(seed_parts).generate_state(1)[0]))
 
     def on_train_start(self) -> None:
-        """Set the learning rates of the first step: a checkpoint has those of the length that the run had then."""
+        """Set the learning rates of the first step: the checkpoint's rates fit the run's length when it was saved."""
         for schedule in self.trainer.lr_scheduler_configs:
             for group in schedule.scheduler.optimizer.param_groups:
                 group["lr"] = self.learning_rate(group["name"], schedule.scheduler.last_epoch)
@@ -78,27 +78,28 @@ class GatedLM(L.LightningModule):
         warm = self.config.warmup
         if warm.rounds and isinstance(self.gated_loss, ReplayLoss):
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            few = self.trainer.world_size if self.trainer.fast_dev_run else warm.rows  # type: ignore[attr-defined]
-            batches = [{name: x.to(self.device) for name, x in row.items()} for row in data.first_rows(few)]
-            costs.solve(self.gated_loss, batches, warm.rounds)
+            num_rows = self.trainer.world_size if self.trainer.fast_dev_run else warm.rows  # type: ignore[attr-defined]
+            batches = [{name: x.to(self.device) for name, x in row.items()} for row in data.first_rows(num_rows)]
+            costs.fit_bias_offsets(self.gated_loss, batches, warm.rounds)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch, and log the means over the batches of this optimiser step so far."""
-        measured = self.gated_loss.train(batch, self.global_step)
-        for name in self._sums.keys() - measured.values.keys():  # of the regression before
-            self._forget(name)
-        self.evicted_in_batch = measured.evicted
+        terms = self.gated_loss.train(batch, self.global_step)
+        for name in self._sums.keys() - terms.values.keys():  # metrics of the regression that has ended
+            self._remove_metric(name)
+        self.evicted_in_batch = terms.evicted
         accumulate = self.config.trainer.accumulate
-        before = batch_idx % accumulate
-        for name, value in measured.values.items():
-            ours = name in ("loss", "regress_loss", f"{self.config.loss.objective}_loss")  # of this rank
-            shown = name == "evicted" or (ours and name != "loss")
-            self._sums[name] = self._sums[name] + value if before else value
-            self.log(f"train/{name}", self._sums[name] / (before + 1), batch_size=1, sync_dist=ours, prog_bar=shown)
+        microbatch = batch_idx % accumulate
+        for name, value in terms.values.items():
+            is_rank_local = name in ("loss", "regress_loss", f"{self.config.loss.objective}_loss")  # not averaged yet
+            in_progress_bar = name == "evicted" or (is_rank_local and name != "loss")
+            self._sums[name] = self._sums[name] + value if microbatch else value
+            mean = self._sums[name] / (microbatch + 1)
+            self.log(f"train/{name}", mean, batch_size=1, sync_dist=is_rank_local, prog_bar=in_progress_bar)
         if accumulate == 1:
-            return measured.loss
+            return terms.loss
         # Lightning divides by trainer.accumulate even if the last step of an epoch has fewer batches
-        return measured.loss * (accumulate / min(accumulate, self.trainer.num_training_batches - batch_idx + before))
+        return terms.loss * (accumulate / min(accumulate, self.trainer.num_training_batches - batch_idx + microbatch))
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Measure a batch under hard flags."""
@@ -139,7 +140,7 @@ class GatedLM(L.LightningModule):
         """Return the learning rate of ``gates`` or ``lora`` at an optimiser step of the run.
 
         The regression warm start is one cycle for the gates (linear up over its first 30 %, cosine down) and 0 for the
-        adapters; then each group warms up linearly to its peak and stays, or falls along a cosine to 0.
+        adapters. Each group then warms up linearly to its peak, and keeps it or falls along a cosine to 0.
         """
         optim, warm = self.config.optim, self.config.warmup
         if step < warm.regress_steps:
@@ -165,7 +166,7 @@ class GatedLM(L.LightningModule):
         return {"gates": gates, "lora": [p for p in self.model.parameters() if p.requires_grad]}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the trained weights, and the metrics and the boundaries of the last validation."""
+        """Save only trained weights, with the metrics and the boundaries of the last validation."""
         names = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: value for name, value in state.items() if name in names}
@@ -176,11 +177,11 @@ class GatedLM(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Read the last validation, or raise a ``UserError`` if the checkpoint lacks trained weights of this run."""
         names = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-        odd = sorted(names ^ set(checkpoint["state_dict"]))
-        if odd:
+        mismatched = sorted(names ^ set(checkpoint["state_dict"]))
+        if mismatched:
             raise UserError(
-                f"The checkpoint does not fit this run: {len(odd)} tensors are missing or unknown, the first being "
-                f"{odd[0]}; resume with the same recipe."
+                f"The checkpoint does not fit this run: {len(mismatched)} tensors are missing or unknown, the first "
+                f"being {mismatched[0]}; resume with the same recipe."
             )
         self.load_validation(checkpoint)
 
@@ -191,7 +192,7 @@ class GatedLM(L.LightningModule):
         if self.gates is not None:
             self.gates.calibration = None if table is None else Calibration(**table)
 
-    def _forget(self, name: str) -> None:
+    def _remove_metric(self, name: str) -> None:
         """Remove a metric of training from the log; Lightning would repeat its last value until the epoch ends."""
         del self._sums[name]
         if self._trainer is not None and self.trainer._results is not None:

@@ -1,4 +1,4 @@
-"""What a run needs that a machine may lack, without network and before anything is loaded."""
+"""Memory and time that a run needs, computed without network and before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,48 +14,49 @@ from ag.model import base as models
 from ag.model import configurations
 from ag.training.memory_plan import GIB, TFLOPS, MemoryPlan, duration, plan, steps
 
-SMALL = 8  # times that the files of a model fit into the memory of a device whose size needs no plan
+SMALL = 8  # a model needs no plan if its files fit this often into the device's memory
 
 
 def check_memory(config: Config) -> str:
-    """Refuse a run whose base model alone exceeds the memory of a device, and warn of one whose steps may.
+    """Refuse a run whose base model alone exceeds the memory of a device; warn if its steps may exceed it.
 
     Returns:
-        A sentence with the memory and the time that the run takes; nothing where no plan is known here: the model is
-        small, or its configuration is on the hub alone.
+        A sentence with the run's memory and time; empty without a plan: the model is small, or only the hub has its
+        configuration.
 
     Raises:
-        UserError: with all that the run needs.
+        UserError: with the memory and time that the run needs.
     """
-    found, memory = _plan(config), _memory(config)
-    if found is None:
+    step_plan, memory = _plan(config), _memory(config)
+    if step_plan is None:
         return ""
-    told, has = _described(config, found), f"this device has {memory / GIB:.1f}"
-    if (weights := found.memory["base weights"]) > memory:
+    needs, device_memory = _describe(config, step_plan), f"this device has {memory / GIB:.1f}"
+    if (weights := step_plan.memory["base weights"]) > memory:
         smaller = "" if config.model.quantization == "nf4" else "model.quantization=nf4, "
         licence = models.licence(config.model.name)
         raise UserError(
-            f"model.name={config.model.name}: its weights take {weights / GIB:.1f} GiB, and {has}: expected a device "
-            f"with more, {smaller}trainer.strategy=fsdp2 on several GPUs, or a smaller model. {told}"
+            f"model.name={config.model.name}: its weights take {weights / GIB:.1f} GiB, and {device_memory}: expected "
+            f"a device with more, {smaller}trainer.strategy=fsdp2 on several GPUs, or a smaller model. {needs}"
             f"{f' Also, {licence}.' if licence else ''}"
         )
-    if found.total > memory and os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"ag.fit: warning: a step of full rows may exceed the memory: {has} GiB. {told}", file=sys.stderr)
-    return told
+    if step_plan.total > memory and os.environ.get("LOCAL_RANK", "0") == "0":
+        message = f"a step of full rows may exceed the memory: {device_memory} GiB. {needs}"
+        print(f"ag.fit: warning: {message}", file=sys.stderr)
+    return needs
 
 
-def _described(config: Config, found: MemoryPlan) -> str:
+def _describe(config: Config, step_plan: MemoryPlan) -> str:
     count, time = steps(config), ""
     if count is not None:
-        took = duration(count * found.flops / TFLOPS / 1e12)
-        time = f" and at most {took} on GPUs of {TFLOPS} x 10^12 operations a second"
+        run_time = duration(count * step_plan.flops / TFLOPS / 1e12)
+        time = f" and at most {run_time} on GPUs of {TFLOPS} x 10^12 operations a second"
     gpus = config.trainer.devices * config.trainer.num_nodes
-    where = "one device" if gpus == 1 else f"each of {gpus} devices"
-    return f"This run needs {found.total / GIB:.1f} GiB on {where}{time}; python -m ag.plan shows the parts."
+    devices = "one device" if gpus == 1 else f"each of {gpus} devices"
+    return f"This run needs {step_plan.total / GIB:.1f} GiB on {devices}{time}; python -m ag.plan shows the parts."
 
 
 def _plan(config: Config) -> MemoryPlan | None:
-    """Compute the plan of a run; None for one without, for small models, and where only the hub has the geometry."""
+    """Compute the plan of a run. None: the run replays, the model is small, or only the hub has its geometry."""
     name, folder = config.model.name, Path(config.model.name).expanduser()
     if config.loss.replay:
         return None

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from ag.plugins import part
 from ag.training.losses import token_kl, token_nll
 
-REGRESS = "regress"  # every step is one of the warm start: no backward through the model, so no objective
+REGRESS = "regress"  # every step belongs to the warm start: no backward through the model, no objective
 MEASURED = ("lm", REGRESS)  # validation measures the cross-entropy alone
 
 
 class Objective(ABC):
-    """A loss of each token that carries one, logged as ``NAME_loss``, a mean over samples.
+    """A loss of each token that carries loss, logged as ``NAME_loss``, a mean over samples.
 
     Attributes:
-        needs_teacher: whether it takes the hidden states of the model with open gates and without adapters.
+        needs_teacher: whether it needs the hidden states of the model with open gates and without adapters.
     """
 
     needs_teacher: ClassVar[bool] = False
@@ -33,13 +33,14 @@ class Objective(ABC):
 
         Args:
             model: the language model, for its head.
-            hidden: its final hidden states under the gates ``[B, T, d]``.
-            teacher: those of the model with open gates and without adapters; None unless ``needs_teacher``.
-            labels: ``[B, T]``, aligned with the input, -100 where there is no loss.
+            hidden: the model's final hidden states under the gates ``[B, T, d]``.
+            teacher: final hidden states with open gates and without adapters ``[B, T, d]``. None: ``needs_teacher`` is
+                False.
+            labels: ``[B, T]``, aligned with the input, -100 for tokens without loss.
             chunk: tokens whose logits exist at once.
 
         Returns:
-            The losses ``[N]``, float32, and the row ``[N]`` of each.
+            The losses ``[N]``, float32, and their rows ``[N]``.
         """
 
 
@@ -71,13 +72,13 @@ OBJECTIVES: dict[str, type[Objective]] = {"lm": NextToken, "kl": Distillation}
 
 
 def objective(name: str) -> Objective:
-    """Make the objective of a name, or raise a ``UserError``; that of ``regress`` is used in validation alone."""
-    made: Objective = NextToken() if name == REGRESS else part("ag.losses", "loss.objective", name, Objective)()
-    return made
+    """Make the objective of a name, or raise a ``UserError``; only validation uses the objective of ``regress``."""
+    chosen: Objective = NextToken() if name == REGRESS else part("ag.losses", "loss.objective", name, Objective)()
+    return chosen
 
 
 def loss_names(metrics: Iterable[str]) -> dict[str, str]:
     """Return the names of the losses among metrics for messages: ``train/lm_loss`` is the LM loss."""
     names = {"lm": "LM", "kl": "KL", REGRESS: "regression"}
-    found = (match for key in metrics if (match := re.fullmatch(r"train/(\w+)_loss", key)))
-    return {match[0]: f"{names.get(match[1], match[1])} loss" for match in found if match[1] != "eviction"}
+    matches = (match for key in metrics if (match := re.fullmatch(r"train/(\w+)_loss", key)))
+    return {match[0]: f"{names.get(match[1], match[1])} loss" for match in matches if match[1] != "eviction"}

@@ -1,8 +1,8 @@
-"""The loss of gates by replay: a context is read once, evicted under drawn shares, and only its response runs.
+"""The loss of gates by replay: a prompt is read once, evicted under sampled shares, and only its response runs.
 
-The model reads a context densely, as the engine does before it evicts. A step ranks the tokens of the context over all
-layers and heads by the gates' logits, keeps a share of them, and runs forward and backward over the response alone,
-whose queries attend to what is kept. The loss is the divergence from the response behind the whole context.
+The model reads a prompt densely, as the engine does before it evicts. A step ranks the prompt's tokens over all layers
+and heads by the gates' logits, keeps a share of them, and runs forward and backward over the response alone, whose
+queries attend to the kept tokens. The loss is the divergence from the response after the whole prompt.
 """
 
 from __future__ import annotations
@@ -30,124 +30,124 @@ from ag.gates.gate import AttentionGates
 from ag.model.geometry import shared_layers, sliding_windows
 from ag.model.hooks import AttentionCall, Interceptor, UnsupportedModelError, decoder_of, instrument
 from ag.training import losses
-from ag.training.gated_loss import Batch, GatedLoss, Measured, measured_values
+from ag.training.gated_loss import Batch, GatedLoss, LossTerms, loss_terms
+from ag.training.reconstruction_targets import ReconstructionTargets
 from ag.training.replay_attention import replay_attention
-from ag.training.rereading import Rereading
 from ag.training.validation import SAMPLES, Validation
 
-SHARES = 2  # drawn for each response, one from each half of the range
-VALIDATED = (0.5, 0.3, 0.2, 0.1)  # shares of a validation
+SHARES_PER_RESPONSE = 2  # one is sampled from each half of the range
+VALIDATION_SHARES = (0.5, 0.3, 0.2, 0.1)  # a validation measures at each of them
 SOFTNESS = 0.3  # width of the flags' slope, in standard deviations of the logits
 
 
 @dataclass
-class Context:
-    """What is kept of a context of N tokens, by layer."""
+class CachedPrompt:
+    """Tensors of a prompt of N tokens, by layer. The fields' names are saved in files."""
 
     keys: dict[int, Tensor] = field(default_factory=dict)  # [Hkv, N, D], post-RoPE
     values: dict[int, Tensor] = field(default_factory=dict)  # [Hkv, N, D]
-    hidden: dict[int, Tensor] = field(default_factory=dict)  # [N, d], the states that the layer's gate reads
-    targets: dict[int, Tensor] = field(default_factory=dict)  # [Hkv, N], of a reread, where gates learn them
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # [N, d], the input of the layer's gate
+    targets: dict[int, Tensor] = field(default_factory=dict)  # [Hkv, N], of the reconstruction, if gates learn them
 
     @property
     def length(self) -> int:
-        """Tokens of the context."""
+        """Number of the prompt's tokens."""
         return next(iter(self.keys.values())).shape[1]
 
 
-class Reading(Interceptor):
-    """A dense pass over one context that keeps keys, values and what the gates read."""
+class PromptRecorder(Interceptor):
+    """A dense pass over one prompt that stores keys, values and the inputs of the gates."""
 
     def __init__(self, gates: AttentionGates) -> None:
         self.offset, self.gated = gates.config.layer_offset, set(gates.layer_indices)
-        self.context = Context()
+        self.cached_prompt = CachedPrompt()
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Keep the states ``[1, N, d]`` if the gate of some layer reads them."""
+        """Store the states ``[1, N, d]`` if a layer's gate reads them."""
         if layer + self.offset in self.gated:
-            self.context.hidden[layer + self.offset] = hidden[0].detach()
+            self.cached_prompt.hidden[layer + self.offset] = hidden[0].detach()
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Keep keys and values, and attend densely."""
-        self.keep(call)
+        """Store keys and values, and attend densely."""
+        self.store(call)
         return call.dense(None, False)
 
-    def keep(self, call: AttentionCall) -> None:
-        """Keep keys and values of a layer."""
+    def store(self, call: AttentionCall) -> None:
+        """Store keys and values of a layer."""
         if call.chunk is not None or not call.softmax.plain:
             raise UnsupportedModelError(
                 f"{type(call.module).__name__} attends in chunks, or caps its logits or has sink logits: expected a "
                 "model with plain attention for loss.replay; set loss.replay=false."
             )
-        self.context.keys[call.layer] = call.k[0].detach()
-        self.context.values[call.layer] = call.v[0].detach()
+        self.cached_prompt.keys[call.layer] = call.k[0].detach()
+        self.cached_prompt.values[call.layer] = call.v[0].detach()
 
 
-class ReadingTwice(Rereading):
-    """A dense pass over one context as :class:`Reading`, after which the model repeats it for the targets of gates."""
+class TargetRecorder(ReconstructionTargets):
+    """A dense pass like :class:`PromptRecorder`, after which the model repeats the prompt for the targets of gates."""
 
     def __init__(self, model: nn.Module, gates: AttentionGates, tokens: Tensor) -> None:
         super().__init__(model, gates, torch.ones_like(tokens[None]))
-        self._reading = Reading(gates)
+        self._recorder = PromptRecorder(gates)
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Keep the states; gates run on them later."""
-        self._reading.enter_layer(layer, hidden)
+        """Store the states; gates run on them later."""
+        self._recorder.enter_layer(layer, hidden)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Keep keys and values, and attend densely."""
-        self._reading.keep(call)
+        """Store keys and values, and attend densely."""
+        self._recorder.store(call)
         return super().attend(call)
 
     @property
-    def context(self) -> Context:
-        """The context, with targets."""
-        return replace(self._reading.context, targets={layer: x[0] for layer, x in self.targets.items()})
+    def cached_prompt(self) -> CachedPrompt:
+        """The prompt, with targets."""
+        return replace(self._recorder.cached_prompt, targets={layer: x[0] for layer, x in self.targets.items()})
 
 
-class Reply(Interceptor):
-    """A pass over the response to a context of which flags say what is kept.
+class ResponsePass(Interceptor):
+    """A pass over a response. It attends to the prompt tokens that ``keep`` marks.
 
     Args:
-        context: the context of N tokens.
-        keep: flags ``[S, Hkv, N]`` by layer, S of the batch of the pass; a layer without flags keeps everything.
+        prompt: the prompt of N tokens.
+        keep: flags ``[S, Hkv, N]`` by layer, S being the batch of the pass; a layer without flags keeps all tokens.
     """
 
-    def __init__(self, context: Context, keep: Mapping[int, Tensor]) -> None:
-        self.context, self.keep = context, keep
+    def __init__(self, prompt: CachedPrompt, keep: Mapping[int, Tensor]) -> None:
+        self.prompt, self.keep = prompt, keep
 
-    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Yield one pass, whose positions count from the end of the context."""
+    def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Yield one pass, whose positions continue those of the prompt."""
         yield None, self.positions
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Count the positions of the response."""
-        start = self.context.length
+        start = self.prompt.length
         self.positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
         self.text_lengths = torch.full(tokens.shape[:1], start)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend to what is kept of the context, and to the response."""
-        keys, values = self.context.keys[call.layer], self.context.values[call.layer]
+        """Attend to the kept tokens of the prompt, and to the response."""
+        keys, values = self.prompt.keys[call.layer], self.prompt.values[call.layer]
         keep = self.keep.get(call.layer)
         return replay_attention(call.q, call.k, call.v, keys, values, keep, call.scaling, call.window)
 
 
-class Contexts:
-    """Contexts that a model has read, kept in a folder.
+class PromptStore:
+    """Prompts that a model has read, stored in a folder.
 
-    A file is named by a hash of the model's configuration and weights, of the layers whose states it holds, of the
-    type of autocast, and of the tokens, so that several runs and ranks may share a folder.
+    A file's name is a hash of the model's configuration and weights, the layers whose states it holds, autocast's dtype
+    and the tokens. Several runs and ranks may therefore share a folder.
 
     Args:
         model: the model.
         gates: its gates.
-        folder: the folder; None means one that is deleted with this object.
-        twice: read each context a second time, for the targets of gates.
+        folder: the folder. None: a temporary one, which is deleted with this object.
+        with_targets: let the model repeat each prompt, for the targets of gates.
     """
 
-    def __init__(self, model: nn.Module, gates: AttentionGates, folder: str | None, twice: bool = False) -> None:
-        self.model, self.gates, self.twice = model, gates, twice
+    def __init__(self, model: nn.Module, gates: AttentionGates, folder: str | None, with_targets: bool = False) -> None:
+        self.model, self.gates, self.with_targets = model, gates, with_targets
         self._temporary = tempfile.TemporaryDirectory(prefix="ag-contexts-") if folder is None else None
         self.folder = Path(folder or self._temporary.name)  # type: ignore[union-attr]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -159,13 +159,13 @@ class Contexts:
             )
         sums = [f"{name}={float(x.detach().sum(dtype=torch.float64))}" for name, x in decoder.named_parameters()]
         layers = [gates.config.layer_offset, *gates.layer_indices]
-        about = decoder.config.to_json_string(), sums, layers, next(model.parameters()).dtype
-        self._identity = hashlib.sha256(str(about).encode())
-        if twice:  # sinks are not repeated
+        identity = decoder.config.to_json_string(), sums, layers, next(model.parameters()).dtype
+        self._identity = hashlib.sha256(str(identity).encode())
+        if with_targets:  # sinks have no target; the text below is part of saved file names
             self._identity.update(f"reread behind {gates.config.sink_tokens}".encode())
 
-    def read(self, tokens: Tensor) -> Context:
-        """Return the context of tokens ``[N]``, which the model reads unless the folder has it."""
+    def read(self, tokens: Tensor) -> CachedPrompt:
+        """Return the prompt of tokens ``[N]`` from the folder; the model reads it if it is not there."""
         digest, device = self._identity.copy(), tokens.device.type
         mixed = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         digest.update(str(mixed).encode() + tokens.cpu().numpy().tobytes())
@@ -174,18 +174,18 @@ class Contexts:
             parts = load_file(path, device=str(tokens.device))
         except (OSError, SafetensorError):
             return self._write(path, tokens)
-        context = Context()
+        prompt = CachedPrompt()
         for key in sorted(parts, key=lambda key: int(key.partition(".")[2])):  # layers in order, as they are read
             name, _, layer = key.partition(".")
-            getattr(context, name)[int(layer)] = parts[key]
-        return context
+            getattr(prompt, name)[int(layer)] = parts[key]
+        return prompt
 
     @torch.no_grad()
-    def _write(self, path: Path, tokens: Tensor) -> Context:
-        reading = ReadingTwice(self.model, self.gates, tokens) if self.twice else Reading(self.gates)
-        decoder_of(self.model)(input_ids=tokens[None], use_cache=False, gating=reading)
-        context = reading.context
-        parts = {f"{name}.{layer}": x for name, by in vars(context).items() for layer, x in by.items()}
+    def _write(self, path: Path, tokens: Tensor) -> CachedPrompt:
+        recorder = TargetRecorder(self.model, self.gates, tokens) if self.with_targets else PromptRecorder(self.gates)
+        decoder_of(self.model)(input_ids=tokens[None], use_cache=False, gating=recorder)
+        prompt = recorder.cached_prompt
+        parts = {f"{name}.{layer}": x for name, layers in vars(prompt).items() for layer, x in layers.items()}
         try:
             with replacing(path) as partial:
                 save_file({key: x.contiguous() for key, x in parts.items()}, partial)
@@ -194,32 +194,33 @@ class Contexts:
                 f"loss.contexts={self.folder}: a context of {tokens.numel()} tokens cannot be written ({error}): name "
                 "a folder with room and permission, or use fewer or shorter contexts."
             ) from error
-        return context
+        return prompt
 
 
 def in_window(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which tokens of a context the next query sees, bool ``[N]``: the newest ``window`` - 1, or all."""
+    """Return which prompt tokens the next query sees, bool ``[N]``: the newest ``window`` - 1. None: no window."""
     token_index = torch.arange(length, device=device)
     if window is None:
         return torch.ones_like(token_index, dtype=torch.bool)
     return ~retention.expired_mask(token_index[None, None], torch.tensor([length], device=device), window)[0, 0]
 
 
-def ranked_flags(logits: Tensor, share: float, gates: AttentionGates, window: int | None = None) -> Tensor:
-    """Return the flags of the tokens that ``gates@global`` keeps of a context at its end, with a slope.
+def topk_flags(logits: Tensor, share: float, gates: AttentionGates, window: int | None = None) -> Tensor:
+    """Return the flags of the tokens that ``gates@global`` keeps at a prompt's end, with a gradient.
 
-    Sinks and recents stay as the engine protects them; of the rest the highest logits of all gated layers and heads, of
-    equal ones the first. The gradient is the straight-through one of a sigmoid around the boundary, which moves with
-    the logits next to it, as the number of kept tokens is fixed: raising all logits by the same number changes nothing.
+    Sinks and recents are protected as in the engine. Further tokens are kept by the highest logits over all gated
+    layers and heads; of two equal logits the first is kept. The gradient is the straight-through one of a sigmoid
+    around the boundary. The number of kept tokens is fixed: the boundary moves with the logits next to it, and adding
+    one number to all logits changes nothing.
 
     Args:
         logits: gate logits ``[L, Hkv, N]`` of the gated layers.
         share: share of the tokens to keep, in (0, 1].
-        gates: the gates, for what they protect.
-        window: sliding window of the gated layers, in tokens; None means that they have none.
+        gates: the gates; their sinks and recents are protected.
+        window: sliding window of the gated layers, in tokens. None: no window.
 
     Returns:
-        ``[L, Hkv, N]``, each 0 or 1; 0 where a token has left the window.
+        ``[L, Hkv, N]``, each 0 or 1; 0 for a token that has left the window.
     """
     ranked, token_index = policy("gates", share).trained_with(gates), torch.arange(logits.shape[-1])[None, None]
     assert ranked.scorer is not None
@@ -240,17 +241,17 @@ def ranked_flags(logits: Tensor, share: float, gates: AttentionGates, window: in
         boundary, spread = competing_logits.topk(num_kept + 1).values[-2:].mean(), competing_logits.std()
         width = SOFTNESS * spread.where(spread > 0, 1.0)
         slope = torch.sigmoid((logits - boundary) / width)
-        near = slope * (1 - slope) * competing
-    mean_near_boundary = (near * logits).sum() / near.sum()
+        slope_weights = slope * (1 - slope) * competing
+    mean_near_boundary = (slope_weights * logits).sum() / slope_weights.sum()
     shift = mean_near_boundary - mean_near_boundary.detach()
     soft = torch.sigmoid((logits - boundary - shift) / width)
     return torch.where(competing, flags + (soft - soft.detach()), flags)
 
 
 class ReplayLoss(GatedLoss):
-    """Compute the divergence of responses under two drawn shares, each times the square of its share.
+    """Compute the divergence of responses under two sampled shares, each times the square of its share.
 
-    At half the share the divergence is about four times as large, so that each share counts about the same.
+    At half the share the divergence is about four times as large; with the square all shares count about equally.
 
     Args:
         config: ``loss`` and ``warmup`` are read.
@@ -262,144 +263,147 @@ class ReplayLoss(GatedLoss):
         super().__init__(config, model, gates)
         assert gates is not None
         gates.check_flags()
-        self.contexts = Contexts(model, gates, config.loss.contexts, twice=config.warmup.regress_steps > 0)
-        #: Sliding window of the gated layers, which is one; None means that they have none.
+        self.prompt_store = PromptStore(
+            model, gates, config.loss.contexts, with_targets=config.warmup.regress_steps > 0
+        )
+        #: The one sliding window of the gated layers. None: they have no window.
         self.window = sliding_windows(decoder_of(model).config)[gates.layer_indices[0]]
 
-    def _regression(self, batch: Batch) -> Measured:
-        """Regress the gates on KVzip's scores of whole contexts, each of which the model reads and repeats once."""
+    def _regression(self, batch: Batch) -> LossTerms:
+        """Regress the gates on KVzip's scores of whole prompts; the model reads and repeats each prompt once."""
         assert self.gates is not None
         warm, lengths = self.config.warmup, batch["prompt_length"]
-        contexts = [self.parts_of(batch, row)[0] for row in range(len(lengths))]
+        prompts = [self.split_row(batch, row)[0] for row in range(len(lengths))]
         mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
         gating = self.gating({"attention_mask": mask, "prompt_length": lengths}, open=True)
-        logits = _padded([self.logits_of(context) for context in contexts])
-        targets = _padded([torch.stack([x.targets[layer] for layer in x.hidden]) for x in contexts])
-        gating.logits = dict(zip(contexts[0].hidden, logits, strict=True))
-        repeated = gating.counted() & ~self.sinks(gating)
+        logits = _pad([self.gate_logits(prompt) for prompt in prompts])
+        targets = _pad([torch.stack([x.targets[layer] for layer in x.hidden]) for x in prompts])
+        gating.logits = dict(zip(prompts[0].hidden, logits, strict=True))
+        repeated = gating.counted() & ~self.unevictable(gating)
         loss = losses.regression(self.gates, logits, targets, repeated, warm.keep, warm.scale)
         means = losses.gate_means(self.gates, gating)
-        return measured_values(loss, {"regress_loss": loss}, *self._of_gates(gating, means))
+        return loss_terms(loss, {"regress_loss": loss}, *self._gate_measurements(gating, means))
 
-    def _objective(self, batch: Batch, step: int) -> Measured:
+    def _objective(self, batch: Batch, step: int) -> LossTerms:
         low, high = self.config.loss.share_low, self.config.loss.share_high
         labels = batch["labels"].scatter(1, batch["prompt_length"][:, None], -100)  # a first token precedes eviction
-        drawn = losses.sampled(labels, self.config.loss.sampled_tokens)
-        batch, rows = batch | {"labels": drawn}, losses.response_positions(drawn)[0]
-        places = (torch.arange(SHARES) + torch.rand(SHARES)) / SHARES
-        shares = (low * (high / low) ** places).tolist()
-        found = [self.replay(batch, row, shares) for row in range(len(batch["labels"]))]
+        sampled_labels = losses.sample_labels(labels, self.config.loss.sampled_tokens)
+        batch, rows = batch | {"labels": sampled_labels}, losses.response_positions(sampled_labels)[0]
+        exponents = (torch.arange(SHARES_PER_RESPONSE) + torch.rand(SHARES_PER_RESPONSE)) / SHARES_PER_RESPONSE
+        shares = (low * (high / low) ** exponents).tolist()
+        replays = [self.replay_row(batch, row, shares) for row in range(len(batch["labels"]))]
         weights = torch.tensor(shares, device=labels.device).square()
-        values = torch.cat([(one.values * weights[:, None]).mean(0) for one in found])
-        loss = losses.sample_mean(values, rows, labels)
-        evicted = torch.stack([1 - one.kept for one in found]).mean(0)
-        measured = {
+        token_kl = torch.cat([(replay.token_kl * weights[:, None]).mean(0) for replay in replays])
+        loss = losses.sample_mean(token_kl, rows, labels)
+        evicted = torch.stack([1 - replay.kept for replay in replays]).mean(0)
+        values = {
             "kl_loss": loss,
             "evicted": self.over_all_layers(losses.global_sum(evicted.mean()) / losses.world_size()),
         }
-        return measured_values(loss, measured, evicted=evicted)
+        return loss_terms(loss, values, evicted=evicted)
 
-    def replay(self, batch: Batch, row: int, shares: Sequence[float]) -> Replayed:
-        """Run the response of a row of a batch under several shares of its context."""
+    def replay_row(self, batch: Batch, row: int, shares: Sequence[float]) -> ReplayResult:
+        """Run the response of a row of a batch under several kept shares of its prompt."""
         assert self.gates is not None
-        context, tokens, labels = self.parts_of(batch, row)
-        logits = self.logits_of(context)
-        flags = torch.stack([self.flags_of(logits, share) for share in shares])
+        prompt, tokens, labels = self.split_row(batch, row)
+        logits = self.gate_logits(prompt)
+        flags = torch.stack([self.keep_flags(logits, share) for share in shares])
         tokens, labels = (x.expand(len(shares), -1) for x in (tokens, labels))
-        hidden = self.hidden_of(
-            context, tokens, Reply(context, dict(zip(context.hidden, flags.unbind(1), strict=True)))
-        )
+        evicted_pass = ResponsePass(prompt, dict(zip(prompt.hidden, flags.unbind(1), strict=True)))
+        hidden = self.response_hidden(prompt, tokens, evicted_pass)
         with torch.no_grad():
-            teacher = self.hidden_of(context, tokens[:1], Reply(context, {})).expand_as(hidden)
-        values, _ = self.tokens({"labels": labels}, hidden, teacher)
-        by_layer = dict(zip(context.hidden, logits, strict=True))
-        return Replayed(values.view(len(shares), -1), flags.detach().mean((0, 2, 3)), hidden, labels, by_layer)
+            teacher = self.response_hidden(prompt, tokens[:1], ResponsePass(prompt, {})).expand_as(hidden)
+        token_kl, _ = self.token_losses({"labels": labels}, hidden, teacher)
+        by_layer = dict(zip(prompt.hidden, logits, strict=True))
+        return ReplayResult(token_kl.view(len(shares), -1), flags.detach().mean((0, 2, 3)), hidden, labels, by_layer)
 
-    def parts_of(self, batch: Batch, row: int) -> tuple[Context, Tensor, Tensor]:
-        """Return the context of a row of a batch, and its response: token ids and labels ``[1, R]``."""
+    def split_row(self, batch: Batch, row: int) -> tuple[CachedPrompt, Tensor, Tensor]:
+        """Return the prompt of a row of a batch, and its response: token ids and labels ``[1, R]``."""
         prompt, length = int(batch["prompt_length"][row]), int(batch["attention_mask"][row].sum())
         tokens, labels = (batch[name][row, None, prompt:length] for name in ("input_ids", "labels"))
-        return self.contexts.read(batch["input_ids"][row, :prompt]), tokens, labels
+        return self.prompt_store.read(batch["input_ids"][row, :prompt]), tokens, labels
 
-    def logits_of(self, context: Context) -> Tensor:
-        """Return the gate logits ``[L, Hkv, N]`` of a context, of the gated layers in order."""
+    def gate_logits(self, prompt: CachedPrompt) -> Tensor:
+        """Return the gate logits ``[L, Hkv, N]`` of a prompt, of the gated layers in order."""
         assert self.gates is not None
-        return torch.stack([self.gates.layers[str(layer)](x[None])[0] for layer, x in context.hidden.items()])
+        return torch.stack([self.gates.layers[str(layer)](x[None])[0] for layer, x in prompt.hidden.items()])
 
-    def flags_of(self, logits: Tensor, share: float) -> Tensor:
-        """Return the flags ``[L, Hkv, N]`` of a context under a share; see :func:`ranked_flags`."""
+    def keep_flags(self, logits: Tensor, share: float) -> Tensor:
+        """Return the flags ``[L, Hkv, N]`` of a prompt under a share; see :func:`topk_flags`."""
         assert self.gates is not None
-        return ranked_flags(logits, share, self.gates, self.window)
+        return topk_flags(logits, share, self.gates, self.window)
 
-    def hidden_of(self, context: Context, tokens: Tensor, reply: Reply) -> Tensor:
-        """Return the final hidden states ``[S, R, d]`` of a response ``[S, R]`` behind what is kept of a context."""
-        output = decoder_of(self.model)(input_ids=tokens, use_cache=False, gating=reply)
+    def response_hidden(self, prompt: CachedPrompt, tokens: Tensor, response_pass: ResponsePass) -> Tensor:
+        """Return the final hidden states ``[S, R, d]`` of a response ``[S, R]`` after the kept tokens of a prompt."""
+        output = decoder_of(self.model)(input_ids=tokens, use_cache=False, gating=response_pass)
         states: Tensor = output.last_hidden_state
         return states
 
 
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    """Return ``[L, B, Hkv, T]`` from rows ``[L, Hkv, N]`` of several lengths, with zeros behind the shorter ones."""
+def _pad(rows: Sequence[Tensor]) -> Tensor:
+    """Stack rows ``[L, Hkv, N]`` of several lengths as ``[L, B, Hkv, T]``; zeros fill shorter rows at the end."""
     longest = max(row.shape[-1] for row in rows)
     return torch.stack([F.pad(row, (0, longest - row.shape[-1])) for row in rows], 1)
 
 
-class Replayed(NamedTuple):
-    """A response under S shares of its context."""
+class ReplayResult(NamedTuple):
+    """A response under S kept shares of its prompt."""
 
-    values: Tensor  # [S, N], the divergence of each token with loss, but for the first, which precedes eviction
-    kept: Tensor  # [L], the share of the gated layers' tokens that is kept, the mean over the shares
+    token_kl: Tensor  # [S, N], divergence of each token with loss, without the first, which precedes eviction
+    kept: Tensor  # [L], kept share of the gated layers' tokens, the mean over S
     hidden: Tensor  # [S, R, d]
     labels: Tensor  # [S, R]
-    logits: Mapping[int, Tensor]  # [Hkv, N], of the context, by gated layer
+    logits: Mapping[int, Tensor]  # [Hkv, N] of the prompt, by gated layer
 
     @property
     def divergence(self) -> Tensor:
         """The divergence of the response under each share ``[S]``, in nats per token; 0 without tokens."""
-        return self.values.sum(1) / max(self.values.shape[1], 1)
+        return self.token_kl.sum(1) / max(self.token_kl.shape[1], 1)
 
 
 class ReplayValidation(Validation):
-    """The metrics of validation by replay: means over the shares ``VALIDATED``, and the divergence at each.
+    """The metrics of validation by replay: means over ``VALIDATION_SHARES``, and the divergence at each.
 
     Args:
-        gated_loss: how training measures a batch.
+        gated_loss: measures a batch as training does.
     """
 
     gated_loss: ReplayLoss
 
     def __init__(self, gated_loss: ReplayLoss) -> None:
         super().__init__(gated_loss)
-        for place in range(len(VALIDATED)):
-            self.add_module(f"at_{place}", MeanMetric())
+        for index in range(len(VALIDATION_SHARES)):
+            self.add_module(f"at_{index}", MeanMetric())
 
     @torch.no_grad()
     def update(self, batch: Batch, keep_samples: bool = False) -> None:
-        """Measure a batch, and with ``keep_samples`` keep the flags of its first contexts for pictures."""
-        of = self.gated_loss
+        """Measure a batch, and with ``keep_samples`` keep the flags of its first prompts for pictures."""
+        gated_loss = self.gated_loss
         for row in range(len(batch["labels"])):
-            wrong = "choice" in batch and bool(batch["choice"][row] != batch["target"][row])
-            behind = batch["labels"][row, int(batch["prompt_length"][row]) + 1 :]
-            if wrong or not bool((behind != -100).any()):
-                continue  # a choice that is not the answer, a filler row, or one token, which precedes eviction
-            found = of.replay(batch, row, VALIDATED)
-            nll, _ = losses.token_nll(of.model, found.hidden, found.labels, self.loss.chunk_tokens)
+            is_wrong_choice = "choice" in batch and bool(batch["choice"][row] != batch["target"][row])
+            response_labels = batch["labels"][row, int(batch["prompt_length"][row]) + 1 :]
+            if is_wrong_choice or not bool((response_labels != -100).any()):
+                continue  # a wrong choice, a filler row, or a response of one token, which precedes eviction
+            result = gated_loss.replay_row(batch, row, VALIDATION_SHARES)
+            nll, _ = losses.token_nll(gated_loss.model, result.hidden, result.labels, self.loss.chunk_tokens)
             self.nll.update(nll)
             self.lm_loss.update(nll.mean())
-            weights = torch.tensor(VALIDATED, device=found.divergence.device).square()
-            self.objective_mean.update((found.divergence * weights).mean())
-            for metric, value in zip(self._at(), found.divergence, strict=True):
+            weights = torch.tensor(VALIDATION_SHARES, device=result.divergence.device).square()
+            self.objective_mean.update((result.divergence * weights).mean())
+            for metric, value in zip(self._kl_metrics(), result.divergence, strict=True):
                 metric.update(value)
-            ids = batch["input_ids"][row, None, : next(iter(found.logits.values())).shape[-1]]
-            context = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros_like(ids)}
-            gating = of.gating(context | {"prompt_length": torch.tensor([ids.shape[1]], device=ids.device)}, open=True)
-            gating.logits = {layer: x[None] for layer, x in found.logits.items()}
-            self._measure_gates(context, gating, gating, keep_samples and len(self.sample_flags) < SAMPLES)
+            ids = batch["input_ids"][row, None, : next(iter(result.logits.values())).shape[-1]]
+            prompt_batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros_like(ids)}
+            prompt_batch["prompt_length"] = torch.tensor([ids.shape[1]], device=ids.device)
+            gating = gated_loss.gating(prompt_batch, open=True)
+            gating.logits = {layer: x[None] for layer, x in result.logits.items()}
+            self._measure_gates(prompt_batch, gating, gating, keep_samples and len(self.sample_flags) < SAMPLES)
 
     def compute(self) -> dict[str, Tensor]:
         """Return the measurements by name, and set the calibration of the gates."""
         values = super().compute()
-        return values | {f"kl_at_{share:g}": x.compute() for share, x in zip(VALIDATED, self._at(), strict=True)}
+        metrics = zip(VALIDATION_SHARES, self._kl_metrics(), strict=True)
+        return values | {f"kl_at_{share:g}": metric.compute() for share, metric in metrics}
 
-    def _at(self) -> list[MeanMetric]:
-        return [cast("MeanMetric", getattr(self, f"at_{place}")) for place in range(len(VALIDATED))]
+    def _kl_metrics(self) -> list[MeanMetric]:
+        return [cast("MeanMetric", getattr(self, f"at_{index}")) for index in range(len(VALIDATION_SHARES))]

@@ -1,4 +1,4 @@
-"""FSDP2: divide the layers of the base model and all trained weights over the GPUs.
+"""FSDP2: shard the layers of the base model and all trained weights over the GPUs.
 
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv 2304.11277.
 """
@@ -21,7 +21,7 @@ from ag.model.hooks import decoder_of
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Lightning's FSDP2 strategy with checkpoints of one file with the trained weights, as in other runs.
+    """Lightning's FSDP2 strategy, but a checkpoint is one file with the trained weights, as without FSDP2.
 
     Args:
         world_size: GPUs of all machines.
@@ -33,19 +33,19 @@ class ShardedStrategy(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the trained weights, gathered on every rank; Lightning would gather the frozen base as well."""
         assert self.model is not None
-        return {name: whole(p.detach()).cpu() for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: gather_tensor(p.detach()).cpu() for name, p in self.model.named_parameters() if p.requires_grad}
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint into the shards, and return the weights too, whose names the module checks."""
+        """Read a checkpoint into the shards, and also return the weights, because the module checks their names."""
         state = torch.load(checkpoint_path, mmap=True, map_location="cpu", weights_only=True)["state_dict"]
-        rest: Mapping[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        return {**rest, "state_dict": state}
+        checkpoint: Mapping[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        return {**checkpoint, "state_dict": state}
 
 
 def shard(model: nn.Module, gates: AttentionGates | None, mesh: DeviceMesh) -> None:
     """Divide each decoder layer and each gate over the ranks of a mesh; a second call does nothing.
 
-    Embeddings, final norm and head stay whole: they are frozen, may be tied, and are small beside the layers.
+    Embeddings, final norm and head are not divided: they are frozen, may be tied, and are small beside the layers.
     """
     decoder = decoder_of(model)
     if any(isinstance(parameter, DTensor) for parameter in decoder.parameters()):
@@ -63,9 +63,9 @@ def gather(module: nn.Module) -> None:
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if isinstance(parameter, DTensor) and parameter.requires_grad:
-                part._parameters[name] = nn.Parameter(whole(parameter.detach()).cpu(), parameter.requires_grad)
+                part._parameters[name] = nn.Parameter(gather_tensor(parameter.detach()).cpu(), parameter.requires_grad)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor, gathered from all ranks where it is divided."""
+def gather_tensor(tensor: Tensor) -> Tensor:
+    """Return a whole tensor: a sharded one is gathered from all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -22,7 +22,7 @@ class Validation(nn.Module):
     """The metrics of a model with gates.
 
     Args:
-        gated_loss: how training measures a batch.
+        gated_loss: measures a batch as training does.
     """
 
     def __init__(self, gated_loss: GatedLoss) -> None:
@@ -38,17 +38,17 @@ class Validation(nn.Module):
             self.logit_counts = LogitCounts()
         #: Share of evicted tokens by gated layer and KV head ``[L, Hkv]``, set by :meth:`compute`.
         self.evicted: Tensor | None = None
-        #: Flags ``[L, Hkv, T]`` (True: kept) and token ids ``[T]`` of the first prompts.
+        #: Flags ``[L, Hkv, T]`` (True: kept) and token ids ``[T]`` of the first prompts, for pictures.
         self.sample_flags: list[tuple[Tensor, Tensor]] = []
 
     def update(self, batch: Batch, keep_samples: bool = False) -> None:
         """Measure a batch, and with ``keep_samples`` keep the flags of its first prompts for pictures."""
-        of = self.gated_loss
-        gating = None if of.gates is None else of.gating(batch, hard=True)
-        dense = of.gating(batch, open=True) if self.loss.draws_share else None
-        teacher = None if dense is None and not of.objective.needs_teacher else of.teacher(batch, dense)
-        hidden = of.hidden(batch, gating)
-        nll, rows = losses.token_nll(of.model, hidden, batch["labels"], self.loss.chunk_tokens)
+        gated_loss = self.gated_loss
+        gating = None if gated_loss.gates is None else gated_loss.gating(batch, hard=True)
+        dense = gated_loss.gating(batch, open=True) if self.loss.draws_share else None
+        teacher = None if dense is None and not gated_loss.objective.needs_teacher else gated_loss.teacher(batch, dense)
+        hidden = gated_loss.run_decoder(batch, gating)
+        nll, rows = losses.token_nll(gated_loss.model, hidden, batch["labels"], self.loss.chunk_tokens)
         right = torch.ones_like(rows, dtype=torch.bool)
         if "question" in batch:
             keys = ("question", "choice", "target")
@@ -56,15 +56,15 @@ class Validation(nn.Module):
             self.accuracy_norm.update(nll, rows, *(batch[key] for key in keys))
             right = ((batch["choice"] == batch["target"]) & (batch["question"] >= 0))[rows]
 
-        def samples(values: Tensor) -> Tensor:
-            means, there = losses.row_means(values[right], rows[right], len(batch["labels"]))
-            return means[there]
+        def sample_means(values: Tensor) -> Tensor:
+            means, has_tokens = losses.row_means(values[right], rows[right], len(batch["labels"]))
+            return means[has_tokens]
 
         if right.any():
             self.nll.update(nll[right])
-            self.lm_loss.update(samples(nll))
+            self.lm_loss.update(sample_means(nll))
         if self.loss.objective not in MEASURED:
-            self.objective_mean.update(samples(of.tokens(batch, hidden, teacher)[0]))
+            self.objective_mean.update(sample_means(gated_loss.token_losses(batch, hidden, teacher)[0]))
         if gating is not None:
             self._measure_gates(batch, gating, dense or gating, keep_samples)
 
@@ -74,7 +74,7 @@ class Validation(nn.Module):
         values: dict[str, Tensor] = {"lm_loss": loss, "perplexity": self.nll.compute().exp()}
         if self.loss.objective not in MEASURED:
             loss = values[f"{self.loss.objective}_loss"] = self.objective_mean.compute()
-        if self.accuracy.update_called:  # on every rank, also on one that had no question
+        if self.accuracy.update_called:  # on every rank, also on a rank without questions
             values["accuracy"] = self.accuracy.compute()
             values["accuracy_norm"] = self.accuracy_norm.compute()
         if self.gated_loss.gates is not None:
@@ -90,16 +90,16 @@ class Validation(nn.Module):
         return {name: value.float() for name, value in values.items()}
 
     def reset(self) -> None:
-        """Reset the metrics; ``evicted`` stays."""
+        """Reset the metrics, but not ``evicted``."""
         for metric in self.children():
             if isinstance(metric, Metric):
                 metric.reset()
 
-    def _measure_gates(self, batch: Batch, gating: Gating, ruled: Gating, keep_samples: bool) -> None:
+    def _measure_gates(self, batch: Batch, gating: Gating, calibrating: Gating, keep_samples: bool) -> None:
         """Count evicted tokens and gate means of a batch; keep flags for the pictures.
 
-        The logits of ``ruled`` are counted for the boundaries of shares: those of the pass under flags, or of the dense
-        pass where training draws shares.
+        The logits of ``calibrating`` are counted for the boundaries of shares: the pass under flags, or the dense pass
+        if training samples shares.
         """
         gates = self.gated_loss.gates
         assert gates is not None
@@ -112,7 +112,7 @@ class Validation(nn.Module):
         if len(probability):
             self.soft.update(probability)
             self.hard.update((probability > gates.config.threshold).float())
-        for logits in ruled.logits.values():
+        for logits in calibrating.logits.values():
             self.logit_counts.update(logits.mT[counted].flatten())
         if keep_samples:
             first = not_filler[:, 0] if "choice" not in batch else not_filler[:, 0] & (batch["choice"] == 0)

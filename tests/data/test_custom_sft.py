@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 import ag.data
 from ag.config import DataConfig
-from ag.data.custom_sft import recognise
+from ag.data.custom_sft import detect_form
 from ag.data.sources import DataError
 from ag.data.templates import is_own
 from ag.evaluate.tasks.responses import of_rows
@@ -71,7 +71,7 @@ def test_prompt_and_response_are_joined_as_they_are(module, tokenizer, eos, end)
     again = [{"prompt": "a", "completion": "the bridge</s>"}] * 2  # no second end
     made = module(again, eos=eos)
     assert answered(made, tokenizer) == [("a", "the bridge</s>")]
-    names(made.about, "prompt", "completion", "loss on completion")
+    names(made.description, "prompt", "completion", "loss on completion")
 
 
 def test_examples_of_the_page(module, make_config, tokenizer, tmp_path):
@@ -90,7 +90,7 @@ def test_examples_of_the_page(module, make_config, tokenizer, tmp_path):
     assert [(row.tokens.tolist(), row.prompt_length) for row in made.train_rows] == [
         (row.tokens.tolist(), row.prompt_length) for row in expected.train_rows
     ]
-    names(made.about, "text", "continuation", "data.kind=text", "data.packing=packed")
+    names(made.description, "text", "continuation", "data.kind=text", "data.packing=packed")
 
 
 @TEMPLATES
@@ -102,7 +102,7 @@ def test_chats_of_the_page(module, tokenizer, template):
         turns = [[[*turn.values()] for column in row.values() for turn in column] for row in rows[1:]]
         expected = [(rendered((SHAREGPT.get(who, who), what)), f"{answer}{end}") for [who, what], [_, answer] in turns]
         assert answered(made, tokenizer) == expected
-        names(made.about, *rows[0], "assistant", "marks" if template == MARKED else "rendering")
+        names(made.description, *rows[0], "assistant", "marks" if template == MARKED else "rendering")
     before = [("user", "q"), ("assistant", "an earlier answer"), ("user", "and then?")]
     asked = [("assistant", "yes"), ("user", "why?"), ("assistant", "it is high")]
     rows = [{"prompt": chat(*before), "completion": chat(*asked)}] * 2
@@ -220,7 +220,7 @@ def test_rows_that_do_not_fit(module, bos_tokenizer, messages):
     counts = made.counts.train
     assert (counts.read, counts.cut, counts.cut_tokens, counts.lost_tokens) == (2, 1, whole, whole - 30)
     lines, warned = made.report()
-    assert lines == [made.about, "training: 1 rows", "validation: 1 rows"]
+    assert lines == [made.description, "training: 1 rows", "validation: 1 rows"]
     left_out, lost = warned
     names(left_out, "left out: 1 of 2 training rows", "data.max_length=30")
     names(lost, f"1 of 2 training rows lost {100 * (whole - 30) / whole:.0f} % of their tokens", "data.max_length=30")
@@ -259,7 +259,7 @@ ALL = {"messages": [], "conversations": [], "prompt": "a", "response": "b", "com
 )
 def test_which_columns_count(make_config, lacking, keys, found):
     row = {name: value for name, value in ALL.items() if name not in lacking.split()}
-    form = recognise(row, make_config(**keys).data, "here")
+    form = detect_form(row, make_config(**keys).data, "here")
     assert form.columns == found and form.chat == isinstance(ALL[found[-1]], list)
 
 
@@ -270,7 +270,7 @@ def test_rows_that_are_not_recognised(make_config):
         ({"messages": []}, {"prompt_field": "q"}, "here messages q data.prompt_field=NAME data.messages_field=NAME"),
     ):
         with refuses(DataError, *parts.split()):
-            recognise(row, make_config(**keys).data, "here")
+            detect_form(row, make_config(**keys).data, "here")
 
 
 TURNS = chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))

@@ -60,7 +60,7 @@ def test_second_run_reads_what_the_first_one_made(build, corpus, tmp_path, monke
     real = text_module.tokenize
 
     def joint_only(tokenizer, texts):  # what stands between a passage and its copy
-        return real(tokenizer, texts) if texts == [text_module.AGAIN] else pytest.fail("tokenised again")
+        return real(tokenizer, texts) if texts == [text_module.REPEAT_PROMPT] else pytest.fail("tokenised again")
 
     monkeypatch.setattr(text_module, "tokenize", joint_only)
     again = build(**options)

@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from ag.data.sources import DataError, MissingSplitError, Source, called
+from ag.data.sources import DataError, MissingSplitError, Source, dataset_name
 from tests.support.refused import refuses
 
 ROWS = [{"prompt": f"Word {i}:", "response": f" the old bridge {i}"} for i in range(7)]
@@ -107,7 +107,7 @@ def test_what_messages_call_the_data(make_config, tmp_path, write):
     write(tmp_path / "corpus", "train", ROWS)
     told = [{"name": "a/b"}, {"root": str(tmp_path), "name": "corpus"}, {"root": str(tmp_path / "corpus")}]
     expected = ["a/b", f"corpus in {tmp_path}", str(tmp_path / "corpus")]
-    assert [called(make_config(**one).data) for one in told] == expected
+    assert [dataset_name(make_config(**one).data) for one in told] == expected
 
 
 @pytest.mark.parametrize(

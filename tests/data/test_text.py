@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 import ag.data
 from ag.data.rules import ROLES, RULES
 from ag.data.sources import DataError
-from ag.data.text import AGAIN
+from ag.data.text import REPEAT_PROMPT
 from tests.support.refused import names, refuses
 
 WORDS = """
@@ -155,7 +155,7 @@ REPEATED = {"packing": "repeated", "max_length": 170}
 def test_passages_are_repeated_word_for_word(make_config, corpus, bos_tokenizer):
     context = 165
     module = build(make_config, bos_tokenizer, corpus, context, **REPEATED)
-    again = plain(bos_tokenizer, AGAIN)
+    again = plain(bos_tokenizer, REPEAT_PROMPT)
     size = (min(170, context) - 1 - len(again)) // 2  # BOS comes once
     expected, first = [], []
     for text in DOCUMENTS:
@@ -180,7 +180,7 @@ def test_chunks_of_passages_are_repeated(make_config, corpus, bos_tokenizer, con
     """A chunk comes behind 8 tokens of the one before, or all of it; all come, and the batch says which it was."""
     settings = REPEATED | {"copy_max": copy}
     module = build(make_config, bos_tokenizer, corpus, context, **settings)
-    again = plain(bos_tokenizer, AGAIN)
+    again = plain(bos_tokenizer, REPEAT_PROMPT)
     size = min(170, context) - 1 - len(again) - 8 - copy
     passages = [
         (text, tokens[at : at + size])
@@ -209,7 +209,7 @@ def test_where_passages_are_repeated_as_a_whole(make_config, corpus, tokenizer):
     whole, module = (build(make_config, tokenizer, corpus, **REPEATED, copy_max=most) for most in (0, 100))
     assert [row.tokens.tolist() for row in module.train_rows] == [row.tokens.tolist() for row in whole.train_rows]
     assert all(row.copied is None for row in module.train_rows)
-    again = len(plain(tokenizer, AGAIN))
+    again = len(plain(tokenizer, REPEAT_PROMPT))
     with refuses(DataError, "data.packing=repeated", "63", "64", f"data.max_length of {128 + again}"):
         build(make_config, tokenizer, corpus, packing="repeated", max_length=127 + again)
     assert build(make_config, tokenizer, corpus, packing="repeated", max_length=128 + again).train_rows
@@ -266,7 +266,7 @@ def test_responses_continue_or_repeat_their_context_or_answer_a_question_about_i
     monkeypatch.setattr(tokenizer, "chat_template", chat)
     module = contexts(make_config, tokenizer, books, responses=kinds)
     before = tuple(f"[system] {role}" if chat else role for role in ROLES)
-    rows, again = [*module.train_rows], plain(tokenizer, AGAIN)
+    rows, again = [*module.train_rows], plain(tokenizer, REPEAT_PROMPT)
     assert rows and len(rows) % len(kinds) == 0 and {row.prompt_length for row in rows} == {512, 320}
     whole, systems, places = [plain(tokenizer, text) for text in LONG], set(), set()
     for at in range(0, len(rows), len(kinds)):
@@ -323,7 +323,7 @@ def test_responses_that_cannot_be_made_are_refused(make_config, books, tokenizer
         contexts(make_config, tokenizer, books, **setting)
 
 
-@pytest.mark.parametrize(("name", "most", "named"), [("FACTS", 20, "20 facts"), ("RULES_BEFORE", (9, 9), "a system")])
+@pytest.mark.parametrize(("name", "most", "named"), [("NUM_FACTS", 20, "20 facts"), ("NUM_RULES", (9, 9), "a system")])
 def test_a_context_without_room_for_what_is_asked_is_refused(
     make_config, books, tokenizer, monkeypatch, name, most, named
 ):

@@ -126,9 +126,9 @@ def test_logits_of_one_chunk_exist_at_once(tiny_llama):
 def test_of_sampled_labels_some_carry_loss():
     """Each as often as the others: a draw of 3 of 7 has a token with probability 3/7, within five deviations."""
     torch.manual_seed(0)
-    assert all(losses.sampled(LABELS, count) is LABELS for count in (0, 7, 8))
+    assert all(losses.sample_labels(LABELS, count) is LABELS for count in (0, 7, 8))
     draws = 600
-    carry = torch.stack([losses.sampled(LABELS, 3)[:, 1:] for _ in range(draws)])
+    carry = torch.stack([losses.sample_labels(LABELS, 3)[:, 1:] for _ in range(draws)])
     assert torch.equal(carry.where(carry != -100, LABELS[:, 1:]), LABELS[:, 1:].expand_as(carry))
     drawn = carry != -100
     assert set(drawn.sum((1, 2)).tolist()) == {3}

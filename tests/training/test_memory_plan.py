@@ -66,7 +66,7 @@ def saved_bytes(module):
         saved_tensors_hooks(note, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"),
     ):
-        states = module.gated_loss.hidden({"input_ids": ids, "attention_mask": mask}, gating)
+        states = module.gated_loss.run_decoder({"input_ids": ids, "attention_mask": mask}, gating)
         means = [] if gating is None else [logits.sigmoid().mean() for logits in gating.logits.values()]
     note(states)
     assert states.requires_grad and len(means) == (0 if gating is None else len(module.gates.layers))

@@ -16,7 +16,7 @@ from ag.data.module import Counts, DataModule
 from ag.errors import UserError
 from ag.model import base as models
 from ag.training.loggers import MetricsFile
-from ag.training.losses import sampled
+from ag.training.losses import sample_labels
 from ag.training.module import GatedLM
 from tests.support import by_hand
 from tests.support.bounds import PASSES, ROUNDINGS, hold, of_logits, of_nats
@@ -445,7 +445,7 @@ def test_the_loss_of_sampled_tokens(tiny_llama):
         state = torch.get_rng_state()
         found.append(float(module.training_step(data, place).detach()))
         torch.set_rng_state(state)
-        drawn = sampled(data["labels"], 3)[:, 1:] != -100
+        drawn = sample_labels(data["labels"], 3)[:, 1:] != -100
         losses, _ = measure(module, data)
         counts = [len(x) for x in losses]
         assert drawn.sum() == 3 < sum(counts)

@@ -10,9 +10,9 @@ from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
 from ag.training.losses import regression_loss, token_kl
 from ag.training.module import GatedLM
-from ag.training.replay import VALIDATED, Contexts, ReplayLoss, ranked_flags
+from ag.training.reconstruction_targets import ReconstructionTargets
+from ag.training.replay import VALIDATION_SHARES, PromptStore, ReplayLoss, topk_flags
 from ag.training.replay_attention import replay_attention
-from ag.training.rereading import Rereading
 from tests.support.bounds import hold
 from tests.support.gates_for import gates_for
 
@@ -101,7 +101,7 @@ def test_the_divergence_is_that_of_evicted_passes_of_the_engine(tiny_llama, gate
     module = replay(model, **gate)
     data = batch()
     ids, start = data["input_ids"], CONTEXT
-    found = module.gated_loss.replay(data, 0, [share])
+    result = module.gated_loss.replay_row(data, 0, [share])
 
     def states(evicted):
         cache = ag.EvictionCache(model, policy("gates" if evicted else "full", share if evicted else None))
@@ -111,13 +111,13 @@ def test_the_divergence_is_that_of_evicted_passes_of_the_engine(tiny_llama, gate
     ag.attach(model, module.gates)
     with torch.no_grad():
         whole, evicted = states(False), states(True)
-        hold(found.hidden, evicted, 1e-9)
+        hold(result.hidden, evicted, 1e-9)
         wanted = token_kl(model, evicted, whole, data["labels"][:, start:])[0].mean()
     assert float((evicted - whole).abs().max()) > 1e-3
     log = float(model.lm_head(whole).log_softmax(-1).abs().max() + model.lm_head(evicted).log_softmax(-1).abs().max())
-    hold(float(found.divergence), float(wanted), 4 * EPS32 * log)  # logits, sums and logarithms are in float32
+    hold(float(result.divergence), float(wanted), 4 * EPS32 * log)  # logits, sums and logarithms are in float32
     kept = int(share * CONTEXT) / CONTEXT
-    hold(float(found.kept.mean()), kept, 2**-20)
+    hold(float(result.kept.mean()), kept, 2**-20)
 
 
 def test_each_share_counts_by_its_square(tiny_llama):
@@ -126,7 +126,7 @@ def test_each_share_counts_by_its_square(tiny_llama):
     loss = module.gated_loss.train(data, 0).loss
     torch.manual_seed(3)
     low, high = (0.1 * 7 ** ((place + float(draw)) / 2) for place, draw in enumerate(torch.rand(2)))
-    each = [module.gated_loss.replay(data, row, [low, high]).divergence for row in range(2)]
+    each = [module.gated_loss.replay_row(data, row, [low, high]).divergence for row in range(2)]
     wanted = sum(low**2 * float(x[0]) + high**2 * float(x[1]) for x in each) / 4
     hold(float(loss), wanted, 8 * EPS32 * wanted)
 
@@ -156,10 +156,10 @@ def test_a_step_trains_gates_towards_what_responses_need(tiny_llama):
     optimiser = torch.optim.Adam(module.gates.parameters(), 0.02)
     data, divergences = batch(), []
     for _ in range(30):
-        found = module.gated_loss.replay(data, 0, [0.2])
-        divergences.append(float(found.divergence))
+        result = module.gated_loss.replay_row(data, 0, [0.2])
+        divergences.append(float(result.divergence))
         optimiser.zero_grad()
-        found.divergence.sum().backward()
+        result.divergence.sum().backward()
         optimiser.step()
     assert sum(divergences[-5:]) < 0.8 * sum(divergences[:5])
 
@@ -167,53 +167,56 @@ def test_a_step_trains_gates_towards_what_responses_need(tiny_llama):
 def test_flags_do_not_depend_on_the_level_of_the_logits(tiny_llama):
     gates = replay(tiny_llama()).gates
     logits = torch.randn(4, 2, CONTEXT, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    flags = ranked_flags(logits, 0.3, gates)
+    flags = topk_flags(logits, 0.3, gates)
     assert set(flags.detach().unique().tolist()) == {0.0, 1.0}
     (gradient,) = torch.autograd.grad((flags * torch.rand_like(flags)).sum(), logits)
     hold(float(gradient.sum()), 0.0, float(gradient.abs().sum()) * logits.numel() * EPS32)
-    assert torch.equal(ranked_flags(logits + 8, 0.3, gates).detach(), flags.detach())
+    assert torch.equal(topk_flags(logits + 8, 0.3, gates).detach(), flags.detach())
 
 
-def test_a_context_is_read_once(tiny_llama, tmp_path, monkeypatch):
+def test_a_prompt_is_read_once(tiny_llama, tmp_path, monkeypatch):
     module, data = replay(tiny_llama(), str(tmp_path)), batch()
-    first = module.gated_loss.replay(data, 0, [0.4]).divergence
-    monkeypatch.setattr(Contexts, "_write", lambda *_: pytest.fail("the context was read again"))
-    other = replay(module.model, str(tmp_path)).gated_loss.replay(data, 0, [0.4]).divergence
+    first = module.gated_loss.replay_row(data, 0, [0.4]).divergence
+    monkeypatch.setattr(PromptStore, "_write", lambda *_: pytest.fail("the prompt was read again"))
+    other = replay(module.model, str(tmp_path)).gated_loss.replay_row(data, 0, [0.4]).divergence
     assert torch.equal(first, other)
 
 
-@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
-def test_a_context_from_the_folder_has_its_layers_in_order(tiny_llama, tmp_path, twice):
+@pytest.mark.parametrize("with_targets", [False, True])
+def test_a_prompt_from_the_folder_has_its_layers_in_order(tiny_llama, tmp_path, with_targets):
     module, tokens = replay(tiny_llama(num_hidden_layers=11), str(tmp_path)), batch()["input_ids"][0]
-    contexts = Contexts(module.model, module.gates, str(tmp_path), twice)
-    for found in (contexts.read(tokens), contexts.read(tokens)):
-        assert [list(part) for part in vars(found).values()] == (3 + twice) * [list(range(11))] + (not twice) * [[]]
+    store = PromptStore(module.model, module.gates, str(tmp_path), with_targets)
+    layers = list(range(11))
+    for prompt in (store.read(tokens), store.read(tokens)):
+        assert [list(x) for x in vars(prompt).values()] == [layers, layers, layers, layers if with_targets else []]
 
 
-def test_a_reread_context_is_the_same_with_the_targets_of_a_reread(tiny_llama, tmp_path):
+def test_targets_leave_the_cached_prompt_unchanged(tiny_llama, tmp_path):
     module, data = replay(tiny_llama().double()), batch()
     model, gates, tokens = module.model, module.gates, data["input_ids"][0]
-    once, twice = (Contexts(model, gates, str(tmp_path), again).read(tokens) for again in (False, True))
+    plain, with_targets = (
+        PromptStore(model, gates, str(tmp_path), with_targets).read(tokens) for with_targets in (False, True)
+    )
     for name in ("keys", "values", "hidden"):
-        pairs = zip(getattr(once, name).values(), getattr(twice, name).values(), strict=True)
+        pairs = zip(getattr(plain, name).values(), getattr(with_targets, name).values(), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
-    observed = Rereading(model, gates, torch.ones_like(tokens)[None])
+    observed = ReconstructionTargets(model, gates, torch.ones_like(tokens)[None])
     with torch.no_grad():
         model(input_ids=tokens[None], gating=observed, use_cache=False)
-    assert all(torch.equal(twice.targets[layer], x[0]) for layer, x in observed.targets.items())
+    assert all(torch.equal(with_targets.targets[layer], x[0]) for layer, x in observed.targets.items())
     assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("scale", ["head", "global"])
-def test_regression_is_that_of_a_reread_of_each_context(tiny_llama, scale):
-    """Contexts of several lengths; with a gradient for every gate."""
+def test_regression_of_prompts_of_several_lengths_equals_that_of_rows(tiny_llama, scale):
+    """Every gate has a gradient."""
     module, data = replay(tiny_llama()), batch(2)
     module.config.warmup = WarmupConfig(regress_steps=1, target="reread", scale=scale)
     loss = ReplayLoss(module.config, module.model, module.gates)
     data["prompt_length"] = torch.tensor([CONTEXT, CONTEXT - 9])
     measured = loss.train(data, 0)
     mask = torch.arange(CONTEXT) < data["prompt_length"][:, None]
-    observed = Rereading(module.model, module.gates, mask)
+    observed = ReconstructionTargets(module.model, module.gates, mask)
     with torch.no_grad():
         module.model(input_ids=data["input_ids"][:, :CONTEXT], gating=observed, use_cache=False)
     wanted = regression_loss(module.gates, observed, 0.5, scale)
@@ -222,24 +225,24 @@ def test_regression_is_that_of_a_reread_of_each_context(tiny_llama, scale):
     assert all(bool(x.grad.any()) for x in module.gates.parameters())
 
 
-def test_a_context_of_autocast_is_another_one(tiny_llama, tmp_path):
-    contexts, tokens = replay(tiny_llama(), str(tmp_path)).gated_loss.contexts, batch()["input_ids"][0]
-    exact = contexts.read(tokens)
+def test_a_prompt_read_under_autocast_has_its_own_file(tiny_llama, tmp_path):
+    store, tokens = replay(tiny_llama(), str(tmp_path)).gated_loss.prompt_store, batch()["input_ids"][0]
+    exact = store.read(tokens)
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = contexts.read(tokens)
+        mixed = store.read(tokens)
     assert len(list(tmp_path.iterdir())) == 2 and not torch.equal(exact.hidden[1], mixed.hidden[1])
 
 
-def test_a_damaged_context_and_one_of_another_model_are_read_again(tiny_llama, tmp_path):
+def test_a_damaged_file_and_another_model_are_read_again(tiny_llama, tmp_path):
     model = tiny_llama()
     module, data = replay(model, str(tmp_path)), batch()
-    first = module.gated_loss.replay(data, 0, [0.4]).divergence
+    first = module.gated_loss.replay_row(data, 0, [0.4]).divergence
     [path] = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:100])
-    assert torch.equal(module.gated_loss.replay(data, 0, [0.4]).divergence, first)
+    assert torch.equal(module.gated_loss.replay_row(data, 0, [0.4]).divergence, first)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.add_(0.5)
-    replay(model, str(tmp_path)).gated_loss.replay(data, 0, [0.4])
+    replay(model, str(tmp_path)).gated_loss.replay_row(data, 0, [0.4])
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -247,15 +250,15 @@ def test_a_folder_that_cannot_be_written_is_named(tiny_llama, tmp_path, monkeypa
     module = replay(tiny_llama(), str(tmp_path))
     monkeypatch.setattr("ag.training.replay.save_file", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(UserError, match=r"loss\.contexts=.*no space left"):
-        module.gated_loss.replay(batch(), 0, [0.4])
+        module.gated_loss.replay_row(batch(), 0, [0.4])
 
 
 def test_validation_measures_each_share(tiny_llama):
     module, data = replay(tiny_llama()), batch(rows=2)
     module.validation.update(data, keep_samples=True)
     values = module.validation.compute()
-    each = [module.gated_loss.replay(data, row, VALIDATED).divergence for row in range(2)]
-    for place, share in enumerate(VALIDATED):
+    each = [module.gated_loss.replay_row(data, row, VALIDATION_SHARES).divergence for row in range(2)]
+    for place, share in enumerate(VALIDATION_SHARES):
         total = float(sum(x[place] for x in each))
         hold(float(values[f"kl_at_{share:g}"]), total / 2, EPS32 * total)
     assert module.gates.calibration is not None and len(module.sample_flags) == 2
@@ -268,15 +271,15 @@ def test_validation_measures_all_tokens_of_right_answers(tiny_llama):
     data["labels"][2, CONTEXT + 1 :] = -100  # its one token precedes eviction
     module.validation.update(data)
     values = module.validation.compute()
-    divergence = module.gated_loss.replay(data, 0, VALIDATED).divergence
-    found = torch.stack([values[f"kl_at_{share:g}"] for share in VALIDATED])
+    divergence = module.gated_loss.replay_row(data, 0, VALIDATION_SHARES).divergence
+    found = torch.stack([values[f"kl_at_{share:g}"] for share in VALIDATION_SHARES])
     hold(found, divergence.detach(), 2 * EPS32 * float(divergence.max()))
     assert bool(values["lm_loss"].isfinite())
 
 
-def test_a_context_is_read_again_for_another_configuration(tiny_llama, tmp_path):
+def test_a_prompt_is_read_again_for_another_configuration(tiny_llama, tmp_path):
     model, data = tiny_llama(), batch()
     for theta in (10_000.0, 500.0):
         model.config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
-        replay(model, str(tmp_path)).gated_loss.replay(data, 0, [0.4])
+        replay(model, str(tmp_path)).gated_loss.replay_row(data, 0, [0.4])
     assert len(list(tmp_path.iterdir())) == 2

@@ -1,4 +1,4 @@
-"""Targets of the warm start from a reread: the model repeats each row in chunks, as for the policy ``kvzip``."""
+"""Targets of the warm start by reconstruction: the model repeats each row in chunks, as for the policy ``kvzip``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ag.model.hooks import AttentionCall, decoder_of
 from ag.model.hybrid import States
 
 
-class Rereading(Observing):
+class ReconstructionTargets(Observing):
     """A dense forward pass that runs the gates, and records KVzip's scores as the targets of their regression.
 
-    Every chunk is repeated behind the whole row. ``targets`` holds, by gated layer, the log of the largest weight that
+    Every chunk is repeated after the whole row. ``targets`` holds, by gated layer, the log of the largest weight that
     a token of the repetition gives each key, in any query head of the group, ``[B, Hkv, T']`` float32; sinks have none.
     ``scores`` holds the scores of :class:`ag.engine.scorers.kvzip.KVzip`, ``[B, Hkv, N]`` by token index.
 
@@ -51,14 +51,14 @@ class Rereading(Observing):
         super().begin(decoder, attention_mask, tokens)
         self._cache.begin(decoder, None if self.valid is None else self.valid.long(), tokens)
 
-    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield one pass, and let the model repeat the rows after it."""
-        self._columns, _ = next(self._cache.passes(given))
-        yield None, given
-        self._take_scores()
+        self._columns, _ = next(self._cache.passes(position_ids))
+        yield None, position_ids
+        self._collect_scores()
 
     def record(self, call: AttentionCall, out: Tensor) -> None:
-        """Store keys and values for the reread."""
+        """Store keys and values for the repetition."""
         q, k, v, output = (self._left_aligned(x) for x in (call.q, call.k, call.v, out))
         self._cache.attend(Attended(**vars(call) | {"q": q, "k": k, "v": v}, output=output))
 
@@ -69,7 +69,7 @@ class Rereading(Observing):
         columns = self._columns.clamp_min(0).to(x.device)
         return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
 
-    def _take_scores(self) -> None:
+    def _collect_scores(self) -> None:
         """Let the model repeat the rows, and take the scores."""
         assert self._cache.reconstruction is not None
         self.scores = self._cache.reconstruction.measure(self._cache).scores

@@ -56,8 +56,7 @@ def test_flags_are_what_the_engine_keeps(request, case, share):
     cache = ag.EvictionCache(model, ag.policy("gates", share))
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        context = replay.contexts.read(ids[0])
-        flags = replay.flags_of(replay.logits_of(context), share)
+        flags = replay.keep_flags(replay.gate_logits(replay.prompt_store.read(ids[0])), share)
     assert len(flags) == len(gates.layer_indices)
     window = getattr(model.config, "sliding_window", None) if family == "tiny_mistral" else None
     total = 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ag
-from ag.training.rereading import Rereading
+from ag.training.reconstruction_targets import ReconstructionTargets
 from tests.engine.test_kvzip import in_float64
 from tests.support.batches import padded
 from tests.support.bounds import hold
@@ -18,15 +18,15 @@ def rows():
     return [torch.randint(12, 128, (length,), generator=generator) for length in LENGTHS]
 
 
-def observed(model, gates, batch):
-    """Show a batch to gates and reread it."""
-    seen = Rereading(model, gates, batch["attention_mask"])
+def reconstruction_targets(model, gates, batch):
+    """Run the gates on a batch, and let the model repeat it."""
+    targets = ReconstructionTargets(model, gates, batch["attention_mask"])
     with torch.no_grad():
-        model(input_ids=batch["input_ids"], gating=seen, use_cache=False)
-    return seen
+        model(input_ids=batch["input_ids"], gating=targets, use_cache=False)
+    return targets
 
 
-def made(tiny_llama, **options):
+def model_and_gates(tiny_llama, **options):
     torch.manual_seed(4)
     model = tiny_llama()
     gates = ag.AttentionGates(
@@ -37,29 +37,29 @@ def made(tiny_llama, **options):
 
 
 @pytest.mark.slow
-def test_targets_are_the_scores_of_a_reread(tiny_llama):
-    model, gates = made(tiny_llama, first_layer=1)
-    seen = observed(model, gates, padded(rows(), "left"))
-    assert sorted(seen.targets) == [1, 2]
+def test_targets_are_the_scores_of_a_reconstruction(tiny_llama):
+    model, gates = model_and_gates(tiny_llama, first_layer=1)
+    observed = reconstruction_targets(model, gates, padded(rows(), "left"))
+    assert sorted(observed.targets) == [1, 2]
     for b, row in enumerate(rows()):
         first = max(LENGTHS) - len(row)
         wanted, bound = in_float64(model, row.tolist(), sinks=SINKS, chunk=2000)
-        for layer, target in seen.targets.items():
-            mine = target[b, :, first : first + len(row)].exp()[:, SINKS:]
-            hold(mine, wanted[layer][:, SINKS:], bound)
-        mask = seen.has_target()[b]
+        for layer, target in observed.targets.items():
+            scores = target[b, :, first : first + len(row)].exp()[:, SINKS:]
+            hold(scores, wanted[layer][:, SINKS:], bound)
+        mask = observed.has_target()[b]
         assert mask.nonzero().flatten().tolist() == list(range(first + SINKS, first + len(row)))
 
 
 def test_the_row_is_read_densely_and_gates_alone_learn(tiny_llama):
     """Logits and hidden states are those of a plain pass; a loss reaches every gate and nothing of the model."""
-    model, gates = made(tiny_llama)
+    model, gates = model_and_gates(tiny_llama)
     batch = padded(rows(), "right")
-    seen = Rereading(model, gates, batch["attention_mask"])
+    observed = ReconstructionTargets(model, gates, batch["attention_mask"])
     with torch.no_grad():
-        states = model.model(input_ids=batch["input_ids"], gating=seen, use_cache=False).last_hidden_state
+        states = model.model(input_ids=batch["input_ids"], gating=observed, use_cache=False).last_hidden_state
         plain = model.model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
     assert torch.equal(states[0], plain[0])
-    sum(x.square().sum() for x in seen.logits.values()).backward()
+    sum(x.square().sum() for x in observed.logits.values()).backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in gates.layers["2"].parameters())
     assert all(p.grad is None for p in model.parameters())
