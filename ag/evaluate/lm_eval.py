@@ -53,7 +53,7 @@ class EvictingLM(HFLM):
         budget: tokens per KV head (int), or share of the context (float).
         schedule: when tokens are evicted.
         adapter: whether to load the adapter of ``gates:EXPORT``; False for a model that has it merged in.
-        others: arguments of ``hf`` (dtype, peft, max_length, ...), and options of the policy (window, ...).
+        hf_options: arguments of ``hf`` (dtype, peft, max_length, ...), and options of the policy (window, ...).
     """
 
     def __init__(
@@ -63,23 +63,23 @@ class EvictingLM(HFLM):
         budget: int | float | None = None,
         schedule: str = "prefill",
         adapter: bool = True,
-        **others: Any,
+        **hf_options: Any,
     ) -> None:
-        known = inspect.signature(HFLM.__init__).parameters
-        options = {name: others.pop(name) for name in list(others) if name not in known}
+        hf_parameters = inspect.signature(HFLM.__init__).parameters
+        options = {name: hf_options.pop(name) for name in list(hf_options) if name not in hf_parameters}
         self.policy = engine.policy(policy, budget, schedule, **options)
         path = self.policy.spec.path
-        if adapter and path and (found := export.adapter_path(path)):
-            others.setdefault("peft", str(found))
-        super().__init__(pretrained=resolve(pretrained) if isinstance(pretrained, str) else pretrained, **others)
+        if adapter and path and (adapter_path := export.adapter_path(path)):
+            hf_options.setdefault("peft", str(adapter_path))
+        super().__init__(pretrained=resolve(pretrained) if isinstance(pretrained, str) else pretrained, **hf_options)
         self.policy = self.policy.with_tokenizer(self.tokenizer)
 
     def _loglikelihood_tokens(
-        self, requests: list[Request], disable_tqdm: bool = False, **others: Any
+        self, requests: list[Request], disable_tqdm: bool = False, **hf_options: Any
     ) -> list[tuple[float, bool]]:
         if requests and requests[0][0] is None:  # the windows of loglikelihood_rolling have no text
-            plain: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, **others)
-            return plain
+            windows: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, **hf_options)
+            return windows
         groups: dict[tuple[int, ...], list[int]] = {}
         cut = 0
         for index, (_, context, continuation) in enumerate(requests):
@@ -100,14 +100,16 @@ class EvictingLM(HFLM):
                 len(groups),
                 self.policy,
             )
-        found: dict[int, tuple[float, bool]] = {}
+        results: dict[int, tuple[float, bool]] = {}
         for context, members in tqdm(groups.items(), disable=disable_tqdm or self.rank != 0, desc="Contexts"):
-            [(cache, last)] = engine.read_prompt(self.model, [self.policy], torch.tensor([context], device=self.device))
-            scores = score(self.model, cache, last, [requests[index][2] for index in members])
+            [(cache, last_hidden)] = engine.read_prompt(
+                self.model, [self.policy], torch.tensor([context], device=self.device)
+            )
+            scores = score(self.model, cache, last_hidden, [requests[index][2] for index in members])
             for index, (nats, greedy) in zip(members, scores, strict=True):
-                found[index] = float(nats.sum()), bool(greedy.all())
-                self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
-        return [found[index] for index in range(len(requests))]
+                results[index] = float(nats.sum()), bool(greedy.all())
+                self.cache_hook.add_partial("loglikelihood", requests[index][0], results[index])
+        return [results[index] for index in range(len(requests))]
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
         cache = engine.EvictionCache(self.model, self.policy)

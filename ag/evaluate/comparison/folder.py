@@ -25,7 +25,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from ag.errors import UserError
 from ag.evaluate.comparison.statistics import mean_and_error
-from ag.evaluate.inside import View
+from ag.evaluate.inside import KeptTokens
 from ag.evaluate.tasks import Outcome
 from ag.files import replacing
 
@@ -89,15 +89,15 @@ class Summary:
     def left_out(self) -> str:
         """The number of samples that were left out, and why."""
         counts = ((self.too_long, "too long"), (self.too_short, "too short"))
-        return ", ".join(f"{number} {why}" for number, why in counts if number) or "0"
+        return ", ".join(f"{number} {reason}" for number, reason in counts if number) or "0"
 
 
-class Ended(NamedTuple):
+class FinishedCell(NamedTuple):
     """A finished cell."""
 
     summary: Summary
     outcomes: list[Outcome]  # of its samples; empty if it failed
-    views: list[View]  # of a few of its prompts
+    views: list[KeptTokens]  # of a few of its prompts
 
 
 class Folder:
@@ -111,7 +111,7 @@ class Folder:
         except OSError as error:
             raise UserError(f"output={path}: {error.strerror}; expected a folder that can be written to.") from error
 
-    def read(self) -> dict[str, Ended]:
+    def read(self) -> dict[str, FinishedCell]:
         """Return the finished cells by key; damaged ones are left out, with a warning."""
         path = self.path / ROWS
         summaries: dict[str, tuple[int, Summary]] = {}
@@ -122,21 +122,21 @@ class Folder:
                     summaries[summary.key] = number, summary
                 except ValueError as error:
                     self._skip(number, error)
-        found = {}
+        finished = {}
         for key, (number, summary) in summaries.items():
             try:
-                found[key] = Ended(summary, self._outcomes(summary), self._views(key))
+                finished[key] = FinishedCell(summary, self._outcomes(summary), self._views(key))
             except (OSError, ValueError) as error:
                 self._skip(number, error)
-        return found
+        return finished
 
-    def append(self, ended: Ended) -> None:
+    def append(self, cell: FinishedCell) -> None:
         """Write a finished cell; after a crash it is in the folder as a whole, or not at all."""
-        summary, outcomes, views = ended
+        summary, outcomes, views = cell
         samples = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in outcomes)
         shown = json.dumps([view.to_json() for view in views])
         for part, ending, text in (("samples", "jsonl", samples), ("views", "json", shown)):
-            with replacing(self._beside(part, summary.key, ending)) as new:
+            with replacing(self._path_of(part, summary.key, ending)) as new:
                 new.write_text(text, encoding="utf-8")
         line = json.dumps(asdict(summary), allow_nan=False).encode() + b"\n"
         with (self.path / ROWS).open("a+b") as file:
@@ -163,9 +163,9 @@ class Folder:
                 "cluster=local runs several cells at once."
             ) from None
 
-    def _skip(self, number: int, why: Exception) -> None:
-        what = f"line {number} is skipped, and its cell runs again unless a later line has it"
-        warnings.warn(f"{self.path / ROWS}: {what}: {why}", DamagedRowWarning, stacklevel=3)
+    def _skip(self, number: int, error: Exception) -> None:
+        message = f"line {number} is skipped, and its cell runs again unless a later line has it"
+        warnings.warn(f"{self.path / ROWS}: {message}: {error}", DamagedRowWarning, stacklevel=3)
 
     def _outcomes(self, summary: Summary) -> list[Outcome]:
         """Return the outcomes of a cell's samples.
@@ -176,7 +176,7 @@ class Folder:
         """
         if summary.problem is not None:
             return []
-        path = self._beside("samples", summary.key, "jsonl")
+        path = self._path_of("samples", summary.key, "jsonl")
         outcomes = [parse(OUTCOME, line) for line in path.read_bytes().splitlines()]
         if summary.mean is None or summary.kept is None or not len(outcomes) == summary.n > 0:
             raise ValueError(
@@ -184,15 +184,15 @@ class Folder:
             )
         return outcomes
 
-    def _views(self, key: str) -> list[View]:
+    def _views(self, key: str) -> list[KeptTokens]:
         """Return the recorded prompts of a cell; none if they were not recorded or cannot be read."""
         try:
-            text = self._beside("views", key, "json").read_text(encoding="utf-8")
-            return [View.from_json(view) for view in json.loads(text)]
+            text = self._path_of("views", key, "json").read_text(encoding="utf-8")
+            return [KeptTokens.from_json(view) for view in json.loads(text)]
         except (OSError, ValueError, TypeError, KeyError):
             return []
 
-    def _beside(self, part: str, key: str, ending: str) -> Path:
+    def _path_of(self, part: str, key: str, ending: str) -> Path:
         if not key.isalnum():  # it was read from a file, and must not lead out of the folder
             raise ValueError(f"key={key!r:.80}")
         return self.path / part / f"{key}.{ending}"
@@ -202,23 +202,25 @@ STRICT = with_config(ConfigDict(strict=True, allow_inf_nan=False))
 SUMMARY, OUTCOME = TypeAdapter(STRICT(Summary)), TypeAdapter(STRICT(Outcome))
 
 
-def parse(kind: TypeAdapter[T], line: str | bytes) -> T:
+def parse(adapter: TypeAdapter[T], line: str | bytes) -> T:
     """Read a :class:`Summary` or an Outcome from a line of JSON; unknown fields are ignored.
 
     Raises:
         ValueError: naming the fields that are missing or have another type.
     """
     try:
-        return kind.validate_json(line)
+        return adapter.validate_json(line)
     except ValidationError as error:
-        told = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}".removeprefix(": ") for one in error.errors()]
-        raise ValueError("; ".join(told)[:300]) from None
+        messages = [
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ") for problem in error.errors()
+        ]
+        raise ValueError("; ".join(messages)[:300]) from None
 
 
 def tag_mean(outcomes: Sequence[Outcome], name: str) -> float | None:
     """Return the mean of a tag over the samples that have it; None if no sample has it."""
-    found = tag_values(outcomes, name).values()
-    return mean_and_error(list(found))[0] if found else None
+    values = tag_values(outcomes, name).values()
+    return mean_and_error(list(values))[0] if values else None
 
 
 def tag_values(outcomes: Sequence[Outcome], name: str) -> dict[str, float]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 RESAMPLES = 10_000
 SEED = 0
 SIGNIFICANT = 0.05
-MOST_EXACT = 12  # differences up to which all 2^n sign patterns are tried
+MAX_EXACT = 12  # differences up to which all 2^n sign patterns are tried
 PER_CHUNK = 2_000_000  # random numbers in memory at once
 
 Vector = NDArray[np.float64]
@@ -44,19 +44,19 @@ def mean_and_error(scores: Sequence[float] | Vector) -> tuple[float, float | Non
 
 
 def compare(
-    mine: Sequence[float], theirs: Sequence[float], parts: Sequence[tuple[Vector, Vector]] | None = None
+    scores: Sequence[float], other_scores: Sequence[float], parts: Sequence[tuple[Vector, Vector]] | None = None
 ) -> Paired:
     """Compare scores of the same samples, in the same order.
 
     Args:
-        mine: scores of one policy.
-        theirs: scores of the other.
+        scores: scores of one policy.
+        other_scores: scores of the other.
         parts: for each sample the differences of its parts, such as blocks of a book, and their weights, from which
             :func:`bootstrap_parts` takes the interval. None means that samples have no parts.
     """
-    differences = np.subtract(np.asarray(mine, np.float64), np.asarray(theirs, np.float64))
-    if len(mine) != len(theirs) or not len(differences):
-        raise ValueError(f"{len(mine)} and {len(theirs)} scores: expected as many, and at least one")
+    differences = np.subtract(np.asarray(scores, np.float64), np.asarray(other_scores, np.float64))
+    if len(scores) != len(other_scores) or not len(differences):
+        raise ValueError(f"{len(scores)} and {len(other_scores)} scores: expected as many, and at least one")
     low, high = bootstrap(differences) if parts is None else bootstrap_parts(parts)
     return Paired(len(differences), *mean_and_error(differences), low, high, float(sign_flips(differences[None])[0]))
 
@@ -84,10 +84,10 @@ def bootstrap_parts(parts: Sequence[tuple[Vector, Vector]], level: float = 0.95)
     generator = np.random.default_rng(SEED)
     means = []
     for rows in _chunks(n * int(counts.max())):
-        drawn = generator.integers(0, n, (rows, n))[..., None]
-        inside = (generator.random((rows, n, int(counts.max()))) * counts[drawn]).astype(np.int64)
-        weight = weights[drawn, inside] * (np.arange(counts.max()) < counts[drawn])
-        means.append(((values[drawn, inside] * weight).sum(-1) / weight.sum(-1)).mean(-1))
+        sampled = generator.integers(0, n, (rows, n))[..., None]
+        inside = (generator.random((rows, n, int(counts.max()))) * counts[sampled]).astype(np.int64)
+        weight = weights[sampled, inside] * (np.arange(counts.max()) < counts[sampled])
+        means.append(((values[sampled, inside] * weight).sum(-1) / weight.sum(-1)).mean(-1))
     return _interval(means, level)
 
 
@@ -104,14 +104,14 @@ def sign_flips(differences: Vector) -> Vector:
     """
     n = differences.shape[1]
     observed = np.abs(differences.sum(1)) * (1 - 1e-12)  # the same sum in another order may round a little lower
-    if n <= MOST_EXACT:
+    if n <= MAX_EXACT:
         signs = np.array(list(itertools.product((1.0, -1.0), repeat=n))).reshape(2**n, n)
         return np.asarray((np.abs(signs @ differences.T) >= observed).mean(0), np.float64)
-    generator, reached = np.random.default_rng(SEED), np.zeros(len(differences))
+    generator, num_extreme = np.random.default_rng(SEED), np.zeros(len(differences))
     for rows in _chunks(n):
         signs = 2.0 * generator.integers(0, 2, (rows, n), dtype=np.int8) - 1
-        reached += (np.abs(signs @ differences.T) >= observed).sum(0)
-    return np.asarray((reached + 1) / (RESAMPLES + 1), np.float64)
+        num_extreme += (np.abs(signs @ differences.T) >= observed).sum(0)
+    return np.asarray((num_extreme + 1) / (RESAMPLES + 1), np.float64)
 
 
 def _chunks(n: int) -> Iterator[int]:

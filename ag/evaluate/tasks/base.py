@@ -17,13 +17,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.engine import EvictionCache, Policy, policy, read_prompt
+from ag.errors import UserError
 from ag.evaluate.tasks.follow import distance, feed, log_probabilities
 
 Tags = Mapping[str, str | int | float]
-Whole = Annotated[int, Field(ge=1)]
-Wholes = Annotated[Sequence[Whole], Field(min_length=1)]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInts = Annotated[Sequence[PositiveInt], Field(min_length=1)]
 LeftOut = Literal["too long", "too short"]
 CURVE = "nats@"  # prefix of the tags that are points of a curve over a text
+#: Old names of methods and class variables of tasks.
+RENAMED = {
+    "asked": "tokenize_sample",
+    "details": "sample_fields",
+    "least": "min_units",
+    "most_units": "max_units",
+    "stops": "end_conditions",
+}
 PART = re.compile(r"(score|nats)@([a-z]+) (.+)")  # the tag of a part of a sample: measure, kind of part, name
 
 
@@ -37,7 +46,7 @@ class Sample:
         question: tokens that are read between the prompt and an answer; empty if they are the end of the prompt.
         answers: tokens of each right answer; of multiple choice those of each choice.
         target: index of the answer on which caches are compared with a full one; of multiple choice the right one.
-        most: largest number of tokens of a generated answer; 0 if nothing is generated.
+        max_new_tokens: largest number of tokens of a generated answer; 0 if nothing is generated.
         references: texts by which a generated answer is graded.
         tags: properties that its outcomes show too.
         protect: spans of the prompt that no policy evicts; see :meth:`ag.EvictionCache.protect`.
@@ -50,7 +59,7 @@ class Sample:
     question: list[int] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
     target: int = 0
-    most: int = 0
+    max_new_tokens: int = 0
     references: list[str] = field(default_factory=list)
     tags: Tags = field(default_factory=dict)
     protect: list[tuple[int, int]] = field(default_factory=list)
@@ -59,10 +68,10 @@ class Sample:
     @property
     def tokens(self) -> int:
         """Tokens of the longest text that is read or written: prompt, question and a generated answer."""
-        return len(self.prompt) + len(self.question) + self.most
+        return len(self.prompt) + len(self.question) + self.max_new_tokens
 
     @property
-    def right(self) -> list[int]:
+    def target_tokens(self) -> list[int]:
         """Tokens of the target; empty if the sample has no answers."""
         return self.answers[self.target] if self.answers else []
 
@@ -100,22 +109,22 @@ class Outcome:
     @property
     def blocks(self) -> dict[int, float]:
         """Mean nats of each block of a text, by its first position: the tags ``nats@N``."""
-        found = {name.removeprefix(CURVE): float(x) for name, x in self.tags.items() if name.startswith(CURVE)}
-        return {int(start): nats for start, nats in found.items() if start.isdigit()}
+        nats_by_start = {name.removeprefix(CURVE): float(x) for name, x in self.tags.items() if name.startswith(CURVE)}
+        return {int(start): nats for start, nats in nats_by_start.items() if start.isdigit()}
 
     @property
     def parts(self) -> dict[str, dict[str, dict[str, float]]]:
         """The tags of :func:`by_part`: by kind of part, measure and name of a part."""
-        found: dict[str, dict[str, dict[str, float]]] = {}
+        measures_by_kind: dict[str, dict[str, dict[str, float]]] = {}
         for tag, value in self.tags.items():
             if match := PART.fullmatch(tag):
-                measure, what, name = match.groups()
-                found.setdefault(what, {}).setdefault(measure, {})[name] = float(value)
-        return found
+                measure, part_kind, name = match.groups()
+                measures_by_kind.setdefault(part_kind, {}).setdefault(measure, {})[name] = float(value)
+        return measures_by_kind
 
-    def numbered(self, what: str) -> dict[int, float]:
+    def numbered(self, part_kind: str) -> dict[int, float]:
         """Return the nats of parts whose names are numbers, such as turns."""
-        return {int(name): nats for name, nats in self.parts.get(what, {}).get("nats", {}).items()}
+        return {int(name): nats for name, nats in self.parts.get(part_kind, {}).get("nats", {}).items()}
 
 
 @dataclass(frozen=True)
@@ -150,6 +159,17 @@ class Task(ABC):
     #: Name of its samples, in the plural.
     unit: ClassVar[str] = "samples"
 
+    def __init_subclass__(cls) -> None:
+        """Refuse old names, which nothing would read or call.
+
+        Raises:
+            UserError: the class defines one of :data:`RENAMED`.
+        """
+        super().__init_subclass__()
+        for old, new in RENAMED.items():
+            if old in vars(cls):
+                raise UserError(f"{cls.__name__}.{old}: this name is old; call it {new}.")
+
     def identity(self) -> dict[str, Any]:
         """Return everything that the samples and their scores depend on, for JSON."""
         return asdict(self)
@@ -166,15 +186,15 @@ class Task(ABC):
             UserError: the data is missing or damaged; the message says how to get it.
         """
         samples: list[Sample] = []
-        left: list[LeftOut] = []
-        for one in self.read(tokenizer, max_tokens):
-            if isinstance(one, Sample):
-                samples.append(one)
+        left_out: list[LeftOut] = []
+        for sample_or_reason in self.read(tokenizer, max_tokens):
+            if isinstance(sample_or_reason, Sample):
+                samples.append(sample_or_reason)
             else:
-                left.append(one)
+                left_out.append(sample_or_reason)
             if len(samples) == limit:
                 break
-        return Loaded(samples, left.count("too long"), left.count("too short"))
+        return Loaded(samples, left_out.count("too long"), left_out.count("too short"))
 
     def floor(self, samples: Samples) -> float | None:
         """Return the mean score of a model that cannot do the task; None means that it is unknown."""
@@ -190,7 +210,7 @@ class Task(ABC):
         The first token of an answer is predicted from the last token before it. If that is the last token of the
         prompt, it was read before the eviction: an answer of one token is predicted as with a full cache.
         """
-        return bool(sample.question) or max([sample.most, *map(len, sample.answers)]) != 1
+        return bool(sample.question) or max([sample.max_new_tokens, *map(len, sample.answers)]) != 1
 
     @abstractmethod
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
@@ -235,32 +255,43 @@ class PromptTask(Task):
         """
         device = next(model.parameters()).device
         for sample in samples:
-            compared = [policy("full")] if sample.right and self.compares else []
+            compared = [policy("full")] if sample.target_tokens and self.compares else []
             prompt, question = (torch.tensor([ids], device=device) for ids in (sample.prompt, sample.question))
             caches = read_prompt(model, [*compared, *policies], prompt, protect=sample.protect)
             full: Tensor | None = None
             for index in range(-len(compared), len(policies)):
-                cache, last = caches.pop(0)  # freed before the next answer
-                held = cache.kept_share(), cache.nbytes
-                seconds, start = cache.scoring_seconds, _now(device)  # later scoring is a part of the answer's time
+                cache, last_hidden = caches.pop(0)  # freed before the next answer
+                usage = cache.kept_share(), cache.nbytes
+                seconds, start = (
+                    cache.scoring_seconds,
+                    _synchronised_time(device),
+                )  # later scoring is a part of the answer's time
                 if sample.question:
-                    last = feed(model, cache, question)[:, -1]
+                    last_hidden = feed(model, cache, question)[:, -1]
                 if index < 0:
-                    full = log_probabilities(model, cache, last, sample.right)
+                    full = log_probabilities(model, cache, last_hidden, sample.target_tokens)
                     continue
-                seconds += _now(device) - start
-                twin = None if full is None else copy.deepcopy(cache)
-                start = _now(device)
-                score, tags = self.answer(model, tokenizer, cache, last, sample)
-                seconds += _now(device) - start
+                seconds += _synchronised_time(device) - start
+                cache_copy = None if full is None else copy.deepcopy(cache)
+                start = _synchronised_time(device)
+                score, tags = self.answer(model, tokenizer, cache, last_hidden, sample)
+                seconds += _synchronised_time(device) - start
                 over = bool(cache.over_budget.any())
-                if full is not None and twin is not None:
-                    tags = {**tags, **distance(full, log_probabilities(model, twin, last, sample.right))}
-                yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags, over)
+                if full is not None and cache_copy is not None:
+                    tags = {
+                        **tags,
+                        **distance(full, log_probabilities(model, cache_copy, last_hidden, sample.target_tokens)),
+                    }
+                yield index, Outcome(sample.id, score, len(sample.prompt), *usage, seconds, tags, over)
 
     @abstractmethod
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: EvictionCache,
+        last_hidden: Tensor,
+        sample: Sample,
     ) -> tuple[float, Tags]:
         """Return the sample's score and tags.
 
@@ -268,30 +299,30 @@ class PromptTask(Task):
             model: the model.
             tokenizer: its tokenizer.
             cache: has read and evicted the prompt, and read the question; it may be used up.
-            last: ``[1, d]``, the final hidden state of the last token before the answer.
+            last_hidden: ``[1, d]``, the final hidden state of the last token before the answer.
             sample: one of those of :meth:`load`.
         """
 
 
-def _now(device: torch.device) -> float:
+def _synchronised_time(device: torch.device) -> float:
     """Return the time in seconds, on a card when its work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def by_part(what: str, found: Iterable[tuple[str | int, float, float]]) -> dict[str, float]:
+def by_part(part_kind: str, measured: Iterable[tuple[str | int, float, float]]) -> dict[str, float]:
     """Return tags with the mean score and nats of each part of a sample, which have tables of their own.
 
     Args:
-        what: kind of the parts, such as ``turn``.
-        found: name, score and nats of each; those with one name are one part.
+        part_kind: kind of the parts, such as ``turn``.
+        measured: name, score and nats of each; those with one name are one part.
     """
     parts: dict[str | int, list[tuple[float, float]]] = {}
-    for name, score, nats in found:
+    for name, score, nats in measured:
         parts.setdefault(name, []).append((score, nats))
     return {
-        f"{measure}@{what} {name}": fmean(pair[i] for pair in pairs)
+        f"{measure}@{part_kind} {name}": fmean(pair[i] for pair in pairs)
         for i, measure in enumerate(("score", "nats"))
         for name, pairs in parts.items()
     }

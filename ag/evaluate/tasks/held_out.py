@@ -27,11 +27,11 @@ def held_out(
     """
     try:
         source = Source(hub, subset, revision, local_folder(task.root, folder) if task.root else None)
-        *others, last = splits
-        for split in others:
+        *earlier_splits, last_split = splits
+        for split in earlier_splits:
             with suppress(MissingSplitError):
                 return split, source.where(split), source.read(split)
-        return last, source.where(last), source.read(last)
+        return last_split, source.where(last_split), source.read(last_split)
     except DataError as error:
         names = ", ".join(repr(word) for word in (hub, subset) if word)
         raise DataError(
@@ -43,7 +43,7 @@ def held_out(
 
 def held_out_texts(rows: tuple[str, str, Iterator[Record]], field: str) -> Iterator[str]:
     """Return one field, a text, of each row of :func:`held_out`."""
-    _, where, records = rows
+    _, location, records = rows
     for number, row in enumerate(records, start=1):
-        check_fields(row, {field: str}, f"{where} row {number}")
+        check_fields(row, {field: str}, f"{location} row {number}")
         yield row[field]

@@ -59,8 +59,8 @@ class MultipleChoice(PromptTask):
         """Read the questions; see :meth:`ag.evaluate.tasks.Task.read`."""
         task = TASKS[self.name]
         splits = ("test", "validation") if self.name in TESTED else ("validation",)
-        split, where, rows = held_out(self, task.hub, task.folder, splits, task.subset, task.revision)
-        for number, example in enumerate(examples(task, rows, where)):
+        split, location, rows = held_out(self, task.hub, task.folder, splits, task.subset, task.revision)
+        for number, example in enumerate(examples(task, rows, location)):
             [group] = encode(tokenizer, [example], question=self.question, every_choice=True)
             tokens, start = group[0].tokens.tolist(), group[0].response_start
             sample = Sample(
@@ -75,13 +75,21 @@ class MultipleChoice(PromptTask):
             yield sample if start + max(map(len, sample.answers)) <= max_tokens else "too long"
 
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: EvictionCache,
+        last_hidden: Tensor,
+        sample: Sample,
     ) -> tuple[float, Tags]:
         """Score all answers over one prompt."""
-        scored = score(model, cache, last, sample.answers)
+        scored = score(model, cache, last_hidden, sample.answers)
         sums = [float(nats.sum()) for nats, _ in scored]
-        each = [total / letters for total, letters in zip(sums, sample.parts, strict=True)]
+        by_character = [total / letters for total, letters in zip(sums, sample.parts, strict=True)]
         nats, likeliest = scored[sample.target]
-        tags: dict[str, Any] = {**sample.tags, "normalised": float(each.index(max(each)) == sample.target)}
+        tags: dict[str, Any] = {
+            **sample.tags,
+            "normalised": float(by_character.index(max(by_character)) == sample.target),
+        }
         tags |= {"nats": -float(nats.mean()), "hits": float(likeliest.all())}
         return float(sums.index(max(sums)) == sample.target), tags

@@ -17,7 +17,7 @@ from ag.config.recipes import load_config
 from ag.data.collate import Row
 from ag.engine import EvictionCache
 from ag.errors import UserError
-from ag.evaluate.tasks.base import LeftOut, Loaded, PromptTask, Sample, Tags, Whole
+from ag.evaluate.tasks.base import LeftOut, Loaded, PositiveInt, PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import score
 
 
@@ -36,8 +36,8 @@ class Responses(PromptTask):
     """
 
     run_folder: str | None = None
-    prompt: Whole | None = None
-    continuation: Whole | None = None
+    prompt: PositiveInt | None = None
+    continuation: PositiveInt | None = None
 
     metric: ClassVar[str] = "nats per token"
     higher_is_better: ClassVar[bool] = False
@@ -91,13 +91,13 @@ class Responses(PromptTask):
             UserError: when the limit reaches into the rows that the run trains on, or as ``Task.load`` says.
         """
         recipe = self.recipe()
-        own, recipe.data.val_samples = recipe.data.val_samples, limit or recipe.data.val_samples
+        run_samples, recipe.data.val_samples = recipe.data.val_samples, limit or recipe.data.val_samples
         rows = data.build(recipe, tokenizer, max_tokens)
-        if own is not None and rows.counts.held_out > own:
+        if run_samples is not None and rows.counts.held_out > run_samples:
             raise UserError(
-                f"samples={limit}: expected at most {own}, as the run holds out its first {own} training rows "
-                f"(data.val_samples) and trains on the others; give samples={own}, or root=FOLDER with a validation "
-                "split."
+                f"samples={limit}: expected at most {run_samples}, as the run holds out its first {run_samples} "
+                f"training rows (data.val_samples) and trains on the others; give samples={run_samples}, or "
+                "root=FOLDER with a validation split."
             )
         samples = [of_rows(f"{number}", group) for number, group in enumerate(rows.val_rows)]
         return Loaded(samples, too_short=rows.counts.validation.skipped)
@@ -107,15 +107,20 @@ class Responses(PromptTask):
         yield from self.load(tokenizer, None, max_tokens).samples
 
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: EvictionCache,
+        last_hidden: Tensor,
+        sample: Sample,
     ) -> tuple[float, Tags]:
         """Return the mean negative log-likelihood of the right response."""
-        found = [-nats for nats, _ in score(model, cache, last, sample.answers)]
-        tags: dict[str, Any] = {"tokens": len(sample.right)}
-        if len(found) > 1:
-            sums = [float(nats.sum()) for nats in found]
+        losses = [-nats for nats, _ in score(model, cache, last_hidden, sample.answers)]
+        tags: dict[str, Any] = {"tokens": len(sample.target_tokens)}
+        if len(losses) > 1:
+            sums = [float(nats.sum()) for nats in losses]
             tags["accuracy"] = float(sums.index(min(sums)) == sample.target)
-        return float(found[sample.target].mean()), tags
+        return float(losses[sample.target].mean()), tags
 
 
 def of_rows(name: str, rows: Sequence[Row]) -> Sample:
