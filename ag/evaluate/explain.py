@@ -32,7 +32,7 @@ from ag.model import base as models
 
 Array = NDArray[np.floating]
 
-SEARCHED = 10  # samples that are read for each one drawn, because some are too short
+SEARCHED = 10  # samples that are read for each sample drawn, because some are too short
 DASHES = ("-", "--", ":", "-.")
 
 
@@ -115,7 +115,7 @@ def draw(
 
 
 def _file_names(names: Iterable[str]) -> list[str]:
-    """Return a name for files for each name of a policy; those that would coincide are numbered."""
+    """Return a file name for each name of a policy. Equal file names are numbered."""
     file_names: list[str] = []
     for name in names:
         plain = re.sub(r"[^\w.+@-]+", "_", name)
@@ -127,13 +127,13 @@ def _file_names(names: Iterable[str]) -> list[str]:
 
 
 def attention_maps(layers: Sequence[int], gates: AttentionGates, recorded: RecordedPass, view: KeptTokens) -> Figure:
-    """Draw the model's attention beside the gate's own, and what the gate keeps, as in Figure 4 of Attention-Gate.
+    """Draw the model's attention, the gate's attention and the kept tokens, as in Figure 4 of Attention-Gate.
 
     Args:
-        layers: one row of the picture each; empty means four, evenly spaced.
-        gates: of kind attention.
-        recorded: the text.
-        view: the kept tokens among its first ones, which are drawn.
+        layers: layers, one row of the picture each. Empty: four layers, evenly spaced.
+        gates: gates of kind attention.
+        recorded: the pass over the text.
+        view: the kept tokens among the first tokens, which are drawn.
     """
     gated_layers, length = gates.layer_indices, view.kept.shape[2]
     layers = layers or sorted({gated_layers[i * (len(gated_layers) - 1) // 3] for i in range(4)})
@@ -163,10 +163,10 @@ def attention_maps(layers: Sequence[int], gates: AttentionGates, recorded: Recor
 
 
 def errors_by_layer(errors: Mapping[str, Array], kept: Mapping[str, float], plan: Mapping[str, Policy]) -> Figure:
-    """Draw `[L]` errors by policy; policies that share a scorer share a colour, and differ in their dashes.
+    """Draw `[L]` errors by policy. Policies with one scorer have one colour and different dashes.
 
     Args:
-        errors: by policy.
+        errors: `[L]` errors by policy.
         kept: kept share by policy.
         plan: the policies.
     """

@@ -19,7 +19,7 @@ from ag.gates.gate import AttentionGate
 from ag.kernels.softmax import weigh
 from ag.model.hooks import AttentionCall, Interceptor, decoder_of, instrument
 
-CONTEXT = 4  # tokens before one that its text may depend on
+CONTEXT = 4  # number of tokens before a token that its text may depend on
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class KeptTokens:
 
     sample: str  # its id
     token_texts: list[str]  # its T tokens as text
-    kept: NDArray[np.bool_]  # `[L, Hkv, T]`, True where a token is held
+    kept: NDArray[np.bool_]  # `[L, Hkv, T]`, True on kept tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Return the view as texts and numbers; flags are bits in base64, the first token in the lowest bit."""
+        """Return the view as texts and numbers. The mask is bits in base64, the first token in the lowest bit."""
         packed = np.packbits(self.kept, axis=-1, bitorder="little")
         kept = [[base64.b64encode(head.tobytes()).decode() for head in layer] for layer in packed]
         return {"sample": self.sample, "pieces": self.token_texts, "kept": kept}
@@ -51,7 +51,7 @@ def record(
     samples: Sequence[Sample],
     max_tokens: int,
 ) -> list[list[KeptTokens]]:
-    """Run each policy on the first tokens of some prompts; returns by policy a view for each sample."""
+    """Run each policy on the first tokens of some prompts. Returns for each policy a view of each sample."""
     views: list[list[KeptTokens]] = [[] for _ in policies]
     device = next(model.parameters()).device
     for sample in samples:
@@ -64,7 +64,7 @@ def record(
 
 
 def kept_mask(cache: EvictionCache) -> NDArray[np.bool_]:
-    """Return `[L, Hkv, T]`: which tokens a cache with one sequence holds."""
+    """Return the mask `[L, Hkv, T]` of the tokens in a cache with one sequence."""
     layers = [cache.kept_positions(layer)[0] for layer in range(len(cache.layers))]
     mask = np.zeros((len(layers), len(layers[0]), cache.seen_tokens), dtype=bool)
     for layer, heads in enumerate(layers):
@@ -74,7 +74,7 @@ def kept_mask(cache: EvictionCache) -> NDArray[np.bool_]:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """Return the text of each token such that together they are the text, up to characters cut in the middle."""
+    """Return the text of each token. Together they are the text, up to characters cut in the middle."""
     texts = []
     for index, token_id in enumerate(ids):
         context_text = str(tokenizer.decode(ids[max(0, index - CONTEXT) : index]))
@@ -100,11 +100,11 @@ class RecordedPass(Interceptor):
             decoder_of(model)(input_ids=tokens, gating=self, use_cache=False)
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Keep the hidden states."""
+        """Record the hidden states."""
         self.hidden.append(hidden)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend as the model does, and keep the call."""
+        """Attend as the model does, and record the call."""
         self.calls.append(call)
         return call.dense(None, False)
 
@@ -134,14 +134,14 @@ def gate_map(gate: AttentionGate, hidden: Tensor) -> Tensor:
 def output_errors(recorded: RecordedPass, kept: Tensor) -> Tensor:
     """Return the errors of the attention outputs of later tokens after eviction from the first tokens.
 
-    Every layer has its input without eviction, so that errors of earlier layers do not count.
+    Every layer has its input without eviction: errors of earlier layers do not count.
 
     Args:
-        recorded: the whole text, T tokens.
+        recorded: the pass over the complete text, T tokens.
         kept: ``[L, Hkv, P]`` bool, which of the first P tokens were kept.
 
     Returns:
-        ``[L]``: squared difference of the outputs, over heads and queries, by the squared outputs (CAOTE, Figure 3).
+        ``[L]``: squared difference of the outputs by the squared outputs, over heads and queries (CAOTE, Figure 3).
     """
     errors = []
     for call, flags in zip(recorded.calls, kept.to(recorded.calls[0].k.device), strict=True):
@@ -157,7 +157,7 @@ def output_errors(recorded: RecordedPass, kept: Tensor) -> Tensor:
 
 
 def _unseen_keys(tokens: int, window: int | None, device: torch.device) -> Tensor:
-    """Return ``[T, T]`` bool: the keys that a causal query does not see, within a window if there is one."""
+    """Return ``[T, T]`` bool: True on keys that a causal query does not see, within a window if it is not None."""
     token_indices = torch.arange(tokens, device=device)
     distance = token_indices[:, None] - token_indices
     return (distance < 0) | (distance >= (window or tokens))

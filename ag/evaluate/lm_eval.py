@@ -1,7 +1,7 @@
 """The model ``ag`` of lm-evaluation-harness: its tasks, with eviction between context and continuation.
 
 ``python -m ag.evaluate.lm_eval`` is the harness's command ``lm_eval`` with the model added (the harness finds models of
-other packages by import only)::
+other packages only by import)::
 
     python -m ag.evaluate.lm_eval --model ag --model_args pretrained=MODEL,policy=h2o,budget=0.25 --tasks piqa
 """
@@ -44,15 +44,15 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]
 class EvictingLM(HFLM):
     """The harness's ``hf`` model with eviction.
 
-    The context of a request is the prompt, which is read and evicted before the continuation; requests with the same
-    context share one forward pass of it. ``loglikelihood_rolling`` evicts nothing: a rolling window has no prompt.
+    The context of a request is the prompt, which is read and evicted before the continuation. Requests with equal
+    contexts share one forward pass of it. ``loglikelihood_rolling`` evicts nothing: a rolling window has no prompt.
 
     Args:
         pretrained: hub id, local folder, the alias smollm2 or gemma3-270m, or a model (then with ``tokenizer``).
         policy: see :func:`ag.policy`; ``gates:EXPORT`` brings the export's adapter along.
         budget: tokens per KV head (int), or share of the context (float).
         schedule: when tokens are evicted.
-        adapter: whether to load the adapter of ``gates:EXPORT``; False for a model that has it merged in.
+        adapter: whether to load the adapter of ``gates:EXPORT``; False for a model with the merged adapter.
         hf_options: arguments of ``hf`` (dtype, peft, max_length, ...), and options of the policy (window, ...).
     """
 
@@ -83,7 +83,7 @@ class EvictingLM(HFLM):
         groups: dict[tuple[int, ...], list[int]] = {}
         cut = 0
         for index, (_, context, continuation) in enumerate(requests):
-            # as in hf, all tokens but the last one are fed and have to fit the model
+            # as in hf, all tokens before the last are fed and must fit the model
             room = self.max_length + 1 - len(continuation)
             if room < 1:
                 raise ValueError(f"A continuation of {len(continuation)} tokens exceeds the context: no task for it.")

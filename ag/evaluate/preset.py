@@ -49,9 +49,9 @@ def name_of(preset: Preset, result: Result) -> str:
 def figures(result: Result) -> dict[str, Any]:
     """Return the figures of a policy in ``evaluation.json``.
 
-    ``losses`` are the NLL per token of each right response and ``tokens`` its length; ``kept`` is the share of the
-    prompts' (token, layer, KV head) entries that was held, ``kv_bytes`` the bytes of all prompts, ``accuracy`` the
-    share of questions whose right answer is the likeliest; None without questions.
+    ``losses`` are the NLL per token of each right response and ``tokens`` its length. ``kept`` is the kept share of the
+    prompts' (token, layer, KV head) entries, ``kv_bytes`` the bytes of all prompts, ``accuracy`` the share of questions
+    whose right answer is the likeliest, None without questions.
     """
     right = [float(outcome.tags["accuracy"]) for outcome in result.outcomes if "accuracy" in outcome.tags]
     return {
@@ -64,7 +64,7 @@ def figures(result: Result) -> dict[str, Any]:
 
 
 def table(results: dict[str, Result], title: str) -> Table:
-    """Return the printed table; differences are paired, with their standard error."""
+    """Return the printed table. Differences are paired, with their standard error."""
     over = [
         f"{name} in {result.summary.over_budget} of {result.summary.n}"
         for name, result in results.items()

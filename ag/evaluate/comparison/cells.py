@@ -1,4 +1,4 @@
-"""The cells of a comparison: a policy at a budget on a task each."""
+"""The cells of a comparison. A cell is one policy at one budget on one task."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VERSIONS = versions("ag", "torch", "transformers")
 class Cell:
     """One policy at one budget on one task."""
 
-    key: str  # a hash of all that the result depends on, the same in every run
+    key: str  # hash of everything that determines the result; equal in every run
     label: str  # name of the policy in tables; see ag.config.spec.named
     policy: Policy
     task: Task
@@ -48,7 +48,7 @@ class Cell:
         return self.label if self.policy.budget is None else f"{self.label} {self.policy.budget}"
 
     def untouched(self, samples: Sequence[Any], prefill: str) -> int:
-        """Return the number of samples that the policy cannot change: no token is read after the eviction."""
+        """Return the number of samples that the policy cannot change, because no token is read after the eviction."""
         if not self.policy.spec.evicts or prefill == "sparse":
             return 0
         first = self.policy.block or math.inf  # tokens of a prompt that are read before the first eviction
@@ -75,11 +75,11 @@ class Cell:
         """Return the row of the cell.
 
         Args:
-            outcomes: of its samples.
+            outcomes: outcomes of the cell's samples.
             loaded: the task's samples, and how many were left out.
             prefill: see :class:`Summary`.
             conditions: further fields of :class:`Summary`.
-            problem: why the cell failed. None means that it did not.
+            problem: why the cell failed. None: it did not fail.
         """
         mean, error = mean_and_error([outcome.score for outcome in outcomes]) if outcomes else (None, None)
         tokens = sum(outcome.tokens for outcome in outcomes)
@@ -122,7 +122,7 @@ class Cell:
 
 
 def list_cells(config: CompareConfig) -> list[Cell]:
-    """Return the cells, task by task; names and values are checked here, before a model is loaded."""
+    """Return the cells, task by task. Names and values are checked here, before a model is loaded."""
     policies = [
         (stored(plan.name, kv_dtype), _make_policy(plan, kv_dtype, config))
         for kv_dtype in config.held
@@ -152,12 +152,12 @@ def list_cells(config: CompareConfig) -> list[Cell]:
 
 
 def _policy_key(policy: Policy) -> str:
-    """Return a policy as keys have it: flags as gates without a budget, the same policy's older name."""
+    """Return the text of a policy in keys. Flags are written as gates without a budget, their older name."""
     return repr(replace(policy, spec=policy.spec.ranked))
 
 
 def _make_policy(plan: Plan, kv_dtype: KVDtype, config: CompareConfig) -> Policy:
-    """Return the policy of a plan, which stores keys and values in a form."""
+    """Return the policy of a plan, with its type of keys and values."""
     if plan.spec.path is not None:
         _check_adapter(plan.name, plan.spec.path, config)
     options: dict[str, Any] = {} if config.positions == "original" else {"positions": config.positions}
@@ -179,7 +179,7 @@ def _check_adapter(label: str, path: str, config: CompareConfig) -> None:
 
 
 def _tasks(config: CompareConfig) -> list[Task]:
-    """Return the listed tasks, and those of listed groups; options of a group hold for each of its tasks."""
+    """Return the listed tasks and all tasks of listed groups. Options of a group hold for each of its tasks."""
     names = tasks.expand(config.tasks)
     listed = [*config.tasks, *names]
     for option, named in (("task_options", [*config.task_options]), ("roots", [*config.roots])):

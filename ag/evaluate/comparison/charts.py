@@ -38,10 +38,10 @@ MIX = "best mix"  # of tokens and bits
 MAX_NAME = 36  # characters of a name
 FILES = Path(__file__).parent / "page_files"
 LIGHT, _, _ = (FILES / "page.css").read_text(encoding="utf-8").partition("@media")
-#: Hex colours by their names in the style sheet: those of the page's light theme and of all files.
+#: Hex colours by their names in the style sheet: the page's light theme, which all files use.
 THEME: dict[str, str] = dict(re.findall(r"--(soft|line|gates|c\d): (#\w{6})", LIGHT))
 COLOURS = tuple(colour for name, colour in THEME.items() if re.fullmatch(r"c\d", name))
-MARKERS = "osD^vP*"  # their number has no factor in common with that of the colours
+MARKERS = "osD^vP*"  # their number shares no factor with the number of colours
 SMALL = 0.01  # nats below which the scale of differences is linear
 TIP = "point: "  # prefix of the id of a point, which becomes its title
 STYLE: Any = {
@@ -57,7 +57,7 @@ STYLE: Any = {
 
 
 class Point(NamedTuple):
-    """A point with the ends of its interval or standard error, and a text that says the same."""
+    """A point, the ends of its interval or standard error, and its text."""
 
     x: float
     y: float
@@ -67,7 +67,7 @@ class Point(NamedTuple):
 
 
 class LineStyle(NamedTuple):
-    """Colour and marker of a policy; gates share one colour."""
+    """Colour and marker of a policy. All gates share one colour."""
 
     colour: str
     marker: str
@@ -75,7 +75,7 @@ class LineStyle(NamedTuple):
 
     @classmethod
     def of(cls, number: int, gated: bool) -> LineStyle:
-        """Return the look of the policy with this number; gates are numbered on their own."""
+        """Return the style of a policy by its number. Gates are numbered separately."""
         colour = THEME["gates"] if gated else COLOURS[number % len(COLOURS)]
         return cls(colour, MARKERS[number % len(MARKERS)], gated)
 
@@ -98,7 +98,7 @@ class Chart:
     x_label: str
     y_label: str
     lines: Sequence[Line]  # one for each policy
-    zero: LineStyle | None = None  # of the result that was subtracted, a level at 0; None means that nothing was
+    zero: LineStyle | None = None  # style of the subtracted result, drawn at 0; None: nothing was subtracted
 
     @property
     def text(self) -> str:
@@ -157,7 +157,7 @@ def legend_mark(style: LineStyle) -> Markup:
 
 
 def line_styles(comparison: Comparison) -> dict[str, LineStyle]:
-    """Return the look of each policy, by label."""
+    """Return the style of each policy, by label."""
     gated = {result.summary.label: result.is_gated for result in comparison.results}
     counts = Counter[bool]()
     styles = {}
@@ -168,10 +168,10 @@ def line_styles(comparison: Comparison) -> dict[str, LineStyle]:
 
 
 def lead_charts(comparison: Comparison) -> list[Chart]:
-    """Return nats over the full cache by kept share: of the first task that asks after eviction, and of the first text.
+    """Return nats over the full cache by kept share, for the first task that asks after eviction and the first text.
 
-    Tasks with fewer than two kept shares, and those that the model cannot do, are left out. Intervals are those of 95 %
-    of the paired difference; without a result of the full cache the charts show the nats themselves.
+    Tasks with fewer than two kept shares are left out, and tasks that the model cannot do. Intervals are 95 %
+    intervals of the paired difference. Without a result of the full cache the charts show the nats themselves.
     """
     charts = []
     for subject, is_subject in (("question after eviction", _is_asked_after), ("continuation", _continues)):
@@ -202,9 +202,9 @@ def quality_charts(comparison: Comparison, task: str, tag: str = "") -> list[Cha
 
 
 def charts_by_bytes(comparison: Comparison, task: str) -> list[Chart]:
-    """Return nats over the full cache by bytes; empty unless keys and values were held in several forms.
+    """Return nats over the full cache by bytes; empty unless keys and values were stored in several types.
 
-    The best mix of tokens and bits connects the points with the fewest nats for their bytes.
+    The line "best mix" connects the points with the fewest nats for their bytes.
     """
     results = [result for result in comparison.of_task(task) if result.outcomes]
     full_bytes = {result.summary.kv_bytes for result in results if not result.evicts}
@@ -220,9 +220,10 @@ def charts_by_bytes(comparison: Comparison, task: str) -> list[Chart]:
 
 
 def charts_by_position(comparison: Comparison, task: str, part_kind: str = "") -> list[Chart]:
-    """Return charts of a task by position, or by numbered parts such as turns, one for each budget.
+    """Return charts of a task by position, or by numbered parts (turns), one for each budget.
 
-    Policies without a budget are in each chart. Charts show differences to the baseline, or nats without its result.
+    Policies without a budget are in each chart. Charts show differences to the baseline. If the baseline has no
+    result, they show nats.
     """
     charts, styles = [], line_styles(comparison)
     for budget in comparison.budgets or [""]:
@@ -285,7 +286,7 @@ def _continues(result: Result) -> bool:
 
 
 def _lines(comparison: Comparison, results: Sequence[Result], point: Callable[[Result], Point | None]) -> list[Line]:
-    """Return the line of each policy with points, gates last, so that they are drawn over the others."""
+    """Return the line of each policy with points. Gates are last and therefore drawn on top."""
     lines = []
     for label, style in line_styles(comparison).items():
         policy_results = [result for result in results if result.summary.label == label]
@@ -320,7 +321,7 @@ def panels(charts: Sequence[Chart]) -> Figure:
 
 def lines_over(axes: Axes, chart: Chart) -> None:
     """Draw a chart; the id of each point is its text."""
-    # over the gates' thicker line, so that both are visible where they coincide
+    # over the gates' thicker line: both are visible if they coincide
     level: Any = {"linestyle": "--", "linewidth": 1, "alpha": 0.7, "zorder": 10}
     if chart.zero is not None:
         axes.axhline(0, color=chart.zero.colour, **level)
@@ -398,5 +399,5 @@ def _inline(figure: Figure, attributes: Markup, title: str = "") -> Markup:
 
 
 def shorten(name: str) -> str:
-    """Return a name without its middle if it is long, such as that of gates in a deep folder."""
+    """Return a name, without its middle if it is long (gates in a deep folder)."""
     return name if len(name) <= MAX_NAME else f"{name[:9]}…{name[10 - MAX_NAME :]}"

@@ -50,17 +50,17 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
     Args:
         config: what to compare.
         console: where progress is shown.
-        command: the command line, for the rows. Empty means that they name the call of this function.
+        command: the command line, for the rows. Empty: the rows name the call of this function.
 
     Raises:
         UserError: a policy, a task, the model or the data is wrong; the message names the fix.
-        KeyboardInterrupt: on Ctrl-C; the message names what is left.
+        KeyboardInterrupt: on Ctrl-C; the message names the missing cells.
     """
     cells = list_cells(config)
     folder = Folder(Path(config.output or f"runs/{config.recipe}"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DamagedRowWarning)
-        warnings.simplefilter("ignore", BudgetWarning)  # rows have it
+        warnings.simplefilter("ignore", BudgetWarning)  # rows count them
         finished = run_missing_cells(config, cells, folder, console, command)
     for warning in caught:
         console.print(f"warning: {warning.message}", soft_wrap=True)
@@ -78,6 +78,6 @@ COLUMNS = ("label", "budget", "task", "metric", "kept", "mean", "error", "n", "k
 
 
 def log(comparison: Comparison, run_folder: Path, name: str, settings: WandbConfig) -> None:
-    """Log a comparison to the W&B run of a folder: its own, or that of a run of ``ag.fit``."""
+    """Log a comparison to the W&B run of a folder: its own, or the folder of an ``ag.fit`` run."""
     rows = [[getattr(result.summary, column) for column in COLUMNS] for result in comparison.results]
     log_report(comparison.folder, run_folder, f"{name}-report", settings, COLUMNS, rows)

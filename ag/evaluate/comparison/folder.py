@@ -1,12 +1,12 @@
-"""The folder of a comparison, from which the next command goes on.
+"""The folder of a comparison. The next command continues from it.
 
-- ``results.jsonl``: the summary of a cell on each line, appended and synced as the cell ends; of a key the last line
+- ``results.jsonl``: the summary of a cell on each line, appended and synced as the cell ends. The last line of a key
   counts;
-- ``samples/KEY.jsonl``: the outcome of every sample of the cell, whole before its line is written;
-- ``views/KEY.json``: which tokens of a few prompts stayed;
-- ``lock``: held by the process that writes; the kernel frees it when that process ends, however it ends.
+- ``samples/KEY.jsonl``: the outcome of every sample of the cell, complete before its line is written;
+- ``views/KEY.json``: the kept tokens of a few prompts;
+- ``lock``: locked by the process that writes; the kernel unlocks it when that process ends, even by a kill.
 
-A line that cannot be read, or whose samples cannot be, is named in a warning and skipped; its cell runs again.
+A line is skipped with a warning if it or its samples cannot be read. Its cell runs again.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class DamagedRowWarning(UserWarning):
 class Summary:
     """The result of one cell. Fields that are None by default are unknown in rows of earlier versions."""
 
-    key: str  # of the cell; equal cells of another command have the same one
+    key: str  # of the cell; equal cells of all commands have an equal key
     policy: str  # its repr
     label: str  # its name in tables
     budget: int | float | None  # as given: a share of the prompt, or tokens per KV head
-    kept: float | None  # share of the prompts' (token, layer, KV head) entries; of all tokens where eviction goes on
+    kept: float | None  # kept share of the prompts' (token, layer, KV head) entries; of all tokens if decoding evicts
     task: str
     metric: str
     higher_is_better: bool
@@ -54,29 +54,29 @@ class Summary:
     n: int  # samples scored
     too_long: int  # samples left out because they do not fit the model
     too_short: int  # samples left out because they have too few tokens for the task
-    cut: int  # samples that lost tokens from their middle, as the rules of LongBench have it
+    cut: int  # samples that lost tokens from their middle, by the rules of LongBench
     seconds: float  # for all samples
-    kv_bytes: float  # allocated after the prompt, or at the end where eviction goes on, the mean over samples
-    prefill: str  # what later prompt tokens see: dense (everything), sparse (what gates keep), blocks:m
+    kv_bytes: float  # allocated after the prompt, or at the end if decoding evicts; mean over samples
+    prefill: str  # tokens that later prompt tokens see: dense (all), sparse (kept by gates), blocks:m
     model: str  # hub id or folder
     versions: dict[str, str]  # of the libraries
     problem: str | None = None  # why there is no result
     question: str | None = None  # after: read after the eviction; before: part of the prompt
     nats: float | None = None  # NLL per token of the right answers, the mean over samples
-    hits: float | None = None  # share of the samples in which each token of the right answer is the likeliest
+    hits: float | None = None  # share of the samples with a right answer whose every token is the likeliest
     kl: float | None = None  # KL divergence from a full cache on the right answer's tokens, nats per token
-    same_top1: float | None = None  # share of these tokens at which the likeliest one is that of a full cache
+    same_top1: float | None = None  # share of these tokens where policy and full cache agree on the likeliest token
     floor: float | None = None  # mean of a model that cannot do the task
-    over_budget: int | None = None  # samples in which more is protected than the budget allows
+    over_budget: int | None = None  # samples with more protected tokens than the budget allows
     untouched: int | None = None  # samples that the policy cannot change; see Cell.untouched
     dtype: str | None = None  # of the model's weights
     quantization: str | None = None  # of the model's weights: none or nf4
     prompt_mean: float | None = None  # tokens of a sample that a policy may evict
     prompt_min: int | None = None
     prompt_max: int | None = None
-    task_options: dict[str, Any] | None = None  # with their values, defaults included
-    hardware: str | None = None  # the GPU, or the CPU that it ran on
-    threads: int | None = None  # that computed on the CPU
+    task_options: dict[str, Any] | None = None  # options with their values, defaults included
+    hardware: str | None = None  # name of the GPU or CPU
+    threads: int | None = None  # number of CPU threads
     date: str | None = None  # when the line was written, UTC in ISO 8601
     command: str | None = None  # the command line, or the Python call
 
@@ -112,7 +112,7 @@ class Folder:
             raise UserError(f"output={path}: {error.strerror}; expected a folder that can be written to.") from error
 
     def read(self) -> dict[str, FinishedCell]:
-        """Return the finished cells by key; damaged ones are left out, with a warning."""
+        """Return the finished cells by key. Damaged cells are left out, with a warning."""
         path = self.path / ROWS
         summaries: dict[str, tuple[int, Summary]] = {}
         for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else [], 1):
@@ -131,7 +131,7 @@ class Folder:
         return finished
 
     def append(self, cell: FinishedCell) -> None:
-        """Write a finished cell; after a crash it is in the folder as a whole, or not at all."""
+        """Write a finished cell. After a crash the folder has it completely or not at all."""
         summary, outcomes, views = cell
         samples = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in outcomes)
         shown = json.dumps([view.to_json() for view in views])
@@ -171,7 +171,7 @@ class Folder:
         """Return the outcomes of a cell's samples.
 
         Raises:
-            ValueError: a line cannot be read, or the number of lines is not that of the samples.
+            ValueError: a line cannot be read, or there are more or fewer lines than samples.
             OSError: the file cannot be read.
         """
         if summary.problem is not None:
@@ -185,7 +185,7 @@ class Folder:
         return outcomes
 
     def _views(self, key: str) -> list[KeptTokens]:
-        """Return the recorded prompts of a cell; none if they were not recorded or cannot be read."""
+        """Return the recorded prompts of a cell; empty if they were not recorded or cannot be read."""
         try:
             text = self._path_of("views", key, "json").read_text(encoding="utf-8")
             return [KeptTokens.from_json(view) for view in json.loads(text)]
@@ -193,7 +193,7 @@ class Folder:
             return []
 
     def _path_of(self, part: str, key: str, ending: str) -> Path:
-        if not key.isalnum():  # it was read from a file, and must not lead out of the folder
+        if not key.isalnum():  # it comes from a file, and must not lead out of the folder
             raise ValueError(f"key={key!r:.80}")
         return self.path / part / f"{key}.{ending}"
 

@@ -33,7 +33,7 @@ def render(comparison: Comparison) -> str:
     """Return the page.
 
     All data is escaped: in HTML by the template, in the JSON of the viewer by writing <, > and & as their codes. The
-    page's Content-Security-Policy allows its own script alone, and no request.
+    page's Content-Security-Policy allows only its own script, and no request.
     """
     verdicts = find_verdicts(comparison)
     first_verdicts = headlines(verdicts)
@@ -75,7 +75,7 @@ def _legend(comparison: Comparison, label: str) -> str:
 
 
 def viewer(comparison: Comparison) -> dict[str, Any]:
-    """Return the data of the viewer: prompts as pieces of text, and for each policy the kept tokens as bits."""
+    """Return the data of the viewer: the token texts of prompts, and each policy's kept tokens as bits."""
     prompts = []
     for (task, sample, tokens), views in _viewed(comparison).items():
         policies = [{"name": x.name, "evicts": x.evicts, "kept": view.to_json()["kept"]} for x, view in views]
@@ -85,7 +85,7 @@ def viewer(comparison: Comparison) -> dict[str, Any]:
 
 
 def _viewed(comparison: Comparison) -> dict[tuple[str, str, int], list[tuple[Result, KeptTokens]]]:
-    """Return the views with their results by task, sample and tokens: commands may view more or fewer of a sample."""
+    """Return views and results by task, sample and number of tokens. Commands may view prompts at other lengths."""
     views_by_prompt: dict[tuple[str, str, int], list[tuple[Result, KeptTokens]]] = {}
     for result in comparison.results:
         for view in result.views:
@@ -96,7 +96,7 @@ def _viewed(comparison: Comparison) -> dict[tuple[str, str, int], list[tuple[Res
 
 
 def embedded(value: Any) -> Markup:
-    """Return JSON for a script element, escaped so that no text in it can end that element or open another."""
+    """Return JSON for a script element, escaped: no text in it can end that element or open another."""
     text = json.dumps(value, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -106,7 +106,7 @@ def embedded(value: Any) -> Markup:
 def layers(comparison: Comparison) -> list[tuple[str, NDArray[np.float64]]]:
     """Return the kept share of the viewed prompts by layer, `[L]`, of each policy that evicts.
 
-    Where a prompt was viewed at several lengths, the longest counts alone.
+    If a prompt was viewed at several lengths, only the longest counts.
     """
     longest = {(task, sample): tokens for task, sample, tokens in sorted(_viewed(comparison))}
     kept_by_policy = []
@@ -120,16 +120,16 @@ def layers(comparison: Comparison) -> list[tuple[str, NDArray[np.float64]]]:
 
 
 class Wins(NamedTuple):
-    """Pairwise comparisons of P policies that hold equally much at a budget, and of each with the full cache."""
+    """Pairwise comparisons of P policies with equal kept shares at a budget, and of each with the full cache."""
 
     names: list[str]  # with the kept shares
-    share: NDArray[np.float64]  # `[P, P]` of the tasks in which the row's mean is better; a tie counts half
-    certain: NDArray[np.int64]  # `[P, P]` number of these tasks with p below 0.05
-    tasks: NDArray[np.int64]  # `[P, P]` number of tasks in which both may be paired
+    share: NDArray[np.float64]  # `[P, P]` share of tasks that the row wins by its mean; a tie counts half
+    certain: NDArray[np.int64]  # `[P, P]` number of won tasks with p below 0.05
+    tasks: NDArray[np.int64]  # `[P, P]` number of tasks that compare both
 
 
 def wins(comparison: Comparison, budget: str) -> Wins:
-    """Compare every pair of policies that hold equally much at a budget, and the full cache with each of them."""
+    """Compare all pairs of policies with equal kept shares at a budget, and the full cache with each policy."""
     comparable_ids = {id(result) for task in comparison.tasks for result in at_budget(comparison.of_task(task), budget)}
     results = [
         result
@@ -156,7 +156,7 @@ def wins(comparison: Comparison, budget: str) -> Wins:
 
 
 def _gains(results: list[Result]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return how much better each of P results of a task is than each other, and the p-values, ``[P, P]``."""
+    """Return the gain of each of P results of a task over each other result, and the p-values, ``[P, P]``."""
     scores_by_sample = [result.values() for result in results]
     shared = [sample for sample in scores_by_sample[0] if all(sample in scores for scores in scores_by_sample)]
     scores = np.array([[sample_scores[sample] for sample in shared] for sample_scores in scores_by_sample])

@@ -1,4 +1,4 @@
-"""The progress of a comparison: a bar on a terminal, elsewhere a line every half minute."""
+"""The progress of a comparison: a bar on a terminal, else a line every half minute."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-SECONDS = 30.0  # between two lines where there is no terminal
+SECONDS = 30.0  # between two lines without a terminal
 
 
 class ComparisonProgress:
     """Counts cells and samples, and estimates the time left from the cells that this process has run.
 
     Args:
-        console: where it is shown.
+        console: console that shows it.
         total: number of cells.
-        num_finished: cells that were finished before.
+        num_finished: cells that earlier commands finished.
         clock: returns the time in seconds.
     """
 
@@ -35,29 +35,29 @@ class ComparisonProgress:
         self._task = self._bar.add_task(self._name, total=total, numbers="")
 
     def shown(self) -> AbstractContextManager[object]:
-        """Return the context in which a terminal shows the bar."""
+        """Return a context that shows the bar on a terminal."""
         return self._bar if self._console.is_terminal else nullcontext()
 
     def cells(self, num_finished: int) -> None:
-        """Set the number of finished cells, once for those that ran together; no cell runs then."""
+        """Set the number of finished cells, once for all cells that ran together. No cell runs then."""
         self._num_finished, self._outcomes = num_finished, 0
         self._show()
 
     def begin(self, name: str, together: int, samples: int, waiting: int = 0) -> None:
-        """Begin with a number of cells that run together; :meth:`outcome` shows it, with the samples done before.
+        """Begin cells that run together. :meth:`outcome` shows them, with the samples that are already done.
 
         Args:
-            name: of the first of them.
-            together: how many they are.
-            samples: of their task.
-            waiting: samples that cells after them have done already.
+            name: name of the first cell.
+            together: number of the cells.
+            samples: number of samples of their task.
+            waiting: finished samples of cells that run later.
         """
         suffix = f" and {together - 1} more" if together > 1 else ""
         self._name, self._together, self._samples, self._outcomes = name + suffix, together, samples, 0
         self._waiting = waiting
 
     def outcome(self, samples: int = 1) -> None:
-        """Count finished samples of one cell."""
+        """Add finished samples of one cell."""
         self._outcomes += samples
         self._show()
 
@@ -67,7 +67,7 @@ class ComparisonProgress:
         if self._outcomes:
             parts.append(f"{self._outcomes // self._together} of {self._samples} samples")
         run = self._completed - self._finished_before
-        # results of samples that run together come together, so that the first of them says nothing about time
+        # cells that run together yield their results together: the first result says nothing about time
         if run > 0 and (self._outcomes >= self._together or self._num_finished > self._finished_before):
             left = (self._total - self._completed) * (self._clock() - self._begun) / run
             parts.append(f"about {timedelta(seconds=round(left))} left")
@@ -75,7 +75,7 @@ class ComparisonProgress:
 
     @property
     def _completed(self) -> float:
-        """The finished cells, and the finished part of the others."""
+        """The finished cells, and the finished part of the running cells."""
         return self._num_finished + ((self._outcomes + self._waiting) / self._samples if self._samples else 0.0)
 
     def _show(self) -> None:

@@ -19,7 +19,7 @@ from ag.evaluate.inside import KeptTokens
 from ag.evaluate.tasks import Outcome
 
 SPARE = 0.02  # largest difference of two kept shares that count as equal, as a share of the prompt
-OF_SHARE = 0.2  # and as a part of the smaller share, which is stricter where little is kept
+OF_SHARE = 0.2  # and relative to the smaller share, which is stricter for small shares
 NOT_COMPARED = "Not compared with each other, because they hold different shares:"
 
 
@@ -31,8 +31,8 @@ class Result:
     outcomes: list[Outcome]
     views: list[KeptTokens]
     spec: PolicySpec
-    paired: Paired | None = None  # scores minus the baseline's; None means that they are not compared
-    paired_nats: Paired | None = None  # the same for nats; None also where nats were not measured
+    paired: Paired | None = None  # scores minus the baseline's; None: not compared
+    paired_nats: Paired | None = None  # nats minus the baseline's; None: not compared, or not measured
 
     @cached_property
     def budget(self) -> str:
@@ -46,10 +46,7 @@ class Result:
 
     @cached_property
     def shares(self) -> tuple[float, float] | None:
-        """The kept share of the tokens of all prompts, and the mean of the prompts' kept shares.
-
-        None means that the cell failed.
-        """
+        """The kept share over tokens, and its mean over prompts. None: the cell failed."""
         if self.summary.kept is None or not self.outcomes:
             return None
         return self.summary.kept, sum(outcome.kept for outcome in self.outcomes) / len(self.outcomes)
@@ -70,12 +67,12 @@ class Result:
         return self.spec.evicts
 
     def values(self, tag: str = "") -> dict[str, float]:
-        """Return a tag, such as ``nats``, by sample; an empty tag means the score."""
+        """Return a tag (``nats``) by sample; an empty tag means the score."""
         return tag_values(self.outcomes, tag) if tag else {outcome.sample: outcome.score for outcome in self.outcomes}
 
     @cached_property
     def nats(self) -> tuple[float, float | None] | None:
-        """Mean and standard error of the right answers' NLL per token; None means that it was not measured."""
+        """Mean and standard error of the right answers' NLL per token. None: not measured."""
         values = self.values("nats")
         return mean_and_error(list(values.values())) if values else None
 
@@ -92,15 +89,15 @@ class Comparison:
     """All results, in the order of their cells."""
 
     folder: Path
-    baseline: str  # label of the policy that others are tested against
+    baseline: str  # label of the policy that all policies are tested against
     results: list[Result]
-    hidden: Sequence[str] = ()  # cells in the folder that earlier commands listed and this one does not
+    hidden: Sequence[str] = ()  # cells in the folder that only earlier commands list
 
     @classmethod
     def of(
         cls, config: CompareConfig, cells: Sequence[Cell], finished: Mapping[str, FinishedCell], folder: Path
     ) -> Comparison:
-        """Select the results of the cells from all that are in a folder, and test each against the baseline."""
+        """Select the results of the cells in a folder, and test each against the baseline."""
         results = []
         for cell in cells:
             summary, outcomes, views = finished[cell.key]
@@ -166,12 +163,12 @@ class Comparison:
         return [result for result in self.of_task(task) if result.budget in ("", budget)]
 
     def baseline_of(self, result: Result) -> Result | None:
-        """Return the baseline's result at the same budget, if both hold equally much."""
+        """Return the baseline's result at this budget if the kept shares are equal."""
         other = self.baseline_at(result)
         return other if other is not None and comparable(result, other) else None
 
     def baseline_at(self, result: Result) -> Result | None:
-        """Return the baseline's result at the same budget, else the one without a budget; None if there is none."""
+        """Return the baseline's result at this budget, else its result without a budget; None if it has neither."""
         for budget in (result.budget, ""):
             other = self._baselines.get((result.summary.task, budget))
             if other is not None and other.outcomes and result.outcomes and other.summary.key != result.summary.key:
@@ -193,7 +190,7 @@ class Comparison:
 
 
 def paired_difference(result: Result, other: Result, tag: str = "") -> Paired | None:
-    """Compare the scores of two results, or a tag such as ``nats``; None if they have no sample in common."""
+    """Compare the scores of two results, or a tag (``nats``); None if they share no sample."""
     scores, other_scores = result.values(tag), other.values(tag)
     common = [sample for sample in scores if sample in other_scores]
     if not common:
@@ -208,9 +205,9 @@ def by_position(
     """Return by block, ascending, the mean over texts of the nats, with its standard error.
 
     Args:
-        result: of a task whose outcomes have blocks.
-        base: the result that is subtracted, on the texts and blocks that both have; None means that nothing is.
-        part_kind: kind of the numbered parts, such as turns, that are taken instead of blocks.
+        result: a result whose outcomes have blocks.
+        base: the result to subtract, on the texts and blocks that both have. None: nothing is subtracted.
+        part_kind: kind of numbered parts (``turn``) to use instead of blocks.
     """
 
     def numbered(outcome: Outcome) -> Mapping[int, float]:
@@ -227,7 +224,7 @@ def by_position(
 
 
 def part_names(results: Sequence[Result]) -> dict[str, list[str]]:
-    """Return the names of the samples' parts by kind of part: numbers ascending, others in their order."""
+    """Return the names of the samples' parts by kind of part: numbers ascending, words in their order."""
     names_by_kind: dict[str, dict[str, None]] = {}
     for result in results:
         for outcome in result.outcomes:
@@ -240,17 +237,17 @@ def part_names(results: Sequence[Result]) -> dict[str, list[str]]:
 
 
 def at_budget(results: Sequence[Result], budget: str) -> list[Result]:
-    """Return those results of a task that evict and may be compared at a budget.
+    """Return the results of a task that evict and may be compared at a budget.
 
-    The result with this budget that holds least sets the share, since others may protect more than the budget. A policy
-    without a budget (flags) takes part where it holds as much. An empty budget means all policies without one.
+    The smallest kept share at this budget is the reference, since a policy may protect more than the budget. A policy
+    without a budget (flags) takes part if its kept share is equal. An empty budget selects all policies without one.
     """
     evicting, lowest = _evicting(results, budget)
     return [result for result in evicting if not budget or (lowest is not None and same_kept_share(result, lowest))]
 
 
 def uncompared_results(comparison: Comparison) -> list[str]:
-    """Return sentences on the results that are not compared, because they hold another share."""
+    """Return sentences on the results that are not compared, because their kept shares differ."""
     pairs = []
     for task in comparison.tasks:
         results = comparison.of_task(task)
@@ -269,17 +266,17 @@ def uncompared_results(comparison: Comparison) -> list[str]:
 
 
 def comparable(result: Result, other: Result) -> bool:
-    """Whether two results of a task may be paired: they hold equally much, or one of them is the full cache."""
+    """Whether two results of a task may be paired: their kept shares are equal, or one is the full cache."""
     return not (result.evicts and other.evicts) or same_kept_share(result, other)
 
 
 def same_kept_share(result: Result, other: Result) -> bool:
-    """Whether two results hold the same share of all tokens, and the same share of a prompt on average.
+    """Whether two results have equal kept shares, both over all tokens and as a mean over prompts.
 
-    The two shares differ where prompts differ in length: a budget in tokens is a large share of a short prompt and a
-    small one of a long prompt, while flags hold about the same share of both. Memory is a mean over tokens, the score
-    one over prompts. Where the model writes the texts, their lengths differ between policies; there results are also
-    alike that hold as many tokens.
+    The two shares differ if prompts differ in length: a budget in tokens is a large share of a short prompt and a
+    small share of a long prompt, while flags keep about equal shares of both. Memory is a mean over tokens, the score
+    a mean over prompts. If the model writes the texts, their lengths differ between policies. Then equal numbers of
+    cached tokens suffice.
     """
     if result.shares is None or other.shares is None:
         return False
@@ -293,7 +290,7 @@ def same_kept_share(result: Result, other: Result) -> bool:
 
 
 def shares_agree(share: float, other: float) -> bool:
-    """Whether two kept shares count as equal: at most 2 % of the prompt and a fifth of the smaller one apart."""
+    """Whether two kept shares count as equal: they differ by at most 2 % of the prompt and a fifth of the smaller."""
     return abs(share - other) <= min(SPARE, OF_SHARE * min(share, other)) + 1e-9  # 0.27 - 0.25 is a little over 0.02
 
 
@@ -303,7 +300,7 @@ def name_with_share(result: Result) -> str:
 
 
 def kept_shares_text(results: Sequence[Result]) -> str:
-    """Return the kept shares of a policy as text: for each budget, from the lowest to the highest of the tasks."""
+    """Return the kept shares of a policy as text: for each budget the lowest and the highest over tasks."""
     shares: dict[str, list[float]] = {}
     for result in results:
         if result.shares is not None:
@@ -323,7 +320,7 @@ def _number(share: float) -> str:
 
 
 def _evicting(results: Sequence[Result], budget: str) -> tuple[list[Result], Result | None]:
-    """Return the results that evict, at a budget or without one, and the one at the budget that holds least."""
+    """Return the results that evict, at a budget or without one, and the smallest kept share's result at the budget."""
     evicting = [
         result for result in results if result.shares is not None and result.evicts and result.budget in ("", budget)
     ]
@@ -341,7 +338,7 @@ def _difference_text(result: Result, other: Result) -> str:
 
 
 def _block_differences(result: Result, other: Result) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
-    """Return for each sample that both have the differences of its blocks and their tokens; None without blocks."""
+    """Return the differences of blocks and their tokens for each sample of both results; None without blocks."""
     other_outcomes = {outcome.sample: outcome for outcome in other.outcomes}
     blocks = []
     for outcome in result.outcomes:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 RESAMPLES = 10_000
 SEED = 0
 SIGNIFICANT = 0.05
-MAX_EXACT = 12  # differences up to which all 2^n sign patterns are tried
+MAX_EXACT = 12  # most differences whose 2^n sign patterns are all tried
 PER_CHUNK = 2_000_000  # random numbers in memory at once
 
 Vector = NDArray[np.float64]
@@ -21,9 +21,9 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Paired:
-    """One policy against another on the same samples."""
+    """The paired difference of two policies."""
 
-    n: int  # samples that both have scores of
+    n: int  # samples with scores of both
     difference: float  # mean of the first policy's scores minus the second's
     error: float | None  # its standard error; None for a single sample
     low: float  # ends of its 95 % bootstrap interval
@@ -32,7 +32,7 @@ class Paired:
 
     @property
     def certain(self) -> bool:
-        """Whether the difference is more than chance: interval and test both exclude 0."""
+        """Whether the difference is more than chance: both interval and test exclude 0."""
         return (self.low > 0 or self.high < 0) and self.p < SIGNIFICANT
 
 
@@ -46,13 +46,13 @@ def mean_and_error(scores: Sequence[float] | Vector) -> tuple[float, float | Non
 def compare(
     scores: Sequence[float], other_scores: Sequence[float], parts: Sequence[tuple[Vector, Vector]] | None = None
 ) -> Paired:
-    """Compare scores of the same samples, in the same order.
+    """Compare two lists of scores, sample by sample.
 
     Args:
         scores: scores of one policy.
-        other_scores: scores of the other.
-        parts: for each sample the differences of its parts, such as blocks of a book, and their weights, from which
-            :func:`bootstrap_parts` takes the interval. None means that samples have no parts.
+        other_scores: scores of the second policy, of equal samples in equal order.
+        parts: for each sample the differences of its parts (blocks of a book) and their weights;
+            :func:`bootstrap_parts` takes the interval from them. None: samples have no parts.
     """
     differences = np.subtract(np.asarray(scores, np.float64), np.asarray(other_scores, np.float64))
     if len(scores) != len(other_scores) or not len(differences):
@@ -70,8 +70,8 @@ def bootstrap(differences: Vector, level: float = 0.95) -> tuple[float, float]:
 def bootstrap_parts(parts: Sequence[tuple[Vector, Vector]], level: float = 0.95) -> tuple[float, float]:
     """Return the percentile interval of the mean over samples of their parts' weighted means.
 
-    Each of 10,000 resamples draws samples with replacement, and then parts within each of them: parts of one sample
-    depend on each other, so that the number of samples sets the width of the interval.
+    Each of 10,000 resamples draws samples with replacement, then parts within each sample. Parts of one sample
+    depend on each other: the number of samples sets the width of the interval.
 
     Args:
         parts: for each sample the differences ``[k]`` and weights ``[k]`` of its parts.
@@ -99,11 +99,11 @@ def _interval(means: Sequence[Vector], level: float) -> tuple[float, float]:
 def sign_flips(differences: Vector) -> Vector:
     """Return the two-sided p-values ``[K]`` of the means of differences ``[K, n]`` under random sign flips.
 
-    All 2^n patterns are tried for up to 12 differences; else 10,000 random ones, and the observed pattern counts as
-    one of them, so that p is never 0 (Phipson and Smyth, 2010).
+    All 2^n patterns are tried for up to 12 differences, else 10,000 random patterns. The observed pattern counts as a
+    random one: p is never 0 (Phipson and Smyth, 2010).
     """
     n = differences.shape[1]
-    observed = np.abs(differences.sum(1)) * (1 - 1e-12)  # the same sum in another order may round a little lower
+    observed = np.abs(differences.sum(1)) * (1 - 1e-12)  # an equal sum in another order may round a little lower
     if n <= MAX_EXACT:
         signs = np.array(list(itertools.product((1.0, -1.0), repeat=n))).reshape(2**n, n)
         return np.asarray((np.abs(signs @ differences.T) >= observed).mean(0), np.float64)
@@ -115,7 +115,7 @@ def sign_flips(differences: Vector) -> Vector:
 
 
 def _chunks(n: int) -> Iterator[int]:
-    """Yield the sizes of parts of the resamples that fit in memory."""
+    """Yield sizes of chunks of the resamples that fit in memory."""
     size = max(1, PER_CHUNK // n)
     for start in range(0, RESAMPLES, size):
         yield min(size, RESAMPLES - start)

@@ -25,29 +25,29 @@ from ag.evaluate.comparison.verdict import find_verdicts, headlines
 from ag.evaluate.tasks import unit
 
 OVER = "over budget"
-OVER_NOTE = "samples in which more is protected (sinks, recent, window) than the budget allows, and stays"
+OVER_NOTE = "samples with more protected tokens (sinks, recent, window) than the budget allows; these are kept"
 OPTIONAL = ("nats", "nats difference", "hits", "kl", "same_top1", OVER)  # columns that are left out without values
 TEXTS = ("policy", "prefill")  # columns that hold no numbers
 #: The columns of a task's table, each with a note on it.
 COLUMNS = {
     "policy": "",
     "budget": "",
-    "kept": "share of the prompt's (token, layer, KV head) entries that was held; of all tokens where eviction goes on",
+    "kept": "kept share of the prompt's (token, layer, KV head) entries; of all tokens if decoding evicts",
     OVER: OVER_NOTE,
     "score": "mean over samples, with its standard error",
     "difference": "to the baseline on the same samples, with a 95 % bootstrap interval",
     "p": "sign-flip test of that difference",
-    "nats": "negative log-likelihood of the right answer, given token by token: the mean per token, with its error",
+    "nats": "mean negative log-likelihood of a token of the right answer, with its error; the answer is given",
     "nats difference": "to the baseline on the same samples, with a 95 % bootstrap interval; lower is better",
-    "hits": "share of the samples in which each token of the right answer is the likeliest",
-    "kl": "divergence from what a full cache says of the next token, in nats, on the right answer's tokens: their mean",
-    "same_top1": "share of these tokens at which the likeliest one is that of a full cache",
+    "hits": "share of the samples with a right answer whose every token is the likeliest",
+    "kl": "mean KL divergence from a full cache's next-token distribution, in nats, on the right answer's tokens",
+    "same_top1": "share of these tokens where policy and full cache agree on the likeliest token",
     "n": "",
     "left out": "samples too long for the model or too short for the task; how many were cut in the middle",
-    "prefill": "what later tokens of a prompt see of earlier ones: all, what gates keep, what blocks left",
-    "KV MB": "allocated for keys and values after a prompt, or at the end where eviction goes on, the mean",
+    "prefill": "earlier tokens that a prompt token sees: all, kept by gates, or kept after earlier blocks",
+    "KV MB": "mean bytes allocated for keys and values after a prompt, or at the end if decoding evicts",
 }
-UNKNOWN = "unknown"  # for what rows of earlier versions lack
+UNKNOWN = "unknown"  # value that rows of earlier versions lack
 BY_POSITION = (
     "Of {0} the nats a token in blocks that begin at these positions, of the others the difference to it; without a "
     "sign the nats of those that hold another share than it does."
@@ -73,12 +73,12 @@ class Cell(NamedTuple):
     """A cell of a table."""
 
     text: str
-    value: float | str | None = None  # the sort key; None comes last
-    small: str = ""  # text behind, in small letters
+    value: float | str | None = None  # the sort key; None sorts last
+    small: str = ""  # text after it, in small letters
 
 
 class Table(NamedTuple):
-    """A table, whose first column names the lines."""
+    """A table. Its first column names the lines."""
 
     head: Sequence[Head]
     lines: Sequence[Sequence[Cell]]
@@ -131,7 +131,7 @@ def printed(comparison: Comparison) -> Printed:
         table.add_column(named, justify="right", no_wrap=True)
     for result in comparison.results:
         cells = line(result)
-        # little room: table.md has errors and intervals, and the command says why a cell failed
+        # little room: table.md has errors and intervals, and the command prints why a cell failed
         texts = {column: cells[column].text.partition(" ")[0].rstrip(":") for column in columns}
         texts |= {"kept": f"{'*' if result.summary.over_budget else ''}{texts['kept']}", "p": cells["p"].text}
         table.add_row(result.summary.task, result.name, *texts.values())
@@ -139,7 +139,7 @@ def printed(comparison: Comparison) -> Printed:
 
 
 def leaderboard(comparison: Comparison) -> Table:
-    """Return the mean score of each policy and budget by task, and averages over tasks that share a metric."""
+    """Return the mean score of each policy and budget by task, and averages over tasks with one metric."""
     summaries = {task: [result.summary for result in comparison.of_task(task)] for task in comparison.tasks}
     num_samples = {task: max(summary.n for summary in task_summaries) for task, task_summaries in summaries.items()}
     metrics = Counter(
@@ -165,9 +165,7 @@ def leaderboard(comparison: Comparison) -> Table:
         for metric in averaged:
             means = [summary.mean for summary in task_summaries.values() if summary.metric == metric]
             measured_means = [mean for mean in means if mean is not None]
-            complete = (
-                len(measured_means) == metrics[metric]
-            )  # other policies' averages are over all tasks of the metric
+            complete = len(measured_means) == metrics[metric]  # averages are over all tasks of the metric
             cells.append(Cell(f"{fmean(measured_means):.4f}", fmean(measured_means)) if complete else Cell("none"))
         lines.append(cells)
     remarks = [comparison.uninformative(task) for task in summaries]
@@ -198,7 +196,7 @@ def section(comparison: Comparison, task: str, *columns: str) -> dict[str, Any]:
 
 
 def of_task(comparison: Comparison, task: str, *extra_columns: str) -> Table:
-    """Return all results of a task, with the columns ``more`` too; optional columns without values are left out."""
+    """Return all results of a task, with ``extra_columns``. Optional columns without values are left out."""
     results = comparison.of_task(task)
     lines = [line(result) for result in results]
     absent = {column for column in OPTIONAL if not any(cells[column].text for cells in lines)}
@@ -242,7 +240,7 @@ def line(result: Result) -> dict[str, Cell]:
 
 
 def table_by_position(comparison: Comparison, task: str) -> Table | None:
-    """Return a task by position, at most 12 evenly spaced blocks; None if its outcomes have no blocks."""
+    """Return a task by position, in at most 12 evenly spaced blocks. None: its outcomes have no blocks."""
     results = [result for result in comparison.of_task(task) if result.outcomes and result.outcomes[0].blocks]
     if not results:
         return None
@@ -286,9 +284,9 @@ def tables_by_part(comparison: Comparison, task: str) -> dict[str, Table]:
 
 
 def counted(comparison: Comparison, task: str) -> str:
-    """Return how many samples of a task were run, in its unit, how many were left out and why, and when was asked.
+    """Return how many samples were run and left out, in the task's unit, and when the question is read.
 
-    It has also the number of samples that no policy can change: see
+    It also has the number of samples that no policy can change, see
     :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
     """
     summaries = [result.summary for result in comparison.of_task(task)]
@@ -302,13 +300,13 @@ def counted(comparison: Comparison, task: str) -> str:
 
 
 def meanings(comparison: Comparison) -> dict[str, str]:
-    """Return the policies behind labels and shortened paths, by the name of the result."""
+    """Return the full policies of labels and shortened paths, by the name of the result."""
     results = comparison.results
     return {result.name: result.summary.policy for result in results if result.summary.label != str(result.spec)}
 
 
 def measured(summaries: Sequence[Summary]) -> list[tuple[str, str]]:
-    """Return how a comparison was measured, by what is said; where rows differ, each text has its number of rows."""
+    """Return how a comparison was measured, as (subject, text). If rows differ, each text has its number of rows."""
     dates = sorted(summary.date for summary in summaries if summary.date is not None)
     period = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
     counts_by_name: dict[str, Counter[str]] = {}

@@ -11,24 +11,24 @@ from ag.evaluate.comparison.result import Comparison, Result, at_budget, paired_
 from ag.evaluate.comparison.statistics import SIGNIFICANT, Paired
 
 HALF = 0.5
-MAX_LETTERS = 120  # to which the reason of a failed cell is cut; its summary has all of it
-FAR_LOSS = 0.5  # a policy is far from the full cache if it loses more of the score above the floor
-FAR_NATS = math.log(2)  # or more nats per token: a token of the right answer is half as likely
+MAX_LETTERS = 120  # most characters of a failed cell's reason; the summary has the complete reason
+FAR_LOSS = 0.5  # a policy that loses a larger part of the score above the floor is far from the full cache
+FAR_NATS = math.log(2)  # as is a policy that loses more nats per token: a token of the right answer is half as likely
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of a task at a budget; ``best`` is None where there is none.
+    """The verdict of a task at a budget; ``best`` is None if no policies can be compared.
 
-    Where the best policy has gates, its rivals are the policies without: gates beside gates are one method. The rival
-    of a single policy is the full cache.
+    If the best policy has gates, its rivals are the policies without gates: all gates are one method. The rival of a
+    single policy is the full cache.
     """
 
     task: str
     budget: str  # as text; empty for policies without a budget
     sentences: list[str]  # without full stops
     best: Result | None = None  # the policy with the best mean
-    rival: Result | None = None  # the best of its rivals
+    rival: Result | None = None  # its best rival
     gain: Paired | None = None  # of ``best`` over ``rival``; above 0 means better
 
     @property
@@ -59,10 +59,10 @@ def headlines(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
-    """Compare the best policy of a task at a budget with the best of its rivals, or say why that is impossible.
+    """Compare the best policy of a task at a budget with its best rival, or say why this is impossible.
 
-    Policies are compared that hold equally much; see :func:`ag.evaluate.comparison.result.at_budget`. Nats decide where
-    they were measured, else the score.
+    Only policies with equal kept shares are compared, see :func:`ag.evaluate.comparison.result.at_budget`. Nats decide
+    if they were measured, else the score.
     """
     results = comparison.of_task(task)
     tag = "nats" if any(result.nats is not None for result in results) else ""
@@ -97,13 +97,13 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
 
 
 def _gain_over(result: Result, other: Result, tag: str) -> Paired | None:
-    """Return how much better a result is than another, above 0 where it is; None if they have no sample in common."""
+    """Return the gain of a result over another, above 0 if it is better. None: they share no sample."""
     lower = tag or not result.summary.higher_is_better
     return paired_difference(other, result, tag) if lower else paired_difference(result, other)
 
 
 def _memory_text(budget: str) -> str:
-    """Return the memory at which policies are compared, in words."""
+    """Return the budget in words."""
     if not budget:
         return "At the share that it keeps"
     if "." not in budget:
@@ -112,7 +112,7 @@ def _memory_text(budget: str) -> str:
 
 
 def _lead_text(best: Result, rival: Result, gain: Paired, unit: str, level: Sequence[str]) -> str:
-    """Return which policy is best and by how much, or that it is no better than others."""
+    """Return which policy is best and by how much, or that it is not better than its rival."""
     level_names = ", ".join(name for name in level if gain.certain or name != rival.summary.label)
     test_text = f"(n = {gain.n}, p {'< 0.001' if gain.p < 0.001 else f'= {gain.p:.3f}'})"
     if gain.certain:
@@ -124,9 +124,9 @@ def _lead_text(best: Result, rival: Result, gain: Paired, unit: str, level: Sequ
 
 
 def _distance_text(best: Result, rival: Result, full: Result | None, tag: str, unit: str) -> list[str]:
-    """Return a sentence on the distance of the best policy, and its rival, to the full cache; empty if it says nothing.
+    """Return a sentence on the distance of the best policy and its rival to the full cache; empty without a fact.
 
-    Where nats decide, it has both mean scores and their difference too.
+    If nats decide, it also has both mean scores and their difference.
     """
     differences = [
         (result, full, _gain_over(result, full, tag)) for result in (best, rival) if full is not None and result.evicts
@@ -162,7 +162,7 @@ def _is_far(result: Result, full: Result, lost: Paired, tag: str, unit: str) -> 
 
 
 def _reason_left_out(result: Result, tag: str) -> str:
-    """Return why a result is not compared; empty for the full cache, with which every other one is compared."""
+    """Return why a result is not compared; empty for the full cache, which every policy is compared with."""
     if not result.outcomes:
         return f"no result: {textwrap.shorten(result.summary.problem or 'no samples', MAX_LETTERS, placeholder=' ...')}"
     if tag and result.nats is None:
@@ -176,6 +176,6 @@ def _distance_to_half(budget: str) -> float:
 
 
 def _gain_text(gain: Paired, unit: str, other: str) -> str:
-    """Return how far a policy is ahead of another or behind it, with the interval."""
+    """Return the lead or lag of a policy over another, with the interval."""
     word, low, high = ("behind", -gain.high, -gain.low) if gain.difference < 0 else ("ahead of", gain.low, gain.high)
     return f"{abs(gain.difference):.3f} {unit} {word} {other} [{low:.3f}, {high:.3f}]"

@@ -1,4 +1,4 @@
-"""Runs the missing cells of a comparison, in this process or in those of a cluster."""
+"""Runs the missing cells of a comparison, in this process or on a cluster."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ WORKER = 2  # main memory of a process on a cluster, in multiples of the stored 
 def run_missing_cells(
     config: CompareConfig, cells: Sequence[Cell], folder: Folder, console: Console, command: str = ""
 ) -> dict[str, FinishedCell]:
-    """Run the cells without a result, here or on a cluster; this process writes the results.
+    """Run the cells without a result, here or on a cluster. This process writes the results.
 
     Args:
         config: settings of the comparison.
         cells: its cells.
         folder: its folder.
-        console: where progress is shown.
+        console: console that shows progress.
         command: the command line, for the summaries. Empty means the Python call.
 
     Returns:
-        All cells of the folder by key, those of earlier commands included.
+        All cells of the folder by key, including cells of earlier commands.
 
     Raises:
         UserError: the model or a task's data cannot be read, or another process writes into the folder.
-        KeyboardInterrupt: on Ctrl-C; the message names what is left.
+        KeyboardInterrupt: on Ctrl-C; the message names the number of finished cells.
     """
     with folder.writing():
         finished = folder.read()
@@ -67,7 +67,7 @@ def run_missing_cells(
                         folder.append(cell)
                         finished[cell.summary.key] = cell
                         num_finished += 1
-                    progress.cells(num_finished)  # once: a part of a pass that is over would look like a slow one
+                    progress.cells(num_finished)  # once: cells of one pass end together
         except KeyboardInterrupt:
             state = f"{num_finished} of {len(cells)} cells are in {folder.path}"
             raise KeyboardInterrupt(f"{state}; the same command goes on from there") from None
@@ -77,7 +77,7 @@ def run_missing_cells(
 def _run_cells(
     config: CompareConfig, cells: Sequence[Cell], command: str, progress: ComparisonProgress
 ) -> Iterator[list[FinishedCell]]:
-    """Run cells and yield those that are finished together."""
+    """Run cells, and yield the finished cells of each pass together."""
     if not cells:  # needs neither a model nor a cluster
         return
     max_cells, by_task = config.batch_policies, [[*group] for _, group in groupby(cells, lambda cell: cell.task)]
@@ -102,7 +102,7 @@ def _run_cells(
 
 
 def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list[Cell]], list[FinishedCell]]:
-    """Make a worker in a process of a cluster, with the calling process's threads, so that sums are the same."""
+    """Make a worker in a process of a cluster, with the calling process's number of threads, for equal sums."""
     torch.set_num_threads(threads)
     load(config.plugins)
     worker = Worker(config, command, ComparisonProgress(Console(quiet=True), 0))
@@ -129,9 +129,9 @@ class Worker:
         self.loaded = Loaded([])
 
     def run(self, cells: Sequence[Cell]) -> Iterator[list[FinishedCell]]:
-        """Run cells of one task together; if that fails, one by one on the samples that are left.
+        """Run cells of one task together. If that fails, run them one by one on the remaining samples.
 
-        Yields the cells that are finished at the same time.
+        Yields lists of cells that finish together.
 
         Raises:
             UserError: the task's data cannot be read.
@@ -151,7 +151,7 @@ class Worker:
         if not isinstance(attempt, str):
             yield attempt
             return
-        torch.cuda.empty_cache()  # the error, whose traceback held tensors, is gone
+        torch.cuda.empty_cache()  # the error is freed, and the tensors of its traceback
         for index, (cell, outcomes) in enumerate(zip(cells, outcomes_by_cell, strict=True), 1):
             waiting = sum(map(len, outcomes_by_cell[index:]))
             alone = attempt if len(cells) == 1 else self._attempt([cell], [outcomes], waiting)
@@ -160,12 +160,12 @@ class Worker:
     def _attempt(
         self, cells: Sequence[Cell], outcomes_by_cell: list[list[Outcome]], waiting: int = 0
     ) -> list[FinishedCell] | str:
-        """Run cells; returns them finished, or why that failed.
+        """Run cells; returns the finished cells, or why they failed.
 
         Args:
             cells: cells of one task.
             outcomes_by_cell: outcomes of the first samples, which are not run again; new outcomes are appended.
-            waiting: samples that the cells after these have done.
+            waiting: finished samples of the cells after these.
         """
         self.progress.begin(cells[0].name, len(cells), len(self.loaded.samples), waiting)
         try:
@@ -193,7 +193,7 @@ class Worker:
         self.progress.outcome(num_done * len(run_outcomes))
         remaining = samples[num_done:]
         for index, outcome in cells[0].task.run(self.model, self.tokenizer, policies, remaining) if remaining else ():
-            for name, value in (("score", outcome.score), *outcome.tags.items()):  # JSON has finite numbers alone
+            for name, value in (("score", outcome.score), *outcome.tags.items()):  # JSON has only finite numbers
                 if isinstance(value, float) and not math.isfinite(value):
                     raise UserError(
                         f"sample {outcome.sample} has the {name} {value}: expected a finite number; try dtype=float32."
@@ -226,14 +226,14 @@ class Worker:
 
 
 def _num_common_samples(outcomes_by_cell: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:
-    """Return how many first samples all cells have done; 0 where a plugin's task ran them in another order."""
+    """Return how many first samples all cells have finished; 0 if a plugin's task ran them in another order."""
     count = min(map(len, outcomes_by_cell))
     in_order = [outcome.sample for outcome in outcomes_by_cell[0][:count]] == [sample.id for sample in samples[:count]]
     return count if in_order else 0
 
 
 def _problem(error: Exception) -> str:
-    """Return why a cell failed; of an error that is not a ``UserError``, its type and place too."""
+    """Return why a cell failed. An error that is not a ``UserError`` also has its type, file and line."""
     text = " ".join(str(error).split())[:500]
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         return f"out of memory: {text}"

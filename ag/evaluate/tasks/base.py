@@ -41,16 +41,16 @@ class Sample:
     """A context, a question about it, and its answers.
 
     Attributes:
-        id: its name, the same in every run.
-        prompt: tokens ``[T]`` of the context, from which a policy evicts.
+        id: name of the sample, equal in every run.
+        prompt: tokens ``[T]`` of the context. The policy evicts from these.
         question: tokens that are read between the prompt and an answer; empty if they are the end of the prompt.
-        answers: tokens of each right answer; of multiple choice those of each choice.
-        target: index of the answer on which caches are compared with a full one; of multiple choice the right one.
+        answers: tokens of each right answer; in multiple choice the tokens of each choice.
+        target: index of the answer that compares caches with a full cache; in multiple choice the right answer.
         max_new_tokens: largest number of tokens of a generated answer; 0 if nothing is generated.
-        references: texts by which a generated answer is graded.
-        tags: properties that its outcomes show too.
+        references: texts that grade a generated answer.
+        tags: properties of the sample, which are also in its outcomes.
         protect: spans of the prompt that no policy evicts; see :meth:`ag.EvictionCache.protect`.
-        parts: data for its task alone, such as the turns of a conversation.
+        parts: data that only its task reads (the turns of a conversation).
     """
 
     id: str
@@ -67,7 +67,7 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the longest text that is read or written: prompt, question and a generated answer."""
+        """Tokens of prompt, question and the longest generated answer."""
         return len(self.prompt) + len(self.question) + self.max_new_tokens
 
     @property
@@ -86,13 +86,13 @@ class Outcome:
     Attributes:
         sample: its id.
         score: the task's metric: accuracy 0 or 1, nats per token, F1 in 0..1, ...
-        tokens: tokens of the prompt; of the whole text where eviction goes on (books, worked problems).
-        kept: share of their (token, layer, KV head) entries that was held after the prompt, or while eviction went on,
-            measured in the cache.
-        kv_bytes: allocated for keys and values after the prompt, or at the end.
+        tokens: tokens of the prompt; of the complete text if decoding evicts (books, worked problems).
+        kept: kept share of their (token, layer, KV head) entries, measured in the cache after the prompt, or while
+            decoding evicts.
+        kv_bytes: bytes allocated for keys and values after the prompt, or at the end if decoding evicts.
         seconds: time of eviction, question and answer; without the prompt, which policies read together.
-        tags: those of the sample, and measures beside the score. ``nats`` is the mean negative log-likelihood of the
-            right answer's tokens, ``hits`` 1 where each is the likeliest; ``kl`` and ``same_top1`` compare with a full
+        tags: tags of the sample, and further measures. ``nats`` is the mean negative log-likelihood of the right
+            answer's tokens, ``hits`` is 1 if each token is the likeliest; ``kl`` and ``same_top1`` compare with a full
             cache, see :meth:`PromptTask.run`.
         over_budget: whether more tokens were protected than the budget allows.
     """
@@ -123,7 +123,7 @@ class Outcome:
         return measures_by_kind
 
     def numbered(self, part_kind: str) -> dict[int, float]:
-        """Return the nats of parts whose names are numbers, such as turns."""
+        """Return the nats of parts whose names are numbers (turns)."""
         return {int(name): nats for name, nats in self.parts.get(part_kind, {}).get("nats", {}).items()}
 
 
@@ -132,7 +132,7 @@ class Loaded:
     """The samples of a task.
 
     Attributes:
-        samples: those that can be run, in their stored order.
+        samples: samples that can be run, in their stored order.
         too_long: number of samples before the last one that do not fit the model.
         too_short: number of samples before the last one that have fewer tokens than the task needs.
     """
@@ -148,7 +148,7 @@ class Task(ABC):
 
     Attributes:
         name: its name in commands.
-        root: local folder of the data; None means the Hugging Face hub.
+        root: local folder of the data. None: the Hugging Face hub.
     """
 
     name: str
@@ -179,7 +179,7 @@ class Task(ABC):
 
         Args:
             tokenizer: the model's.
-            limit: number of samples that can be run, after which reading ends. None means all.
+            limit: largest number of samples that can be run. None: all samples.
             max_tokens: the model's context; a sample with its answer must fit.
 
         Raises:
@@ -197,7 +197,7 @@ class Task(ABC):
         return Loaded(samples, left_out.count("too long"), left_out.count("too short"))
 
     def floor(self, samples: Samples) -> float | None:
-        """Return the mean score of a model that cannot do the task; None means that it is unknown."""
+        """Return the mean score of a model that cannot do the task. None: unknown."""
         return None
 
     def length(self, sample: Sample) -> int:
@@ -205,7 +205,7 @@ class Task(ABC):
         return len(sample.prompt)
 
     def reads_on(self, sample: Sample) -> bool:
-        """Return whether tokens are read after a sample's prompt, and so after the eviction.
+        """Return whether tokens are read after a sample's prompt, and therefore after the eviction.
 
         The first token of an answer is predicted from the last token before it. If that is the last token of the
         prompt, it was read before the eviction: an answer of one token is predicted as with a full cache.
@@ -214,7 +214,7 @@ class Task(ABC):
 
     @abstractmethod
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
-        """Yield the samples in their stored order, and instead of one that cannot be run the reason.
+        """Yield the samples in their stored order. For a sample that cannot be run, yield the reason instead.
 
         Args:
             tokenizer: the model's.
@@ -228,10 +228,10 @@ class Task(ABC):
     def run(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
-        """Run policies over samples, and yield (index of the policy, outcome) as each is done.
+        """Run policies over samples, and yield (index of the policy, outcome) as each finishes.
 
-        The order is sample by sample, and for each sample policy by policy: policies that read the prompt densely share
-        one forward pass of it.
+        The order is sample by sample, and within a sample policy by policy. Policies with a dense prefill share one
+        forward pass of the prompt.
 
         Raises:
             UserError: a policy cannot do the task.
@@ -242,7 +242,7 @@ class Task(ABC):
 class PromptTask(Task):
     """A task of samples with a prompt, which is read and evicted, perhaps a question, and an answer."""
 
-    #: Whether its outcomes have ``kl`` and ``same_top1``; not where a sample has several right answers that all count.
+    #: Whether its outcomes have ``kl`` and ``same_top1``. False if a sample has several right answers that all count.
     compares: ClassVar[bool] = True
 
     def run(
@@ -265,7 +265,7 @@ class PromptTask(Task):
                 seconds, start = (
                     cache.scoring_seconds,
                     _synchronised_time(device),
-                )  # later scoring is a part of the answer's time
+                )  # later scoring counts in the answer's time
                 if sample.question:
                     last_hidden = feed(model, cache, question)[:, -1]
                 if index < 0:
@@ -298,25 +298,25 @@ class PromptTask(Task):
         Args:
             model: the model.
             tokenizer: its tokenizer.
-            cache: has read and evicted the prompt, and read the question; it may be used up.
+            cache: a cache that has read and evicted the prompt, and read the question; this method may change it.
             last_hidden: ``[1, d]``, the final hidden state of the last token before the answer.
-            sample: one of those of :meth:`load`.
+            sample: a sample of :meth:`load`.
         """
 
 
 def _synchronised_time(device: torch.device) -> float:
-    """Return the time in seconds, on a card when its work is done."""
+    """Return the time in seconds, after the GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def by_part(part_kind: str, measured: Iterable[tuple[str | int, float, float]]) -> dict[str, float]:
-    """Return tags with the mean score and nats of each part of a sample, which have tables of their own.
+    """Return tags with the mean score and nats of each part of a sample. Reports have tables of these parts.
 
     Args:
-        part_kind: kind of the parts, such as ``turn``.
-        measured: name, score and nats of each; those with one name are one part.
+        part_kind: kind of the parts (``turn``).
+        measured: name, score and nats of each part. Entries with equal names are one part.
     """
     parts: dict[str | int, list[tuple[float, float]]] = {}
     for name, score, nats in measured:

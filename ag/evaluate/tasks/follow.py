@@ -1,4 +1,4 @@
-"""Tokens after a prompt: the likelihood of given ones, and greedy decoding."""
+"""Tokens after a prompt: the likelihood of given tokens, and greedy decoding."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def score(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return for each answer its tokens' log-likelihoods ``[T]`` in nats, float32, and whether each is the likeliest.
 
-    The answers share one prompt and are fed as one batch padded on the right; if the policy evicts while decoding, in
-    pieces as long as its interval. The results are on the CPU.
+    The answers share one prompt and are fed as one batch, padded on the right. If the policy evicts while decoding,
+    each pass is one of its intervals. The results are on the CPU.
 
     Args:
         model: the model.
-        cache: holds one prompt; it is used up.
+        cache: a cache with one prompt; this function changes it.
         last_hidden: ``[1, d]``, the final hidden state of the prompt's last token.
-        answers: tokens of each.
+        answers: tokens of each answer.
     """
     longest = max(map(len, answers))
     tokens = torch.tensor([answer + [0] * (longest - len(answer)) for answer in answers], device=last_hidden.device)
@@ -50,7 +50,7 @@ def log_probabilities(model: nn.Module, cache: EvictionCache, last_hidden: Tenso
 
     Args:
         model: the model.
-        cache: holds one prompt; it is used up.
+        cache: a cache with one prompt; this function changes it.
         last_hidden: ``[1, d]``, the final hidden state of the prompt's last token.
         tokens: the T tokens.
     """
@@ -61,10 +61,9 @@ def log_probabilities(model: nn.Module, cache: EvictionCache, last_hidden: Tenso
 
 
 def distance(full: Tensor, other: Tensor) -> dict[str, float]:
-    """Return the tags ``kl`` and ``same_top1`` of log-probabilities ``[T, V]`` beside those of a full cache.
+    """Return the tags ``kl`` and ``same_top1`` of log-probabilities ``[T, V]`` against a full cache's.
 
-    They are the mean ``KL(full || other)`` in nats, and the share of the tokens at which both have the same likeliest
-    one.
+    They are the mean ``KL(full || other)`` in nats, and the share of tokens where both agree on the likeliest token.
     """
     kl = (full.exp() * (full - other)).sum(-1)
     same = (full.argmax(-1) == other.argmax(-1)).float()
@@ -77,9 +76,9 @@ def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | 
 
     Args:
         model: the model.
-        cache: has seen B sequences without padding on their left.
+        cache: cache of B sequences without padding on their left.
         tokens: ``[B, T]``.
-        mask: ``[B, T]`` bool, False on padding, which is on the right.
+        mask: ``[B, T]`` bool, False on padding, which is on the right. None: no padding.
     """
     decoder, states = decoder_of(model), []
     for start in range(0, tokens.shape[1], tokens_per_pass := cache.policy.steps or tokens.shape[1]):
@@ -105,8 +104,8 @@ def greedy(
 class GreedyText(NamedTuple):
     """A finished text of a batch."""
 
-    text_index: int  # index of the sequence in the batch as it was given
-    sequence: int  # index of its sequence in the cache, until the next text is yielded
+    text_index: int  # index of the text in the original batch
+    sequence: int  # index of the text in the cache, valid until the next text is yielded
     tokens: list[int]  # without the end token
 
 
@@ -119,12 +118,12 @@ def greedy_batch(
     stop: Collection[int],
     min_new_tokens: int = 0,
 ) -> Iterator[GreedyText]:
-    """Continue prompts by the likeliest tokens, and yield each text when it ends; its sequence then leaves the cache.
+    """Continue prompts by the likeliest tokens, and yield each text when it ends. Its sequence then leaves the cache.
 
     Args:
         model: the model.
-        cache: holds B prompts; it is used up.
-        last_hidden: ``[B, d]``, the final hidden state of the last token of each.
+        cache: a cache with B prompts; this function changes it.
+        last_hidden: ``[B, d]``, the final hidden state of each prompt's last token.
         max_new_tokens: largest number of tokens of each text.
         stop: tokens that end a text and are not part of it.
         min_new_tokens: smallest number of tokens of a text.
@@ -152,6 +151,6 @@ def greedy_batch(
 
 
 def end_tokens(model: nn.Module, eos: int | None) -> set[int]:
-    """Return the tokens that end a text: ``eos`` of the tokenizer, and those of the model's generation settings."""
+    """Return the tokens that end a text: the tokenizer's ``eos``, and the model's by its generation settings."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return {token for token in (eos, *(named if isinstance(named, list) else [named])) if token is not None}

@@ -12,18 +12,18 @@ from ag.evaluate.tasks.base import Task
 def held_out(
     task: Task, hub: str, folder: str, splits: Sequence[str], subset: str | None = None, revision: str | None = None
 ) -> tuple[str, str, Iterator[Record]]:
-    """Return the name of a task's split, its place for messages, and its rows.
+    """Return the name of a task's split, its location for messages, and its rows.
 
     Args:
-        task: the task; its root holds the folder, or the JSON lines themselves.
+        task: the task. Its root has the folder, or the JSON lines themselves.
         hub: id of the dataset.
-        folder: its folder under a root.
-        splits: names, of which the first one in the dataset is read.
+        folder: the dataset's folder under a root.
+        splits: names of splits. The first that the dataset has is read.
         subset: configuration name on the hub.
         revision: git revision on the hub.
 
     Raises:
-        DataError: it cannot be read; the message says how to get it.
+        DataError: the split cannot be read; the message says how to get it.
     """
     try:
         source = Source(hub, subset, revision, local_folder(task.root, folder) if task.root else None)

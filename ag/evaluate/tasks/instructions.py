@@ -1,7 +1,7 @@
-"""Instructions in a system prompt before a long text, which an answer should follow after eviction.
+"""Instructions in a system prompt before a long text. Answers should follow them after eviction.
 
 After The Pitfalls of KV Cache Compression (https://arxiv.org/abs/2510.00231), where a compressed cache follows some
-instructions and silently drops others. The instructions are our own, such that a small model can follow them.
+instructions and silently drops others. The instructions are our own; a small model can follow them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FILLER_LEAD = "The text tells of people."
 class Choice(NamedTuple):
     """One possible demand of an instruction."""
 
-    rule_text: str  # its text in the instruction
-    answer_text: str  # its text in an answer that follows the instruction
+    rule_text: str  # text in the instruction
+    answer_text: str  # text in an answer that follows the instruction
 
 
 class RuleKind(NamedTuple):
     """A kind of instruction.
 
-    Answers that follow different choices are the same up to the end of ``lead``.
+    Answers that follow different choices are equal up to the end of ``lead``.
     """
 
     text: str  # the instruction, with the choice as ``{}``
@@ -50,7 +50,7 @@ def _choices(*words: str, lead: str = " ") -> list[Choice]:
     return [Choice(word, lead + word) for word in words]
 
 
-#: Those that SmolLM2-135M-Instruct follows with a full cache.
+#: The kinds that SmolLM2-135M-Instruct follows with a full cache.
 RULE_KINDS: dict[str, RuleKind] = {
     "signature": RuleKind(
         "Sign with the name {}.",
@@ -90,7 +90,7 @@ class Demand(NamedTuple):
     kind: str
     chosen: Choice  # the demand
     alternative: Choice  # the demand of another instruction of this kind
-    lead: int = 0  # tokens of both answers before the compared ones
+    lead: int = 0  # tokens of both answers before the compared tokens
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class Instructions(Haystack):
     """A system prompt with instructions, then a long text; the score is the share of the instructions followed.
 
     Each instruction demands one of several choices (a name to sign with, a language, ...), drawn for each sample. It is
-    followed if its choice is likelier, per token, than another choice of its kind at the same place of an answer; by
-    chance that is half. ``nats`` are those of the demanded choices.
+    followed if its choice is likelier, per token, than another choice of its kind in its place; by chance this is half.
+    ``nats`` is the mean over the demanded choices.
 
-    The parts of a sample are its demands. Each has two answers: one that follows the instruction, and one that does
+    The parts of a sample are its demands. Each has two answers: the first follows the instruction, the second does
     not. Tags by ``rule`` (kind of instruction) and by ``place`` in the list: see
     :func:`ag.evaluate.tasks.base.by_part`.
 
@@ -123,7 +123,7 @@ class Instructions(Haystack):
 
     @property
     def series(self) -> str:
-        """Name of the samples, which are the same with and without protection."""
+        """Name of the samples, which do not depend on ``protect``."""
         return f"instructions/{self.rules}"
 
     def material(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, Any]:

@@ -1,7 +1,7 @@
 """LongBench (https://arxiv.org/abs/2308.14508): long documents with questions, summaries, examples and code.
 
 Prompts, longest answers and metrics of the English subsets, in longbench.json, are the benchmark's
-(https://github.com/THUDM/LongBench, MIT): the wording, its slips included, is what makes numbers comparable.
+(https://github.com/THUDM/LongBench, MIT): the wording, slips included, makes numbers comparable.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class LongBench(QuestionTask):
-    """One subset with the benchmark's prompt, greedy answer and metric; too long prompts lose their middle, as there.
+    """One subset with the benchmark's prompt, greedy answer and metric. Too long prompts lose their middle.
 
     Tags are the subset, the words of the row, and the tokens that were cut from its middle; the parts of a sample are
     all classes of a classification.
 
     Attributes:
-        max_length: tokens of a prompt; None means the model's context minus the answer.
-        chat: put the prompt into the tokenizer's chat template, for the subsets where the benchmark does.
+        max_length: tokens of a prompt. None: the model's context minus the answer.
+        chat: put the prompt into the tokenizer's chat template, for the subsets for which the benchmark does.
     """
 
     max_length: Annotated[int, Field(ge=2)] | None = None
@@ -57,7 +57,7 @@ class LongBench(QuestionTask):
     unit: ClassVar[str] = "questions"
 
     def identity(self) -> dict[str, Any]:
-        """Return the options, and in a chat what an answer follows, which once was the text inside the template."""
+        """Return the options. In a chat an answer follows the template; once it followed the text inside."""
         chat = self.chat and SUBSETS[self.name].chat
         return super().identity() | ({"follows": "template"} if chat else {})
 
@@ -79,7 +79,7 @@ class LongBench(QuestionTask):
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
         max_prompt = max_tokens - subset.max_new_tokens
-        # tokenised again, a text that was cut in the middle may have a few more tokens
+        # a text that was cut in the middle may have a few more tokens when tokenised again
         longest = self.max_length or max_prompt - (len(encode(around(""))) if chat else 0) - SPARE
         if longest < 2:
             raise UserError(
@@ -154,19 +154,19 @@ def f1(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
 
 
 def rouge_l(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Return the F value of ROUGE-L as the package ``rouge`` computes it; 0 where a text has no sentence."""
+    """Return the F value of ROUGE-L as the package ``rouge`` computes it; 0 if a text has no sentence."""
     if not any(answer.split(".")) or not any(reference.split(".")):
         return 0.0
     from rouge import Rouge  # loaded on use, like thefuzz
 
     try:
         return float(Rouge(["rouge-l"]).get_scores(answer, reference)[0]["rouge-l"]["f"])
-    except RecursionError:  # a sentence of 1,000 words and more: the benchmark counts 0, too
+    except RecursionError:  # a sentence of 1,000 words and more: the benchmark also counts 0
         return 0.0
 
 
 def classification(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Return 1 / (classes in the answer) if the right one is among them; parts of its name do not count."""
+    """Return 1 / (classes in the answer) if the right class is among them; parts of its name do not count."""
     named = [name for name in classes if name in answer and (name == reference or name not in reference)]
     return 1 / len(named) if reference in named else 0.0
 

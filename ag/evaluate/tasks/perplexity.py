@@ -1,4 +1,4 @@
-"""Perplexity of plain documents: after an evicted prompt, and of whole books while tokens are evicted."""
+"""Perplexity of plain documents: after an evicted prompt, and of complete books while tokens are evicted."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ag.gates.attach import attached_gates
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import lm_logits
 
-COMPARED = 64  # one of this number of tokens of a book is compared with a full cache
-LETTERS = 32  # per token, more than texts have on average: the part of a book that is tokenised
+COMPARED = 64  # one token of this number in a book is compared with a full cache
+LETTERS = 32  # characters tokenised per token, more than texts have on average
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,9 @@ class Documents(Task):
     """A task on documents.
 
     Attributes:
-        data: hub id, or folder under ``root``; None means PG-19 on the hub, ``corpus`` (``pg19_style`` for books) in a
-            root.
+        data: hub id, or folder under ``root``. None: PG-19 on the hub, ``corpus`` (``pg19_style`` for books) in a root.
         subset: configuration name on the hub.
-        split: its name. None means test, or validation if there is no test split.
+        split: name of the split. None: test, or validation if there is no test split.
         text_field: the field that holds a document.
     """
 
@@ -96,22 +95,22 @@ class Continuation(Documents, PromptTask):
 
 @dataclass(frozen=True)
 class Stream(Documents):
-    """Perplexity of whole books while tokens are evicted, as in StreamingLLM's experiments on PG-19.
+    """Perplexity of complete books while tokens are evicted, as in StreamingLLM's experiments on PG-19.
 
-    The first block is the prompt. Later passes have ``step`` tokens, or as many as the interval of the policy: with
-    ``schedule=steps:step`` all policies have the same passes. A budget keeps the cache's size (a share is one of the
-    first block), the flags of gates that act on every token (``gate.covers=all``) keep a share of the text.
+    The first block is the prompt. Later passes have ``step`` tokens, or one interval of the policy: with
+    ``schedule=steps:step`` all policies have equal passes. A budget keeps the cache's size (a share is a share of the
+    first block). Flags of gates that act on every token (``gate.covers=all``) keep a share of the text.
 
-    The kept share is a mean over the tokens after the first block: of the entries held after the token's pass, as a
-    share of the tokens seen by then. The bytes are those at the end. The tags ``nats@N`` and ``held@N`` are the means
-    over the ``bin`` tokens from N on, ``held@end`` is the share at the end. Within the model's context one token of 64
+    The kept share is a mean over the tokens after the first block: the cached share of all read tokens, after the
+    token's pass. The bytes are measured at the end. The tags ``nats@N`` and ``held@N`` are means of nats and kept share
+    over the ``bin`` tokens from N on; ``held@end`` is the share at the end. Within the model's context one token of 64
     is compared with a full cache (``kl``, ``same_top1``).
 
     Attributes:
         block: tokens of the first forward pass.
-        step: tokens of a later one, for policies without an interval.
-        tokens: tokens that are read of each book; None means all.
-        bin: tokens of a point of the curve; differences of policies are paired by these blocks too.
+        step: tokens of a later pass, for policies without an interval.
+        tokens: tokens that are read of each book. None: all.
+        bin: tokens of a point of the curve. Differences of policies are also paired by these blocks.
     """
 
     block: PositiveInt = 512
@@ -180,11 +179,11 @@ class Stream(Documents):
     def _score_stream(
         self, model: nn.Module, cache: EvictionCache, last_hidden: Tensor, book: Sample
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Feed the rest of a book to a cache and score each token.
+        """Feed the remaining tokens of a book to a cache and score each token.
 
         Returns:
-            NLL of each token, and the share of the tokens seen that was held after its pass, ``[T]`` float32 on the
-            CPU; and the log-probabilities ``[N, V]`` at the first token and each :data:`COMPARED`-th after it.
+            NLL of each token, and the kept share after its pass, ``[T]`` float32 on the CPU; and the log-probabilities
+            ``[N, V]`` at the first token and each :data:`COMPARED`-th after it.
         """
         nats, compared_log_probs, kept_shares = list[Tensor](), list[Tensor](), list[float]()
         for tokens in torch.tensor(book.target_tokens, device=last_hidden.device).split(
@@ -200,7 +199,7 @@ class Stream(Documents):
 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, number: int | None) -> list[int]:
-    """Return the first tokens of a text, start tokens included. A ``number`` of None means all."""
+    """Return the first ``number`` tokens of a text, including start tokens. None: all tokens."""
     part = text if number is None else text[: LETTERS * number]
     ids = start_tokens(tokenizer) + tokenize(tokenizer, [part])[0]
     if number is not None and len(ids) <= number and len(part) < len(text):

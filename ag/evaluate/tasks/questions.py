@@ -20,17 +20,17 @@ from ag.evaluate.tasks.base import PromptTask, Sample, Samples, Tags
 from ag.evaluate.tasks.follow import end_tokens, greedy, score
 
 FLOOR = 0.1
-SPARE = 8  # tokens by which an answer may be longer than the right one
+SPARE = 8  # tokens by which an answer may be longer than the longest right answer
 
 
 class TextSample(NamedTuple):
     """A sample before it is tokenised."""
 
-    context: str  # the text from which a policy evicts
-    question: str  # the text after it; its end may be the beginning of the answer
+    context: str  # the evicted text
+    question: str  # the text after the context; its end may be the beginning of the answer
     references: list[str]  # texts that the answer must contain
-    answers: list[str]  # right answers, with the space that separates them from the question
-    parts: Sequence[Any] = ()  # data of a task that asks for several things at once, one for each
+    answers: list[str]  # right answers, with the space between question and answer
+    parts: Sequence[Any] = ()  # one entry for each thing that is asked for, if a task asks for several
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class QuestionTask(PromptTask):
 
     Attributes:
         question: ``after``: the context is read and evicted before the question is read. ``before``: the question is
-            the end of the prompt, so that a policy can use it.
+            the end of the prompt, where a policy can use it.
     """
 
     question: Literal["after", "before"] = "after"
 
-    #: Whether the model answers; else the score is 1 if each token of the right answer is the likeliest.
+    #: Whether the model answers. If not, the score is 1 if each token of the right answer is the likeliest.
     generates: ClassVar[bool] = True
 
     @abstractmethod
@@ -99,7 +99,7 @@ class QuestionTask(PromptTask):
     def sample_fields(
         self, tokenizer: PreTrainedTokenizerBase, text_sample: TextSample, context: list[int]
     ) -> dict[str, Any]:
-        """Return the fields in which a task's samples differ; ``context`` are the tokens of the context alone."""
+        """Return further fields of a sample. ``context`` are the tokens of the context alone."""
         return {}
 
     def answer(
@@ -112,7 +112,7 @@ class QuestionTask(PromptTask):
     ) -> tuple[float, Tags]:
         """Score the right answers, then let the model answer; see :meth:`ag.evaluate.tasks.base.PromptTask.answer`."""
         tags, scored = dict(sample.tags), []
-        for number, answer in enumerate(sample.answers, start=1):  # one by one, with memory for one more cache
+        for number, answer in enumerate(sample.answers, start=1):  # one by one: memory for one more cache suffices
             used_up = not self.generates and number == len(sample.answers)
             [(nats, likeliest)] = score(model, cache if used_up else copy.deepcopy(cache), last_hidden, [answer])
             first = num_blank_tokens(tokenizer, answer)

@@ -1,4 +1,4 @@
-"""Tasks by name: a class each, and its options that differ from the defaults."""
+"""Tasks by name: the class of each task, and its options that differ from the defaults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BOOKS = {"haystack": "text", "digits": 5, "hint": False, "lengths": (512, 1024, 
 LONG = {"lengths": (4096,), "repeats": 500}
 NIAH = LONG | {"generate": 128, "key": "word"}
 SHORT = {"lengths": (768,), "repeats": 60}
-#: The thirteen of RULER.
+#: The thirteen tasks of RULER.
 RULER: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "niah_single_1": (ruler.Needles, NIAH),
     "niah_single_2": (ruler.Needles, NIAH | {"haystack": "text"}),
@@ -74,7 +74,7 @@ GROUPS = {
 
 
 def expand(names: Sequence[str]) -> list[str]:
-    """Return the tasks of names, groups and aliases, each once.
+    """Return the tasks of names, groups and aliases, without repetition.
 
     Raises:
         UserError: a name is unknown; the nearest one is suggested.

@@ -23,16 +23,16 @@ from ag.evaluate.tasks.follow import score
 
 @dataclass(frozen=True)
 class Responses(PromptTask):
-    """The validation rows of a run, or windows of plain documents; the score is that of the right response.
+    """The validation rows of a run, or windows of plain documents. The score is the right response's NLL per token.
 
-    The tag ``tokens`` is the number of its tokens; ``accuracy``, of multiple-choice questions, is 1 if the right answer
-    is the likeliest. A row has at most ``data.max_length`` tokens, or ``data.prompt_max + data.continuation``
-    where that is more; a longer prompt loses its left part.
+    The tag ``tokens`` is the number of its tokens. The tag ``accuracy`` of multiple-choice questions is 1 if the right
+    answer is the likeliest. A row has at most ``max(data.max_length, data.prompt_max + data.continuation)`` tokens; a
+    longer prompt loses its left part.
 
     Attributes:
-        run_folder: a run of ag.fit; None means plain documents in ``root``, or in ``root/documents``.
-        prompt: tokens of each prompt, instead of the run's (plain documents).
-        continuation: tokens scored after it, instead of the run's (plain documents).
+        run_folder: a run of ag.fit. None: plain documents in ``root``, or in ``root/documents``.
+        prompt: tokens of each prompt of plain documents. None: the run's number.
+        continuation: tokens scored after each prompt of plain documents. None: the run's number.
     """
 
     run_folder: str | None = None
@@ -80,15 +80,15 @@ class Responses(PromptTask):
         return recipe
 
     def identity(self) -> dict[str, Any]:
-        """Return the name, and the data settings of the run; the path of the run does not count."""
+        """Return the name, and the data settings of the run. The path of the run does not count."""
         recipe = self.recipe()
         return {"name": self.name, "data": asdict(recipe.data), "seed": recipe.seed}
 
     def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
-        """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. A limit of None means the run's number.
+        """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. A limit of None: the run's number.
 
         Raises:
-            UserError: when the limit reaches into the rows that the run trains on, or as ``Task.load`` says.
+            UserError: the limit reaches into the rows that the run trains on, or see ``Task.load``.
         """
         recipe = self.recipe()
         run_samples, recipe.data.val_samples = recipe.data.val_samples, limit or recipe.data.val_samples
@@ -124,9 +124,9 @@ class Responses(PromptTask):
 
 
 def of_rows(name: str, rows: Sequence[Row]) -> Sample:
-    """Return the sample of a row, or of the rows of a question, with the shortest of their prompts.
+    """Return the sample of a row, or of the rows of a question, with their shortest prompt.
 
-    If prompts were cut to fit a row, the one before the longest answer is the shortest.
+    If prompts were cut to fit a row, the prompt before the longest answer is the shortest.
     """
     shortest = min(rows, key=lambda row: row.response_start)
     prompt, question = np.split(shortest.tokens[: shortest.response_start], [shortest.prompt_length or 0])
@@ -136,7 +136,7 @@ def of_rows(name: str, rows: Sequence[Row]) -> Sample:
 
 
 def _end(row: Row) -> int:
-    """Return the end of the response; in a chat that is the end of the assistant's first turn."""
+    """Return the end of the response. In a chat it is the end of the assistant's first turn."""
     if row.loss is None:
         return len(row.tokens)
     after = np.flatnonzero(~row.loss[row.response_start :])

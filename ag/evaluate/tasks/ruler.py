@@ -1,6 +1,6 @@
 """Questions about contexts that are generated at any length: RULER's thirteen tasks, and needles.
 
-A context has as many units (sentences, words, documents) as fit its length. The definitions follow RULER
+A context is filled with units (sentences, words, documents) up to its length. The definitions follow RULER
 (https://arxiv.org/abs/2404.06654); the wording is our own. A sample depends only on the task's options, the seed, the
 length, its number and the tokenizer.
 """
@@ -36,11 +36,11 @@ NOISE = (
     "Somebody opens a window and closes it again.",
     "Nothing else happens.",
 )
-BOOKS, LETTERS = 32, 400_000  # number of texts from which haystacks are cut, and characters read of each
+BOOKS, LETTERS = 32, 400_000  # number of texts for haystacks, and characters read of each
 PROBE = 16  # units of the first step of the search for the largest size
-NUM_DEPTHS = 40  # evenly spaced places in a text, from which those of needles are drawn
+NUM_DEPTHS = 40  # number of evenly spaced places in a text; needles are put at some of them
 EXAMPLE = 500  # tokens of the solved example of variables; at most a quarter of the length
-SHORT = 4096  # tokens below which lists of common words repeat their words less often
+SHORT = 4096  # lists of common words below this number of tokens repeat their words less often
 COMMON = 10  # number of common words in an answer
 DOTS = "..."  # the most frequent "word" of a coded text, which no answer has
 SOURCES = {"qa_1": ("rajpurkar/squad_v2", "squad_v2", None), "qa_2": ("hotpotqa/hotpot_qa", "hotpot_qa", "distractor")}
@@ -49,11 +49,11 @@ ONLY = "Answer the question based on the given documents. Give only the answer, 
 
 
 class Variant(NamedTuple):
-    """The place of a sample in the grid."""
+    """Length, depth and number of a sample."""
 
     length: int  # tokens
-    depth: float | None  # of the needle, 0 to 1; None means anywhere
-    repeat: int  # number of the sample among those of one length and depth, from 0
+    depth: float | None  # of the needle, 0 to 1; None: anywhere
+    repeat: int  # number of the sample within its length and depth, from 0
 
     @property
     def location(self) -> str:
@@ -66,11 +66,11 @@ class Generated(QuestionTask):
     """A task whose contexts are generated.
 
     Attributes:
-        lengths: tokens of context and question; a sample lacks less than a unit (a sentence, a word, a document).
+        lengths: tokens of context and question. A sample lacks less than one unit (sentence, word, document).
         repeats: samples of each length (and depth); ``limit`` cuts the last repeats.
         seed: seed of the generator.
-        generate: tokens of the answer, which count in the length, as in RULER. None means the tokens of the right
-            answer and 8 more, which do not count in the length.
+        generate: tokens of the answer, which count in the length, as in RULER. None: the tokens of the right answer and
+            8 more, which do not count in the length.
     """
 
     lengths: PositiveInts = (1024, 2048, 4096)
@@ -80,12 +80,12 @@ class Generated(QuestionTask):
 
     metric: ClassVar[str] = "recall"
     unit: ClassVar[str] = "contexts"
-    #: Units of the shortest context.
+    #: Smallest number of units of a context.
     min_units: ClassVar[int] = 1
 
     @property
     def series(self) -> str:
-        """Name of the samples: tasks with the same name have the same samples."""
+        """Name of the samples. Tasks with equal names have equal samples."""
         return self.name
 
     @abstractmethod
@@ -93,18 +93,18 @@ class Generated(QuestionTask):
         """Return the sample whose context has ``size`` units.
 
         Args:
-            rng: random numbers of this sample, the same for every size; the question is drawn before the filler.
+            rng: random numbers of this sample, equal for every size. The question is drawn before the filler.
             material: result of :meth:`material`.
-            variant: place of the sample in the grid.
+            variant: length, depth and number of the sample.
             size: number of units.
         """
 
     def material(self, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """Return the data from which all samples are made."""
+        """Return the data of all samples."""
         return None
 
     def max_units(self, material: Any, variant: Variant) -> int | None:
-        """Return the largest number of units of a sample; None means any number."""
+        """Return the largest number of units of a sample. None: any number."""
         return None
 
     def cells(self) -> Iterator[tuple[int, float | None]]:
@@ -133,7 +133,7 @@ class Generated(QuestionTask):
     def _fit(
         self, tokenizer: PreTrainedTokenizerBase, material: Any, variant: Variant, max_tokens: int
     ) -> TextSample | None:
-        """Return the largest sample of a length; None means that length and answer do not fit the model."""
+        """Return the largest sample of a length. None: length and answer do not fit the model."""
 
         def build(size: int) -> TextSample:
             rng = random.Random(f"{self.seed}/{self.series}/{variant.length}/{variant.location}/{variant.repeat}")
@@ -167,8 +167,7 @@ class Haystack(Generated):
 
     Attributes:
         haystack: ``text``: real text; ``noise``: a filler of five sentences.
-        data: where texts come from: hub id, or folder under ``root``; None means PG-19 on the hub, ``pg19_style`` in a
-            root.
+        data: source of the texts: hub id, or folder under ``root``. None: PG-19 on the hub, ``pg19_style`` in a root.
         text_field: the field that holds a text.
     """
 
@@ -177,7 +176,7 @@ class Haystack(Generated):
     text_field: str = "text"
 
     def material(self, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """Return the sentences of each text; None means the filler."""
+        """Return the sentences of each text. None: the filler."""
         if self.haystack != "text":
             return None
         rows = held_out(self, self.data or "emozilla/pg19-test", self.data or "pg19_style", ("test", "validation"))
@@ -193,17 +192,17 @@ class Haystack(Generated):
 
 @dataclass(frozen=True)
 class Needles(Haystack):
-    """Keys with secret values; the score is the share of the values of the asked keys that the answer names.
+    """Keys with secret values. The score is the share of the asked keys' values that the answer names.
 
     Attributes:
         haystack: ``noise``: a filler of five sentences; ``text``: real text; ``needles``: facts about other keys.
-        keys: number of keys in the haystack, those of the question included.
+        keys: number of keys in the haystack, including the keys of the question.
         values: number of values of each key.
         queries: number of keys in the question.
         key: kind of the keys: ``noun``, ``word`` (adjective and noun) or ``uuid``.
         value: kind of the values: ``number`` or ``uuid``.
         digits: digits of a number.
-        depths: places of the first needle: 0 is the start of the haystack, 1 its end; None means anywhere.
+        depths: places of the first needle: 0 is the start of the haystack, 1 its end. None: anywhere.
         hint: announce the needles before the haystack.
     """
 
@@ -220,8 +219,8 @@ class Needles(Haystack):
     unit: ClassVar[str] = "haystacks"
 
     def __post_init__(self) -> None:
-        """Check that there are enough keys and values to draw different ones."""
-        # other needles have a key that none of these have
+        """Check that there are enough different keys and values."""
+        # needles of the haystack have further keys
         max_keys = len(NOUNS) - (self.haystack == "needles") if self.key == "noun" else 10_000
         require(self, "keys", self.keys <= max_keys, f"1 to {max_keys}")
         require(self, "queries", self.queries <= self.keys, f"1 to keys={self.keys}")
@@ -289,7 +288,7 @@ class Needles(Haystack):
 
 @dataclass(frozen=True)
 class OneNeedle(Needles):
-    """One value of one key is asked; the first value in the answer must be the right one."""
+    """One value of one key is asked. The first value in the answer must be right."""
 
     values: Literal[1] = 1
     queries: Literal[1] = 1
@@ -297,16 +296,16 @@ class OneNeedle(Needles):
     metric: ClassVar[str] = "exact match"
 
     def grade(self, text: str, sample: Sample) -> float:
-        """Return 1.0 if the first value in the text is the right one."""
+        """Return 1.0 if the first value in the text is right."""
         pattern = r"\d+" if self.value == "number" else r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
         return float(re.findall(pattern, text)[:1] == sample.references)
 
 
 @dataclass(frozen=True)
 class ExactNeedle(OneNeedle):
-    """The same without generation: right if each token of the answer is the likeliest.
+    """One value of one key without generation: right if each token of the answer is the likeliest.
 
-    The score is that of greedy decoding of the answer, in a small part of the time.
+    Greedy decoding of the answer has this score, but takes much longer.
     """
 
     generates: ClassVar[bool] = False
@@ -314,12 +313,12 @@ class ExactNeedle(OneNeedle):
 
 @dataclass(frozen=True)
 class Variables(Generated):
-    """Variables are set to a number or to each other; the score is the named share of those that have the number.
+    """Variables are set to a number or to each other. The score is the named share of the variables with the number.
 
     Attributes:
-        chains: number of values; one of them is asked.
+        chains: number of values. One value is asked for.
         hops: number of variables that each value is copied to.
-        example: whether a solved sample, with shorter names, comes first.
+        example: whether a solved sample, with shorter names, is put first.
     """
 
     chains: PositiveInt = 2
@@ -358,15 +357,15 @@ class Variables(Generated):
 
 @dataclass(frozen=True)
 class CommonWords(Generated):
-    """A numbered list with ten words 30 times and all others 3 times, after a solved example.
+    """A numbered list with ten words 30 times each and further words 3 times, after a solved example.
 
-    Samples below 4,096 tokens have them 6 times and once.
+    Below 4,096 tokens the ten words occur 6 times, further words once.
     """
 
     unit: ClassVar[str] = "lists"
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
-        """Draw the example and the words; ``size`` of them are uncommon; see :meth:`Generated.build`."""
+        """Draw the example and the words, ``size`` of them uncommon; see :meth:`Generated.build`."""
         short = variant.length < SHORT
         example = self._text_sample(rng, (20 if short else 40) - COMMON, (3, 1) if short else (10, 3))
         text_sample = self._text_sample(rng, size, (6, 1) if short else (30, 3))
@@ -389,7 +388,7 @@ class FrequentWords(Generated):
     """Coded words with the frequencies of a zeta distribution; the three most frequent after the dots are asked."""
 
     unit: ClassVar[str] = "coded texts"
-    min_units: ClassVar[int] = 56  # from which on the fourth rank is more frequent than the fifth
+    min_units: ClassVar[int] = 56  # from this size on the fourth rank is more frequent than the fifth
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
         """Draw the words, and give each its share of ``size``; see :meth:`Generated.build`."""
@@ -409,9 +408,9 @@ class Item(NamedTuple):
     """A question about some of the documents."""
 
     question: str
-    answers: list[str]  # all annotated ones
+    answers: list[str]  # all annotated answers
     gold: list[int]  # indices of the documents with the answer
-    same_article: list[int]  # of other documents of the same article, which are drawn first
+    same_article: list[int]  # of further documents of the article, which are drawn first
 
 
 class Corpus(NamedTuple):
@@ -423,18 +422,18 @@ class Corpus(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentQA(Generated):
-    """A question whose documents stand among as many others as fit; right if the answer names an annotated one."""
+    """A question whose documents stand among other documents. Right if the answer names an annotated answer."""
 
     unit: ClassVar[str] = "questions"
     min_units: ClassVar[int] = 0
 
     @property
     def first(self) -> int:
-        """Number of the first question, behind those of smaller seeds."""
+        """Number of the first question, after the questions of smaller seeds."""
         return self.seed * self.repeats
 
     def identity(self) -> dict[str, Any]:
-        """Return the options, and the first question of seeds above 0, which once began elsewhere."""
+        """Return the options, and the first question for seeds above 0, whose first question once was another."""
         return super().identity() | ({"first": self.first} if self.seed else {})
 
     def material(self, tokenizer: PreTrainedTokenizerBase) -> Corpus:
@@ -447,7 +446,7 @@ class DocumentQA(Generated):
         return corpus
 
     def max_units(self, material: Any, variant: Variant) -> int:
-        """Return the number of documents that are not the question's own."""
+        """Return the number of documents without the question's own."""
         return len(material.documents) - len(self._item(material, variant).gold)
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
@@ -474,7 +473,7 @@ class DocumentQA(Generated):
 
 
 def squad(rows: Iterable[Record], location: str) -> Corpus:
-    """Read SQuAD without its unanswerable questions; their paragraphs stay."""
+    """Read SQuAD without its unanswerable questions, but with their paragraphs."""
     documents: dict[str, int] = {}
     articles: dict[str, list[int]] = {}
     questions: list[tuple[str, list[str], int, str]] = []
@@ -492,7 +491,7 @@ def squad(rows: Iterable[Record], location: str) -> Corpus:
 
 
 def hotpot(rows: Iterable[Record], location: str) -> Corpus:
-    """Read HotpotQA with its distractors; all paragraphs of a question are its own."""
+    """Read HotpotQA with its distractors. All paragraphs of a question are its own."""
     documents: dict[str, int] = {}
     items = []
     for row_number, row in enumerate(rows, start=1):
@@ -511,14 +510,14 @@ def hotpot(rows: Iterable[Record], location: str) -> Corpus:
 
 
 def largest(tokens: Callable[[int], int], room: int, low: int, high: int | None = None) -> int | None:
-    """Return the largest size from ``low`` to ``high`` whose tokens fit; None if no size does.
+    """Return the largest size from ``low`` to ``high`` whose tokens fit. None: no size fits.
 
     Sizes are tried by the secant rule, and after 16 steps by bisection.
     """
     at_low = tokens(low)
     if at_low > room:
         return None
-    over = None if high is None else high + 1  # the smallest size that is known not to fit
+    over = None if high is None else high + 1  # the smallest size that did not fit
     step, tried = PROBE, 0
     while over is None or over - low > 1:
         size = low + step
@@ -536,7 +535,7 @@ def largest(tokens: Callable[[int], int], room: int, low: int, high: int | None 
 
 
 def sample_sentences(rng: random.Random, texts: Sequence[Sequence[str]] | None, count: int) -> list[str]:
-    """Return ``count`` sentences from a random place of a random text on; of the filler if ``texts`` is None."""
+    """Return ``count`` sentences from a random place of a random text. ``texts`` of None: from the filler."""
     if texts is None:
         return noise(count)
     text = rng.choice(texts)
@@ -545,7 +544,7 @@ def sample_sentences(rng: random.Random, texts: Sequence[Sequence[str]] | None, 
 
 
 def sample_depths(rng: random.Random, count: int) -> list[float]:
-    """Draw fractions of a text: different ones of 40 evenly spaced ones; more than 40 anywhere."""
+    """Draw fractions of a text: different fractions of 40 evenly spaced ones, or any if more than 40 are drawn."""
     if count > NUM_DEPTHS:
         return [rng.random() for _ in range(count)]
     return [depth / (NUM_DEPTHS - 1) for depth in rng.sample(range(NUM_DEPTHS), count)]
@@ -558,7 +557,7 @@ def noise(count: int) -> list[str]:
 
 
 def join(sentences: Sequence[str]) -> str:
-    """Join pieces with spaces, or without one after a line break."""
+    """Join sentences with spaces, but without a space after a line break."""
     return "".join(sentence if sentence.endswith("\n") else sentence + " " for sentence in sentences).rstrip()
 
 
@@ -600,7 +599,7 @@ def zeta_counts(total: int, ranks: int) -> list[int]:
 
 
 def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
-    """Call a function until it has returned ``count`` different texts, and return these."""
+    """Call a function until it has returned ``count`` different texts, and return the texts."""
     texts: dict[str, None] = {}
     while len(texts) < count:
         texts[draw()] = None

@@ -1,6 +1,6 @@
 """Several questions over one context, which is evicted once: in turn, or each from a copy of the evicted cache.
 
-After SCBench (https://arxiv.org/abs/2412.10319), whose two modes these are; kinds of questions and wording are our own.
+The two modes follow SCBench (https://arxiv.org/abs/2412.10319). Kinds of questions and wording are our own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ag.evaluate.tasks.ruler import (
 )
 from ag.model.hooks import lm_logits
 
-QUESTION_KINDS = ("key", "key", "latest", "updated", "variable", "variable")  # of a conversation's questions
+QUESTION_KINDS = ("key", "key", "latest", "updated", "variable", "variable")  # of the questions of a conversation
 
 
 class Turn(NamedTuple):
@@ -54,27 +54,27 @@ class TurnTokens(NamedTuple):
     kind: str  # one of KINDS
     question: list[int]  # tokens before the answer
     answer: list[int]
-    first: int  # index of the first token of the answer that is scored, after blanks
+    first: int  # index of the first scored token of the answer, after blanks
 
 
 @dataclass(frozen=True)
 class Turns(Haystack):
-    """Six questions over one context; the score is the share that is answered exactly.
+    """Six questions over one context. The score is the share of exact answers.
 
     The context hides numbers: of keys, of a key whose number changes twice, and of variables that are set to each
-    other. Two questions ask for the number of a ``key``, two for that of a ``variable``, one for the ``latest`` number
-    of a key, and one for a number that an earlier turn ``updated``. Their order is drawn; the update stands at the
-    beginning of a turn before the one that asks for it.
+    other. Two questions ask for a ``key``, two for a ``variable``, one for the ``latest`` number of a key, and one
+    for a number that an earlier turn ``updated``. Their order is drawn. The update is the beginning of a turn
+    before its question.
 
-    A policy evicts from the context. Then the turns are read, each question with its right answer, so that all policies
-    read the same turns. Nothing is generated: an answer is exact if each of its tokens is the likeliest.
+    A policy evicts from the context. Then the turns are read, each question with its right answer: all policies read
+    equal turns. Nothing is generated: an answer is exact if each of its tokens is the likeliest.
 
     Tags by ``turn`` and by ``kind`` of question: see :func:`ag.evaluate.tasks.base.by_part`. The parts of a sample are
     its turns as tokens, and its question is all of them.
 
     Attributes:
         apart: read each question alone, with a copy of the cache after the context. An update then stands right before
-            its question. Contexts and questions are the same as in turn.
+            its question. Contexts and questions do not depend on this option.
         hops: number of variables that a number is copied to.
         digits: digits of a number.
     """
@@ -92,7 +92,7 @@ class Turns(Haystack):
 
     @property
     def series(self) -> str:
-        """Name of the samples, which are the same in turn and apart."""
+        """Name of the samples, which do not depend on ``apart``."""
         return "turns"
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
@@ -158,9 +158,9 @@ class Turns(Haystack):
             caches = read_prompt(model, [policy("full"), *policies], torch.tensor([sample.prompt], device=device))
             full = self._answer_log_probs(model, caches.pop(0)[0], sample)
             for index in range(len(policies)):
-                cache, _ = caches.pop(0)  # freed before the next one talks
+                cache, _ = caches.pop(0)  # freed before the next policy runs
                 usage, over = (cache.kept_share(), cache.nbytes), bool(cache.over_budget.any())
-                seconds, start = cache.scoring_seconds, time.perf_counter()  # later scoring is in the time of the turns
+                seconds, start = cache.scoring_seconds, time.perf_counter()  # later scoring counts in the turns
                 log_probs = self._answer_log_probs(model, cache, sample)
                 seconds += time.perf_counter() - start
                 score, tags = _outcome_score(sample, log_probs)
@@ -169,9 +169,9 @@ class Turns(Haystack):
 
     @torch.no_grad()
     def _answer_log_probs(self, model: nn.Module, cache: EvictionCache, sample: Sample) -> Tensor:
-        """Return the log-probabilities ``[T, V]`` at each token of each right answer; the cache is used up.
+        """Return the log-probabilities ``[T, V]`` at each token of each right answer. The cache is changed.
 
-        Under a policy that evicts no more this is one pass: of one sequence, or of one for each question.
+        Under a policy that does not evict again this is one pass, of one sequence or of one for each question.
         """
         device = next(model.parameters()).device
         rows = [[turn] for turn in sample.parts] if self.apart else [sample.parts]
@@ -182,7 +182,7 @@ class Turns(Haystack):
         if len(rows) > 1:
             cache.batch_repeat_interleave(len(rows))
         states = feed(model, cache, padded, mask if len(rows) > 1 else None)
-        answer_states = list[Tensor]()  # the states from which answers are predicted
+        answer_states = list[Tensor]()  # states that predict the answers
         for turns, sequence_states in zip(rows, states, strict=True):
             start = 0
             for turn in turns:

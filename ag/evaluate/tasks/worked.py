@@ -1,6 +1,6 @@
 """Worked problems: the model writes a solution, and the answer on its last line is graded.
 
-The answer depends on generated tokens, so that policies that evict these are tested.
+The answer depends on generated tokens: this tests policies that evict these.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ag.evaluate.tasks.base import LeftOut, Outcome, PositiveInt, Sample, Sample
 from ag.evaluate.tasks.follow import end_tokens, greedy_batch
 from ag.evaluate.tasks.questions import FLOOR
 
-SPARE = 16  # tokens by which a solution may be longer than the right one
+SPARE = 16  # tokens by which a solution may be longer than the right solution
 
 
 @dataclass(frozen=True)
 class Worked(Task):
     """Problems of :mod:`ag.data.problems`, from a split that no training uses.
 
-    In an outcome ``tokens`` counts prompt and solution, and ``kept`` is the share of both that was held at the end. The
-    only part of a sample is its problem.
+    In an outcome ``tokens`` counts prompt and solution, and ``kept`` is the kept share of both at the end. The only
+    part of a sample is its problem.
 
     Attributes:
         kind: kind of the problems; ``worked`` draws one of three for each problem.
-        problems: their number.
+        problems: number of problems.
         solution_min: smallest number of tokens of a right solution, with SmolLM2's tokenizer.
         solution_max: largest number of these tokens.
         batch: number of problems in a batch.
@@ -109,7 +109,7 @@ class Worked(Task):
 
 
 def sequence_usage(cache: EvictionCache, sequence: int) -> tuple[int, float, int]:
-    """Return the tokens seen by one sequence of a cache, the share of their entries that is held, and its bytes."""
+    """Return the tokens that one sequence of a cache has read, the kept share of their entries, and its bytes."""
     num_tokens, num_cached = int(cache.valid[sequence].sum()), cache.held_tokens()  # by sequence and layer
     share = float(num_cached[sequence].sum() / num_cached.sum()) if bool(num_cached.any()) else 0.0
     return num_tokens, float(num_cached[sequence].mean()) / num_tokens, round(cache.nbytes * share)

@@ -149,7 +149,7 @@ def test_two_curves_lead(tmp_path):
     look = line_styles(comparison)
     assert [label for label in look if look[label].gated] == ["mine"] and len({*look.values()}) == 5
     labels = ["h2o", "h2o+caote@preference", "tova", "mine"]
-    assert [line.look for line in first.lines] == [look[label] for label in labels]
+    assert [line.style for line in first.lines] == [look[label] for label in labels]
     assert first.zero == look["full"] and first.y_label == "nats over the full cache"
     for line, cost in zip(first.lines, (0.5, 0.501, 0.9, 0.2), strict=True):  # of what is evicted
         assert [point.x for point in line.points] == [0.1, 0.2, 0.3, 0.5]
