@@ -146,7 +146,7 @@ def list_cells(config: CompareConfig) -> list[Cell]:
     for cell in cells:
         if (other := cells_by_key.setdefault(cell.key, cell)) is not cell:
             raise UserError(
-                f"{other.name!r} and {cell.name!r} are the same twice: policies=, budgets=, tasks=; leave one out."
+                f"{other.name!r} and {cell.name!r} are one cell: leave one out of policies=, budgets=, tasks=."
             )
     return cells
 
@@ -174,7 +174,7 @@ def _check_adapter(label: str, path: str, config: CompareConfig) -> None:
     if model_adapter is None or gates_adapter.resolve() != model_adapter.resolve():
         raise UserError(
             f"policy {label!r}: its gates were trained with the adapter in {gates_adapter}; give adapter={path}, which "
-            "puts it on the model of all policies, so that they are compared on the same one."
+            "puts it on the model of all policies, so that all policies are compared on one model."
         )
 
 

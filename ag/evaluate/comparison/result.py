@@ -20,7 +20,7 @@ from ag.evaluate.tasks import Outcome
 
 SPARE = 0.02  # largest difference of two kept shares that count as equal, as a share of the prompt
 OF_SHARE = 0.2  # and relative to the smaller share, which is stricter for small shares
-NOT_COMPARED = "Not compared with each other, because they hold different shares:"
+NOT_COMPARED = "Not compared with each other, because their kept shares differ:"
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ def _difference_text(result: Result, other: Result) -> str:
     assert result.shares is not None and other.shares is not None
     which = 0 if not shares_agree(result.shares[0], other.shares[0]) else 1
     of = ("", " of a prompt on average")[which]
-    return f"{result.name} holds {100 * result.shares[which]:.1f} %{of}, {other.name} {100 * other.shares[which]:.1f} %"
+    return f"{result.name} keeps {100 * result.shares[which]:.1f} %{of}, {other.name} {100 * other.shares[which]:.1f} %"
 
 
 def _block_differences(result: Result, other: Result) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:

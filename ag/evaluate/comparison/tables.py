@@ -35,10 +35,10 @@ COLUMNS = {
     "kept": "kept share of the prompt's (token, layer, KV head) entries; of all tokens if decoding evicts",
     OVER: OVER_NOTE,
     "score": "mean over samples, with its standard error",
-    "difference": "to the baseline on the same samples, with a 95 % bootstrap interval",
+    "difference": "paired difference to the baseline, with a 95 % bootstrap interval",
     "p": "sign-flip test of that difference",
     "nats": "mean negative log-likelihood of a token of the right answer, with its error; the answer is given",
-    "nats difference": "to the baseline on the same samples, with a 95 % bootstrap interval; lower is better",
+    "nats difference": "paired difference to the baseline, with a 95 % bootstrap interval; lower is better",
     "hits": "share of the samples with a right answer whose every token is the likeliest",
     "kl": "mean KL divergence from a full cache's next-token distribution, in nats, on the right answer's tokens",
     "same_top1": "share of these tokens where policy and full cache agree on the likeliest token",
@@ -49,12 +49,12 @@ COLUMNS = {
 }
 UNKNOWN = "unknown"  # value that rows of earlier versions lack
 BY_POSITION = (
-    "Of {0} the nats a token in blocks that begin at these positions, of the others the difference to it; without a "
-    "sign the nats of those that hold another share than it does."
+    "Nats a token in blocks that begin at these positions: the nats of {0}, and the differences of all policies to it. "
+    "A number without a sign is the nats of a policy with another kept share."
 )
 BY_PART = (
-    "Each cell has the {1} of one part of the samples, and the nats a token: of {0}, of the others the difference to "
-    "it on the same samples, with a 95 % bootstrap interval. The worst part is the one with the lowest {1}."
+    "Each cell has the {1} of one part of the samples, and the nats a token: the nats of {0}, and the paired "
+    "differences of all policies to it, with a 95 % bootstrap interval. The worst part has the lowest {1}."
 )
 END = "held@end"  # tag of a stream's outcome
 MAX_BLOCKS = 12  # columns of a table by position
@@ -254,7 +254,7 @@ def table_by_position(comparison: Comparison, task: str) -> Table | None:
         ends = result.values(END).values()
         end_share = f"{fmean(ends):.1%}" if ends else ""
         lines.append([Cell(result.name), Cell(end_share), *(Cell(texts.get(start, "")) for start in starts)])
-    names = ["held at the end", *(f"from {start:,}" for start in starts)]
+    names = ["kept at the end", *(f"from {start:,}" for start in starts)]
     return Table([Head("policy", number=False), *map(Head, names)], lines)
 
 

@@ -85,7 +85,7 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
     rival = next((result for result in alike if not (best.is_gated and result.is_gated)), full)
     gain = None if rival is None else _gain_over(best, rival, tag)
     if rival is None or gain is None:
-        return without(f"there is nothing to compare {compared[0].summary.label} with")
+        return without(f"no other policy can be compared with {compared[0].summary.label}")
     unit = "nats" if tag or best.summary.metric.startswith("nats") else f"in {best.summary.metric}"
     gains = [(result.summary.label, _gain_over(best, result, tag)) for result in alike]
     level = [label for label, other in gains if other and (other.low <= 0 or other.p >= SIGNIFICANT)]
@@ -167,7 +167,7 @@ def _reason_left_out(result: Result, tag: str) -> str:
         return f"no result: {textwrap.shorten(result.summary.problem or 'no samples', MAX_LETTERS, placeholder=' ...')}"
     if tag and result.nats is None:
         return "its nats were not measured"
-    return f"it holds {result.summary.kept:.1%} of the prompt" if result.evicts else ""
+    return f"it keeps {result.summary.kept:.1%} of the prompt" if result.evicts else ""
 
 
 def _distance_to_half(budget: str) -> float:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from statistics import fmean
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
 import torch
 from pydantic import Field
@@ -69,6 +69,17 @@ class Sample:
     def tokens(self) -> int:
         """Tokens of prompt, question and the longest generated answer."""
         return len(self.prompt) + len(self.question) + self.max_new_tokens
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        """Refuse the old name of a field."""
+        if "most" in fields:
+            raise UserError("Sample(most=...) is now called max_new_tokens: rename it.")
+        return super().__new__(cls)
+
+    @property
+    def right(self) -> NoReturn:
+        """Refuse the old name of ``target_tokens``."""
+        raise UserError("Sample.right is now called target_tokens: rename it.")
 
     @property
     def target_tokens(self) -> list[int]:
@@ -168,7 +179,7 @@ class Task(ABC):
         super().__init_subclass__()
         for old, new in RENAMED.items():
             if old in vars(cls):
-                raise UserError(f"{cls.__name__}.{old}: this name is old; call it {new}.")
+                raise UserError(f"{cls.__name__}.{old} is now called {new}: rename it.")
 
     def identity(self) -> dict[str, Any]:
         """Return everything that the samples and their scores depend on, for JSON."""

@@ -153,7 +153,7 @@ def test_differences_are_paired_by_text_and_block(streamed):
 
 def test_a_table_and_curves_by_position(streamed):
     head, lines, _ = tables.table_by_position(streamed, "ppl_stream")
-    assert [one.name for one in head] == ["policy", "held at the end", "from 4", "from 6"]
+    assert [one.name for one in head] == ["policy", "kept at the end", "from 4", "from 6"]
     assert [[cell.text for cell in cells] for cells in lines] == [
         ["full", "75.0%", "1.500", "3.000"],
         ["tova 0.5", "25.0%", "+0.300", "+0.500"],

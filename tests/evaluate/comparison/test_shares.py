@@ -75,7 +75,7 @@ def test_of_all_tokens_and_of_a_prompt_on_average(budget, flags, alike):
     one, other = result("h2o", budget, LENGTHS, kept), result("flags", None, LENGTHS, flags)
     assert same_kept_share(one, other) is same_kept_share(other, one) is alike
     if not alike and budget == 60:
-        assert uncompared_results(of([one, other])) == ["ppl: flags holds 30.0 % of a prompt on average, h2o 60 40.0 %"]
+        assert uncompared_results(of([one, other])) == ["ppl: flags keeps 30.0 % of a prompt on average, h2o 60 40.0 %"]
 
 
 def test_texts_that_the_model_writes_differ_in_length():
@@ -105,8 +105,8 @@ def test_unequal_shares_are_never_paired(mixed, no_charts):
     verdict = find_verdict(comparison, "ppl", "0.25")
     assert (verdict.best.summary.label, verdict.rival.summary.label) == ("fitting", "h2o")
     assert uncompared_results(comparison) == [
-        "ppl: snapkv 0.25 holds 32.0 %, mine 0.25 25.0 %",
-        "ppl: flags holds 63.0 %, mine 0.25 25.0 %",
+        "ppl: snapkv 0.25 keeps 32.0 %, mine 0.25 25.0 %",
+        "ppl: flags keeps 63.0 %, mine 0.25 25.0 %",
     ]
     for text in (render(comparison), markdown(comparison)):
         assert all(line in text for line in uncompared_results(comparison))
@@ -119,7 +119,7 @@ def test_unequal_shares_are_never_paired(mixed, no_charts):
 def test_a_baseline_that_evicts_is_for_those_that_hold_as_much(mixed):
     comparison = of(mixed, "flags")
     assert [one.summary.label for one in comparison.results if one.paired] == ["full"]
-    assert "ppl: h2o 0.25 holds 25.0 %, flags 63.0 %" in uncompared_results(comparison)
+    assert "ppl: h2o 0.25 keeps 25.0 %, flags 63.0 %" in uncompared_results(comparison)
     near = of(mixed, "fitting")
     assert near.results[2].paired.difference == pytest.approx(0.01) and near.results[3].paired is None
     same = of([*mixed, result("tova", 0.5, LENGTHS, (0.5, 0.5)), result("h2o", 0.5, LENGTHS, (0.5, 0.5))], "h2o")

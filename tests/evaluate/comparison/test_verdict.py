@@ -114,8 +114,8 @@ def test_policies_that_are_left_out_and_why(tmp_path):
     [first, second] = find_verdicts(comparison)  # at 0.25 tova is compared with the full cache
     last = first.sentences[-1]
     assert last.startswith("Left out: snapkv (no result: out of memory: tried") and len(last) < 220
-    assert last.endswith(" ...), flags (it holds 63.2% of the prompt)")
-    assert second.sentences[-1] == "Left out: flags (it holds 63.2% of the prompt)"
+    assert last.endswith(" ...), flags (it keeps 63.2% of the prompt)")
+    assert second.sentences[-1] == "Left out: flags (it keeps 63.2% of the prompt)"
     page = render(replace(comparison, hidden=["needles: cake 0.5"]))
     assert last in page and last in markdown(comparison)
     assert "1 row in this folder" in page and "needles: cake 0.5" in page
@@ -129,7 +129,7 @@ def test_without_a_verdict_it_says_why(tmp_path):
         "Left out: h2o (no result: nothing is read behind it)"
     )
     [alone] = find_verdicts(Comparison(tmp_path, "h2o", [scored("h2o", 0.5, 12)]))
-    assert str(alone) == "At half the memory, needles: no verdict, there is nothing to compare h2o with"
+    assert str(alone) == "At half the memory, needles: no verdict, no other policy can be compared with h2o"
     unable = [scored("full", None, 2), scored("h2o", 0.5, 2), scored("tova", 0.5, 2)]
     [unable] = find_verdicts(Comparison(tmp_path, "full", unable))
     assert str(unable).startswith("needles: no verdict, not informative for this model: exact match 0.0833")

@@ -48,4 +48,5 @@ def test_answers_that_follow_instructions(read, root):
         [x for one in sample.parts for x in (one.chosen, one.alternative)],
     )
     for number, (answer, choice) in enumerate(zip(sample.answers, choices, strict=True)):
-        assert text(before + answer) == text(before) + RULE_KINDS[sample.parts[number // 2].kind].lead + choice.answer_text
+        lead = RULE_KINDS[sample.parts[number // 2].kind].lead
+        assert text(before + answer) == text(before) + lead + choice.answer_text
