@@ -23,7 +23,7 @@ from ag.config.policies import GATES
 from ag.engine import EvictionCache, Policy, policy
 from ag.errors import UserError
 from ag.evaluate import tasks
-from ag.evaluate.inside import Reading, View, attention_map, gate_map, output_errors, record
+from ag.evaluate.inside import KeptTokens, RecordedPass, attention_map, gate_map, output_errors, record
 from ag.evaluate.tasks import Sample
 from ag.gates import export
 from ag.gates.figures import DPI, keep_pattern
@@ -32,16 +32,16 @@ from ag.model import base as models
 
 Array = NDArray[np.floating]
 
-SEARCHED = 10  # samples that are read for each one drawn, because some are too short
+SEARCHED = 10  # samples that are read for each sample drawn, because some are too short
 DASHES = ("-", "--", ":", "-.")
 
 
-def run(asked: Invocation[ExplainConfig]) -> int:
+def run(invocation: Invocation[ExplainConfig]) -> int:
     """Run ``python -m ag.explain`` and print the files; returns the exit code."""
-    if asked.dry_run:
-        print(*_policies(asked.config), sep="\n")
+    if invocation.dry_run:
+        print(*_policies(invocation.config), sep="\n")
         return 0
-    for path in explain(asked.config, print):
+    for path in explain(invocation.config, print):
         print(path)
     return 0
 
@@ -57,8 +57,10 @@ def explain(config: ExplainConfig, tell: Callable[[str], None]) -> list[Path]:
     task = tasks.make(config.task, config.root, **config.task_options)
     model, tokenizer = models.load_base(ModelConfig(config.model, config.revision, config.dtype), config.device)
     context = model.config.get_text_config().max_position_embeddings
-    found = task.load(tokenizer, SEARCHED * config.samples, context).samples
-    samples = [Sample(one.id, one.prompt[: config.tokens]) for one in found if len(one.prompt) >= config.tokens]
+    loaded = task.load(tokenizer, SEARCHED * config.samples, context).samples
+    samples = [
+        Sample(sample.id, sample.prompt[: config.tokens]) for sample in loaded if len(sample.prompt) >= config.tokens
+    ]
     if not samples:
         raise UserError(f"task={config.task}: no prompt has tokens={config.tokens}; ask for fewer.")
     if config.gates and config.adapter and export.adapter_path(config.gates):
@@ -86,65 +88,67 @@ def draw(
     tell: Callable[[str], None],
 ) -> Iterator[tuple[str, Figure]]:
     """Yield the name and the figure of each picture."""
-    prompts = [Sample(one.id, one.prompt[: -config.continuation]) for one in samples]
-    policies = [one.with_tokenizer(tokenizer) for one in plan.values()]
+    prompts = [Sample(sample.id, sample.prompt[: -config.continuation]) for sample in samples]
+    policies = [planned.with_tokenizer(tokenizer) for planned in plan.values()]
     views = dict(zip(plan, record(model, tokenizer, policies, prompts, config.tokens), strict=True))
     if "keep" in config.pictures:
-        for file, mine in zip(_file_names(views), views.values(), strict=True):
-            for number, view in enumerate(mine):
-                yield f"keep-{file}-{number}", keep_pattern(view.kept, view.pieces)
-    readings = [Reading(model, one.prompt) for one in samples]
+        for file, policy_views in zip(_file_names(views), views.values(), strict=True):
+            for number, view in enumerate(policy_views):
+                yield f"keep-{file}-{number}", keep_pattern(view.kept, view.token_texts)
+    recorded_passes = [RecordedPass(model, sample.prompt) for sample in samples]
     if "attention" in config.pictures and config.gates:
         gates = EvictionCache(model, plan[GATES]).gates
         assert gates is not None
         if gates.config.kind != "attention":
             tell(f"attention: no picture, because gates of kind {gates.config.kind} have no attention")
         else:
-            for number, (reading, view) in enumerate(zip(readings, views[GATES], strict=True)):
-                yield f"attention-{number}", attention_maps(config.layers, gates, reading, view)
+            for number, (recorded, view) in enumerate(zip(recorded_passes, views[GATES], strict=True)):
+                yield f"attention-{number}", attention_maps(config.layers, gates, recorded, view)
     if "errors" in config.pictures:
         errors, kept = {}, {}
-        for name, mine in views.items():
-            pairs = zip(readings, mine, strict=True)
-            found = [output_errors(reading, torch.from_numpy(view.kept)) for reading, view in pairs]
-            errors[name] = torch.stack(found).mean(0).cpu().numpy()
-            kept[name] = sum(float(view.kept.mean()) for view in mine) / len(mine)
+        for name, policy_views in views.items():
+            pairs = zip(recorded_passes, policy_views, strict=True)
+            sample_errors = [output_errors(recorded, torch.from_numpy(view.kept)) for recorded, view in pairs]
+            errors[name] = torch.stack(sample_errors).mean(0).cpu().numpy()
+            kept[name] = sum(float(view.kept.mean()) for view in policy_views) / len(policy_views)
         yield "errors", errors_by_layer(errors, kept, plan)
 
 
 def _file_names(names: Iterable[str]) -> list[str]:
-    """Return a name for files for each name of a policy; those that would coincide are numbered."""
-    found: list[str] = []
+    """Return a file name for each name of a policy. Equal file names are numbered."""
+    file_names: list[str] = []
     for name in names:
         plain = re.sub(r"[^\w.+@-]+", "_", name)
         numbered = (f"{plain}_{number}" for number in itertools.count(2))
-        found.append(next(one for one in itertools.chain([plain], numbered) if one not in found))
-    return found
+        file_names.append(
+            next(file_name for file_name in itertools.chain([plain], numbered) if file_name not in file_names)
+        )
+    return file_names
 
 
-def attention_maps(layers: Sequence[int], gates: AttentionGates, reading: Reading, view: View) -> Figure:
-    """Draw the model's attention beside the gate's own, and what the gate keeps, as in Figure 4 of Attention-Gate.
+def attention_maps(layers: Sequence[int], gates: AttentionGates, recorded: RecordedPass, view: KeptTokens) -> Figure:
+    """Draw the model's attention, the gate's attention and the kept tokens, as in Figure 4 of Attention-Gate.
 
     Args:
-        layers: one row of the picture each; empty means four, evenly spaced.
-        gates: of kind attention.
-        reading: the text.
-        view: the kept tokens among its first ones, which are drawn.
+        layers: layers, one row of the picture each. Empty: four layers, evenly spaced.
+        gates: gates of kind attention.
+        recorded: the pass over the text.
+        view: the kept tokens among the first tokens, which are drawn.
     """
-    having, length = gates.layer_indices, view.kept.shape[2]
-    layers = layers or sorted({having[i * (len(having) - 1) // 3] for i in range(4)})
+    gated_layers, length = gates.layer_indices, view.kept.shape[2]
+    layers = layers or sorted({gated_layers[i * (len(gated_layers) - 1) // 3] for i in range(4)})
     figure = Figure(figsize=(9, 0.8 + 2.9 * len(layers)), dpi=DPI, layout="constrained")
     for row, layer in zip(figure.subplots(len(layers), 3, squeeze=False), layers, strict=True):
-        if layer not in having:
-            raise UserError(f"layers={list(layers)}: layer {layer} has no gate; expected some of {having}.")
+        if layer not in gated_layers:
+            raise UserError(f"layers={list(layers)}: layer {layer} has no gate; expected some of {gated_layers}.")
         gate, kept = gates.layers[str(layer)], view.kept[layer]
         assert isinstance(gate, AttentionGate)
-        theirs = gate_map(gate, reading.hidden[layer - gates.config.layer_offset][:, :length])
-        ours = attention_map(reading.calls[layer])[:, :length, :length]
-        for axes, found, name in zip(row, (ours, theirs), ("model", "gate"), strict=False):
-            weights = found.mean(0).cpu().numpy()
-            seen = weights[weights > 0]
-            scale = LogNorm(max(float(seen.max()) * 1e-4, float(seen.min())), float(seen.max()))
+        gate_weights = gate_map(gate, recorded.hidden[layer - gates.config.layer_offset][:, :length])
+        model_weights = attention_map(recorded.calls[layer])[:, :length, :length]
+        for axes, head_weights, name in zip(row, (model_weights, gate_weights), ("model", "gate"), strict=False):
+            weights = head_weights.mean(0).cpu().numpy()
+            positive = weights[weights > 0]
+            scale = LogNorm(max(float(positive.max()) * 1e-4, float(positive.min())), float(positive.max()))
             axes.imshow(np.where(weights > 0, weights, np.nan), cmap="magma", norm=scale, interpolation="nearest")
             axes.set_title(f"layer {layer}: attention of the {name}", fontsize=9)
             axes.set_ylabel("query", fontsize=8)
@@ -159,10 +163,10 @@ def attention_maps(layers: Sequence[int], gates: AttentionGates, reading: Readin
 
 
 def errors_by_layer(errors: Mapping[str, Array], kept: Mapping[str, float], plan: Mapping[str, Policy]) -> Figure:
-    """Draw `[L]` errors by policy; policies that share a scorer share a colour, and differ in their dashes.
+    """Draw `[L]` errors by policy. Policies with one scorer have one colour and different dashes.
 
     Args:
-        errors: by policy.
+        errors: `[L]` errors by policy.
         kept: kept share by policy.
         plan: the policies.
     """

@@ -19,25 +19,25 @@ from ag.gates.gate import AttentionGate
 from ag.kernels.softmax import weigh
 from ag.model.hooks import AttentionCall, Interceptor, decoder_of, instrument
 
-CONTEXT = 4  # tokens before one that its text may depend on
+CONTEXT = 4  # number of tokens before a token that its text may depend on
 
 
 @dataclass(frozen=True)
-class View:
+class KeptTokens:
     """The kept tokens of one prompt."""
 
     sample: str  # its id
-    pieces: list[str]  # its T tokens as text
-    kept: NDArray[np.bool_]  # `[L, Hkv, T]`, True where a token is held
+    token_texts: list[str]  # its T tokens as text
+    kept: NDArray[np.bool_]  # `[L, Hkv, T]`, True on kept tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Return the view as texts and numbers; flags are bits in base64, the first token in the lowest bit."""
+        """Return the view as texts and numbers. The mask is bits in base64, the first token in the lowest bit."""
         packed = np.packbits(self.kept, axis=-1, bitorder="little")
         kept = [[base64.b64encode(head.tobytes()).decode() for head in layer] for layer in packed]
-        return {"sample": self.sample, "pieces": self.pieces, "kept": kept}
+        return {"sample": self.sample, "pieces": self.token_texts, "kept": kept}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> View:
+    def from_json(cls, values: dict[str, Any]) -> KeptTokens:
         """Make a view of the result of :meth:`to_json`."""
         rows = [[np.frombuffer(base64.b64decode(head), np.uint8) for head in layer] for layer in values["kept"]]
         kept = np.unpackbits(np.array(rows), axis=-1, count=len(values["pieces"]), bitorder="little")
@@ -49,41 +49,41 @@ def record(
     tokenizer: PreTrainedTokenizerBase,
     policies: Sequence[Policy],
     samples: Sequence[Sample],
-    most_tokens: int,
-) -> list[list[View]]:
-    """Run each policy on the first tokens of some prompts; returns by policy a view for each sample."""
-    views: list[list[View]] = [[] for _ in policies]
+    max_tokens: int,
+) -> list[list[KeptTokens]]:
+    """Run each policy on the first tokens of some prompts. Returns for each policy a view of each sample."""
+    views: list[list[KeptTokens]] = [[] for _ in policies]
     device = next(model.parameters()).device
     for sample in samples:
-        ids = sample.prompt[:most_tokens]
-        texts = pieces(tokenizer, ids)
+        ids = sample.prompt[:max_tokens]
+        texts = token_texts(tokenizer, ids)
         caches = read_prompt(model, policies, torch.tensor([ids], device=device), protect=sample.protect)
-        for mine, (cache, _) in zip(views, caches, strict=True):
-            mine.append(View(sample.id, texts, kept_flags(cache)))
+        for policy_views, (cache, _) in zip(views, caches, strict=True):
+            policy_views.append(KeptTokens(sample.id, texts, kept_mask(cache)))
     return views
 
 
-def kept_flags(cache: EvictionCache) -> NDArray[np.bool_]:
-    """Return `[L, Hkv, T]`: which tokens a cache with one sequence holds."""
+def kept_mask(cache: EvictionCache) -> NDArray[np.bool_]:
+    """Return the mask `[L, Hkv, T]` of the tokens in a cache with one sequence."""
     layers = [cache.kept_positions(layer)[0] for layer in range(len(cache.layers))]
-    flags = np.zeros((len(layers), len(layers[0]), cache.seen_tokens), dtype=bool)
+    mask = np.zeros((len(layers), len(layers[0]), cache.seen_tokens), dtype=bool)
     for layer, heads in enumerate(layers):
-        for head, positions in enumerate(heads):
-            flags[layer, head, positions.cpu().numpy()] = True
-    return flags
+        for head, token_indices in enumerate(heads):
+            mask[layer, head, token_indices.cpu().numpy()] = True
+    return mask
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """Return the text of each token such that together they are the text, up to characters cut in the middle."""
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """Return the text of each token. Together they are the text, up to characters cut in the middle."""
     texts = []
-    for index, one in enumerate(ids):
-        before = str(tokenizer.decode(ids[max(0, index - CONTEXT) : index]))
-        both = str(tokenizer.decode(ids[max(0, index - CONTEXT) : index + 1]))
-        texts.append(both[len(before) :] if both.startswith(before) else str(tokenizer.decode([one])))
+    for index, token_id in enumerate(ids):
+        context_text = str(tokenizer.decode(ids[max(0, index - CONTEXT) : index]))
+        text = str(tokenizer.decode(ids[max(0, index - CONTEXT) : index + 1]))
+        texts.append(text[len(context_text) :] if text.startswith(context_text) else str(tokenizer.decode([token_id])))
     return texts
 
 
-class Reading(Interceptor):
+class RecordedPass(Interceptor):
     """A dense forward pass over one sequence that records the inputs of each attention layer.
 
     Attributes:
@@ -100,11 +100,11 @@ class Reading(Interceptor):
             decoder_of(model)(input_ids=tokens, gating=self, use_cache=False)
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Keep the hidden states."""
+        """Record the hidden states."""
         self.hidden.append(hidden)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend as the model does, and keep the call."""
+        """Attend as the model does, and record the call."""
         self.calls.append(call)
         return call.dense(None, False)
 
@@ -113,7 +113,7 @@ def attention_map(call: AttentionCall) -> Tensor:
     """Return the attention weights of a layer, ``[H, T, T]`` float32."""
     keys = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
     s = call.softmax.capped(call.q.float() @ keys.float().mT * call.scaling)
-    s = s.masked_fill(_unseen(s.shape[-1], call.window, s.device), float("-inf"))
+    s = s.masked_fill(_unseen_keys(s.shape[-1], call.window, s.device), float("-inf"))
     return weigh(s, call.softmax.by_head(4))[0]
 
 
@@ -126,38 +126,38 @@ def gate_map(gate: AttentionGate, hidden: Tensor) -> Tensor:
     q, k = (proj(hidden).view(shape).transpose(0, 1).float() for proj in (gate.q_proj, gate.k_proj))
     logits = q @ k.mT * config.head_dim**-0.5
     if config.scope == "causal":
-        logits = logits.masked_fill(_unseen(shape[0], config.window, logits.device), float("-inf"))
+        logits = logits.masked_fill(_unseen_keys(shape[0], config.window, logits.device), float("-inf"))
     weights: Tensor = logits.softmax(-1)
     return weights
 
 
-def output_errors(reading: Reading, kept: Tensor) -> Tensor:
+def output_errors(recorded: RecordedPass, kept: Tensor) -> Tensor:
     """Return the errors of the attention outputs of later tokens after eviction from the first tokens.
 
-    Every layer has its input without eviction, so that errors of earlier layers do not count.
+    Every layer has its input without eviction: errors of earlier layers do not count.
 
     Args:
-        reading: the whole text, T tokens.
+        recorded: the pass over the complete text, T tokens.
         kept: ``[L, Hkv, P]`` bool, which of the first P tokens were kept.
 
     Returns:
-        ``[L]``: squared difference of the outputs, over heads and queries, by the squared outputs (CAOTE, Figure 3).
+        ``[L]``: squared difference of the outputs by the squared outputs, over heads and queries (CAOTE, Figure 3).
     """
     errors = []
-    for call, flags in zip(reading.calls, kept.to(reading.calls[0].k.device), strict=True):
+    for call, flags in zip(recorded.calls, kept.to(recorded.calls[0].k.device), strict=True):
         group, prompt = call.q.shape[1] // call.k.shape[1], flags.shape[-1]
         values = call.v[0].float().repeat_interleave(group, 0)
         weights = attention_map(call)[:, prompt:]
         sinks = 0.0 if call.softmax.sinks is None else 1 - weights.sum(-1, keepdim=True)
-        gone = torch.cat([~flags, flags.new_zeros(len(flags), weights.shape[-1] - prompt)], 1)
-        stay = weights.masked_fill(gone.repeat_interleave(group, 0)[:, None], 0.0)
-        full, evicted = (a @ values / (a.sum(-1, keepdim=True) + sinks) for a in (weights, stay))
-        errors.append((evicted - full).square().sum() / full.square().sum())
+        evicted = torch.cat([~flags, flags.new_zeros(len(flags), weights.shape[-1] - prompt)], 1)
+        kept_weights = weights.masked_fill(evicted.repeat_interleave(group, 0)[:, None], 0.0)
+        full, after_eviction = (a @ values / (a.sum(-1, keepdim=True) + sinks) for a in (weights, kept_weights))
+        errors.append((after_eviction - full).square().sum() / full.square().sum())
     return torch.stack(errors)
 
 
-def _unseen(tokens: int, window: int | None, device: torch.device) -> Tensor:
-    """Return ``[T, T]`` bool: the keys that a causal query does not see, within a window if there is one."""
-    places = torch.arange(tokens, device=device)
-    distance = places[:, None] - places
+def _unseen_keys(tokens: int, window: int | None, device: torch.device) -> Tensor:
+    """Return ``[T, T]`` bool: True on keys that a causal query does not see, within a window if it is not None."""
+    token_indices = torch.arange(tokens, device=device)
+    distance = token_indices[:, None] - token_indices
     return (distance < 0) | (distance >= (window or tokens))

@@ -1,7 +1,7 @@
 """The model ``ag`` of lm-evaluation-harness: its tasks, with eviction between context and continuation.
 
 ``python -m ag.evaluate.lm_eval`` is the harness's command ``lm_eval`` with the model added (the harness finds models of
-other packages by import only)::
+other packages only by import)::
 
     python -m ag.evaluate.lm_eval --model ag --model_args pretrained=MODEL,policy=h2o,budget=0.25 --tasks piqa
 """
@@ -44,16 +44,16 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]
 class EvictingLM(HFLM):
     """The harness's ``hf`` model with eviction.
 
-    The context of a request is the prompt, which is read and evicted before the continuation; requests with the same
-    context share one forward pass of it. ``loglikelihood_rolling`` evicts nothing: a rolling window has no prompt.
+    The context of a request is the prompt, which is read and evicted before the continuation. Requests with equal
+    contexts share one forward pass of it. ``loglikelihood_rolling`` evicts nothing: a rolling window has no prompt.
 
     Args:
         pretrained: hub id, local folder, an alias such as smollm2, or a model (then with ``tokenizer``).
         policy: see :func:`ag.policy`; ``gates:EXPORT`` brings the export's adapter along.
         budget: tokens per KV head (int), or share of the context (float).
         schedule: when tokens are evicted.
-        adapter: whether to load the adapter of ``gates:EXPORT``; False for a model that has it merged in.
-        others: arguments of ``hf`` (dtype, peft, max_length, ...), and options of the policy (window, ...).
+        adapter: whether to load the adapter of ``gates:EXPORT``; False for a model with the merged adapter.
+        hf_options: arguments of ``hf`` (dtype, peft, max_length, ...), and options of the policy (window, ...).
     """
 
     def __init__(
@@ -63,27 +63,27 @@ class EvictingLM(HFLM):
         budget: int | float | None = None,
         schedule: str = "prefill",
         adapter: bool = True,
-        **others: Any,
+        **hf_options: Any,
     ) -> None:
-        known = inspect.signature(HFLM.__init__).parameters
-        options = {name: others.pop(name) for name in list(others) if name not in known}
+        hf_parameters = inspect.signature(HFLM.__init__).parameters
+        options = {name: hf_options.pop(name) for name in list(hf_options) if name not in hf_parameters}
         self.policy = engine.policy(policy, budget, schedule, **options)
         path = self.policy.spec.path
-        if adapter and path and (found := export.adapter_path(path)):
-            others.setdefault("peft", str(found))
-        super().__init__(pretrained=resolve(pretrained) if isinstance(pretrained, str) else pretrained, **others)
+        if adapter and path and (adapter_path := export.adapter_path(path)):
+            hf_options.setdefault("peft", str(adapter_path))
+        super().__init__(pretrained=resolve(pretrained) if isinstance(pretrained, str) else pretrained, **hf_options)
         self.policy = self.policy.with_tokenizer(self.tokenizer)
 
     def _loglikelihood_tokens(
-        self, requests: list[Request], disable_tqdm: bool = False, **others: Any
+        self, requests: list[Request], disable_tqdm: bool = False, **hf_options: Any
     ) -> list[tuple[float, bool]]:
         if requests and requests[0][0] is None:  # the windows of loglikelihood_rolling have no text
-            plain: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, **others)
-            return plain
+            windows: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, **hf_options)
+            return windows
         groups: dict[tuple[int, ...], list[int]] = {}
         cut = 0
         for index, (_, context, continuation) in enumerate(requests):
-            # as in hf, all tokens but the last one are fed and have to fit the model
+            # as in hf, all tokens before the last are fed and must fit the model
             room = self.max_length + 1 - len(continuation)
             if room < 1:
                 raise ValueError(f"A continuation of {len(continuation)} tokens exceeds the context: no task for it.")
@@ -100,14 +100,16 @@ class EvictingLM(HFLM):
                 len(groups),
                 self.policy,
             )
-        found: dict[int, tuple[float, bool]] = {}
+        results: dict[int, tuple[float, bool]] = {}
         for context, members in tqdm(groups.items(), disable=disable_tqdm or self.rank != 0, desc="Contexts"):
-            [(cache, last)] = engine.read_prompt(self.model, [self.policy], torch.tensor([context], device=self.device))
-            scores = score(self.model, cache, last, [requests[index][2] for index in members])
+            [(cache, last_hidden)] = engine.read_prompt(
+                self.model, [self.policy], torch.tensor([context], device=self.device)
+            )
+            scores = score(self.model, cache, last_hidden, [requests[index][2] for index in members])
             for index, (nats, greedy) in zip(members, scores, strict=True):
-                found[index] = float(nats.sum()), bool(greedy.all())
-                self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
-        return [found[index] for index in range(len(requests))]
+                results[index] = float(nats.sum()), bool(greedy.all())
+                self.cache_hook.add_partial("loglikelihood", requests[index][0], results[index])
+        return [results[index] for index in range(len(requests))]
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
         cache = engine.EvictionCache(self.model, self.policy)

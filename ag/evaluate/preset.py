@@ -20,22 +20,22 @@ from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.tables import OVER, OVER_NOTE, counted
 
 
-def run(asked: Invocation[EvaluateConfig]) -> int:
+def run(invocation: Invocation[EvaluateConfig]) -> int:
     """Run ``python -m ag.evaluate`` and print its table; returns the exit code (2: cells failed)."""
-    preset = translate(asked.config)
-    if asked.dry_run:
+    preset = translate(invocation.config)
+    if invocation.dry_run:
         print(*(cell.name for cell in list_cells(preset.config)), sep="\n")
         return 0
     console = Console()
-    comparison = compare(preset.config, console, asked.line)
+    comparison = compare(preset.config, console, invocation.line)
     results = {name_of(preset, result): result for result in comparison.results if result.outcomes}
     text = json.dumps({name: figures(result) for name, result in results.items()}, indent=2)
-    asked.config.file.write_text(text, encoding="utf-8")
+    invocation.config.file.write_text(text, encoding="utf-8")
     if results:
         console.print(table(results, counted(comparison, TASK)))
         console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
     if preset.trained is not None and "wandb" in preset.trained.logger:
-        log(comparison, Path(str(asked.config.run)), preset.trained.recipe, preset.trained.wandb)
+        log(comparison, Path(str(invocation.config.run)), preset.trained.recipe, preset.trained.wandb)
     for result in comparison.failed:
         print(f"ag.evaluate: error: {name_of(preset, result)}: {result.summary.problem}", file=sys.stderr)
     return 2 if comparison.failed else 0
@@ -49,9 +49,9 @@ def name_of(preset: Preset, result: Result) -> str:
 def figures(result: Result) -> dict[str, Any]:
     """Return the figures of a policy in ``evaluation.json``.
 
-    ``losses`` are the NLL per token of each right response and ``tokens`` its length; ``kept`` is the share of the
-    prompts' (token, layer, KV head) entries that was held, ``kv_bytes`` the bytes of all prompts, ``accuracy`` the
-    share of questions whose right answer is the likeliest; None without questions.
+    ``losses`` are the NLL per token of each right response and ``tokens`` its length. ``kept`` is the kept share of the
+    prompts' (token, layer, KV head) entries, ``kv_bytes`` the bytes of all prompts, ``accuracy`` the share of questions
+    whose right answer is the likeliest, None without questions.
     """
     right = [float(outcome.tags["accuracy"]) for outcome in result.outcomes if "accuracy" in outcome.tags]
     return {
@@ -64,11 +64,11 @@ def figures(result: Result) -> dict[str, Any]:
 
 
 def table(results: dict[str, Result], title: str) -> Table:
-    """Return the printed table; differences are paired, with their standard error."""
+    """Return the printed table. Differences are paired, with their standard error."""
     over = [
-        f"{name} in {one.summary.over_budget} of {one.summary.n}"
-        for name, one in results.items()
-        if one.summary.over_budget
+        f"{name} in {result.summary.over_budget} of {result.summary.n}"
+        for name, result in results.items()
+        if result.summary.over_budget
     ]
     caption = f"{OVER}: {', '.join(over)} {OVER_NOTE}" if over else None
     out = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -76,14 +76,14 @@ def table(results: dict[str, Result], title: str) -> Table:
     for column in ("loss", "difference", "accuracy", "evicted", "KV bytes"):
         out.add_column(column, justify="right", no_wrap=True)
     for name, result in results.items():
-        found, paired = figures(result), result.paired
+        values, paired = figures(result), result.paired
         error = math.nan if paired is None or paired.error is None else paired.error
         out.add_row(
             name,
             f"{result.summary.mean:.4f}",
             "" if paired is None else f"{paired.difference:+.4f} +- {error:.4f}",
-            "" if found["accuracy"] is None else f"{found['accuracy']:.1%}",
-            f"{1 - found['kept']:.1%}",
-            f"{found['kv_bytes']:,}",
+            "" if values["accuracy"] is None else f"{values['accuracy']:.1%}",
+            f"{1 - values['kept']:.1%}",
+            f"{values['kv_bytes']:,}",
         )
     return out

@@ -102,7 +102,7 @@ def texts(config: Config, model: str) -> list[Text]:
             f"documents={config.documents}: root={config.root} has {len(loaded.samples)} of {length} tokens or more; "
             "give fewer documents, or a shorter prompt."
         )
-    return [(document.prompt, document.right) for document in loaded.samples]
+    return [(document.prompt, document.target_tokens) for document in loaded.samples]
 
 
 class Process:

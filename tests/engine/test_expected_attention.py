@@ -8,7 +8,7 @@ import torch
 
 import ag
 from ag.engine.scorers.expected_attention import ExpectedAttention
-from ag.evaluate.inside import Reading
+from ag.evaluate.inside import RecordedPass
 from tests.support.attention_by_hand import Scene, agree, rotation
 from tests.support.batches import padded, read, row
 from tests.support.shapes import shaped
@@ -70,7 +70,7 @@ def test_what_stays_of_the_global_layers_of_gemma_3():
     """Scores turn back by the frequencies of the layer; local layers keep all."""
     model, row = shaped("gemma3"), torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(1))
     options = {"sinks": 2, "future": 6}
-    reading = Reading(model, row.tolist())
+    reading = RecordedPass(model, row.tolist())
     cache = read(model, row, "expected_attention@uniform", 20, **options)
     assert [len(kept) for kept in cache.kept_positions(0)[0]] == [40, 40]
     base = model.config.rope_parameters["full_attention"]["rope_theta"]

@@ -10,7 +10,7 @@ import pytest
 import ag.evaluate.tasks
 from ag.data.relations import NUMBERS, RELATIONS
 from ag.data.rules import REQUESTS, ROLES, RULES
-from ag.evaluate.tasks.instructions import KINDS
+from ag.evaluate.tasks.instructions import RULE_KINDS
 
 
 def test_no_task_asks_in_a_form_of_the_training():
@@ -20,7 +20,7 @@ def test_no_task_asks_in_a_form_of_the_training():
             parts = [part.strip() for part in re.split(r"\{who\}|\{what\}", text)]
             forms = [part for part in parts if len(part.split()) > 1]
             assert forms and not [form for form in forms if form in tasks], text
-    said = {choice.said for kind in KINDS.values() for choice in kind.choices}
+    said = {choice.rule_text for kind in RULE_KINDS.values() for choice in kind.choices}
     for rule in RULES:
         for text in filter(None, (rule.text, rule.lead)):
             assert text.partition("{what}")[0].strip() not in tasks, text

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ag
-from ag.evaluate.inside import Reading, attention_map, gate_map, kept_flags, output_errors
+from ag.evaluate.inside import RecordedPass, attention_map, gate_map, kept_mask, output_errors
 from tests.support.bounds import conditioned, hold, of_pass, of_weights
 from tests.support.gates_for import gates_for
 from tests.support.shapes import shaped
@@ -16,7 +16,7 @@ IDS = (torch.arange(60) * 7 % 90 + 4).tolist()
 def test_maps_are_the_models_weights(name, tiny_llama, tiny_mistral):
     """By transformers, whose weights are off as their logarithms are."""
     model = {"llama": tiny_llama, "mistral": tiny_mistral}[name]()
-    reading = Reading(model, IDS)
+    recorded = RecordedPass(model, IDS)
     model.set_attn_implementation("eager")
 
     @torch.no_grad()
@@ -30,16 +30,16 @@ def test_maps_are_the_models_weights(name, tiny_llama, tiny_mistral):
 
     weights = made()
     bound = (of_pass(model, logarithms) + torch.finfo(torch.float32).eps) * weights
-    assert len(reading.calls) == len(reading.hidden) == 3
+    assert len(recorded.calls) == len(recorded.hidden) == 3
     for layer in range(3):
-        hold(attention_map(reading.calls[layer]), weights[layer], bound[layer])
+        hold(attention_map(recorded.calls[layer]), weights[layer], bound[layer])
 
 
 @pytest.mark.parametrize(("scope", "window"), [("causal", 0), ("prompt", 0), ("causal", 4)])
 def test_gate_map_is_the_attention_inside_the_gate(tiny_llama, scope, window):
     model = tiny_llama()
     gates = gates_for(model, scope=scope, window=window)
-    gate, hidden = gates.layers["1"], Reading(model, IDS).hidden[1]
+    gate, hidden = gates.layers["1"], RecordedPass(model, IDS).hidden[1]
     weights = gate_map(gate, hidden)
     assert weights.shape == (2, 60, 60)
     values = gate.v_proj(hidden).view(60, 2, 8).transpose(0, 1)
@@ -58,17 +58,17 @@ def of_error(call, expected):
 
 def test_output_errors_of_one_token_are_caotes_formula(tiny_llama):
     """One query after the prompt: losing token j changes a head's output by a / (1 - a) ||o - v_j||."""
-    reading = Reading(tiny_llama(), IDS)
+    recorded = RecordedPass(tiny_llama(), IDS)
     kept = torch.ones(3, 2, 59, dtype=torch.bool)
-    assert output_errors(reading, kept).tolist() == [0, 0, 0]
+    assert output_errors(recorded, kept).tolist() == [0, 0, 0]
     kept[1, 0, 20] = False
-    errors = output_errors(reading, kept)
-    a = attention_map(reading.calls[1])[:, -1]
-    values = reading.calls[1].v[0].repeat_interleave(2, 0)
+    errors = output_errors(recorded, kept)
+    a = attention_map(recorded.calls[1])[:, -1]
+    values = recorded.calls[1].v[0].repeat_interleave(2, 0)
     out = (a[:, None] @ values)[:, 0]
     lost = [float(a[h, 20] / (1 - a[h, 20]) * (out[h] - values[h, 20]).norm()) for h in (0, 1)]
     expected = (lost[0] ** 2 + lost[1] ** 2) / float(out.square().sum())
-    hold(errors[1], expected, of_error(reading.calls[1], expected))
+    hold(errors[1], expected, of_error(recorded.calls[1], expected))
     assert errors[0] == errors[2] == 0
 
 
@@ -82,12 +82,12 @@ def test_the_error_of_the_first_layer_is_that_of_the_real_cache(tiny_llama, sink
         model(torch.tensor([IDS]))
         cache = ag.EvictionCache(model, "h2o", 10)
         model(torch.tensor([IDS[:50]]), past_key_values=cache)
-        flags = kept_flags(cache)
+        flags = kept_mask(cache)
         model(torch.tensor([IDS[50:]]), past_key_values=cache)
         handle.remove()
     full, evicted = outputs[0][:, 50:], outputs[2]
     expected = float((full - evicted).square().sum() / full.square().sum())
-    reading = Reading(model, IDS)
-    bound = of_error(reading.calls[0], expected)
+    recorded = RecordedPass(model, IDS)
+    bound = of_error(recorded.calls[0], expected)
     assert expected > 10 * bound
-    hold(output_errors(reading, torch.from_numpy(flags))[0], expected, bound)
+    hold(output_errors(recorded, torch.from_numpy(flags))[0], expected, bound)

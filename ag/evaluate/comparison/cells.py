@@ -1,4 +1,4 @@
-"""The cells of a comparison: a policy at a budget on a task each."""
+"""The cells of a comparison. A cell is one policy at one budget on one task."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VERSIONS = versions("ag", "torch", "transformers")
 class Cell:
     """One policy at one budget on one task."""
 
-    key: str  # a hash of all that the result depends on, the same in every run
+    key: str  # hash of everything that determines the result; equal in every run
     label: str  # name of the policy in tables; see ag.config.spec.named
     policy: Policy
     task: Task
@@ -41,14 +41,14 @@ class Cell:
     @property
     def name(self) -> str:
         """The name in messages."""
-        return f"{self.task.name}: {self._policy}"
+        return f"{self.task.name}: {self._policy_name}"
 
     @property
-    def _policy(self) -> str:
+    def _policy_name(self) -> str:
         return self.label if self.policy.budget is None else f"{self.label} {self.policy.budget}"
 
     def untouched(self, samples: Sequence[Any], prefill: str) -> int:
-        """Return the number of samples that the policy cannot change: no token is read after the eviction."""
+        """Return the number of samples that the policy cannot change, because no token is read after the eviction."""
         if not self.policy.spec.evicts or prefill == "sparse":
             return 0
         first = self.policy.block or math.inf  # tokens of a prompt that are read before the first eviction
@@ -59,8 +59,9 @@ class Cell:
         can_ask_after = getattr(tasks.make(self.task.name), "question", None) == "after"
         option = f"task_options.{self.task.name}.question=after or " if can_ask_after else ""
         return (
-            f"task {self.task.name}: {self._policy} evicts after the prompt, and answers of one token are predicted "
-            f"from its last token: as with a full cache, whatever was evicted. Give {option}schedule=blocks:m."
+            f"task {self.task.name}: {self._policy_name} evicts after the prompt, and answers of one token are "
+            f"predicted from its last token: as with a full cache, whatever was evicted. "
+            f"Give {option}schedule=blocks:m."
         )
 
     def summary(
@@ -74,11 +75,11 @@ class Cell:
         """Return the row of the cell.
 
         Args:
-            outcomes: of its samples.
+            outcomes: outcomes of the cell's samples.
             loaded: the task's samples, and how many were left out.
             prefill: see :class:`Summary`.
             conditions: further fields of :class:`Summary`.
-            problem: why the cell failed. None means that it did not.
+            problem: why the cell failed. None: it did not fail.
         """
         mean, error = mean_and_error([outcome.score for outcome in outcomes]) if outcomes else (None, None)
         tokens = sum(outcome.tokens for outcome in outcomes)
@@ -121,74 +122,85 @@ class Cell:
 
 
 def list_cells(config: CompareConfig) -> list[Cell]:
-    """Return the cells, task by task; names and values are checked here, before a model is loaded."""
-    policies = [(stored(plan.name, held), _policy(plan, held, config)) for held in config.held for plan in config.plans]
+    """Return the cells, task by task. Names and values are checked here, before a model is loaded."""
+    policies = [
+        (stored(plan.name, kv_dtype), _make_policy(plan, kv_dtype, config))
+        for kv_dtype in config.held
+        for plan in config.plans
+    ]
     adapter = None if config.adapter is None else export.adapter_checksum(config.adapter)
     samples = None if config.samples is None else f"the first {config.samples} that can be run"
     local = checksums(config.model)  # another model may be written into its folder
-    same = (asdict(config.base), adapter, samples, config.max_tokens, *([local] if local else []))
+    common = (asdict(config.base), adapter, samples, config.max_tokens, *([local] if local else []))
     policies.sort(key=lambda pair: pair[1].spec.evicts)  # the full cache shows first whether the model can do a task
-    full = [] if any(not one.spec.evicts for _, one in policies) else [("full", policy("full"))]
+    full = [] if any(not cell_policy.spec.evicts for _, cell_policy in policies) else [("full", policy("full"))]
     cells = []
     for task in _tasks(config):
-        for label, one in (full if isinstance(task, QuestionTask) else []) + policies:
-            gates = None if one.spec.path is None else export.read_info(one.spec.path)["checksum"]
-            question = [*same, _text(one), gates, type(task).__name__, task.identity()]
-            text = json.dumps(question, sort_keys=True, default=str)
+        for label, cell_policy in (full if isinstance(task, QuestionTask) else []) + policies:
+            gates = None if cell_policy.spec.path is None else export.read_info(cell_policy.spec.path)["checksum"]
+            settings = [*common, _policy_key(cell_policy), gates, type(task).__name__, task.identity()]
+            text = json.dumps(settings, sort_keys=True, default=str)
             key = hashlib.sha256(text.encode()).hexdigest()[:20]
-            cells.append(Cell(key, label, one, task, config.model))
-    seen: dict[str, Cell] = {}
+            cells.append(Cell(key, label, cell_policy, task, config.model))
+    cells_by_key: dict[str, Cell] = {}
     for cell in cells:
-        if (other := seen.setdefault(cell.key, cell)) is not cell:
+        if (other := cells_by_key.setdefault(cell.key, cell)) is not cell:
             raise UserError(
-                f"{other.name!r} and {cell.name!r} are the same twice: policies=, budgets=, tasks=; leave one out."
+                f"{other.name!r} and {cell.name!r} are one cell: leave one out of policies=, budgets=, tasks=."
             )
     return cells
 
 
-def _text(one: Policy) -> str:
-    """Return a policy as keys have it: flags as gates without a budget, the same policy's older name."""
-    return repr(replace(one, spec=one.spec.ranked))
+def _policy_key(policy: Policy) -> str:
+    """Return the text of a policy in keys. Flags are written as gates without a budget, their older name."""
+    return repr(replace(policy, spec=policy.spec.ranked))
 
 
-def _policy(plan: Plan, held: KVDtype, config: CompareConfig) -> Policy:
-    """Return the policy of a plan, which stores keys and values in a form."""
+def _make_policy(plan: Plan, kv_dtype: KVDtype, config: CompareConfig) -> Policy:
+    """Return the policy of a plan, with its type of keys and values."""
     if plan.spec.path is not None:
         _check_adapter(plan.name, plan.spec.path, config)
-    places: dict[str, Any] = {} if config.positions == "original" else {"positions": config.positions}
-    places |= {} if held == "float" else {"kv_dtype": held}
-    return policy(plan.spec, plan.budget, plan.schedule, **places | plan.options)
+    options: dict[str, Any] = {} if config.positions == "original" else {"positions": config.positions}
+    options |= {} if kv_dtype == "float" else {"kv_dtype": kv_dtype}
+    return policy(plan.spec, plan.budget, plan.schedule, **options | plan.options)
 
 
 def _check_adapter(label: str, path: str, config: CompareConfig) -> None:
     """Raise ``UserError`` unless the model has the adapter that the gates of a policy were trained with."""
-    adapter = export.adapter_path(path)
-    given = None if config.adapter is None else export.adapter_path(config.adapter)
-    if adapter is None or (given is None and export.is_merged(path, config.model, config.revision)):
+    gates_adapter = export.adapter_path(path)
+    model_adapter = None if config.adapter is None else export.adapter_path(config.adapter)
+    if gates_adapter is None or (model_adapter is None and export.is_merged(path, config.model, config.revision)):
         return
-    if given is None or adapter.resolve() != given.resolve():
+    if model_adapter is None or gates_adapter.resolve() != model_adapter.resolve():
         raise UserError(
-            f"policy {label!r}: its gates were trained with the adapter in {adapter}; give adapter={path}, which puts "
-            "it on the model of all policies, so that they are compared on the same one."
+            f"policy {label!r}: its gates were trained with the adapter in {gates_adapter}; give adapter={path}, which "
+            "puts it on the model of all policies, so that all policies are compared on one model."
         )
 
 
 def _tasks(config: CompareConfig) -> list[Task]:
-    """Return the listed tasks, and those of listed groups; options of a group hold for each of its tasks."""
+    """Return the listed tasks and all tasks of listed groups. Options of a group hold for each of its tasks."""
     names = tasks.expand(config.tasks)
     listed = [*config.tasks, *names]
-    for what, given in (("task_options", [*config.task_options]), ("roots", [*config.roots])):
-        for name in given:
+    for option, named in (("task_options", [*config.task_options]), ("roots", [*config.roots])):
+        for name in named:
             if name not in listed:
-                raise UserError(f"{what}.{name}: tasks= does not list {name!r}{nearest(name, listed) or '.'}")
+                raise UserError(f"{option}.{name}: tasks= does not list {name!r}{nearest(name, listed) or '.'}")
     return [_task(name, config) for name in names]
 
 
 def _task(name: str, config: CompareConfig) -> Task:
-    said = [listed for listed in config.tasks if listed != name and name in tasks.expand([listed])] + [name]
-    root = next((config.roots[one] for one in reversed(said) if one in config.roots), config.root)
+    listed_names = [group for group in config.tasks if group != name and name in tasks.expand([group])] + [name]
+    root = next(
+        (config.roots[listed_name] for listed_name in reversed(listed_names) if listed_name in config.roots),
+        config.root,
+    )
     root = None if root is None else str(Path(root).resolve())
-    options = {option: value for one in said for option, value in config.task_options.get(one, {}).items()}
+    options = {
+        option: value
+        for listed_name in listed_names
+        for option, value in config.task_options.get(listed_name, {}).items()
+    }
     task = tasks.make(name, root, **options)
     if "seed" in {field.name for field in fields(task)} and "seed" not in options:
         task = tasks.make(name, root, **options, seed=config.seed)

@@ -19,21 +19,29 @@ from matplotlib.markers import MarkerStyle
 from matplotlib.patches import PathPatch
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from ag.evaluate.comparison.result import Comparison, Result, by_position, held, pair, part_names, shown
+from ag.evaluate.comparison.result import (
+    Comparison,
+    Result,
+    by_position,
+    kept_shares_text,
+    name_with_share,
+    paired_difference,
+    part_names,
+)
 from ag.evaluate.comparison.statistics import bootstrap
 from ag.gates.figures import DPI
 
-SEVERAL = 2  # kept shares that make a curve
+MIN_SHARES = 2  # kept shares that make a curve
 KEPT = "kept share of the prompt"
 BYTES = "KV bytes of the full cache's"
 MIX = "best mix"  # of tokens and bits
-LONGEST = 36  # characters of a name
+MAX_NAME = 36  # characters of a name
 FILES = Path(__file__).parent / "page_files"
 LIGHT, _, _ = (FILES / "page.css").read_text(encoding="utf-8").partition("@media")
-#: Hex colours by their names in the style sheet: those of the page's light theme and of all files.
+#: Hex colours by their names in the style sheet: the page's light theme, which all files use.
 THEME: dict[str, str] = dict(re.findall(r"--(soft|line|gates|c\d): (#\w{6})", LIGHT))
 COLOURS = tuple(colour for name, colour in THEME.items() if re.fullmatch(r"c\d", name))
-MARKERS = "osD^vP*"  # their number has no factor in common with that of the colours
+MARKERS = "osD^vP*"  # their number shares no factor with the number of colours
 SMALL = 0.01  # nats below which the scale of differences is linear
 TIP = "point: "  # prefix of the id of a point, which becomes its title
 STYLE: Any = {
@@ -49,7 +57,7 @@ STYLE: Any = {
 
 
 class Point(NamedTuple):
-    """A point with the ends of its interval or standard error, and a text that says the same."""
+    """A point, the ends of its interval or standard error, and its text."""
 
     x: float
     y: float
@@ -58,16 +66,16 @@ class Point(NamedTuple):
     text: str
 
 
-class Look(NamedTuple):
-    """Colour and marker of a policy; gates share one colour."""
+class LineStyle(NamedTuple):
+    """Colour and marker of a policy. All gates share one colour."""
 
     colour: str
     marker: str
     gated: bool
 
     @classmethod
-    def of(cls, number: int, gated: bool) -> Look:
-        """Return the look of the policy with this number; gates are numbered on their own."""
+    def of(cls, number: int, gated: bool) -> LineStyle:
+        """Return the style of a policy by its number. Gates are numbered separately."""
         colour = THEME["gates"] if gated else COLOURS[number % len(COLOURS)]
         return cls(colour, MARKERS[number % len(MARKERS)], gated)
 
@@ -76,7 +84,7 @@ class Look(NamedTuple):
 class Line:
     """A policy's points."""
 
-    look: Look
+    style: LineStyle
     name: str  # in the legend, with the kept shares
     points: Sequence[Point]  # from left to right
     level: bool = False  # whether a single point is drawn as a level through the chart: the full cache
@@ -90,7 +98,7 @@ class Chart:
     x_label: str
     y_label: str
     lines: Sequence[Line]  # one for each policy
-    zero: Look | None = None  # of the result that was subtracted, a level at 0; None means that nothing was
+    zero: LineStyle | None = None  # style of the subtracted result, drawn at 0; None: nothing was subtracted
 
     @property
     def text(self) -> str:
@@ -108,7 +116,7 @@ def save(comparison: Comparison) -> None:
 
 def draw(comparison: Comparison) -> dict[str, Figure]:
     """Return all plots by file name, without its ending."""
-    figures = {name: panels(drawn) for name, drawn in every(comparison).items()}
+    figures = {name: panels(drawn) for name, drawn in all_charts(comparison).items()}
     for task in comparison.tasks:
         results = [result for result in comparison.of_task(task) if result.outcomes]
         if any("depth" in outcome.tags for result in results for outcome in result.outcomes):
@@ -116,18 +124,18 @@ def draw(comparison: Comparison) -> dict[str, Figure]:
     return figures
 
 
-def every(comparison: Comparison) -> dict[str, list[Chart]]:
+def all_charts(comparison: Comparison) -> dict[str, list[Chart]]:
     """Return all charts by the name of the file that shows them."""
-    found = {"lead": leading(comparison)}
+    charts = {"lead": lead_charts(comparison)}
     for task in comparison.tasks:
-        found[f"quality_{task}"] = quality(comparison, task)
-        found[f"nats_{task}"] = quality(comparison, task, "nats")
-        found[f"bytes_{task}"] = over_bytes(comparison, task)
-        found[f"positions_{task}"] = along(comparison, task)
-        for what, names in part_names(comparison.of_task(task)).items():
+        charts[f"quality_{task}"] = quality_charts(comparison, task)
+        charts[f"nats_{task}"] = quality_charts(comparison, task, "nats")
+        charts[f"bytes_{task}"] = charts_by_bytes(comparison, task)
+        charts[f"positions_{task}"] = charts_by_position(comparison, task)
+        for part_kind, names in part_names(comparison.of_task(task)).items():
             if all(name.isdigit() for name in names):
-                found[f"{what}s_{task}"] = along(comparison, task, what)
-    return {name: drawn for name, drawn in found.items() if drawn}
+                charts[f"{part_kind}s_{task}"] = charts_by_position(comparison, task, part_kind)
+    return {name: file_charts for name, file_charts in charts.items() if file_charts}
 
 
 @matplotlib.rc_context(STYLE)
@@ -138,45 +146,45 @@ def svg(chart: Chart) -> Markup:
     return _inline(figure, Markup('class="chart" role="img"'), Markup("<title>{}</title>").format(chart.text))
 
 
-def legend_mark(look: Look) -> Markup:
+def legend_mark(style: LineStyle) -> Markup:
     """Draw the mark of a policy, as a path without an id, since a page has several legends."""
     figure = Figure(figsize=(0.2, 0.2))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-0.7, 0.7), ylim=(-0.7, 0.7))
     axes.set_axis_off()
-    style = MarkerStyle(look.marker)
-    axes.add_patch(PathPatch(style.get_path().transformed(style.get_transform()), color=look.colour, clip_on=False))
+    marker = MarkerStyle(style.marker)
+    axes.add_patch(PathPatch(marker.get_path().transformed(marker.get_transform()), color=style.colour, clip_on=False))
     return _inline(figure, Markup('class="mark" aria-hidden="true"'))
 
 
-def looks(comparison: Comparison) -> dict[str, Look]:
-    """Return the look of each policy, by label."""
+def line_styles(comparison: Comparison) -> dict[str, LineStyle]:
+    """Return the style of each policy, by label."""
     gated = {result.summary.label: result.is_gated for result in comparison.results}
     counts = Counter[bool]()
-    found = {}
+    styles = {}
     for label, own in gated.items():
-        found[label] = Look.of(counts[own], own)
+        styles[label] = LineStyle.of(counts[own], own)
         counts[own] += 1
-    return found
+    return styles
 
 
-def leading(comparison: Comparison) -> list[Chart]:
-    """Return nats over the full cache by kept share: of the first task that asks after eviction, and of the first text.
+def lead_charts(comparison: Comparison) -> list[Chart]:
+    """Return nats over the full cache by kept share, for the first task that asks after eviction and the first text.
 
-    Tasks with fewer than two kept shares, and those that the model cannot do, are left out. Intervals are those of 95 %
-    of the paired difference; without a result of the full cache the charts show the nats themselves.
+    Tasks with fewer than two kept shares are left out, and tasks that the model cannot do. Intervals are 95 %
+    intervals of the paired difference. Without a result of the full cache the charts show the nats themselves.
     """
-    found = []
-    for what, belongs in (("question after eviction", _is_asked_after), ("continuation", _continues)):
+    charts = []
+    for subject, is_subject in (("question after eviction", _is_asked_after), ("continuation", _continues)):
         for task in comparison.tasks:
             results = [result for result in comparison.of_task(task) if result.outcomes]
-            shares = {result.summary.kept for result in results if result.evicts and belongs(result)}
-            if len(shares) >= SEVERAL and not comparison.uninformative(task):
-                found.append(_over_full(comparison, f"{what}: {task}", results))
+            shares = {result.summary.kept for result in results if result.evicts and is_subject(result)}
+            if len(shares) >= MIN_SHARES and not comparison.uninformative(task):
+                charts.append(_over_full(comparison, f"{subject}: {task}", results))
                 break
-    return found
+    return charts
 
 
-def quality(comparison: Comparison, task: str, tag: str = "") -> list[Chart]:
+def quality_charts(comparison: Comparison, task: str, tag: str = "") -> list[Chart]:
     """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors."""
 
     def point(result: Result) -> Point | None:
@@ -193,71 +201,80 @@ def quality(comparison: Comparison, task: str, tag: str = "") -> list[Chart]:
     return [Chart(_titled(title, results), KEPT, f"{metric} ({which} is better)", lines)] if lines else []
 
 
-def over_bytes(comparison: Comparison, task: str) -> list[Chart]:
-    """Return nats over the full cache by bytes; empty unless keys and values were held in several forms.
+def charts_by_bytes(comparison: Comparison, task: str) -> list[Chart]:
+    """Return nats over the full cache by bytes; empty unless keys and values were stored in several types.
 
-    The best mix of tokens and bits connects the points with the fewest nats for their bytes.
+    The line "best mix" connects the points with the fewest nats for their bytes.
     """
     results = [result for result in comparison.of_task(task) if result.outcomes]
-    whole = {result.summary.kv_bytes for result in results if not result.evicts}
-    if len(whole) < SEVERAL or not any(_is_asked_after(result) or _continues(result) for result in results):
+    full_bytes = {result.summary.kv_bytes for result in results if not result.evicts}
+    if len(full_bytes) < MIN_SHARES or not any(_is_asked_after(result) or _continues(result) for result in results):
         return []
-    chart = _over_full(comparison, task, results, over=BYTES)
+    chart = _over_full(comparison, task, results, x_label=BYTES)
     best: list[Point] = []
     for point in sorted(point for line in chart.lines for point in line.points):
         if not best or point.y < best[-1].y:
             best.append(point)
     named = [point._replace(text=f"{MIX}: {point.text}") for point in best]
-    return [replace(chart, lines=[Line(Look.of(len(comparison.labels), False), MIX, named), *chart.lines])]
+    return [replace(chart, lines=[Line(LineStyle.of(len(comparison.labels), False), MIX, named), *chart.lines])]
 
 
-def along(comparison: Comparison, task: str, what: str = "") -> list[Chart]:
-    """Return charts of a task by position, or by numbered parts such as turns, one for each budget.
+def charts_by_position(comparison: Comparison, task: str, part_kind: str = "") -> list[Chart]:
+    """Return charts of a task by position, or by numbered parts (turns), one for each budget.
 
-    Policies without a budget are in each chart. Charts show differences to the baseline, or nats without its result.
+    Policies without a budget are in each chart. Charts show differences to the baseline. If the baseline has no
+    result, they show nats.
     """
-    found, look = [], looks(comparison)
+    charts, styles = [], line_styles(comparison)
     for budget in comparison.budgets or [""]:
         results = comparison.at(task, budget)
         bases = [(result, comparison.baseline_of(result)) for result in results if result.outcomes]
         compared = any(base is not None for _, base in bases)
         lines = []
         for result, base in bases:
-            form = ".3f" if base is None else "+.3f"
+            number_format = ".3f" if base is None else "+.3f"
             points = [
-                Point(x, y, y - (error or 0), y + (error or 0), f"{shown(result)}: {y:{form}} {what or 'from'} {x:,}")
-                for x, (y, error) in by_position(result, base, what).items()
+                Point(
+                    x,
+                    y,
+                    y - (error or 0),
+                    y + (error or 0),
+                    f"{name_with_share(result)}: {y:{number_format}} {part_kind or 'from'} {x:,}",
+                )
+                for x, (y, error) in by_position(result, base, part_kind).items()
             ]
             if points and not (base is None and compared):
-                lines.append(Line(look[result.summary.label], short(shown(result)), points))
+                lines.append(Line(styles[result.summary.label], shorten(name_with_share(result)), points))
         if lines:
             title = _titled(f"{task} at budget {budget}" if budget else task, results)
             y_label = f"nats a token over {comparison.baseline}" if compared else "nats a token"
-            zero = look.get(comparison.baseline) if compared else None
-            found.append(Chart(title, what or "position in the text (tokens)", y_label, lines, zero))
-    return found
+            zero = styles.get(comparison.baseline) if compared else None
+            charts.append(Chart(title, part_kind or "position in the text (tokens)", y_label, lines, zero))
+    return charts
 
 
-def _over_full(comparison: Comparison, title: str, results: Sequence[Result], over: str = KEPT) -> Chart:
+def _over_full(comparison: Comparison, title: str, results: Sequence[Result], x_label: str = KEPT) -> Chart:
     full = next((result for result in results if not result.evicts), None)
     tag = "nats" if any(_is_asked_after(result) for result in results) else ""
 
     def point(result: Result) -> Point | None:
-        if (not result.evicts and (over == KEPT or result is full)) or (measured := result.measure(tag)) is None:
+        if (not result.evicts and (x_label == KEPT or result is full)) or (measured := result.measure(tag)) is None:
             return None
-        paired = None if full is None else pair(result, full, tag)
+        paired = None if full is None else paired_difference(result, full, tag)
         if paired is None:
-            place, form = (measured[1], *bootstrap(np.array(list(result.values(tag).values())))), ".3f"
+            estimate, number_format = (measured[1], *bootstrap(np.array(list(result.values(tag).values())))), ".3f"
         else:
-            place, form = (paired.difference, paired.low, paired.high), "+.3f"
-        said = "{:{form}} nats [{:{form}}, {:{form}}]".format(*place, form=form)
-        if over == BYTES and full is not None:
+            estimate, number_format = (paired.difference, paired.low, paired.high), "+.3f"
+        text = "{:{form}} nats [{:{form}}, {:{form}}]".format(*estimate, form=number_format)
+        if x_label == BYTES and full is not None:
             share = result.summary.kv_bytes / full.summary.kv_bytes
-            return Point(share, *place, f"{result.name}: {said} in {share:.1%} of the bytes")
-        return Point(measured[0], *place, f"{result.summary.label}: {said} at {measured[0]:.1%} kept")
+            return Point(share, *estimate, f"{result.name}: {text} in {share:.1%} of the bytes")
+        return Point(measured[0], *estimate, f"{result.summary.label}: {text} at {measured[0]:.1%} kept")
 
-    y_label, zero = ("nats over the full cache", looks(comparison)[full.summary.label]) if full else ("nats", None)
-    return Chart(_titled(title, results), over, y_label, _lines(comparison, results, point), zero)
+    y_label, zero = (
+        ("nats over the full cache", line_styles(comparison)[full.summary.label]) if full else ("nats", None)
+    )
+    return Chart(_titled(title, results), x_label, y_label, _lines(comparison, results, point), zero)
 
 
 def _is_asked_after(result: Result) -> bool:
@@ -269,25 +286,32 @@ def _continues(result: Result) -> bool:
 
 
 def _lines(comparison: Comparison, results: Sequence[Result], point: Callable[[Result], Point | None]) -> list[Line]:
-    """Return the line of each policy with points, gates last, so that they are drawn over the others."""
-    found = []
-    for label, look in looks(comparison).items():
-        mine = [result for result in results if result.summary.label == label]
-        points = sorted(made for result in mine if (made := point(result)) is not None)
+    """Return the line of each policy with points. Gates are last and therefore drawn on top."""
+    lines = []
+    for label, style in line_styles(comparison).items():
+        policy_results = [result for result in results if result.summary.label == label]
+        points = sorted(drawn for result in policy_results if (drawn := point(result)) is not None)
         if points:
-            found.append(Line(look, f"{short(label)} ({held(mine)})", points, level=not mine[0].evicts))
-    return sorted(found, key=lambda line: line.look.gated)
+            lines.append(
+                Line(
+                    style,
+                    f"{shorten(label)} ({kept_shares_text(policy_results)})",
+                    points,
+                    level=not policy_results[0].evicts,
+                )
+            )
+    return sorted(lines, key=lambda line: line.style.gated)
 
 
 def _titled(title: str, results: Sequence[Result]) -> str:
     return f"{title}, {max(result.summary.n for result in results)} samples"
 
 
-def panels(drawn: Sequence[Chart]) -> Figure:
+def panels(charts: Sequence[Chart]) -> Figure:
     """Draw charts beside each other, with one legend for all."""
-    figure, grid = _grid(len(drawn), 3, (4.2, 3.6), beside=2.6)
+    figure, grid = _grid(len(charts), 3, (4.2, 3.6), beside=2.6)
     handles: dict[str, Any] = {}
-    for axes, chart in zip(grid, drawn, strict=True):
+    for axes, chart in zip(grid, charts, strict=True):
         lines_over(axes, chart)
         axes.set_title(chart.title, fontsize=10)
         handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
@@ -297,21 +321,21 @@ def panels(drawn: Sequence[Chart]) -> Figure:
 
 def lines_over(axes: Axes, chart: Chart) -> None:
     """Draw a chart; the id of each point is its text."""
-    # over the gates' thicker line, so that both are visible where they coincide
+    # over the gates' thicker line: both are visible if they coincide
     level: Any = {"linestyle": "--", "linewidth": 1, "alpha": 0.7, "zorder": 10}
     if chart.zero is not None:
         axes.axhline(0, color=chart.zero.colour, **level)
         axes.set_yscale("symlog", linthresh=SMALL, linscale=0.3)
     for line in chart.lines:
-        style: dict[str, Any] = {"color": line.look.colour, "zorder": 9 if line.look.gated else 2}
+        style: dict[str, Any] = {"color": line.style.colour, "zorder": 9 if line.style.gated else 2}
         if line.level and len(line.points) == 1:
             axes.axhline(line.points[0].y, **style | level)
         xs, ys, low, high, _ = zip(*line.points, strict=True)
-        axes.plot(xs, ys, linewidth=2.2 if line.look.gated else 1.2, **style)
+        axes.plot(xs, ys, linewidth=2.2 if line.style.gated else 1.2, **style)
         axes.vlines(xs, low, high, alpha=0.45, **style)
         for number, point in enumerate(line.points):
             label, tip = "_" if number else line.name, TIP + point.text
-            axes.plot(point.x, point.y, line.look.marker, markersize=5, label=label, gid=tip, **style)
+            axes.plot(point.x, point.y, line.style.marker, markersize=5, label=label, gid=tip, **style)
     axes.set_xlim(left=0)
     if chart.zero is not None:
         axes.set_ylim(bottom=min([-SMALL / 2, *(point.low for line in chart.lines for point in line.points)]))
@@ -333,14 +357,14 @@ def depths(task: str, results: Sequence[Result]) -> Figure:
         for outcome in result.outcomes:
             if "depth" in outcome.tags and "length" in outcome.tags:
                 scores.setdefault((outcome.tags["depth"], outcome.tags["length"]), []).append(outcome.score)
-        depths, lengths = (sorted({place[which] for place in scores}) for which in (0, 1))
+        depths, lengths = (sorted({cell[which] for cell in scores}) for which in (0, 1))
         means = [[np.mean(scores.get((depth, length), np.nan)) for length in lengths] for depth in depths]
         axes.imshow(means, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="viridis")
         axes.set_xticks(range(len(lengths)), list(map(str, lengths)), fontsize=7)
         axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
-        axes.set_title(f"{short(shown(result))}: {result.summary.mean:.2f}", fontsize=8)
+        axes.set_title(f"{shorten(name_with_share(result))}: {result.summary.mean:.2f}", fontsize=8)
     figure.suptitle(f"{task}: {results[0].summary.metric} by length (tokens) and depth of the needle", fontsize=11)
     return figure
 
@@ -363,17 +387,17 @@ def _inline(figure: Figure, attributes: Markup, title: str = "") -> Markup:
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context({"svg.hashsalt": str(title)}):  # of ids, which no other chart may have
         figure.savefig(file, format="svg", metadata=nothing)
-    found = re.search(r'(?s)<svg[^>]* viewBox="([^"]*)"[^>]*>(.*</svg>)', file.getvalue())
-    assert found is not None
-    body = re.sub(r"(?s)<defs>\s*<style.*?</defs>", "", found[2])
+    element = re.search(r'(?s)<svg[^>]* viewBox="([^"]*)"[^>]*>(.*</svg>)', file.getvalue())
+    assert element is not None
+    body = re.sub(r"(?s)<defs>\s*<style.*?</defs>", "", element[2])
     body = re.sub(f'<g id="{TIP}([^"]*)">', r"<g><title>\1</title>", body)
     body = re.sub(r' id="[\w.]+_\d+"|font-family: [^;]*; ', "", body)
     for name, hexadecimal in THEME.items():
         body = body.replace(hexadecimal, f"var(--{name})")
-    start = Markup('<svg {} viewBox="{}">{}').format(attributes, found[1], title)
+    start = Markup('<svg {} viewBox="{}">{}').format(attributes, element[1], title)
     return start + Markup(body)  # nosec B704  # matplotlib escapes names
 
 
-def short(name: str) -> str:
-    """Return a name without its middle if it is long, such as that of gates in a deep folder."""
-    return name if len(name) <= LONGEST else f"{name[:9]}…{name[10 - LONGEST :]}"
+def shorten(name: str) -> str:
+    """Return a name, without its middle if it is long (gates in a deep folder)."""
+    return name if len(name) <= MAX_NAME else f"{name[:9]}…{name[10 - MAX_NAME :]}"

@@ -1,12 +1,12 @@
-"""The folder of a comparison, from which the next command goes on.
+"""The folder of a comparison. The next command continues from it.
 
-- ``results.jsonl``: the summary of a cell on each line, appended and synced as the cell ends; of a key the last line
+- ``results.jsonl``: the summary of a cell on each line, appended and synced as the cell ends. The last line of a key
   counts;
-- ``samples/KEY.jsonl``: the outcome of every sample of the cell, whole before its line is written;
-- ``views/KEY.json``: which tokens of a few prompts stayed;
-- ``lock``: held by the process that writes; the kernel frees it when that process ends, however it ends.
+- ``samples/KEY.jsonl``: the outcome of every sample of the cell, complete before its line is written;
+- ``views/KEY.json``: the kept tokens of a few prompts;
+- ``lock``: locked by the process that writes; the kernel unlocks it when that process ends, even by a kill.
 
-A line that cannot be read, or whose samples cannot be, is named in a warning and skipped; its cell runs again.
+A line is skipped with a warning if it or its samples cannot be read. Its cell runs again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from ag.errors import UserError
 from ag.evaluate.comparison.statistics import mean_and_error
-from ag.evaluate.inside import View
+from ag.evaluate.inside import KeptTokens
 from ag.evaluate.tasks import Outcome
 from ag.files import locked, replacing
 
@@ -40,11 +40,11 @@ class DamagedRowWarning(UserWarning):
 class Summary:
     """The result of one cell. Fields that are None by default are unknown in rows of earlier versions."""
 
-    key: str  # of the cell; equal cells of another command have the same one
+    key: str  # of the cell; equal cells of all commands have an equal key
     policy: str  # its repr
     label: str  # its name in tables
     budget: int | float | None  # as given: a share of the prompt, or tokens per KV head
-    kept: float | None  # share of the prompts' (token, layer, KV head) entries; of all tokens where eviction goes on
+    kept: float | None  # kept share of the prompts' (token, layer, KV head) entries; of all tokens if decoding evicts
     task: str
     metric: str
     higher_is_better: bool
@@ -53,29 +53,29 @@ class Summary:
     n: int  # samples scored
     too_long: int  # samples left out because they do not fit the model
     too_short: int  # samples left out because they have too few tokens for the task
-    cut: int  # samples that lost tokens from their middle, as the rules of LongBench have it
+    cut: int  # samples that lost tokens from their middle, by the rules of LongBench
     seconds: float  # for all samples
-    kv_bytes: float  # allocated after the prompt, or at the end where eviction goes on, the mean over samples
-    prefill: str  # what later prompt tokens see: dense (everything), sparse (what gates keep), blocks:m
+    kv_bytes: float  # allocated after the prompt, or at the end if decoding evicts; mean over samples
+    prefill: str  # tokens that later prompt tokens see: dense (all), sparse (kept by gates), blocks:m
     model: str  # hub id or folder
     versions: dict[str, str]  # of the libraries
     problem: str | None = None  # why there is no result
     question: str | None = None  # after: read after the eviction; before: part of the prompt
     nats: float | None = None  # NLL per token of the right answers, the mean over samples
-    hits: float | None = None  # share of the samples in which each token of the right answer is the likeliest
+    hits: float | None = None  # share of the samples with a right answer whose every token is the likeliest
     kl: float | None = None  # KL divergence from a full cache on the right answer's tokens, nats per token
-    same_top1: float | None = None  # share of these tokens at which the likeliest one is that of a full cache
+    same_top1: float | None = None  # share of these tokens where policy and full cache agree on the likeliest token
     floor: float | None = None  # mean of a model that cannot do the task
-    over_budget: int | None = None  # samples in which more is protected than the budget allows
+    over_budget: int | None = None  # samples with more protected tokens than the budget allows
     untouched: int | None = None  # samples that the policy cannot change; see Cell.untouched
     dtype: str | None = None  # of the model's weights
     quantization: str | None = None  # of the model's weights: none or nf4
     prompt_mean: float | None = None  # tokens of a sample that a policy may evict
     prompt_min: int | None = None
     prompt_max: int | None = None
-    task_options: dict[str, Any] | None = None  # with their values, defaults included
-    hardware: str | None = None  # the GPU, or the CPU that it ran on
-    threads: int | None = None  # that computed on the CPU
+    task_options: dict[str, Any] | None = None  # options with their values, defaults included
+    hardware: str | None = None  # name of the GPU or CPU
+    threads: int | None = None  # number of CPU threads
     date: str | None = None  # when the line was written, UTC in ISO 8601
     command: str | None = None  # the command line, or the Python call
 
@@ -88,15 +88,15 @@ class Summary:
     def left_out(self) -> str:
         """The number of samples that were left out, and why."""
         counts = ((self.too_long, "too long"), (self.too_short, "too short"))
-        return ", ".join(f"{number} {why}" for number, why in counts if number) or "0"
+        return ", ".join(f"{number} {reason}" for number, reason in counts if number) or "0"
 
 
-class Ended(NamedTuple):
+class FinishedCell(NamedTuple):
     """A finished cell."""
 
     summary: Summary
     outcomes: list[Outcome]  # of its samples; empty if it failed
-    views: list[View]  # of a few of its prompts
+    views: list[KeptTokens]  # of a few of its prompts
 
 
 class Folder:
@@ -110,8 +110,8 @@ class Folder:
         except OSError as error:
             raise UserError(f"output={path}: {error.strerror}; expected a folder that can be written to.") from error
 
-    def read(self) -> dict[str, Ended]:
-        """Return the finished cells by key; damaged ones are left out, with a warning."""
+    def read(self) -> dict[str, FinishedCell]:
+        """Return the finished cells by key. Damaged cells are left out, with a warning."""
         path = self.path / ROWS
         summaries: dict[str, tuple[int, Summary]] = {}
         for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else [], 1):
@@ -121,21 +121,21 @@ class Folder:
                     summaries[summary.key] = number, summary
                 except ValueError as error:
                     self._skip(number, error)
-        found = {}
+        finished = {}
         for key, (number, summary) in summaries.items():
             try:
-                found[key] = Ended(summary, self._outcomes(summary), self._views(key))
+                finished[key] = FinishedCell(summary, self._outcomes(summary), self._views(key))
             except (OSError, ValueError) as error:
                 self._skip(number, error)
-        return found
+        return finished
 
-    def append(self, ended: Ended) -> None:
-        """Write a finished cell; after a crash it is in the folder as a whole, or not at all."""
-        summary, outcomes, views = ended
+    def append(self, cell: FinishedCell) -> None:
+        """Write a finished cell. After a crash the folder has it completely or not at all."""
+        summary, outcomes, views = cell
         samples = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in outcomes)
         shown = json.dumps([view.to_json() for view in views])
         for part, ending, text in (("samples", "jsonl", samples), ("views", "json", shown)):
-            with replacing(self._beside(part, summary.key, ending)) as new:
+            with replacing(self._path_of(part, summary.key, ending)) as new:
                 new.write_text(text, encoding="utf-8")
         line = json.dumps(asdict(summary), allow_nan=False).encode() + b"\n"
         with (self.path / ROWS).open("a+b") as file:
@@ -160,20 +160,20 @@ class Folder:
         with locked(self.path, refusal):
             yield
 
-    def _skip(self, number: int, why: Exception) -> None:
-        what = f"line {number} is skipped, and its cell runs again unless a later line has it"
-        warnings.warn(f"{self.path / ROWS}: {what}: {why}", DamagedRowWarning, stacklevel=3)
+    def _skip(self, number: int, error: Exception) -> None:
+        message = f"line {number} is skipped, and its cell runs again unless a later line has it"
+        warnings.warn(f"{self.path / ROWS}: {message}: {error}", DamagedRowWarning, stacklevel=3)
 
     def _outcomes(self, summary: Summary) -> list[Outcome]:
         """Return the outcomes of a cell's samples.
 
         Raises:
-            ValueError: a line cannot be read, or the number of lines is not that of the samples.
+            ValueError: a line cannot be read, or there are more or fewer lines than samples.
             OSError: the file cannot be read.
         """
         if summary.problem is not None:
             return []
-        path = self._beside("samples", summary.key, "jsonl")
+        path = self._path_of("samples", summary.key, "jsonl")
         outcomes = [parse(OUTCOME, line) for line in path.read_bytes().splitlines()]
         if summary.mean is None or summary.kept is None or not len(outcomes) == summary.n > 0:
             raise ValueError(
@@ -181,16 +181,16 @@ class Folder:
             )
         return outcomes
 
-    def _views(self, key: str) -> list[View]:
-        """Return the recorded prompts of a cell; none if they were not recorded or cannot be read."""
+    def _views(self, key: str) -> list[KeptTokens]:
+        """Return the recorded prompts of a cell; empty if they were not recorded or cannot be read."""
         try:
-            text = self._beside("views", key, "json").read_text(encoding="utf-8")
-            return [View.from_json(view) for view in json.loads(text)]
+            text = self._path_of("views", key, "json").read_text(encoding="utf-8")
+            return [KeptTokens.from_json(view) for view in json.loads(text)]
         except (OSError, ValueError, TypeError, KeyError):
             return []
 
-    def _beside(self, part: str, key: str, ending: str) -> Path:
-        if not key.isalnum():  # it was read from a file, and must not lead out of the folder
+    def _path_of(self, part: str, key: str, ending: str) -> Path:
+        if not key.isalnum():  # it comes from a file, and must not lead out of the folder
             raise ValueError(f"key={key!r:.80}")
         return self.path / part / f"{key}.{ending}"
 
@@ -199,23 +199,25 @@ STRICT = with_config(ConfigDict(strict=True, allow_inf_nan=False))
 SUMMARY, OUTCOME = TypeAdapter(STRICT(Summary)), TypeAdapter(STRICT(Outcome))
 
 
-def parse(kind: TypeAdapter[T], line: str | bytes) -> T:
+def parse(adapter: TypeAdapter[T], line: str | bytes) -> T:
     """Read a :class:`Summary` or an Outcome from a line of JSON; unknown fields are ignored.
 
     Raises:
         ValueError: naming the fields that are missing or have another type.
     """
     try:
-        return kind.validate_json(line)
+        return adapter.validate_json(line)
     except ValidationError as error:
-        told = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}".removeprefix(": ") for one in error.errors()]
-        raise ValueError("; ".join(told)[:300]) from None
+        messages = [
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ") for problem in error.errors()
+        ]
+        raise ValueError("; ".join(messages)[:300]) from None
 
 
 def tag_mean(outcomes: Sequence[Outcome], name: str) -> float | None:
     """Return the mean of a tag over the samples that have it; None if no sample has it."""
-    found = tag_values(outcomes, name).values()
-    return mean_and_error(list(found))[0] if found else None
+    values = tag_values(outcomes, name).values()
+    return mean_and_error(list(values))[0] if values else None
 
 
 def tag_values(outcomes: Sequence[Outcome], name: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The progress of a comparison: a bar on a terminal, elsewhere a line every half minute."""
+"""The progress of a comparison: a bar on a terminal, else a line every half minute."""
 
 from __future__ import annotations
 
@@ -10,77 +10,79 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-SECONDS = 30.0  # between two lines where there is no terminal
+SECONDS = 30.0  # between two lines without a terminal
 
 
-class Progressing:
+class ComparisonProgress:
     """Counts cells and samples, and estimates the time left from the cells that this process has run.
 
     Args:
-        console: where it is shown.
+        console: console that shows it.
         total: number of cells.
-        done: cells that were finished before.
+        num_finished: cells that earlier commands finished.
         clock: returns the time in seconds.
     """
 
     def __init__(
-        self, console: Console, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic
+        self, console: Console, total: int, num_finished: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console, self._total, self._clock = console, total, clock
         self._begun = self._last = clock()
-        self._before = self._done = done
+        self._finished_before = self._num_finished = num_finished
         self._name, self._samples, self._outcomes, self._together, self._waiting = "cells", 0, 0, 1, 0
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[said]}"))
         self._bar = Progress(*columns, console=console, transient=True)
-        self._task = self._bar.add_task(self._name, total=total, said="")
+        self._task = self._bar.add_task(self._name, total=total, numbers="")
 
     def shown(self) -> AbstractContextManager[object]:
-        """Return the context in which a terminal shows the bar."""
+        """Return a context that shows the bar on a terminal."""
         return self._bar if self._console.is_terminal else nullcontext()
 
-    def cells(self, done: int) -> None:
-        """Set the number of finished cells, once for those that ran together; no cell runs then."""
-        self._done, self._outcomes = done, 0
+    def cells(self, num_finished: int) -> None:
+        """Set the number of finished cells, once for all cells that ran together. No cell runs then."""
+        self._num_finished, self._outcomes = num_finished, 0
         self._show()
 
     def begin(self, name: str, together: int, samples: int, waiting: int = 0) -> None:
-        """Begin with a number of cells that run together; :meth:`outcome` shows it, with the samples done before.
+        """Begin cells that run together. :meth:`outcome` shows them, with the samples that are already done.
 
         Args:
-            name: of the first of them.
-            together: how many they are.
-            samples: of their task.
-            waiting: samples that cells after them have done already.
+            name: name of the first cell.
+            together: number of the cells.
+            samples: number of samples of their task.
+            waiting: finished samples of cells that run later.
         """
-        more = f" and {together - 1} more" if together > 1 else ""
-        self._name, self._together, self._samples, self._outcomes = name + more, together, samples, 0
+        suffix = f" and {together - 1} more" if together > 1 else ""
+        self._name, self._together, self._samples, self._outcomes = name + suffix, together, samples, 0
         self._waiting = waiting
 
     def outcome(self, samples: int = 1) -> None:
-        """Count finished samples of one cell."""
+        """Add finished samples of one cell."""
         self._outcomes += samples
         self._show()
 
-    def said(self) -> str:
+    def progress_text(self) -> str:
         """Return the numbers and the estimate as text."""
-        parts = [f"{self._done} of {self._total} cells"]
+        parts = [f"{self._num_finished} of {self._total} cells"]
         if self._outcomes:
             parts.append(f"{self._outcomes // self._together} of {self._samples} samples")
-        run = self._completed - self._before
-        # results of samples that run together come together, so that the first of them says nothing about time
-        if run > 0 and (self._outcomes >= self._together or self._done > self._before):
+        run = self._completed - self._finished_before
+        # cells that run together yield their results together: the first result says nothing about time
+        if run > 0 and (self._outcomes >= self._together or self._num_finished > self._finished_before):
             left = (self._total - self._completed) * (self._clock() - self._begun) / run
             parts.append(f"about {timedelta(seconds=round(left))} left")
         return ", ".join(parts)
 
     @property
     def _completed(self) -> float:
-        """The finished cells, and the finished part of the others."""
-        return self._done + ((self._outcomes + self._waiting) / self._samples if self._samples else 0.0)
+        """The finished cells, and the finished part of the running cells."""
+        return self._num_finished + ((self._outcomes + self._waiting) / self._samples if self._samples else 0.0)
 
     def _show(self) -> None:
         if self._console.is_terminal:
-            self._bar.update(self._task, completed=self._completed, description=self._name, said=self.said())
+            self._bar.update(
+                self._task, completed=self._completed, description=self._name, numbers=self.progress_text()
+            )
         elif self._clock() - self._last >= SECONDS:
             self._last = self._clock()
-            self._console.print(f"{self.said()} ({self._name})", soft_wrap=True, highlight=False)
+            self._console.print(f"{self.progress_text()} ({self._name})", soft_wrap=True, highlight=False)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 RESAMPLES = 10_000
 SEED = 0
 SIGNIFICANT = 0.05
-MOST_EXACT = 12  # differences up to which all 2^n sign patterns are tried
+MAX_EXACT = 12  # most differences whose 2^n sign patterns are all tried
 PER_CHUNK = 2_000_000  # random numbers in memory at once
 
 Vector = NDArray[np.float64]
@@ -21,9 +21,9 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Paired:
-    """One policy against another on the same samples."""
+    """The paired difference of two policies."""
 
-    n: int  # samples that both have scores of
+    n: int  # samples with scores of both
     difference: float  # mean of the first policy's scores minus the second's
     error: float | None  # its standard error; None for a single sample
     low: float  # ends of its 95 % bootstrap interval
@@ -32,7 +32,7 @@ class Paired:
 
     @property
     def certain(self) -> bool:
-        """Whether the difference is more than chance: interval and test both exclude 0."""
+        """Whether the difference is more than chance: both interval and test exclude 0."""
         return (self.low > 0 or self.high < 0) and self.p < SIGNIFICANT
 
 
@@ -44,19 +44,19 @@ def mean_and_error(scores: Sequence[float] | Vector) -> tuple[float, float | Non
 
 
 def compare(
-    mine: Sequence[float], theirs: Sequence[float], parts: Sequence[tuple[Vector, Vector]] | None = None
+    scores: Sequence[float], other_scores: Sequence[float], parts: Sequence[tuple[Vector, Vector]] | None = None
 ) -> Paired:
-    """Compare scores of the same samples, in the same order.
+    """Compare two lists of scores, sample by sample.
 
     Args:
-        mine: scores of one policy.
-        theirs: scores of the other.
-        parts: for each sample the differences of its parts, such as blocks of a book, and their weights, from which
-            :func:`bootstrap_parts` takes the interval. None means that samples have no parts.
+        scores: scores of one policy.
+        other_scores: scores of the second policy, of equal samples in equal order.
+        parts: for each sample the differences of its parts (blocks of a book) and their weights;
+            :func:`bootstrap_parts` takes the interval from them. None: samples have no parts.
     """
-    differences = np.subtract(np.asarray(mine, np.float64), np.asarray(theirs, np.float64))
-    if len(mine) != len(theirs) or not len(differences):
-        raise ValueError(f"{len(mine)} and {len(theirs)} scores: expected as many, and at least one")
+    differences = np.subtract(np.asarray(scores, np.float64), np.asarray(other_scores, np.float64))
+    if len(scores) != len(other_scores) or not len(differences):
+        raise ValueError(f"{len(scores)} and {len(other_scores)} scores: expected as many, and at least one")
     low, high = bootstrap(differences) if parts is None else bootstrap_parts(parts)
     return Paired(len(differences), *mean_and_error(differences), low, high, float(sign_flips(differences[None])[0]))
 
@@ -70,8 +70,8 @@ def bootstrap(differences: Vector, level: float = 0.95) -> tuple[float, float]:
 def bootstrap_parts(parts: Sequence[tuple[Vector, Vector]], level: float = 0.95) -> tuple[float, float]:
     """Return the percentile interval of the mean over samples of their parts' weighted means.
 
-    Each of 10,000 resamples draws samples with replacement, and then parts within each of them: parts of one sample
-    depend on each other, so that the number of samples sets the width of the interval.
+    Each of 10,000 resamples draws samples with replacement, then parts within each sample. Parts of one sample
+    depend on each other: the number of samples sets the width of the interval.
 
     Args:
         parts: for each sample the differences ``[k]`` and weights ``[k]`` of its parts.
@@ -84,10 +84,10 @@ def bootstrap_parts(parts: Sequence[tuple[Vector, Vector]], level: float = 0.95)
     generator = np.random.default_rng(SEED)
     means = []
     for rows in _chunks(n * int(counts.max())):
-        drawn = generator.integers(0, n, (rows, n))[..., None]
-        inside = (generator.random((rows, n, int(counts.max()))) * counts[drawn]).astype(np.int64)
-        weight = weights[drawn, inside] * (np.arange(counts.max()) < counts[drawn])
-        means.append(((values[drawn, inside] * weight).sum(-1) / weight.sum(-1)).mean(-1))
+        sampled = generator.integers(0, n, (rows, n))[..., None]
+        inside = (generator.random((rows, n, int(counts.max()))) * counts[sampled]).astype(np.int64)
+        weight = weights[sampled, inside] * (np.arange(counts.max()) < counts[sampled])
+        means.append(((values[sampled, inside] * weight).sum(-1) / weight.sum(-1)).mean(-1))
     return _interval(means, level)
 
 
@@ -99,23 +99,23 @@ def _interval(means: Sequence[Vector], level: float) -> tuple[float, float]:
 def sign_flips(differences: Vector) -> Vector:
     """Return the two-sided p-values ``[K]`` of the means of differences ``[K, n]`` under random sign flips.
 
-    All 2^n patterns are tried for up to 12 differences; else 10,000 random ones, and the observed pattern counts as
-    one of them, so that p is never 0 (Phipson and Smyth, 2010).
+    All 2^n patterns are tried for up to 12 differences, else 10,000 random patterns. The observed pattern counts as a
+    random one: p is never 0 (Phipson and Smyth, 2010).
     """
     n = differences.shape[1]
-    observed = np.abs(differences.sum(1)) * (1 - 1e-12)  # the same sum in another order may round a little lower
-    if n <= MOST_EXACT:
+    observed = np.abs(differences.sum(1)) * (1 - 1e-12)  # an equal sum in another order may round a little lower
+    if n <= MAX_EXACT:
         signs = np.array(list(itertools.product((1.0, -1.0), repeat=n))).reshape(2**n, n)
         return np.asarray((np.abs(signs @ differences.T) >= observed).mean(0), np.float64)
-    generator, reached = np.random.default_rng(SEED), np.zeros(len(differences))
+    generator, num_extreme = np.random.default_rng(SEED), np.zeros(len(differences))
     for rows in _chunks(n):
         signs = 2.0 * generator.integers(0, 2, (rows, n), dtype=np.int8) - 1
-        reached += (np.abs(signs @ differences.T) >= observed).sum(0)
-    return np.asarray((reached + 1) / (RESAMPLES + 1), np.float64)
+        num_extreme += (np.abs(signs @ differences.T) >= observed).sum(0)
+    return np.asarray((num_extreme + 1) / (RESAMPLES + 1), np.float64)
 
 
 def _chunks(n: int) -> Iterator[int]:
-    """Yield the sizes of parts of the resamples that fit in memory."""
+    """Yield sizes of chunks of the resamples that fit in memory."""
     size = max(1, PER_CHUNK // n)
     for start in range(0, RESAMPLES, size):
         yield min(size, RESAMPLES - start)

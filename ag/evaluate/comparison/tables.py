@@ -11,45 +11,53 @@ from rich import box
 from rich.table import Table as Printed
 
 from ag.evaluate.comparison.folder import Summary
-from ag.evaluate.comparison.result import APART, Comparison, Result, apart, by_position, pair, part_names
+from ag.evaluate.comparison.result import (
+    NOT_COMPARED,
+    Comparison,
+    Result,
+    by_position,
+    paired_difference,
+    part_names,
+    uncompared_results,
+)
 from ag.evaluate.comparison.statistics import Paired
-from ag.evaluate.comparison.verdict import headlines, verdicts
+from ag.evaluate.comparison.verdict import find_verdicts, headlines
 from ag.evaluate.tasks import unit
 
 OVER = "over budget"
-OVER_NOTE = "samples in which more is protected (sinks, recent, window) than the budget allows, and stays"
+OVER_NOTE = "samples with more protected tokens (sinks, recent, window) than the budget allows; these are kept"
 OPTIONAL = ("nats", "nats difference", "hits", "kl", "same_top1", OVER)  # columns that are left out without values
 TEXTS = ("policy", "prefill")  # columns that hold no numbers
 #: The columns of a task's table, each with a note on it.
 COLUMNS = {
     "policy": "",
     "budget": "",
-    "kept": "share of the prompt's (token, layer, KV head) entries that was held; of all tokens where eviction goes on",
+    "kept": "kept share of the prompt's (token, layer, KV head) entries; of all tokens if decoding evicts",
     OVER: OVER_NOTE,
     "score": "mean over samples, with its standard error",
-    "difference": "to the baseline on the same samples, with a 95 % bootstrap interval",
+    "difference": "paired difference to the baseline, with a 95 % bootstrap interval",
     "p": "sign-flip test of that difference",
-    "nats": "negative log-likelihood of the right answer, given token by token: the mean per token, with its error",
-    "nats difference": "to the baseline on the same samples, with a 95 % bootstrap interval; lower is better",
-    "hits": "share of the samples in which each token of the right answer is the likeliest",
-    "kl": "divergence from what a full cache says of the next token, in nats, on the right answer's tokens: their mean",
-    "same_top1": "share of these tokens at which the likeliest one is that of a full cache",
+    "nats": "mean negative log-likelihood of a token of the right answer, with its error; the answer is given",
+    "nats difference": "paired difference to the baseline, with a 95 % bootstrap interval; lower is better",
+    "hits": "share of the samples with a right answer whose every token is the likeliest",
+    "kl": "mean KL divergence from a full cache's next-token distribution, in nats, on the right answer's tokens",
+    "same_top1": "share of these tokens where policy and full cache agree on the likeliest token",
     "n": "",
     "left out": "samples too long for the model or too short for the task; how many were cut in the middle",
-    "prefill": "what later tokens of a prompt see of earlier ones: all, what gates keep, what blocks left",
-    "KV MB": "allocated for keys and values after a prompt, or at the end where eviction goes on, the mean",
+    "prefill": "earlier tokens that a prompt token sees: all, kept by gates, or kept after earlier blocks",
+    "KV MB": "mean bytes allocated for keys and values after a prompt, or at the end if decoding evicts",
 }
-UNKNOWN = "unknown"  # for what rows of earlier versions lack
+UNKNOWN = "unknown"  # value that rows of earlier versions lack
 BY_POSITION = (
-    "Of {0} the nats a token in blocks that begin at these positions, of the others the difference to it; without a "
-    "sign the nats of those that hold another share than it does."
+    "Nats a token in blocks that begin at these positions: the nats of {0}, and the differences of all policies to it. "
+    "A number without a sign is the nats of a policy with another kept share."
 )
 BY_PART = (
-    "Each cell has the {1} of one part of the samples, and the nats a token: of {0}, of the others the difference to "
-    "it on the same samples, with a 95 % bootstrap interval. The worst part is the one with the lowest {1}."
+    "Each cell has the {1} of one part of the samples, and the nats a token: the nats of {0}, and the paired "
+    "differences of all policies to it, with a 95 % bootstrap interval. The worst part has the lowest {1}."
 )
 END = "held@end"  # tag of a stream's outcome
-MOST_BLOCKS = 12  # columns of a table by position
+MAX_BLOCKS = 12  # columns of a table by position
 
 
 class Head(NamedTuple):
@@ -65,12 +73,12 @@ class Cell(NamedTuple):
     """A cell of a table."""
 
     text: str
-    value: float | str | None = None  # the sort key; None comes last
-    small: str = ""  # text behind, in small letters
+    value: float | str | None = None  # the sort key; None sorts last
+    small: str = ""  # text after it, in small letters
 
 
 class Table(NamedTuple):
-    """A table, whose first column names the lines."""
+    """A table. Its first column names the lines."""
 
     head: Sequence[Head]
     lines: Sequence[Sequence[Cell]]
@@ -79,27 +87,33 @@ class Table(NamedTuple):
 
 def markdown(comparison: Comparison) -> str:
     """Return the comparison as Markdown: verdicts, the leaderboard, a table for each task, how it was measured."""
-    judged = verdicts(comparison)
-    first = headlines(judged)
-    parts = [f"- {one}." for one in [*first, *(one for one in judged if one not in first)]]
-    parts += ["", "## Scores\n"] if judged else []
+    verdicts = find_verdicts(comparison)
+    first_verdicts = headlines(verdicts)
+    parts = [
+        f"- {verdict}."
+        for verdict in [*first_verdicts, *(verdict for verdict in verdicts if verdict not in first_verdicts)]
+    ]
+    parts += ["", "## Scores\n"] if verdicts else []
     parts.append(_markdown(leaderboard(comparison)))
     if named := meanings(comparison):
-        parts += [*(f"- {name}: `{one}`" for name, one in named.items()), ""]
+        parts += [*(f"- {name}: `{policy}`" for name, policy in named.items()), ""]
     for task in comparison.tasks:
-        found, summary = section(comparison, task), comparison.of_task(task)[0].summary
+        task_section, summary = section(comparison, task), comparison.of_task(task)[0].summary
         which = "higher" if summary.higher_is_better else "lower"
-        parts.append(f"## {task}\n\n{summary.metric}, {which} is better; {found['counted']}\n\n{found['prompts']}\n")
-        parts += [f"**{found['uninformative']}**\n"] if found["uninformative"] else []
-        parts.append(_markdown(found["table"]))
-        if OVER in [column.name for column in found["table"].head]:
+        parts.append(
+            f"## {task}\n\n{summary.metric}, {which} is better; {task_section['counted']}\n\n"
+            f"{task_section['prompts']}\n"
+        )
+        parts += [f"**{task_section['uninformative']}**\n"] if task_section["uninformative"] else []
+        parts.append(_markdown(task_section["table"]))
+        if OVER in [column.name for column in task_section["table"].head]:
             parts.append(f"{OVER}: {OVER_NOTE}.\n")
-        parts += [f"### {title}\n\n{note}\n\n{_markdown(table)}" for title, note, table in found["more"]]
-    if said := apart(comparison):
-        parts += [f"{APART}\n", *(f"- {one}" for one in said), ""]
+        parts += [f"### {title}\n\n{note}\n\n{_markdown(table)}" for title, note, table in task_section["more"]]
+    if sentences := uncompared_results(comparison):
+        parts += [f"{NOT_COMPARED}\n", *(f"- {sentence}" for sentence in sentences), ""]
     parts.append("## How it was measured\n")
-    for what, text in measured([result.summary for result in comparison.results]):
-        parts.append(f"- {what}: `{text}`" if what == "command" else f"- {what}: {text}")
+    for name, text in measured([result.summary for result in comparison.results]):
+        parts.append(f"- {name}: `{text}`" if name == "command" else f"- {name}: {text}")
     return "\n".join([*parts, ""])
 
 
@@ -117,7 +131,7 @@ def printed(comparison: Comparison) -> Printed:
         table.add_column(named, justify="right", no_wrap=True)
     for result in comparison.results:
         cells = line(result)
-        # little room: table.md has errors and intervals, and the command says why a cell failed
+        # little room: table.md has errors and intervals, and the command prints why a cell failed
         texts = {column: cells[column].text.partition(" ")[0].rstrip(":") for column in columns}
         texts |= {"kept": f"{'*' if result.summary.over_budget else ''}{texts['kept']}", "p": cells["p"].text}
         table.add_row(result.summary.task, result.name, *texts.values())
@@ -125,32 +139,34 @@ def printed(comparison: Comparison) -> Printed:
 
 
 def leaderboard(comparison: Comparison) -> Table:
-    """Return the mean score of each policy and budget by task, and averages over tasks that share a metric."""
+    """Return the mean score of each policy and budget by task, and averages over tasks with one metric."""
     summaries = {task: [result.summary for result in comparison.of_task(task)] for task in comparison.tasks}
-    most = {task: max(summary.n for summary in found) for task, found in summaries.items()}
-    metrics = Counter(found[0].metric for found in summaries.values() if found[0].higher_is_better)
+    num_samples = {task: max(summary.n for summary in task_summaries) for task, task_summaries in summaries.items()}
+    metrics = Counter(
+        task_summaries[0].metric for task_summaries in summaries.values() if task_summaries[0].higher_is_better
+    )
     averaged = [metric for metric, tasks in metrics.items() if tasks > 1]
     head = [Head("policy", number=False)]
     for task, (summary, *_) in summaries.items():
         arrow = "↑" if summary.higher_is_better else "↓"
-        head.append(Head(task, small=f"{summary.metric} {arrow}, n = {most[task]}"))
+        head.append(Head(task, small=f"{summary.metric} {arrow}, n = {num_samples[task]}"))
     head += [Head(f"average {metric}", small="↑") for metric in averaged]
     lines = []
     for name, results in comparison.named.items():
-        found = {result.summary.task: result.summary for result in results}
+        task_summaries = {result.summary.task: result.summary for result in results}
         cells = [Cell(name, name)]
         for task in summaries:
-            one = found.get(task)
-            if one is None or one.mean is None or one.kept is None:
-                cells.append(Cell("" if one is None else "none"))
+            summary = task_summaries.get(task)
+            if summary is None or summary.mean is None or summary.kept is None:
+                cells.append(Cell("" if summary is None else "none"))
             else:
-                fewer = "" if one.n == most[task] else f", n = {one.n}"
-                cells.append(Cell(f"{one.mean:.4f}", one.mean, f"{100 * one.kept:.0f} %{fewer}"))
+                fewer = "" if summary.n == num_samples[task] else f", n = {summary.n}"
+                cells.append(Cell(f"{summary.mean:.4f}", summary.mean, f"{100 * summary.kept:.0f} %{fewer}"))
         for metric in averaged:
-            means = [one.mean for one in found.values() if one.metric == metric]
-            known = [mean for mean in means if mean is not None]
-            whole = len(known) == metrics[metric]  # other policies' averages are over all tasks of the metric
-            cells.append(Cell(f"{fmean(known):.4f}", fmean(known)) if whole else Cell("none"))
+            means = [summary.mean for summary in task_summaries.values() if summary.metric == metric]
+            measured_means = [mean for mean in means if mean is not None]
+            complete = len(measured_means) == metrics[metric]  # averages are over all tasks of the metric
+            cells.append(Cell(f"{fmean(measured_means):.4f}", fmean(measured_means)) if complete else Cell("none"))
         lines.append(cells)
     remarks = [comparison.uninformative(task) for task in summaries]
     foot = [Cell(text) for text in ("full cache", *remarks, *("" for _ in averaged))] if any(remarks) else []
@@ -163,36 +179,38 @@ def section(comparison: Comparison, task: str, *columns: str) -> dict[str, Any]:
     ``columns`` are added to its ``table``; ``more`` are tables by position and by parts, each with title and note.
     """
     summaries = [result.summary for result in comparison.of_task(task)]
-    positions, note = along(comparison, task), BY_PART.format(comparison.baseline, summaries[0].metric)
-    more = [(f"{task} by {what}", note, part) for what, part in by_part(comparison, task).items()]
+    positions, note = table_by_position(comparison, task), BY_PART.format(comparison.baseline, summaries[0].metric)
+    further_tables = [
+        (f"{task} by {part_kind}", note, part) for part_kind, part in tables_by_part(comparison, task).items()
+    ]
     if positions is not None:
-        more.insert(0, (f"{task} by position", BY_POSITION.format(comparison.baseline), positions))
+        further_tables.insert(0, (f"{task} by position", BY_POSITION.format(comparison.baseline), positions))
     return {
         "task": task,
         "counted": counted(comparison, task),
         "prompts": prompts(summaries),
         "uninformative": comparison.uninformative(task),
         "table": of_task(comparison, task, *columns),
-        "more": more,
+        "more": further_tables,
     }
 
 
-def of_task(comparison: Comparison, task: str, *more: str) -> Table:
-    """Return all results of a task, with the columns ``more`` too; optional columns without values are left out."""
+def of_task(comparison: Comparison, task: str, *extra_columns: str) -> Table:
+    """Return all results of a task, with ``extra_columns``. Optional columns without values are left out."""
     results = comparison.of_task(task)
     lines = [line(result) for result in results]
-    absent = {column for column in OPTIONAL if not any(found[column].text for found in lines)}
-    columns = [column for column in (*COLUMNS, *more) if column not in absent]
+    absent = {column for column in OPTIONAL if not any(cells[column].text for cells in lines)}
+    columns = [column for column in (*COLUMNS, *extra_columns) if column not in absent]
     names = {"score": results[0].summary.metric, "difference": f"against {comparison.baseline}"}
     head = [Head(names.get(name, name), COLUMNS.get(name, ""), number=name not in TEXTS) for name in columns]
-    return Table(head, [[found[column] for column in columns] for found in lines])
+    return Table(head, [[cells[column] for column in columns] for cells in lines])
 
 
 def line(result: Result) -> dict[str, Cell]:
     """Return the line of a result by column."""
     summary, paired, nats = result.summary, result.paired, result.paired_nats
     cut = f" ({summary.cut} cut)" if summary.cut else ""
-    found = dict.fromkeys(COLUMNS, Cell("")) | {
+    cells = dict.fromkeys(COLUMNS, Cell("")) | {
         "policy": Cell(summary.label, summary.label),
         "budget": Cell(result.budget, summary.budget),
         "n": Cell(f"{summary.n}", summary.n),
@@ -201,8 +219,8 @@ def line(result: Result) -> dict[str, Cell]:
         "seconds": Cell(f"{summary.seconds:.1f}", summary.seconds),
     }
     if summary.mean is None or summary.kept is None:
-        return found | {"score": Cell(f"none: {summary.problem}")}
-    found |= {
+        return cells | {"score": Cell(f"none: {summary.problem}")}
+    cells |= {
         "kept": Cell(f"{summary.kept:.1%}", summary.kept),
         OVER: Cell(f"{summary.over_budget} of {summary.n}" if summary.over_budget else "", summary.over_budget),
         "score": Cell(_mean(summary.mean, summary.error), summary.mean),
@@ -210,102 +228,102 @@ def line(result: Result) -> dict[str, Cell]:
     }
     if paired is not None:
         p = "< 0.001" if paired.p < 0.001 else f"{paired.p:.3f}"
-        found |= {"difference": Cell(_interval(paired), paired.difference), "p": Cell(p, paired.p)}
+        cells |= {"difference": Cell(_interval(paired), paired.difference), "p": Cell(p, paired.p)}
     if result.nats is not None:
-        found["nats"] = Cell(_mean(*result.nats), summary.nats)
+        cells["nats"] = Cell(_mean(*result.nats), summary.nats)
     if nats is not None:
-        found["nats difference"] = Cell(_interval(nats), nats.difference)
+        cells["nats difference"] = Cell(_interval(nats), nats.difference)
     for name, form in (("hits", ".4f"), ("kl", ".4f"), ("same_top1", ".1%")):
         value = getattr(summary, name)
-        found[name] = Cell("" if value is None else f"{value:{form}}", value)
-    return found
+        cells[name] = Cell("" if value is None else f"{value:{form}}", value)
+    return cells
 
 
-def along(comparison: Comparison, task: str) -> Table | None:
-    """Return a task by position, at most 12 evenly spaced blocks; None if its outcomes have no blocks."""
+def table_by_position(comparison: Comparison, task: str) -> Table | None:
+    """Return a task by position, in at most 12 evenly spaced blocks. None: its outcomes have no blocks."""
     results = [result for result in comparison.of_task(task) if result.outcomes and result.outcomes[0].blocks]
     if not results:
         return None
     starts = sorted({start for result in results for outcome in result.outcomes for start in outcome.blocks})
-    starts = starts[:: -(-len(starts) // MOST_BLOCKS)]
+    starts = starts[:: -(-len(starts) // MAX_BLOCKS)]
     lines = []
     for result in results:
         base = comparison.baseline_of(result)
         form = ".3f" if base is None else "+.3f"
         texts = {start: f"{mean:{form}}" for start, (mean, _) in by_position(result, base).items()}
         ends = result.values(END).values()
-        held = f"{fmean(ends):.1%}" if ends else ""
-        lines.append([Cell(result.name), Cell(held), *(Cell(texts.get(start, "")) for start in starts)])
-    names = ["held at the end", *(f"from {start:,}" for start in starts)]
+        end_share = f"{fmean(ends):.1%}" if ends else ""
+        lines.append([Cell(result.name), Cell(end_share), *(Cell(texts.get(start, "")) for start in starts)])
+    names = ["kept at the end", *(f"from {start:,}" for start in starts)]
     return Table([Head("policy", number=False), *map(Head, names)], lines)
 
 
-def by_part(comparison: Comparison, task: str) -> dict[str, Table]:
+def tables_by_part(comparison: Comparison, task: str) -> dict[str, Table]:
     """Return tables of the scores of the samples' parts, by kind of part; see :data:`BY_PART`."""
     results = [result for result in comparison.of_task(task) if result.outcomes]
-    found = {}
-    for what, names in part_names(results).items():
+    tables = {}
+    for part_kind, names in part_names(results).items():
         lines = []
         for result in results:
             base, cells, means = comparison.baseline_of(result), list[Cell](), dict[str, float]()
             for name in names:
-                scores = result.values(f"score@{what} {name}")
+                scores = result.values(f"score@{part_kind} {name}")
                 if not scores:
                     cells.append(Cell(""))
                     continue
                 means[name] = fmean(scores.values())
-                paired = None if base is None else pair(result, base, f"nats@{what} {name}")
-                own = fmean(result.values(f"nats@{what} {name}").values())
-                nats = f"{own:.3f}" if paired is None else _interval(paired, 3)
+                paired = None if base is None else paired_difference(result, base, f"nats@{part_kind} {name}")
+                mean_nats = fmean(result.values(f"nats@{part_kind} {name}").values())
+                nats = f"{mean_nats:.3f}" if paired is None else _interval(paired, 3)
                 cells.append(Cell(f"{means[name]:.2f}, {nats}", means[name]))
-            worst = min(means, key=lambda name: means[name])
-            lines.append([Cell(result.name), *cells, Cell(f"{worst}: {means[worst]:.2f}", means[worst])])
-        heads = [f"{what} {name}" if name.isdigit() else name for name in names]
-        found[what] = Table([Head("policy", number=False), *map(Head, heads), Head("worst")], lines)
-    return found
+            worst_part = min(means, key=lambda name: means[name])
+            lines.append([Cell(result.name), *cells, Cell(f"{worst_part}: {means[worst_part]:.2f}", means[worst_part])])
+        heads = [f"{part_kind} {name}" if name.isdigit() else name for name in names]
+        tables[part_kind] = Table([Head("policy", number=False), *map(Head, heads), Head("worst")], lines)
+    return tables
 
 
 def counted(comparison: Comparison, task: str) -> str:
-    """Return how many samples of a task were run, in its unit, how many were left out and why, and when was asked.
+    """Return how many samples were run and left out, in the task's unit, and when the question is read.
 
-    It has also the number of samples that no policy can change: see
+    It also has the number of samples that no policy can change, see
     :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
     """
     summaries = [result.summary for result in comparison.of_task(task)]
     summary = max(summaries, key=lambda summary: summary.n)
-    said = [f"{summary.n} {unit(task)}, left out: {summary.left_out}"]
+    parts = [f"{summary.n} {unit(task)}, left out: {summary.left_out}"]
     if summary.question is not None:
-        said.append(f"question {summary.question} eviction")
+        parts.append(f"question {summary.question} eviction")
     if untouched := max((summary.untouched or 0 for summary in summaries if summary.n), default=0):
-        said.append(f"{untouched} with answers of one token alone, which eviction after the prompt cannot change")
-    return "; ".join(said)
+        parts.append(f"{untouched} with answers of one token alone, which eviction after the prompt cannot change")
+    return "; ".join(parts)
 
 
 def meanings(comparison: Comparison) -> dict[str, str]:
-    """Return the policies behind labels and shortened paths, by the name of the result."""
+    """Return the full policies of labels and shortened paths, by the name of the result."""
     results = comparison.results
     return {result.name: result.summary.policy for result in results if result.summary.label != str(result.spec)}
 
 
 def measured(summaries: Sequence[Summary]) -> list[tuple[str, str]]:
-    """Return how a comparison was measured, by what is said; where rows differ, each text has its number of rows."""
+    """Return how a comparison was measured, as (subject, text). If rows differ, each text has its number of rows."""
     dates = sorted(summary.date for summary in summaries if summary.date is not None)
     period = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
-    found: dict[str, Counter[str]] = {}
+    counts_by_name: dict[str, Counter[str]] = {}
     for summary in summaries:
         weights = [summary.model, summary.dtype or f"dtype {UNKNOWN}", summary.quantization or "none"]
         threads = f", {summary.threads} thread{'s' * (summary.threads != 1)}" if summary.threads else ""
         for name, text in {
             "model": ", ".join(weights).removesuffix(", none"),
-            "versions": ", ".join(f"{name} {one}" for name, one in summary.versions.items()),
+            "versions": ", ".join(f"{name} {version}" for name, version in summary.versions.items()),
             "hardware": (summary.hardware or UNKNOWN) + threads,
             "date": period if summary.date else UNKNOWN,
             "command": summary.command or UNKNOWN,
         }.items():
-            found.setdefault(name, Counter())[text] += 1
+            counts_by_name.setdefault(name, Counter())[text] += 1
     return [
         (name, text if len(counts) == 1 else f"{text} ({count} of {len(summaries)} rows)")
-        for name, counts in found.items()
+        for name, counts in counts_by_name.items()
         for text, count in counts.items()
     ]
 
@@ -317,17 +335,17 @@ def prompts(summaries: Sequence[Summary]) -> str:
         return f"prompts: {UNKNOWN}; options: {UNKNOWN}"
     low, high = summary.prompt_min, summary.prompt_max
     spread = "" if low == high else f" on average ({low} to {high})"
-    options = ", ".join(f"{name}={_plain(one)}" for name, one in (summary.task_options or {}).items())
+    options = ", ".join(f"{name}={_plain(value)}" for name, value in (summary.task_options or {}).items())
     return f"prompts: {summary.prompt_mean:g} tokens{spread}; options: {options or 'none'}"
 
 
 def _markdown(table: Table) -> str:
-    def one(cells: Sequence[str]) -> str:
+    def markdown_line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |\n"
 
     rule = "|---|" + "---:|" * (len(table.head) - 1) + "\n"
-    lines = [one([cell.text for cell in cells]) for cells in table.lines]
-    return one([column.name for column in table.head]) + rule + "".join(lines)
+    lines = [markdown_line([cell.text for cell in cells]) for cells in table.lines]
+    return markdown_line([column.name for column in table.head]) + rule + "".join(lines)
 
 
 def _plain(value: Any) -> str:

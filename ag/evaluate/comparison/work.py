@@ -1,4 +1,4 @@
-"""Runs the missing cells of a comparison, in this process or in those of a cluster."""
+"""Runs the missing cells of a comparison, in this process or on a cluster."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ag.commands.compare import CompareConfig
 from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import Cell
-from ag.evaluate.comparison.folder import Ended, Folder
-from ag.evaluate.comparison.progress import Progressing
-from ag.evaluate.inside import View, record
+from ag.evaluate.comparison.folder import FinishedCell, Folder
+from ag.evaluate.comparison.progress import ComparisonProgress
+from ag.evaluate.inside import KeptTokens, record
 from ag.evaluate.tasks import Loaded, Outcome, Sample, Task
 from ag.gates import export
 from ag.hardware import cpu_name
@@ -34,52 +34,54 @@ from ag.plugins import load
 WORKER = 2  # main memory of a process on a cluster, in multiples of the stored weights of the model
 
 
-def fill(
+def run_missing_cells(
     config: CompareConfig, cells: Sequence[Cell], folder: Folder, console: Console, command: str = ""
-) -> dict[str, Ended]:
-    """Run the cells without a result, here or on a cluster; this process writes the results.
+) -> dict[str, FinishedCell]:
+    """Run the cells without a result, here or on a cluster. This process writes the results.
 
     Args:
         config: settings of the comparison.
         cells: its cells.
         folder: its folder.
-        console: where progress is shown.
+        console: console that shows progress.
         command: the command line, for the summaries. Empty means the Python call.
 
     Returns:
-        All cells of the folder by key, those of earlier commands included.
+        All cells of the folder by key, including cells of earlier commands.
 
     Raises:
         UserError: the model or a task's data cannot be read, or another process writes into the folder.
-        KeyboardInterrupt: on Ctrl-C; the message names what is left.
+        KeyboardInterrupt: on Ctrl-C; the message names the number of finished cells.
     """
     with folder.writing():
-        found = folder.read()
-        again = {key for key, ended in found.items() if config.retry and ended.summary.problem is not None}
-        missing = [cell for cell in cells if cell.key in again or cell.key not in found]
-        done = len(cells) - len(missing)
-        progress = Progressing(console, len(cells), done)
+        finished = folder.read()
+        retried = {key for key, cell in finished.items() if config.retry and cell.summary.problem is not None}
+        missing = [cell for cell in cells if cell.key in retried or cell.key not in finished]
+        num_finished = len(cells) - len(missing)
+        progress = ComparisonProgress(console, len(cells), num_finished)
         try:
             with progress.shown():
-                progress.cells(done)
-                for together in _ended(config, missing, command or called(config), progress):
-                    for ended in together:
-                        folder.append(ended)
-                        found[ended.summary.key] = ended
-                        done += 1
-                    progress.cells(done)  # once: a part of a pass that is over would look like a slow one
+                progress.cells(num_finished)
+                for finished_together in _run_cells(config, missing, command or python_call(config), progress):
+                    for cell in finished_together:
+                        folder.append(cell)
+                        finished[cell.summary.key] = cell
+                        num_finished += 1
+                    progress.cells(num_finished)  # once: cells of one pass end together
         except KeyboardInterrupt:
-            kept = f"{done} of {len(cells)} cells are in {folder.path}"
-            raise KeyboardInterrupt(f"{kept}; the same command goes on from there") from None
-    return found
+            state = f"{num_finished} of {len(cells)} cells are in {folder.path}"
+            raise KeyboardInterrupt(f"{state}; the same command goes on from there") from None
+    return finished
 
 
-def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress: Progressing) -> Iterator[list[Ended]]:
-    """Run cells and yield those that are finished together."""
+def _run_cells(
+    config: CompareConfig, cells: Sequence[Cell], command: str, progress: ComparisonProgress
+) -> Iterator[list[FinishedCell]]:
+    """Run cells, and yield the finished cells of each pass together."""
     if not cells:  # needs neither a model nor a cluster
         return
-    most, by_task = config.batch_policies, [[*some] for _, some in groupby(cells, lambda cell: cell.task)]
-    units = [some[first : first + most] for some in by_task for first in range(0, len(some), most)]
+    max_cells, by_task = config.batch_policies, [[*group] for _, group in groupby(cells, lambda cell: cell.task)]
+    units = [group[first : first + max_cells] for group in by_task for first in range(0, len(group), max_cells)]
     if config.cluster is None:
         worker = Worker(config, command, progress)
         for unit in units:
@@ -89,20 +91,22 @@ def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress:
     room = cluster.Room.on(config.device, cpus=torch.get_num_threads(), memory=memory)
     with cluster.connected(config.cluster):
         make = partial(_remote, config, command, torch.get_num_threads())
-        for unit, ended in cluster.share(units, make, room):
-            if isinstance(ended, cluster.Lost):
-                why = f"{ended.times} workers ended while they worked on it: {ended.why}"
-                where = conditions(config, command)
-                ended = [Ended(cell.summary([], Loaded([]), "", where, why), [], []) for cell in unit]
-            yield ended
+        for unit, finished in cluster.share(units, make, room):
+            if isinstance(finished, cluster.Lost):
+                problem = f"{finished.times} workers ended while they worked on it: {finished.why}"
+                row_conditions = conditions(config, command)
+                finished = [
+                    FinishedCell(cell.summary([], Loaded([]), "", row_conditions, problem), [], []) for cell in unit
+                ]
+            yield finished
 
 
-def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list[Cell]], list[Ended]]:
-    """Make a worker in a process of a cluster, with the calling process's threads, so that sums are the same."""
+def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list[Cell]], list[FinishedCell]]:
+    """Make a worker in a process of a cluster, with the calling process's number of threads, for equal sums."""
     torch.set_num_threads(threads)
     load(config.plugins)
-    worker = Worker(config, command, Progressing(Console(quiet=True), 0))
-    return lambda unit: [ended for together in worker.run(unit) for ended in together]
+    worker = Worker(config, command, ComparisonProgress(Console(quiet=True), 0))
+    return lambda unit: [finished for together in worker.run(unit) for finished in together]
 
 
 class Worker:
@@ -112,7 +116,7 @@ class Worker:
         UserError: the model cannot be loaded.
     """
 
-    def __init__(self, config: CompareConfig, command: str, progress: Progressing) -> None:
+    def __init__(self, config: CompareConfig, command: str, progress: ComparisonProgress) -> None:
         self.config, self.command, self.progress = config, command, progress
         torch.set_float32_matmul_precision("highest")  # no TF32: differences between policies are small
         torch.manual_seed(config.seed)
@@ -124,10 +128,10 @@ class Worker:
         self.task: Task | None = None
         self.loaded = Loaded([])
 
-    def run(self, cells: Sequence[Cell]) -> Iterator[list[Ended]]:
-        """Run cells of one task together; if that fails, one by one on the samples that are left.
+    def run(self, cells: Sequence[Cell]) -> Iterator[list[FinishedCell]]:
+        """Run cells of one task together. If that fails, run them one by one on the remaining samples.
 
-        Yields the cells that are finished at the same time.
+        Yields lists of cells that finish together.
 
         Raises:
             UserError: the task's data cannot be read.
@@ -140,86 +144,96 @@ class Worker:
         except UserError:
             raise
         except Exception as error:  # a task of a plugin may raise anything
-            yield [self._ended(cell, problem=_problem(error)) for cell in cells]
+            yield [self._finish(cell, problem=_problem(error)) for cell in cells]
             return
-        done: list[list[Outcome]] = [[] for _ in cells]
-        ended = self._attempt(cells, done)
-        if not isinstance(ended, str):
-            yield ended
+        outcomes_by_cell: list[list[Outcome]] = [[] for _ in cells]
+        attempt = self._attempt(cells, outcomes_by_cell)
+        if not isinstance(attempt, str):
+            yield attempt
             return
-        torch.cuda.empty_cache()  # the error, whose traceback held tensors, is gone
-        for place, (cell, outcomes) in enumerate(zip(cells, done, strict=True), 1):
-            waiting = sum(map(len, done[place:]))
-            alone = ended if len(cells) == 1 else self._attempt([cell], [outcomes], waiting)
-            yield [self._ended(cell, problem=alone)] if isinstance(alone, str) else alone
+        torch.cuda.empty_cache()  # the error is freed, and the tensors of its traceback
+        for index, (cell, outcomes) in enumerate(zip(cells, outcomes_by_cell, strict=True), 1):
+            waiting = sum(map(len, outcomes_by_cell[index:]))
+            alone = attempt if len(cells) == 1 else self._attempt([cell], [outcomes], waiting)
+            yield [self._finish(cell, problem=alone)] if isinstance(alone, str) else alone
 
-    def _attempt(self, cells: Sequence[Cell], done: list[list[Outcome]], waiting: int = 0) -> list[Ended] | str:
-        """Run cells; returns them finished, or why that failed.
+    def _attempt(
+        self, cells: Sequence[Cell], outcomes_by_cell: list[list[Outcome]], waiting: int = 0
+    ) -> list[FinishedCell] | str:
+        """Run cells; returns the finished cells, or why they failed.
 
         Args:
             cells: cells of one task.
-            done: by cell, the outcomes of its first samples, which are not run again; the others are appended.
-            waiting: samples that the cells after these have done.
+            outcomes_by_cell: outcomes of the first samples, which are not run again; new outcomes are appended.
+            waiting: finished samples of the cells after these.
         """
         self.progress.begin(cells[0].name, len(cells), len(self.loaded.samples), waiting)
         try:
-            return self._run(cells, done)
+            return self._run(cells, outcomes_by_cell)
         except Exception as error:  # a part of a plugin may raise anything
             return _problem(error)
 
-    def _run(self, cells: Sequence[Cell], done: list[list[Outcome]]) -> list[Ended]:
+    def _run(self, cells: Sequence[Cell], outcomes_by_cell: list[list[Outcome]]) -> list[FinishedCell]:
         samples = self.loaded.samples
         refused = [cell for cell in cells if 0 < cell.untouched(samples, self._prefill(cell)) == len(samples)]
         touched = [cell for cell in cells if cell not in refused]
-        mine = [outcomes for cell, outcomes in zip(cells, done, strict=True) if cell not in refused]
+        run_outcomes = [
+            cell_outcomes for cell, cell_outcomes in zip(cells, outcomes_by_cell, strict=True) if cell not in refused
+        ]
         policies = [cell.policy.with_tokenizer(self.tokenizer) for cell in touched]
         if not samples:
-            long, short = self.loaded.too_long, self.loaded.too_short
+            num_too_long, num_too_short = self.loaded.too_long, self.loaded.too_short
             raise UserError(
-                f"no sample can be run: {long} are longer than {self.max_tokens} tokens, {short} are too short."
+                f"no sample can be run: {num_too_long} are longer than {self.max_tokens} tokens, "
+                f"{num_too_short} are too short."
             )
-        first = _first(mine, samples) if touched else len(samples)
-        for outcomes in mine:
-            del outcomes[first:]
-        self.progress.outcome(first * len(mine))
-        rest = samples[first:]
-        for index, outcome in cells[0].task.run(self.model, self.tokenizer, policies, rest) if rest else ():
-            for name, value in (("score", outcome.score), *outcome.tags.items()):  # JSON has finite numbers alone
+        num_done = _num_common_samples(run_outcomes, samples) if touched else len(samples)
+        for cell_outcomes in run_outcomes:
+            del cell_outcomes[num_done:]
+        self.progress.outcome(num_done * len(run_outcomes))
+        remaining = samples[num_done:]
+        for index, outcome in cells[0].task.run(self.model, self.tokenizer, policies, remaining) if remaining else ():
+            for name, value in (("score", outcome.score), *outcome.tags.items()):  # JSON has only finite numbers
                 if isinstance(value, float) and not math.isfinite(value):
                     raise UserError(
                         f"sample {outcome.sample} has the {name} {value}: expected a finite number; try dtype=float32."
                     )
-            mine[index].append(outcome)
+            run_outcomes[index].append(outcome)
             self.progress.outcome()
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
-        found = [self._ended(cell, had, seen) for cell, had, seen in zip(touched, mine, views, strict=True)]
-        return found + [self._ended(cell, problem=cell.refusal()) for cell in refused]
+        finished = [
+            self._finish(cell, cell_outcomes, cell_views)
+            for cell, cell_outcomes, cell_views in zip(touched, run_outcomes, views, strict=True)
+        ]
+        return finished + [self._finish(cell, problem=cell.refusal()) for cell in refused]
 
-    def _ended(
-        self, cell: Cell, outcomes: Sequence[Outcome] = (), views: Sequence[View] = (), problem: str | None = None
-    ) -> Ended:
+    def _finish(
+        self, cell: Cell, outcomes: Sequence[Outcome] = (), views: Sequence[KeptTokens] = (), problem: str | None = None
+    ) -> FinishedCell:
         """Return a finished cell; see :meth:`Cell.summary`."""
         try:
             prefill = self._prefill(cell)
         except Exception:  # perhaps the reason why the cell failed
             prefill = ""
-        where = conditions(self.config, self.command)
-        return Ended(cell.summary(outcomes, self.loaded, prefill, where, problem), [*outcomes], [*views])
+        row_conditions = conditions(self.config, self.command)
+        return FinishedCell(
+            cell.summary(outcomes, self.loaded, prefill, row_conditions, problem), [*outcomes], [*views]
+        )
 
     def _prefill(self, cell: Cell) -> str:
         return EvictionCache(self.model, cell.policy).prompt_sees
 
 
-def _first(done: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:
-    """Return how many first samples all cells have done; 0 where a plugin's task ran them in another order."""
-    first = min(map(len, done))
-    in_order = [outcome.sample for outcome in done[0][:first]] == [sample.id for sample in samples[:first]]
-    return first if in_order else 0
+def _num_common_samples(outcomes_by_cell: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:
+    """Return how many first samples all cells have finished; 0 if a plugin's task ran them in another order."""
+    count = min(map(len, outcomes_by_cell))
+    in_order = [outcome.sample for outcome in outcomes_by_cell[0][:count]] == [sample.id for sample in samples[:count]]
+    return count if in_order else 0
 
 
 def _problem(error: Exception) -> str:
-    """Return why a cell failed; of an error that is not a ``UserError``, its type and place too."""
+    """Return why a cell failed. An error that is not a ``UserError`` also has its type, file and line."""
     text = " ".join(str(error).split())[:500]
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         return f"out of memory: {text}"
@@ -243,8 +257,8 @@ def conditions(config: CompareConfig, command: str) -> dict[str, Any]:
     }
 
 
-def called(config: CompareConfig) -> str:
+def python_call(config: CompareConfig) -> str:
     """Return the Python call of a comparison, with the settings that differ from the defaults."""
-    plain, values = CompareConfig(), {field.name: getattr(config, field.name) for field in fields(config)}
-    given = [f"{name}={value!r}" for name, value in values.items() if value != getattr(plain, name)]
-    return f"compare(CompareConfig({', '.join(given)}), console)"
+    defaults, values = CompareConfig(), {field.name: getattr(config, field.name) for field in fields(config)}
+    settings = [f"{name}={value!r}" for name, value in values.items() if value != getattr(defaults, name)]
+    return f"compare(CompareConfig({', '.join(settings)}), console)"

@@ -1,4 +1,4 @@
-"""What caches are compared on: multiple choice, perplexity, worked problems, needles in haystacks, LongBench."""
+"""The tasks that compare policies: multiple choice, perplexity, worked problems, needles in haystacks, LongBench."""
 
 from ag.evaluate.tasks.base import Loaded as Loaded
 from ag.evaluate.tasks.base import Outcome as Outcome

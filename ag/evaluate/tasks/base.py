@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from statistics import fmean
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
 import torch
 from pydantic import Field
@@ -17,13 +17,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.engine import EvictionCache, Policy, policy, read_prompt
+from ag.errors import UserError
 from ag.evaluate.tasks.follow import distance, feed, log_probabilities
 
 Tags = Mapping[str, str | int | float]
-Whole = Annotated[int, Field(ge=1)]
-Wholes = Annotated[Sequence[Whole], Field(min_length=1)]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInts = Annotated[Sequence[PositiveInt], Field(min_length=1)]
 LeftOut = Literal["too long", "too short"]
 CURVE = "nats@"  # prefix of the tags that are points of a curve over a text
+#: Old names of methods and class variables of tasks.
+RENAMED = {
+    "asked": "tokenize_sample",
+    "details": "sample_fields",
+    "least": "min_units",
+    "most_units": "max_units",
+    "stops": "end_conditions",
+}
 PART = re.compile(r"(score|nats)@([a-z]+) (.+)")  # the tag of a part of a sample: measure, kind of part, name
 
 
@@ -32,16 +41,16 @@ class Sample:
     """A context, a question about it, and its answers.
 
     Attributes:
-        id: its name, the same in every run.
-        prompt: tokens ``[T]`` of the context, from which a policy evicts.
+        id: name of the sample, equal in every run.
+        prompt: tokens ``[T]`` of the context. The policy evicts from these.
         question: tokens that are read between the prompt and an answer; empty if they are the end of the prompt.
-        answers: tokens of each right answer; of multiple choice those of each choice.
-        target: index of the answer on which caches are compared with a full one; of multiple choice the right one.
-        most: largest number of tokens of a generated answer; 0 if nothing is generated.
-        references: texts by which a generated answer is graded.
-        tags: properties that its outcomes show too.
+        answers: tokens of each right answer; in multiple choice the tokens of each choice.
+        target: index of the answer that compares caches with a full cache; in multiple choice the right answer.
+        max_new_tokens: largest number of tokens of a generated answer; 0 if nothing is generated.
+        references: texts that grade a generated answer.
+        tags: properties of the sample, which are also in its outcomes.
         protect: spans of the prompt that no policy evicts; see :meth:`ag.EvictionCache.protect`.
-        parts: data for its task alone, such as the turns of a conversation.
+        parts: data that only its task reads (the turns of a conversation).
     """
 
     id: str
@@ -50,7 +59,7 @@ class Sample:
     question: list[int] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
     target: int = 0
-    most: int = 0
+    max_new_tokens: int = 0
     references: list[str] = field(default_factory=list)
     tags: Tags = field(default_factory=dict)
     protect: list[tuple[int, int]] = field(default_factory=list)
@@ -58,11 +67,22 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the longest text that is read or written: prompt, question and a generated answer."""
-        return len(self.prompt) + len(self.question) + self.most
+        """Tokens of prompt, question and the longest generated answer."""
+        return len(self.prompt) + len(self.question) + self.max_new_tokens
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        """Refuse the old name of a field."""
+        if "most" in fields:
+            raise UserError("Sample(most=...) is now called max_new_tokens: rename it.")
+        return super().__new__(cls)
 
     @property
-    def right(self) -> list[int]:
+    def right(self) -> NoReturn:
+        """Refuse the old name of ``target_tokens``."""
+        raise UserError("Sample.right is now called target_tokens: rename it.")
+
+    @property
+    def target_tokens(self) -> list[int]:
         """Tokens of the target; empty if the sample has no answers."""
         return self.answers[self.target] if self.answers else []
 
@@ -77,13 +97,13 @@ class Outcome:
     Attributes:
         sample: its id.
         score: the task's metric: accuracy 0 or 1, nats per token, F1 in 0..1, ...
-        tokens: tokens of the prompt; of the whole text where eviction goes on (books, worked problems).
-        kept: share of their (token, layer, KV head) entries that was held after the prompt, or while eviction went on,
-            measured in the cache.
-        kv_bytes: allocated for keys and values after the prompt, or at the end.
+        tokens: tokens of the prompt; of the complete text if decoding evicts (books, worked problems).
+        kept: kept share of their (token, layer, KV head) entries, measured in the cache after the prompt, or while
+            decoding evicts.
+        kv_bytes: bytes allocated for keys and values after the prompt, or at the end if decoding evicts.
         seconds: time of eviction, question and answer; without the prompt, which policies read together.
-        tags: those of the sample, and measures beside the score. ``nats`` is the mean negative log-likelihood of the
-            right answer's tokens, ``hits`` 1 where each is the likeliest; ``kl`` and ``same_top1`` compare with a full
+        tags: tags of the sample, and further measures. ``nats`` is the mean negative log-likelihood of the right
+            answer's tokens, ``hits`` is 1 if each token is the likeliest; ``kl`` and ``same_top1`` compare with a full
             cache, see :meth:`PromptTask.run`.
         over_budget: whether more tokens were protected than the budget allows.
     """
@@ -100,22 +120,22 @@ class Outcome:
     @property
     def blocks(self) -> dict[int, float]:
         """Mean nats of each block of a text, by its first position: the tags ``nats@N``."""
-        found = {name.removeprefix(CURVE): float(x) for name, x in self.tags.items() if name.startswith(CURVE)}
-        return {int(start): nats for start, nats in found.items() if start.isdigit()}
+        nats_by_start = {name.removeprefix(CURVE): float(x) for name, x in self.tags.items() if name.startswith(CURVE)}
+        return {int(start): nats for start, nats in nats_by_start.items() if start.isdigit()}
 
     @property
     def parts(self) -> dict[str, dict[str, dict[str, float]]]:
         """The tags of :func:`by_part`: by kind of part, measure and name of a part."""
-        found: dict[str, dict[str, dict[str, float]]] = {}
+        measures_by_kind: dict[str, dict[str, dict[str, float]]] = {}
         for tag, value in self.tags.items():
             if match := PART.fullmatch(tag):
-                measure, what, name = match.groups()
-                found.setdefault(what, {}).setdefault(measure, {})[name] = float(value)
-        return found
+                measure, part_kind, name = match.groups()
+                measures_by_kind.setdefault(part_kind, {}).setdefault(measure, {})[name] = float(value)
+        return measures_by_kind
 
-    def numbered(self, what: str) -> dict[int, float]:
-        """Return the nats of parts whose names are numbers, such as turns."""
-        return {int(name): nats for name, nats in self.parts.get(what, {}).get("nats", {}).items()}
+    def numbered(self, part_kind: str) -> dict[int, float]:
+        """Return the nats of parts whose names are numbers (turns)."""
+        return {int(name): nats for name, nats in self.parts.get(part_kind, {}).get("nats", {}).items()}
 
 
 @dataclass(frozen=True)
@@ -123,7 +143,7 @@ class Loaded:
     """The samples of a task.
 
     Attributes:
-        samples: those that can be run, in their stored order.
+        samples: samples that can be run, in their stored order.
         too_long: number of samples before the last one that do not fit the model.
         too_short: number of samples before the last one that have fewer tokens than the task needs.
     """
@@ -139,7 +159,7 @@ class Task(ABC):
 
     Attributes:
         name: its name in commands.
-        root: local folder of the data; None means the Hugging Face hub.
+        root: local folder of the data. None: the Hugging Face hub.
     """
 
     name: str
@@ -150,6 +170,17 @@ class Task(ABC):
     #: Name of its samples, in the plural.
     unit: ClassVar[str] = "samples"
 
+    def __init_subclass__(cls) -> None:
+        """Refuse old names, which nothing would read or call.
+
+        Raises:
+            UserError: the class defines one of :data:`RENAMED`.
+        """
+        super().__init_subclass__()
+        for old, new in RENAMED.items():
+            if old in vars(cls):
+                raise UserError(f"{cls.__name__}.{old} is now called {new}: rename it.")
+
     def identity(self) -> dict[str, Any]:
         """Return everything that the samples and their scores depend on, for JSON."""
         return asdict(self)
@@ -159,25 +190,25 @@ class Task(ABC):
 
         Args:
             tokenizer: the model's.
-            limit: number of samples that can be run, after which reading ends. None means all.
+            limit: largest number of samples that can be run. None: all samples.
             max_tokens: the model's context; a sample with its answer must fit.
 
         Raises:
             UserError: the data is missing or damaged; the message says how to get it.
         """
         samples: list[Sample] = []
-        left: list[LeftOut] = []
-        for one in self.read(tokenizer, max_tokens):
-            if isinstance(one, Sample):
-                samples.append(one)
+        left_out: list[LeftOut] = []
+        for sample_or_reason in self.read(tokenizer, max_tokens):
+            if isinstance(sample_or_reason, Sample):
+                samples.append(sample_or_reason)
             else:
-                left.append(one)
+                left_out.append(sample_or_reason)
             if len(samples) == limit:
                 break
-        return Loaded(samples, left.count("too long"), left.count("too short"))
+        return Loaded(samples, left_out.count("too long"), left_out.count("too short"))
 
     def floor(self, samples: Samples) -> float | None:
-        """Return the mean score of a model that cannot do the task; None means that it is unknown."""
+        """Return the mean score of a model that cannot do the task. None: unknown."""
         return None
 
     def length(self, sample: Sample) -> int:
@@ -185,16 +216,16 @@ class Task(ABC):
         return len(sample.prompt)
 
     def reads_on(self, sample: Sample) -> bool:
-        """Return whether tokens are read after a sample's prompt, and so after the eviction.
+        """Return whether tokens are read after a sample's prompt, and therefore after the eviction.
 
         The first token of an answer is predicted from the last token before it. If that is the last token of the
         prompt, it was read before the eviction: an answer of one token is predicted as with a full cache.
         """
-        return bool(sample.question) or max([sample.most, *map(len, sample.answers)]) != 1
+        return bool(sample.question) or max([sample.max_new_tokens, *map(len, sample.answers)]) != 1
 
     @abstractmethod
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
-        """Yield the samples in their stored order, and instead of one that cannot be run the reason.
+        """Yield the samples in their stored order. For a sample that cannot be run, yield the reason instead.
 
         Args:
             tokenizer: the model's.
@@ -208,10 +239,10 @@ class Task(ABC):
     def run(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
-        """Run policies over samples, and yield (index of the policy, outcome) as each is done.
+        """Run policies over samples, and yield (index of the policy, outcome) as each finishes.
 
-        The order is sample by sample, and for each sample policy by policy: policies that read the prompt densely share
-        one forward pass of it.
+        The order is sample by sample, and within a sample policy by policy. Policies with a dense prefill share one
+        forward pass of the prompt.
 
         Raises:
             UserError: a policy cannot do the task.
@@ -222,7 +253,7 @@ class Task(ABC):
 class PromptTask(Task):
     """A task of samples with a prompt, which is read and evicted, perhaps a question, and an answer."""
 
-    #: Whether its outcomes have ``kl`` and ``same_top1``; not where a sample has several right answers that all count.
+    #: Whether its outcomes have ``kl`` and ``same_top1``. False if a sample has several right answers that all count.
     compares: ClassVar[bool] = True
 
     def run(
@@ -235,63 +266,74 @@ class PromptTask(Task):
         """
         device = next(model.parameters()).device
         for sample in samples:
-            compared = [policy("full")] if sample.right and self.compares else []
+            compared = [policy("full")] if sample.target_tokens and self.compares else []
             prompt, question = (torch.tensor([ids], device=device) for ids in (sample.prompt, sample.question))
             caches = read_prompt(model, [*compared, *policies], prompt, protect=sample.protect)
             full: Tensor | None = None
             for index in range(-len(compared), len(policies)):
-                cache, last = caches.pop(0)  # freed before the next answer
-                held = cache.kept_share(), cache.nbytes
-                seconds, start = cache.scoring_seconds, _now(device)  # later scoring is a part of the answer's time
+                cache, last_hidden = caches.pop(0)  # freed before the next answer
+                usage = cache.kept_share(), cache.nbytes
+                seconds, start = (
+                    cache.scoring_seconds,
+                    _synchronised_time(device),
+                )  # later scoring counts in the answer's time
                 if sample.question:
-                    last = feed(model, cache, question)[:, -1]
+                    last_hidden = feed(model, cache, question)[:, -1]
                 if index < 0:
-                    full = log_probabilities(model, cache, last, sample.right)
+                    full = log_probabilities(model, cache, last_hidden, sample.target_tokens)
                     continue
-                seconds += _now(device) - start
-                twin = None if full is None else copy.deepcopy(cache)
-                start = _now(device)
-                score, tags = self.answer(model, tokenizer, cache, last, sample)
-                seconds += _now(device) - start
+                seconds += _synchronised_time(device) - start
+                cache_copy = None if full is None else copy.deepcopy(cache)
+                start = _synchronised_time(device)
+                score, tags = self.answer(model, tokenizer, cache, last_hidden, sample)
+                seconds += _synchronised_time(device) - start
                 over = bool(cache.over_budget.any())
-                if full is not None and twin is not None:
-                    tags = {**tags, **distance(full, log_probabilities(model, twin, last, sample.right))}
-                yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags, over)
+                if full is not None and cache_copy is not None:
+                    tags = {
+                        **tags,
+                        **distance(full, log_probabilities(model, cache_copy, last_hidden, sample.target_tokens)),
+                    }
+                yield index, Outcome(sample.id, score, len(sample.prompt), *usage, seconds, tags, over)
 
     @abstractmethod
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: EvictionCache,
+        last_hidden: Tensor,
+        sample: Sample,
     ) -> tuple[float, Tags]:
         """Return the sample's score and tags.
 
         Args:
             model: the model.
             tokenizer: its tokenizer.
-            cache: has read and evicted the prompt, and read the question; it may be used up.
-            last: ``[1, d]``, the final hidden state of the last token before the answer.
-            sample: one of those of :meth:`load`.
+            cache: a cache that has read and evicted the prompt, and read the question; this method may change it.
+            last_hidden: ``[1, d]``, the final hidden state of the last token before the answer.
+            sample: a sample of :meth:`load`.
         """
 
 
-def _now(device: torch.device) -> float:
-    """Return the time in seconds, on a card when its work is done."""
+def _synchronised_time(device: torch.device) -> float:
+    """Return the time in seconds, after the GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def by_part(what: str, found: Iterable[tuple[str | int, float, float]]) -> dict[str, float]:
-    """Return tags with the mean score and nats of each part of a sample, which have tables of their own.
+def by_part(part_kind: str, measured: Iterable[tuple[str | int, float, float]]) -> dict[str, float]:
+    """Return tags with the mean score and nats of each part of a sample. Reports have tables of these parts.
 
     Args:
-        what: kind of the parts, such as ``turn``.
-        found: name, score and nats of each; those with one name are one part.
+        part_kind: kind of the parts (``turn``).
+        measured: name, score and nats of each part. Entries with equal names are one part.
     """
     parts: dict[str | int, list[tuple[float, float]]] = {}
-    for name, score, nats in found:
+    for name, score, nats in measured:
         parts.setdefault(name, []).append((score, nats))
     return {
-        f"{measure}@{what} {name}": fmean(pair[i] for pair in pairs)
+        f"{measure}@{part_kind} {name}": fmean(pair[i] for pair in pairs)
         for i, measure in enumerate(("score", "nats"))
         for name, pairs in parts.items()
     }

@@ -1,4 +1,4 @@
-"""Tokens after a prompt: the likelihood of given ones, and greedy decoding."""
+"""Tokens after a prompt: the likelihood of given tokens, and greedy decoding."""
 
 from __future__ import annotations
 
@@ -15,56 +15,55 @@ from ag.model.hooks import decoder_of, lm_logits
 
 @torch.no_grad()
 def score(
-    model: nn.Module, cache: EvictionCache, last: Tensor, answers: list[list[int]]
+    model: nn.Module, cache: EvictionCache, last_hidden: Tensor, answers: list[list[int]]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return for each answer its tokens' log-likelihoods ``[T]`` in nats, float32, and whether each is the likeliest.
 
-    The answers share one prompt and are fed as one batch padded on the right; if the policy evicts while decoding, in
-    pieces as long as its interval. The results are on the CPU.
+    The answers share one prompt and are fed as one batch, padded on the right. If the policy evicts while decoding,
+    each pass is one of its intervals. The results are on the CPU.
 
     Args:
         model: the model.
-        cache: holds one prompt; it is used up.
-        last: ``[1, d]``, the final hidden state of the prompt's last token.
-        answers: tokens of each.
+        cache: a cache with one prompt; this function changes it.
+        last_hidden: ``[1, d]``, the final hidden state of the prompt's last token.
+        answers: tokens of each answer.
     """
     longest = max(map(len, answers))
-    tokens = torch.tensor([answer + [0] * (longest - len(answer)) for answer in answers], device=last.device)
-    mask = torch.tensor([[i < len(answer) for i in range(longest)] for answer in answers], device=last.device)
+    tokens = torch.tensor([answer + [0] * (longest - len(answer)) for answer in answers], device=last_hidden.device)
+    mask = torch.tensor([[i < len(answer) for i in range(longest)] for answer in answers], device=last_hidden.device)
     if len(answers) > 1:
         cache.batch_repeat_interleave(len(answers))
-    states = last.expand(len(answers), -1)[:, None]
+    states = last_hidden.expand(len(answers), -1)[:, None]
     if longest > 1:
         states = torch.cat([states, feed(model, cache, tokens[:, :-1], mask[:, :-1])], 1)
-    found = []
+    scores = []
     for row, ids, answer in zip(states, tokens, answers, strict=True):
-        logits, right = lm_logits(model, row[: len(answer)]).float(), ids[: len(answer)]
-        nats = -F.cross_entropy(logits, right, reduction="none")
-        found.append((nats.cpu(), (logits.argmax(-1) == right).cpu()))
-    return found
+        logits, target_tokens = lm_logits(model, row[: len(answer)]).float(), ids[: len(answer)]
+        nats = -F.cross_entropy(logits, target_tokens, reduction="none")
+        scores.append((nats.cpu(), (logits.argmax(-1) == target_tokens).cpu()))
+    return scores
 
 
 @torch.no_grad()
-def log_probabilities(model: nn.Module, cache: EvictionCache, last: Tensor, tokens: list[int]) -> Tensor:
+def log_probabilities(model: nn.Module, cache: EvictionCache, last_hidden: Tensor, tokens: list[int]) -> Tensor:
     """Return the log-probabilities ``[T, V]``, float32, at each of T tokens that follow a prompt.
 
     Args:
         model: the model.
-        cache: holds one prompt; it is used up.
-        last: ``[1, d]``, the final hidden state of the prompt's last token.
+        cache: a cache with one prompt; this function changes it.
+        last_hidden: ``[1, d]``, the final hidden state of the prompt's last token.
         tokens: the T tokens.
     """
-    states = last
+    states = last_hidden
     if len(tokens) > 1:
-        states = torch.cat([last, feed(model, cache, torch.tensor([tokens[:-1]], device=last.device))[0]])
+        states = torch.cat([last_hidden, feed(model, cache, torch.tensor([tokens[:-1]], device=last_hidden.device))[0]])
     return lm_logits(model, states).float().log_softmax(-1)
 
 
 def distance(full: Tensor, other: Tensor) -> dict[str, float]:
-    """Return the tags ``kl`` and ``same_top1`` of log-probabilities ``[T, V]`` beside those of a full cache.
+    """Return the tags ``kl`` and ``same_top1`` of log-probabilities ``[T, V]`` against a full cache's.
 
-    They are the mean ``KL(full || other)`` in nats, and the share of the tokens at which both have the same likeliest
-    one.
+    They are the mean ``KL(full || other)`` in nats, and the share of tokens where both agree on the likeliest token.
     """
     kl = (full.exp() * (full - other)).sum(-1)
     same = (full.argmax(-1) == other.argmax(-1)).float()
@@ -77,71 +76,81 @@ def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | 
 
     Args:
         model: the model.
-        cache: has seen B sequences without padding on their left.
+        cache: cache of B sequences without padding on their left.
         tokens: ``[B, T]``.
-        mask: ``[B, T]`` bool, False on padding, which is on the right.
+        mask: ``[B, T]`` bool, False on padding, which is on the right. None: no padding.
     """
     decoder, states = decoder_of(model), []
-    for start in range(0, tokens.shape[1], piece := cache.policy.steps or tokens.shape[1]):
-        part = slice(start, start + piece)
-        valid = None if mask is None else torch.cat([cache.valid, mask[:, part]], 1)
-        states.append(decoder(tokens[:, part], attention_mask=valid, past_key_values=cache).last_hidden_state)
+    for start in range(0, tokens.shape[1], tokens_per_pass := cache.policy.steps or tokens.shape[1]):
+        columns = slice(start, start + tokens_per_pass)
+        valid = None if mask is None else torch.cat([cache.valid, mask[:, columns]], 1)
+        states.append(decoder(tokens[:, columns], attention_mask=valid, past_key_values=cache).last_hidden_state)
     return torch.cat(states, 1)
 
 
 def greedy(
-    model: nn.Module, cache: EvictionCache, last: Tensor, most: int, stop: Collection[int], least: int = 0
+    model: nn.Module,
+    cache: EvictionCache,
+    last_hidden: Tensor,
+    max_new_tokens: int,
+    stop: Collection[int],
+    min_new_tokens: int = 0,
 ) -> list[int]:
     """Continue one prompt by the likeliest tokens; see :func:`greedy_batch`."""
-    [written] = greedy_batch(model, cache, last, [most], stop, least)
+    [written] = greedy_batch(model, cache, last_hidden, [max_new_tokens], stop, min_new_tokens)
     return written.tokens
 
 
-class Written(NamedTuple):
+class GreedyText(NamedTuple):
     """A finished text of a batch."""
 
-    row: int  # index of the sequence in the batch as it was given
-    place: int  # index of its sequence in the cache, until the next text is yielded
+    text_index: int  # index of the text in the original batch
+    sequence: int  # index of the text in the cache, valid until the next text is yielded
     tokens: list[int]  # without the end token
 
 
 @torch.no_grad()
 def greedy_batch(
-    model: nn.Module, cache: EvictionCache, last: Tensor, most: Sequence[int], stop: Collection[int], least: int = 0
-) -> Iterator[Written]:
-    """Continue prompts by the likeliest tokens, and yield each text when it ends; its sequence then leaves the cache.
+    model: nn.Module,
+    cache: EvictionCache,
+    last_hidden: Tensor,
+    max_new_tokens: Sequence[int],
+    stop: Collection[int],
+    min_new_tokens: int = 0,
+) -> Iterator[GreedyText]:
+    """Continue prompts by the likeliest tokens, and yield each text when it ends. Its sequence then leaves the cache.
 
     Args:
         model: the model.
-        cache: holds B prompts; it is used up.
-        last: ``[B, d]``, the final hidden state of the last token of each.
-        most: largest number of tokens of each text.
+        cache: a cache with B prompts; this function changes it.
+        last_hidden: ``[B, d]``, the final hidden state of each prompt's last token.
+        max_new_tokens: largest number of tokens of each text.
         stop: tokens that end a text and are not part of it.
-        least: smallest number of tokens of a text.
+        min_new_tokens: smallest number of tokens of a text.
     """
-    texts: list[list[int]] = [[] for _ in most]
-    rows = list(range(len(most)))  # of the unfinished texts
-    while rows:
-        logits, going = lm_logits(model, last), []
-        if len(texts[rows[0]]) < least:
+    texts: list[list[int]] = [[] for _ in max_new_tokens]
+    unfinished = list(range(len(max_new_tokens)))  # indices of texts
+    while unfinished:
+        logits, kept_sequences = lm_logits(model, last_hidden), []
+        if len(texts[unfinished[0]]) < min_new_tokens:
             logits[:, list(stop)] = -torch.inf
-        for place, token in enumerate(logits.argmax(-1).tolist()):
-            text = texts[rows[place]]
+        for sequence, token in enumerate(logits.argmax(-1).tolist()):
+            text = texts[unfinished[sequence]]
             if token not in stop:
                 text.append(token)
-            if token in stop or len(text) == most[rows[place]]:
-                yield Written(rows[place], place, text)
+            if token in stop or len(text) == max_new_tokens[unfinished[sequence]]:
+                yield GreedyText(unfinished[sequence], sequence, text)
             else:
-                going.append(place)
-        if going and len(going) < len(rows):
-            cache.batch_select_indices(torch.tensor(going, device=last.device))
-        rows = [rows[place] for place in going]
-        if rows:
-            tokens = torch.tensor([[texts[row][-1]] for row in rows], device=last.device)
-            last = feed(model, cache, tokens)[:, -1]
+                kept_sequences.append(sequence)
+        if kept_sequences and len(kept_sequences) < len(unfinished):
+            cache.batch_select_indices(torch.tensor(kept_sequences, device=last_hidden.device))
+        unfinished = [unfinished[sequence] for sequence in kept_sequences]
+        if unfinished:
+            tokens = torch.tensor([[texts[text_index][-1]] for text_index in unfinished], device=last_hidden.device)
+            last_hidden = feed(model, cache, tokens)[:, -1]
 
 
 def end_tokens(model: nn.Module, eos: int | None) -> set[int]:
-    """Return the tokens that end a text: ``eos`` of the tokenizer, and those of the model's generation settings."""
+    """Return the tokens that end a text: the tokenizer's ``eos``, and the model's by its generation settings."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return {token for token in (eos, *(named if isinstance(named, list) else [named])) if token is not None}

@@ -12,26 +12,26 @@ from ag.evaluate.tasks.base import Task
 def held_out(
     task: Task, hub: str, folder: str, splits: Sequence[str], subset: str | None = None, revision: str | None = None
 ) -> tuple[str, str, Iterator[Record]]:
-    """Return the name of a task's split, its place for messages, and its rows.
+    """Return the name of a task's split, its location for messages, and its rows.
 
     Args:
-        task: the task; its root holds the folder, or the JSON lines themselves.
+        task: the task. Its root has the folder, or the JSON lines themselves.
         hub: id of the dataset.
-        folder: its folder under a root.
-        splits: names, of which the first one in the dataset is read.
+        folder: the dataset's folder under a root.
+        splits: names of splits. The first that the dataset has is read.
         subset: configuration name on the hub.
         revision: git revision on the hub.
 
     Raises:
-        DataError: it cannot be read; the message says how to get it.
+        DataError: the split cannot be read; the message says how to get it.
     """
     try:
         source = Source(hub, subset, revision, local_folder(task.root, folder) if task.root else None)
-        *others, last = splits
-        for split in others:
+        *earlier_splits, last_split = splits
+        for split in earlier_splits:
             with suppress(MissingSplitError):
                 return split, source.where(split), source.read(split)
-        return last, source.where(last), source.read(last)
+        return last_split, source.where(last_split), source.read(last_split)
     except DataError as error:
         names = ", ".join(repr(word) for word in (hub, subset) if word)
         raise DataError(
@@ -43,7 +43,7 @@ def held_out(
 
 def held_out_texts(rows: tuple[str, str, Iterator[Record]], field: str) -> Iterator[str]:
     """Return one field, a text, of each row of :func:`held_out`."""
-    _, where, records = rows
+    _, location, records = rows
     for number, row in enumerate(records, start=1):
-        check_fields(row, {field: str}, f"{where} row {number}")
+        check_fields(row, {field: str}, f"{location} row {number}")
         yield row[field]

@@ -1,7 +1,7 @@
-"""Instructions in a system prompt before a long text, which an answer should follow after eviction.
+"""Instructions in a system prompt before a long text. Answers should follow them after eviction.
 
 After The Pitfalls of KV Cache Compression (https://arxiv.org/abs/2510.00231), where a compressed cache follows some
-instructions and silently drops others. The instructions are our own, such that a small model can follow them.
+instructions and silently drops others. The instructions are our own; a small model can follow them.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from ag.data.rules import prompted
 from ag.engine import EvictionCache
 from ag.evaluate.tasks.base import Sample, Samples, Tags, by_part
 from ag.evaluate.tasks.follow import score
-from ag.evaluate.tasks.questions import Puzzle
-from ag.evaluate.tasks.ruler import Haystack, Variant, join, stretch
+from ag.evaluate.tasks.questions import TextSample
+from ag.evaluate.tasks.ruler import Haystack, Variant, join, sample_sentences
 
 ROLE = "You answer questions about texts. Follow these rules in each answer:"
 TASK = "What is the text above about? Answer by the rules."
-TELLS = "The text tells of people."
+FILLER_LEAD = "The text tells of people."
 
 
 class Choice(NamedTuple):
     """One possible demand of an instruction."""
 
-    said: str  # its text in the instruction
-    written: str  # its text in an answer that follows the instruction
+    rule_text: str  # text in the instruction
+    answer_text: str  # text in an answer that follows the instruction
 
 
-class Kind(NamedTuple):
+class RuleKind(NamedTuple):
     """A kind of instruction.
 
-    Answers that follow different choices are the same up to the end of ``lead``.
+    Answers that follow different choices are equal up to the end of ``lead``.
     """
 
     text: str  # the instruction, with the choice as ``{}``
@@ -46,29 +46,31 @@ class Kind(NamedTuple):
     choices: Sequence[Choice]
 
 
-def _same(*words: str, lead: str = " ") -> list[Choice]:
+def _choices(*words: str, lead: str = " ") -> list[Choice]:
     return [Choice(word, lead + word) for word in words]
 
 
-#: Those that SmolLM2-135M-Instruct follows with a full cache.
-KINDS: dict[str, Kind] = {
-    "signature": Kind(
+#: The kinds that SmolLM2-135M-Instruct follows with a full cache.
+RULE_KINDS: dict[str, RuleKind] = {
+    "signature": RuleKind(
         "Sign with the name {}.",
-        f"{TELLS}\n\nSigned:",
-        _same("Captain Walnut", "Doctor Harbour", "Lady Lantern", "Uncle Marble", "Sister Falcon"),
+        f"{FILLER_LEAD}\n\nSigned:",
+        _choices("Captain Walnut", "Doctor Harbour", "Lady Lantern", "Uncle Marble", "Sister Falcon"),
     ),
-    "place": Kind("Head the answer with the place {}.", "Place:", _same("Lisbon", "Oslo", "Cairo", "Lima", "Delhi")),
-    "date": Kind("Date the answer {}.", "Date:", _same("Monday", "Tuesday", "Thursday", "Saturday")),
-    "grade": Kind("Give the text the grade {}.", "Grade:", _same("A", "B", "C", "D", "E")),
-    "closing": Kind(
+    "place": RuleKind(
+        "Head the answer with the place {}.", "Place:", _choices("Lisbon", "Oslo", "Cairo", "Lima", "Delhi")
+    ),
+    "date": RuleKind("Date the answer {}.", "Date:", _choices("Monday", "Tuesday", "Thursday", "Saturday")),
+    "grade": RuleKind("Give the text the grade {}.", "Grade:", _choices("A", "B", "C", "D", "E")),
+    "closing": RuleKind(
         'Close with the words "{}".',
-        f"{TELLS}\n\n",
-        _same("Stay curious", "Good luck", "See you soon", "All the best", "Keep reading", lead=""),
+        f"{FILLER_LEAD}\n\n",
+        _choices("Stay curious", "Good luck", "See you soon", "All the best", "Keep reading", lead=""),
     ),
-    "address": Kind(
-        "Call the reader {}.", "Listen, dear", _same("Professor", "Captain", "Madam", "Friend", "Colleague")
+    "address": RuleKind(
+        "Call the reader {}.", "Listen, dear", _choices("Professor", "Captain", "Madam", "Friend", "Colleague")
     ),
-    "language": Kind(
+    "language": RuleKind(
         "Answer in {}.",
         "",
         [
@@ -78,7 +80,7 @@ KINDS: dict[str, Kind] = {
             Choice("Italian", "Il testo parla di"),
         ],
     ),
-    "format": Kind('Begin each line with "{}".', "", [Choice(mark, f"{mark} The text") for mark in "-*+#>"]),
+    "format": RuleKind('Begin each line with "{}".', "", [Choice(mark, f"{mark} The text") for mark in "-*+#>"]),
 }
 
 
@@ -86,9 +88,9 @@ class Demand(NamedTuple):
     """An instruction of a sample."""
 
     kind: str
-    said: Choice  # the demand
-    instead: Choice  # the demand of another instruction of this kind
-    lead: int = 0  # tokens of both answers before the compared ones
+    chosen: Choice  # the demand
+    alternative: Choice  # the demand of another instruction of this kind
+    lead: int = 0  # tokens of both answers before the compared tokens
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,10 @@ class Instructions(Haystack):
     """A system prompt with instructions, then a long text; the score is the share of the instructions followed.
 
     Each instruction demands one of several choices (a name to sign with, a language, ...), drawn for each sample. It is
-    followed if its choice is likelier, per token, than another choice of its kind at the same place of an answer; by
-    chance that is half. ``nats`` are those of the demanded choices.
+    followed if its choice is likelier, per token, than another choice of its kind in its place; by chance this is half.
+    ``nats`` is the mean over the demanded choices.
 
-    The parts of a sample are its demands. Each has two answers: one that follows the instruction, and one that does
+    The parts of a sample are its demands. Each has two answers: the first follows the instruction, the second does
     not. Tags by ``rule`` (kind of instruction) and by ``place`` in the list: see
     :func:`ag.evaluate.tasks.base.by_part`.
 
@@ -111,7 +113,7 @@ class Instructions(Haystack):
     question: Literal["after"] = "after"
     generate: None = None
     haystack: Literal["text", "noise"] = "text"
-    rules: Annotated[int, Field(ge=1, le=len(KINDS))] = 4
+    rules: Annotated[int, Field(ge=1, le=len(RULE_KINDS))] = 4
     protect: bool = False
 
     metric: ClassVar[str] = "share followed"
@@ -121,37 +123,45 @@ class Instructions(Haystack):
 
     @property
     def series(self) -> str:
-        """Name of the samples, which are the same with and without protection."""
+        """Name of the samples, which do not depend on ``protect``."""
         return f"instructions/{self.rules}"
 
     def material(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, Any]:
         """Return the tokenizer, which has the chat template, and the texts."""
         return tokenizer, super().material(tokenizer)
 
-    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
         """Draw the instructions, then the text; see :meth:`Generated.build`."""
         tokenizer, texts = material
         demands = []
-        for kind in rng.sample(list(KINDS), self.rules):
-            said, instead = rng.sample(list(KINDS[kind].choices), 2)
-            demands.append(Demand(kind, said, instead))
-        numbered = [f"{i}. {KINDS[one.kind].text.format(one.said.said)}" for i, one in enumerate(demands, 1)]
-        system, text = "\n".join([ROLE, *numbered]), join(stretch(rng, texts, size))
-        before, _, behind = prompted(tokenizer, system, f"{text}\n\n{TASK}").partition(text)
-        right = [KINDS[one.kind].lead + one.said.written for one in demands]
-        return Puzzle(before + text, behind, [system], right, demands)
+        for kind in rng.sample(list(RULE_KINDS), self.rules):
+            chosen, alternative = rng.sample(list(RULE_KINDS[kind].choices), 2)
+            demands.append(Demand(kind, chosen, alternative))
+        numbered = [
+            f"{i}. {RULE_KINDS[demand.kind].text.format(demand.chosen.rule_text)}"
+            for i, demand in enumerate(demands, 1)
+        ]
+        system, text = "\n".join([ROLE, *numbered]), join(sample_sentences(rng, texts, size))
+        before_text, _, after_text = prompted(tokenizer, system, f"{text}\n\n{TASK}").partition(text)
+        right = [RULE_KINDS[demand.kind].lead + demand.chosen.answer_text for demand in demands]
+        return TextSample(before_text + text, after_text, [system], right, demands)
 
-    def details(self, tokenizer: PreTrainedTokenizerBase, puzzle: Puzzle, context: list[int]) -> dict[str, Any]:
+    def sample_fields(
+        self, tokenizer: PreTrainedTokenizerBase, text_sample: TextSample, context: list[int]
+    ) -> dict[str, Any]:
         """Return the answers as tokens, and the protected span: the prompt up to the end of the system prompt."""
-        leads = tokenize_after(tokenizer, [KINDS[one.kind].lead for one in puzzle.parts])
-        said = tokenize_after(tokenizer, [choice.written for one in puzzle.parts for choice in (one.said, one.instead)])
-        [system] = puzzle.references
-        above = puzzle.context[: puzzle.context.find(system) + len(system)]
+        leads = tokenize_after(tokenizer, [RULE_KINDS[demand.kind].lead for demand in text_sample.parts])
+        choices = tokenize_after(
+            tokenizer,
+            [choice.answer_text for demand in text_sample.parts for choice in (demand.chosen, demand.alternative)],
+        )
+        [system] = text_sample.references
+        above = text_sample.context[: text_sample.context.find(system) + len(system)]
         end = len(start_tokens(tokenizer)) + len(tokenize(tokenizer, [above])[0])
         return {
-            "answers": [leads[i // 2] + choice for i, choice in enumerate(said)],
+            "answers": [leads[i // 2] + choice for i, choice in enumerate(choices)],
             "protect": [(0, end)] if self.protect else [],
-            "parts": [one._replace(lead=len(lead)) for one, lead in zip(puzzle.parts, leads, strict=True)],
+            "parts": [demand._replace(lead=len(lead)) for demand, lead in zip(text_sample.parts, leads, strict=True)],
         }
 
     def floor(self, samples: Samples) -> float:
@@ -159,15 +169,20 @@ class Instructions(Haystack):
         return 0.5
 
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: EvictionCache,
+        last_hidden: Tensor,
+        sample: Sample,
     ) -> tuple[float, Tags]:
         """Compare the answers to each instruction."""
-        scored = score(model, cache, last, sample.answers)
+        scored = score(model, cache, last_hidden, sample.answers)
         nats, followed = list[float](), list[float]()
-        for one, (said, _), (instead, _) in zip(sample.parts, scored[::2], scored[1::2], strict=True):
-            nats.append(-float(said[one.lead :].mean()))
-            followed.append(float(said[one.lead :].mean() > instead[one.lead :].mean()))
+        for demand, (chosen, _), (alternative, _) in zip(sample.parts, scored[::2], scored[1::2], strict=True):
+            nats.append(-float(chosen[demand.lead :].mean()))
+            followed.append(float(chosen[demand.lead :].mean() > alternative[demand.lead :].mean()))
         tags: dict[str, Any] = {**sample.tags, "nats": sum(nats) / len(nats)}
-        tags |= by_part("rule", zip([one.kind for one in sample.parts], followed, nats, strict=True))
+        tags |= by_part("rule", zip([demand.kind for demand in sample.parts], followed, nats, strict=True))
         tags |= by_part("place", zip(range(1, len(nats) + 1), followed, nats, strict=True))
         return sum(followed) / len(followed), tags

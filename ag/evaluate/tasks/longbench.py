@@ -1,7 +1,7 @@
 """LongBench (https://arxiv.org/abs/2308.14508): long documents with questions, summaries, examples and code.
 
 Prompts, longest answers and metrics of the English subsets, in longbench.json, are the benchmark's
-(https://github.com/THUDM/LongBench, MIT): the wording, its slips included, is what makes numbers comparable.
+(https://github.com/THUDM/LongBench, MIT): the wording, slips included, makes numbers comparable.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class LongBench(QuestionTask):
-    """One subset with the benchmark's prompt, greedy answer and metric; too long prompts lose their middle, as there.
+    """One subset with the benchmark's prompt, greedy answer and metric. Too long prompts lose their middle.
 
     Tags are the subset, the words of the row, and the tokens that were cut from its middle; the parts of a sample are
     all classes of a classification.
 
     Attributes:
-        max_length: tokens of a prompt; None means the model's context minus the answer.
-        chat: put the prompt into the tokenizer's chat template, for the subsets where the benchmark does.
+        max_length: tokens of a prompt. None: the model's context minus the answer.
+        chat: put the prompt into the tokenizer's chat template, for the subsets for which the benchmark does.
     """
 
     max_length: Annotated[int, Field(ge=2)] | None = None
@@ -57,7 +57,7 @@ class LongBench(QuestionTask):
     unit: ClassVar[str] = "questions"
 
     def identity(self) -> dict[str, Any]:
-        """Return the options, and in a chat what an answer follows, which once was the text inside the template."""
+        """Return the options. In a chat an answer follows the template; once it followed the text inside."""
         chat = self.chat and SUBSETS[self.name].chat
         return super().identity() | ({"follows": "template"} if chat else {})
 
@@ -78,13 +78,13 @@ class LongBench(QuestionTask):
                 return text
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
-        room = max_tokens - subset.most
-        # tokenised again, a text that was cut in the middle may have a few more tokens
-        longest = self.max_length or room - (len(encode(around(""))) if chat else 0) - SPARE
+        max_prompt = max_tokens - subset.max_new_tokens
+        # a text that was cut in the middle may have a few more tokens when tokenised again
+        longest = self.max_length or max_prompt - (len(encode(around(""))) if chat else 0) - SPARE
         if longest < 2:
             raise UserError(
-                f"Task {self.name} generates {subset.most} tokens, which leaves no room for a prompt in the model's "
-                f"context of {max_tokens}."
+                f"Task {self.name} generates {subset.max_new_tokens} tokens, which leaves no room for a prompt in the "
+                f"model's context of {max_tokens}."
             )
         for number, row in enumerate(self._rows(), start=1):
             check_fields(row, FIELDS, f"{self.name} row {number}")
@@ -94,38 +94,42 @@ class LongBench(QuestionTask):
             if cut:
                 ends = ids[: longest // 2], ids[-(longest // 2) :]
                 text = "".join(str(tokenizer.decode(end, skip_special_tokens=True)) for end in ends)
-            whole = around(text)
-            ids = encode(whole)
-            asked = subset.prompt.partition("{context}")[2].format(input=row["input"])
-            context = text[: text.rfind(asked)] if asked in text else text[: len(text) // 2]
-            beginning = encode(whole[: whole.find(context) + len(context)])
+            prompt_text = around(text)
+            ids = encode(prompt_text)
+            question_text = subset.prompt.partition("{context}")[2].format(input=row["input"])
+            context = text[: text.rfind(question_text)] if question_text in text else text[: len(text) // 2]
+            beginning = encode(prompt_text[: prompt_text.find(context) + len(context)])
             prompt, question = (ids, []) if self.question == "before" else divided(beginning, ids)
-            gap = "" if whole[-1:].isspace() else " "
-            right = tokenize_after(tokenizer, [gap + one for one in dict.fromkeys(row["answers"]) if one.strip()])
+            gap = "" if prompt_text[-1:].isspace() else " "
+            answers = tokenize_after(
+                tokenizer, [gap + answer_text for answer_text in dict.fromkeys(row["answers"]) if answer_text.strip()]
+            )
             sample = Sample(
                 f"{self.name}-{number}",
                 prompt,
                 question=question,
-                answers=[answer[: subset.most] for answer in right],
-                most=subset.most,
+                answers=[answer[: subset.max_new_tokens] for answer in answers],
+                max_new_tokens=subset.max_new_tokens,
                 references=row["answers"],
                 tags={"subset": self.name, "words": row["length"], "cut": cut, "question": self.question},
                 parts=row["all_classes"] or [],
             )
-            yield sample if len(ids) <= room else "too long"
+            yield sample if len(ids) <= max_prompt else "too long"
 
-    def stops(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[Collection[int], int]:
+    def end_conditions(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[Collection[int], int]:
         """Return the tokens that end an answer; as in the benchmark, samsum's is one line that is not empty."""
-        stop, least = super().stops(model, tokenizer)
+        stop, min_new_tokens = super().end_conditions(model, tokenizer)
         if self.name == "samsum":
             return {*stop, int(tokenizer("\n", add_special_tokens=False)["input_ids"][-1])}, 1
-        return stop, least
+        return stop, min_new_tokens
 
     def grade(self, text: str, sample: Sample) -> float:
         """Return the score of the best match."""
         subset = SUBSETS[self.name]
-        found = text.lstrip("\n").split("\n")[0] if subset.first_line else text
-        return max((subset.metric(found, reference, sample.parts) for reference in sample.references), default=0.0)
+        graded_text = text.lstrip("\n").split("\n")[0] if subset.first_line else text
+        return max(
+            (subset.metric(graded_text, reference, sample.parts) for reference in sample.references), default=0.0
+        )
 
     def _rows(self) -> Iterator[Record]:
         """Return the rows of ``root/longbench/NAME.jsonl[.gz]``, or of the hub's archive."""
@@ -150,19 +154,19 @@ def f1(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
 
 
 def rouge_l(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Return the F value of ROUGE-L as the package ``rouge`` computes it; 0 where a text has no sentence."""
+    """Return the F value of ROUGE-L as the package ``rouge`` computes it; 0 if a text has no sentence."""
     if not any(answer.split(".")) or not any(reference.split(".")):
         return 0.0
     from rouge import Rouge  # loaded on use, like thefuzz
 
     try:
         return float(Rouge(["rouge-l"]).get_scores(answer, reference)[0]["rouge-l"]["f"])
-    except RecursionError:  # a sentence of 1,000 words and more: the benchmark counts 0, too
+    except RecursionError:  # a sentence of 1,000 words and more: the benchmark also counts 0
         return 0.0
 
 
 def classification(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Return 1 / (classes in the answer) if the right one is among them; parts of its name do not count."""
+    """Return 1 / (classes in the answer) if the right class is among them; parts of its name do not count."""
     named = [name for name in classes if name in answer and (name == reference or name not in reference)]
     return 1 / len(named) if reference in named else 0.0
 
@@ -175,8 +179,8 @@ def count(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
 
 def retrieval(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     """Return the share of the answer's numbers that equal N of the reference "Paragraph N"."""
-    found = re.search(r"Paragraph (\d+)", reference)
-    return count(answer, found[1]) if found else 0.0
+    match = re.search(r"Paragraph (\d+)", reference)
+    return count(answer, match[1]) if match else 0.0
 
 
 def code_similarity(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
@@ -198,13 +202,13 @@ class Subset:
     """A subset of the benchmark."""
 
     prompt: str  # with places for ``{context}`` and ``{input}``
-    most: int  # largest number of tokens of an answer
+    max_new_tokens: int  # largest number of tokens of an answer
     metric: Callable[[str, str, Sequence[str]], float]  # of one answer, one reference and the possible classes
     first_line: bool = False  # only the first line of an answer counts
     chat: bool = True  # a chat template may go around the prompt
 
 
-METRICS = {one.__name__: one for one in (f1, rouge_l, classification, count, retrieval, code_similarity)}
+METRICS = {metric.__name__: metric for metric in (f1, rouge_l, classification, count, retrieval, code_similarity)}
 SUBSETS = {
     name: Subset(**values | {"metric": METRICS[values["metric"]]})
     for name, values in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")).items()

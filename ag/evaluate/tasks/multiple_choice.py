@@ -17,7 +17,7 @@ from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Samples, Tags
 from ag.evaluate.tasks.follow import score
 from ag.evaluate.tasks.held_out import held_out
 
-# whose test rows have public labels; of the other tasks the validation rows are read, as in publications
+# tasks whose test rows have public labels; else the validation rows are read, as in publications
 TESTED = ("arc_challenge", "arc_easy", "openbookqa", "mmlu")
 
 
@@ -25,13 +25,13 @@ TESTED = ("arc_challenge", "arc_easy", "openbookqa", "mmlu")
 class MultipleChoice(PromptTask):
     """Accuracy of the likeliest answer, as in "Attention-Gate" (section 4.1) and lm-eval's ``acc``.
 
-    The tag ``normalised`` is the same with log-likelihoods divided by the answer's characters (``acc_norm``), which are
-    the parts of a sample.
+    The tag ``normalised`` is the accuracy by log-likelihood per character (``acc_norm``). The parts of a sample are its
+    answers' numbers of characters.
 
     Attributes:
-        question: ``before``: the whole prompt is read before the eviction. ``after``: only its beginning is (the
-            passage of BoolQ, the premise of RTE, the question of MMLU with its choices), and the rest follows. This is
-            the default of these three, whose answers have one token; the other tasks have no such beginning.
+        question: ``before``: the complete prompt is read before the eviction. ``after``: only its beginning is (the
+            passage of BoolQ, the premise of RTE, the question of MMLU with its choices). This is the default of these
+            three, whose answers have one token. Further tasks have no beginning to evict and refuse ``after``.
     """
 
     question: Literal["after", "before"] = "before"
@@ -48,7 +48,7 @@ class MultipleChoice(PromptTask):
             )
 
     def identity(self) -> dict[str, Any]:
-        """Return the options; ``question`` only where both values exist, so that older results of other tasks count."""
+        """Return the options; ``question`` only for tasks that accept both values, since older results lack it."""
         return {k: v for k, v in super().identity().items() if k != "question" or self.name in WITH_CONTEXT}
 
     def floor(self, samples: Samples) -> float | None:
@@ -59,8 +59,8 @@ class MultipleChoice(PromptTask):
         """Read the questions; see :meth:`ag.evaluate.tasks.Task.read`."""
         task = TASKS[self.name]
         splits = ("test", "validation") if self.name in TESTED else ("validation",)
-        split, where, rows = held_out(self, task.hub, task.folder, splits, task.subset, task.revision)
-        for number, example in enumerate(examples(task, rows, where)):
+        split, location, rows = held_out(self, task.hub, task.folder, splits, task.subset, task.revision)
+        for number, example in enumerate(examples(task, rows, location)):
             [group] = encode(tokenizer, [example], question=self.question, every_choice=True)
             tokens, start = group[0].tokens.tolist(), group[0].response_start
             sample = Sample(
@@ -75,13 +75,21 @@ class MultipleChoice(PromptTask):
             yield sample if start + max(map(len, sample.answers)) <= max_tokens else "too long"
 
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: EvictionCache,
+        last_hidden: Tensor,
+        sample: Sample,
     ) -> tuple[float, Tags]:
         """Score all answers over one prompt."""
-        scored = score(model, cache, last, sample.answers)
+        scored = score(model, cache, last_hidden, sample.answers)
         sums = [float(nats.sum()) for nats, _ in scored]
-        each = [total / letters for total, letters in zip(sums, sample.parts, strict=True)]
+        by_character = [total / letters for total, letters in zip(sums, sample.parts, strict=True)]
         nats, likeliest = scored[sample.target]
-        tags: dict[str, Any] = {**sample.tags, "normalised": float(each.index(max(each)) == sample.target)}
+        tags: dict[str, Any] = {
+            **sample.tags,
+            "normalised": float(by_character.index(max(by_character)) == sample.target),
+        }
         tags |= {"nats": -float(nats.mean()), "hits": float(likeliest.all())}
         return float(sums.index(max(sums)) == sample.target), tags

@@ -1,4 +1,4 @@
-"""Perplexity of plain documents: after an evicted prompt, and of whole books while tokens are evicted."""
+"""Perplexity of plain documents: after an evicted prompt, and of complete books while tokens are evicted."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from ag.data.collate import start_tokens, tokenize
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.errors import UserError
-from ag.evaluate.tasks.base import LeftOut, Outcome, PromptTask, Sample, Samples, Tags, Task, Whole
+from ag.evaluate.tasks.base import LeftOut, Outcome, PositiveInt, PromptTask, Sample, Samples, Tags, Task
 from ag.evaluate.tasks.follow import distance, feed, score
 from ag.evaluate.tasks.held_out import held_out, held_out_texts
 from ag.gates.attach import attached_gates
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import lm_logits
 
-COMPARED = 64  # one of this number of tokens of a book is compared with a full cache
-LETTERS = 32  # per token, more than texts have on average: the part of a book that is tokenised
+COMPARED = 64  # one token of this number in a book is compared with a full cache
+LETTERS = 32  # characters tokenised per token, more than texts have on average
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,9 @@ class Documents(Task):
     """A task on documents.
 
     Attributes:
-        data: hub id, or folder under ``root``; None means PG-19 on the hub, ``corpus`` (``pg19_style`` for books) in a
-            root.
+        data: hub id, or folder under ``root``. None: PG-19 on the hub, ``corpus`` (``pg19_style`` for books) in a root.
         subset: configuration name on the hub.
-        split: its name. None means test, or validation if there is no test split.
+        split: name of the split. None: test, or validation if there is no test split.
         text_field: the field that holds a document.
     """
 
@@ -48,13 +47,15 @@ class Documents(Task):
     unit: ClassVar[str] = "documents"
     folder: ClassVar[str] = "corpus"
 
-    def documents(self, tokenizer: PreTrainedTokenizerBase, first: int, most: int | None) -> Iterator[Sample]:
-        """Yield ``most`` tokens of each document (None means all), of which the ``first`` are the prompt."""
+    def documents(
+        self, tokenizer: PreTrainedTokenizerBase, num_prompt: int, max_tokens: int | None
+    ) -> Iterator[Sample]:
+        """Yield the first ``max_tokens`` tokens of each document, all if it is None; ``num_prompt`` are the prompt."""
         hub, folder = self.data or "emozilla/pg19-test", self.data or self.folder
         rows = held_out(self, hub, folder, (self.split,) if self.split else ("test", "validation"), self.subset)
         for number, text in enumerate(held_out_texts(rows, self.text_field)):
-            ids = first_tokens(tokenizer, text, most)
-            yield Sample(f"{number}", ids[:first], answers=[ids[first:]])
+            ids = first_tokens(tokenizer, text, max_tokens)
+            yield Sample(f"{number}", ids[:num_prompt], answers=[ids[num_prompt:]])
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Continuation(Documents, PromptTask):
         continuation: tokens scored after it.
     """
 
-    prompt: Whole = 512
-    continuation: Whole = 64
+    prompt: PositiveInt = 512
+    continuation: PositiveInt = 64
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the documents; see :meth:`ag.evaluate.tasks.Task.read`."""
@@ -78,39 +79,44 @@ class Continuation(Documents, PromptTask):
                 f"context of {max_tokens} tokens; give fewer."
             )
         for document in self.documents(tokenizer, self.prompt, length):
-            yield document if len(document.right) == self.continuation else "too short"
+            yield document if len(document.target_tokens) == self.continuation else "too short"
 
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: EvictionCache,
+        last_hidden: Tensor,
+        sample: Sample,
     ) -> tuple[float, Tags]:
         """Return the continuation's mean negative log-likelihood."""
-        return -float(score(model, cache, last, sample.answers)[0][0].mean()), {}
+        return -float(score(model, cache, last_hidden, sample.answers)[0][0].mean()), {}
 
 
 @dataclass(frozen=True)
 class Stream(Documents):
-    """Perplexity of whole books while tokens are evicted, as in StreamingLLM's experiments on PG-19.
+    """Perplexity of complete books while tokens are evicted, as in StreamingLLM's experiments on PG-19.
 
-    The first block is the prompt. Later passes have ``step`` tokens, or as many as the interval of the policy: with
-    ``schedule=steps:step`` all policies have the same passes. A budget keeps the cache's size (a share is one of the
-    first block), the flags of gates that act on every token (``gate.covers=all``) keep a share of the text.
+    The first block is the prompt. Later passes have ``step`` tokens, or one interval of the policy: with
+    ``schedule=steps:step`` all policies have equal passes. A budget keeps the cache's size (a share is a share of the
+    first block). Flags of gates that act on every token (``gate.covers=all``) keep a share of the text.
 
-    The kept share is a mean over the tokens after the first block: of the entries held after the token's pass, as a
-    share of the tokens seen by then. The bytes are those at the end. The tags ``nats@N`` and ``held@N`` are the means
-    over the ``bin`` tokens from N on, ``held@end`` is the share at the end. Within the model's context one token of 64
+    The kept share is a mean over the tokens after the first block: the cached share of all read tokens, after the
+    token's pass. The bytes are measured at the end. The tags ``nats@N`` and ``held@N`` are means of nats and kept share
+    over the ``bin`` tokens from N on; ``held@end`` is the share at the end. Within the model's context one token of 64
     is compared with a full cache (``kl``, ``same_top1``).
 
     Attributes:
         block: tokens of the first forward pass.
-        step: tokens of a later one, for policies without an interval.
-        tokens: tokens that are read of each book; None means all.
-        bin: tokens of a point of the curve; differences of policies are paired by these blocks too.
+        step: tokens of a later pass, for policies without an interval.
+        tokens: tokens that are read of each book. None: all.
+        bin: tokens of a point of the curve. Differences of policies are also paired by these blocks.
     """
 
-    block: Whole = 512
-    step: Whole = 64
-    tokens: Whole | None = None
-    bin: Whole = 1024
+    block: PositiveInt = 512
+    step: PositiveInt = 64
+    tokens: PositiveInt | None = None
+    bin: PositiveInt = 1024
 
     folder: ClassVar[str] = "pg19_style"
     unit: ClassVar[str] = "books"
@@ -118,11 +124,11 @@ class Stream(Documents):
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the books; see :meth:`ag.evaluate.tasks.Task.read`. No book is too long: `run` checks policies."""
         for book in self.documents(tokenizer, self.block, self.tokens):
-            yield book if book.right else "too short"
+            yield book if book.target_tokens else "too short"
 
     def length(self, sample: Sample) -> int:
         """Return the tokens of a book."""
-        return len(sample.prompt) + len(sample.right)
+        return len(sample.prompt) + len(sample.target_tokens)
 
     def run(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
@@ -130,25 +136,25 @@ class Stream(Documents):
         """Run policies over books; see :meth:`ag.evaluate.tasks.Task.run`."""
         longest = max(map(self.length, samples), default=0)
         context: int = model.config.get_text_config().max_position_embeddings  # type: ignore[operator, union-attr]
-        for one in policies:
-            self._check(one, attached_gates(model), longest, context)
+        for checked in policies:
+            self._check(checked, attached_gates(model), longest, context)
         device = next(model.parameters()).device
         compared = [policy("full")] if longest <= context else []
         for book in samples:
             caches = read_prompt(model, [*compared, *policies], torch.tensor([book.prompt], device=device))
-            full = self._read(model, *caches.pop(0), book)[2] if compared else None
+            full = self._score_stream(model, *caches.pop(0), book)[2] if compared else None
             for index in range(len(policies)):
-                cache, last = caches.pop(0)
+                cache, last_hidden = caches.pop(0)
                 start = time.perf_counter()
-                nats, held, likely = self._read(model, cache, last, book)
+                nats, kept_shares, log_probs = self._score_stream(model, cache, last_hidden, book)
                 seconds = time.perf_counter() - start
-                tags = {} if full is None else distance(full, likely)
+                tags = {} if full is None else distance(full, log_probs)
                 tags |= {"held@end": cache.kept_share()}
-                for name, values in (("nats", nats), ("held", held)):
-                    for number, part in enumerate(values.split(self.bin)):
-                        tags[f"{name}@{self.block + number * self.bin}"] = float(part.mean())
+                for name, values in (("nats", nats), ("held", kept_shares)):
+                    for number, values_of_bin in enumerate(values.split(self.bin)):
+                        tags[f"{name}@{self.block + number * self.bin}"] = float(values_of_bin.mean())
                 over = bool(cache.over_budget.any())
-                sizes = self.length(book), float(held.mean()), cache.nbytes
+                sizes = self.length(book), float(kept_shares.mean()), cache.nbytes
                 yield index, Outcome(book.id, float(nats.mean()), *sizes, seconds, tags, over)
 
     def _check(self, policy: Policy, attached: AttentionGates | None, longest: int, context: int) -> None:
@@ -170,28 +176,30 @@ class Stream(Documents):
             )
 
     @torch.no_grad()
-    def _read(
-        self, model: nn.Module, cache: EvictionCache, last: Tensor, book: Sample
+    def _score_stream(
+        self, model: nn.Module, cache: EvictionCache, last_hidden: Tensor, book: Sample
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Feed the rest of a book to a cache and score each token.
+        """Feed the remaining tokens of a book to a cache and score each token.
 
         Returns:
-            NLL of each token, and the share of the tokens seen that was held after its pass, ``[T]`` float32 on the
-            CPU; and the log-probabilities ``[N, V]`` at the first token and each :data:`COMPARED`-th after it.
+            NLL of each token, and the kept share after its pass, ``[T]`` float32 on the CPU; and the log-probabilities
+            ``[N, V]`` at the first token and each :data:`COMPARED`-th after it.
         """
-        nats, some, held = list[Tensor](), list[Tensor](), list[float]()
-        for part in torch.tensor(book.right, device=last.device).split(cache.policy.steps or self.step):
-            states = feed(model, cache, part[None])[0]
-            logits = lm_logits(model, torch.cat([last, states[:-1]])).float()
-            nats.append(F.cross_entropy(logits, part, reduction="none").cpu())
-            some.append(logits[-len(held) % COMPARED :: COMPARED].log_softmax(-1))
-            held += [cache.kept_share()] * len(part)
-            last = states[-1:]
-        return torch.cat(nats), torch.tensor(held), torch.cat(some)
+        nats, compared_log_probs, kept_shares = list[Tensor](), list[Tensor](), list[float]()
+        for tokens in torch.tensor(book.target_tokens, device=last_hidden.device).split(
+            cache.policy.steps or self.step
+        ):
+            states = feed(model, cache, tokens[None])[0]
+            logits = lm_logits(model, torch.cat([last_hidden, states[:-1]])).float()
+            nats.append(F.cross_entropy(logits, tokens, reduction="none").cpu())
+            compared_log_probs.append(logits[-len(kept_shares) % COMPARED :: COMPARED].log_softmax(-1))
+            kept_shares += [cache.kept_share()] * len(tokens)
+            last_hidden = states[-1:]
+        return torch.cat(nats), torch.tensor(kept_shares), torch.cat(compared_log_probs)
 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, number: int | None) -> list[int]:
-    """Return the first tokens of a text, start tokens included. A ``number`` of None means all."""
+    """Return the first ``number`` tokens of a text, including start tokens. None: all tokens."""
     part = text if number is None else text[: LETTERS * number]
     ids = start_tokens(tokenizer) + tokenize(tokenizer, [part])[0]
     if number is not None and len(ids) <= number and len(part) < len(text):

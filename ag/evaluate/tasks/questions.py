@@ -20,17 +20,17 @@ from ag.evaluate.tasks.base import PromptTask, Sample, Samples, Tags
 from ag.evaluate.tasks.follow import end_tokens, greedy, score
 
 FLOOR = 0.1
-SPARE = 8  # tokens by which an answer may be longer than the right one
+SPARE = 8  # tokens by which an answer may be longer than the longest right answer
 
 
-class Puzzle(NamedTuple):
+class TextSample(NamedTuple):
     """A sample before it is tokenised."""
 
-    context: str  # the text from which a policy evicts
-    question: str  # the text after it; its end may be the beginning of the answer
+    context: str  # the evicted text
+    question: str  # the text after the context; its end may be the beginning of the answer
     references: list[str]  # texts that the answer must contain
-    right: list[str]  # right answers, with the space that separates them from the question
-    parts: Sequence[Any] = ()  # data of a task that asks for several things at once, one for each
+    answers: list[str]  # right answers, with the space between question and answer
+    parts: Sequence[Any] = ()  # one entry for each thing that is asked for, if a task asks for several
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class QuestionTask(PromptTask):
 
     Attributes:
         question: ``after``: the context is read and evicted before the question is read. ``before``: the question is
-            the end of the prompt, so that a policy can use it.
+            the end of the prompt, where a policy can use it.
     """
 
     question: Literal["after", "before"] = "after"
 
-    #: Whether the model answers; else the score is 1 if each token of the right answer is the likeliest.
+    #: Whether the model answers. If not, the score is 1 if each token of the right answer is the likeliest.
     generates: ClassVar[bool] = True
 
     @abstractmethod
     def grade(self, text: str, sample: Sample) -> float:
         """Return the score of a generated answer."""
 
-    def stops(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[Collection[int], int]:
+    def end_conditions(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[Collection[int], int]:
         """Return the tokens that end an answer, and its smallest number of tokens."""
         return end_tokens(model, tokenizer.eos_token_id), 0
 
@@ -65,49 +65,73 @@ class QuestionTask(PromptTask):
 
     def reads_on(self, sample: Sample) -> bool:
         """Return whether tokens are read after the prompt; see :meth:`ag.evaluate.tasks.Task.reads_on`."""
-        return super().reads_on(sample if self.generates else replace(sample, most=0))
+        return super().reads_on(sample if self.generates else replace(sample, max_new_tokens=0))
 
-    def asked(
-        self, tokenizer: PreTrainedTokenizerBase, name: str, puzzle: Puzzle, tags: Tags, most: int | None = None
+    def tokenize_sample(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        text_sample: TextSample,
+        tags: Tags,
+        max_new_tokens: int | None = None,
     ) -> Sample:
-        """Tokenise a puzzle. A ``most`` of None means the tokens of the longest right answer, and 8 more."""
+        """Tokenise a sample. A ``max_new_tokens`` of None means the tokens of the longest right answer, and 8 more."""
         start = start_tokens(tokenizer)
-        whole = start + tokenize(tokenizer, [puzzle.context + puzzle.question])[0]
-        context = start + tokenize(tokenizer, [puzzle.context])[0]
-        prompt, question = (whole, []) if self.question == "before" else divided(context, whole)
-        right = tokenize_after(tokenizer, puzzle.right)
-        most = max(map(len, right)) + SPARE if most is None else most
-        tags = {**tags, "question": self.question}
-        asked = Sample(
-            name, prompt, question=question, answers=right, most=most, references=puzzle.references, tags=tags
+        context_and_question = start + tokenize(tokenizer, [text_sample.context + text_sample.question])[0]
+        context = start + tokenize(tokenizer, [text_sample.context])[0]
+        prompt, question = (
+            (context_and_question, []) if self.question == "before" else divided(context, context_and_question)
         )
-        return replace(asked, **self.details(tokenizer, puzzle, context))
+        answers = tokenize_after(tokenizer, text_sample.answers)
+        max_new_tokens = max(map(len, answers)) + SPARE if max_new_tokens is None else max_new_tokens
+        tags = {**tags, "question": self.question}
+        sample = Sample(
+            name,
+            prompt,
+            question=question,
+            answers=answers,
+            max_new_tokens=max_new_tokens,
+            references=text_sample.references,
+            tags=tags,
+        )
+        return replace(sample, **self.sample_fields(tokenizer, text_sample, context))
 
-    def details(self, tokenizer: PreTrainedTokenizerBase, puzzle: Puzzle, context: list[int]) -> dict[str, Any]:
-        """Return the fields in which a task's samples differ; ``context`` are the tokens of the context alone."""
+    def sample_fields(
+        self, tokenizer: PreTrainedTokenizerBase, text_sample: TextSample, context: list[int]
+    ) -> dict[str, Any]:
+        """Return further fields of a sample. ``context`` are the tokens of the context alone."""
         return {}
 
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: EvictionCache,
+        last_hidden: Tensor,
+        sample: Sample,
     ) -> tuple[float, Tags]:
         """Score the right answers, then let the model answer; see :meth:`ag.evaluate.tasks.base.PromptTask.answer`."""
-        tags, found = dict(sample.tags), []
-        for number, answer in enumerate(sample.answers, start=1):  # one by one, with memory for one more cache
+        tags, scored = dict(sample.tags), []
+        for number, answer in enumerate(sample.answers, start=1):  # one by one: memory for one more cache suffices
             used_up = not self.generates and number == len(sample.answers)
-            [(nats, likeliest)] = score(model, cache if used_up else copy.deepcopy(cache), last, [answer])
-            first = blanks(tokenizer, answer)
-            found.append((float(-nats[first:].mean()), likeliest[first:]))
-        if found:
-            nats_of, likeliest = min(found, key=lambda pair: pair[0])
+            [(nats, likeliest)] = score(model, cache if used_up else copy.deepcopy(cache), last_hidden, [answer])
+            first = num_blank_tokens(tokenizer, answer)
+            scored.append((float(-nats[first:].mean()), likeliest[first:]))
+        if scored:
+            nats_of, likeliest = min(scored, key=lambda pair: pair[0])
             tags |= {"nats": nats_of, "hits": float(likeliest.all())}
             if not self.generates:
                 return float(likeliest.all()), tags
-        stop, least = self.stops(model, tokenizer)
-        text = str(tokenizer.decode(greedy(model, cache, last, sample.most, stop, least), skip_special_tokens=True))
+        stop, min_new_tokens = self.end_conditions(model, tokenizer)
+        text = str(
+            tokenizer.decode(
+                greedy(model, cache, last_hidden, sample.max_new_tokens, stop, min_new_tokens), skip_special_tokens=True
+            )
+        )
         return self.grade(text, sample), {**tags, "answer": text}
 
 
-def blanks(tokenizer: PreTrainedTokenizerBase, answer: list[int]) -> int:
+def num_blank_tokens(tokenizer: PreTrainedTokenizerBase, answer: list[int]) -> int:
     """Return the number of tokens of an answer before its first word."""
     blank = itertools.takewhile(lambda token: not str(tokenizer.decode([token])).strip(), answer[:-1])
     return sum(1 for _ in blank)

@@ -1,4 +1,4 @@
-"""Tasks by name: a class each, and its options that differ from the defaults."""
+"""Tasks by name: the class of each task, and its options that differ from the defaults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BOOKS = {"haystack": "text", "digits": 5, "hint": False, "lengths": (512, 1024, 
 LONG = {"lengths": (4096,), "repeats": 500}
 NIAH = LONG | {"generate": 128, "key": "word"}
 SHORT = {"lengths": (768,), "repeats": 60}
-#: The thirteen of RULER.
+#: The thirteen tasks of RULER.
 RULER: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "niah_single_1": (ruler.Needles, NIAH),
     "niah_single_2": (ruler.Needles, NIAH | {"haystack": "text"}),
@@ -74,7 +74,7 @@ GROUPS = {
 
 
 def expand(names: Sequence[str]) -> list[str]:
-    """Return the tasks of names, groups and aliases, each once.
+    """Return the tasks of names, groups and aliases, without repetition.
 
     Raises:
         UserError: a name is unknown; the nearest one is suggested.
@@ -106,20 +106,20 @@ def make(name: str, root: str | None = None, **options: Any) -> Task:
     if name in GROUPS:
         raise UserError(f"Task {name!r} is a group of {', '.join(GROUPS[name])}; name one of them.")
     check_known(full, [*TASKS, *ALIASES], "task")
-    kind, defaults = TASKS[full]
-    check_part(full, kind, Task)
-    known = [f.name for f in fields(kind) if f.name not in ("name", "root")]
-    if "question" in options and "question" not in known:
+    task_class, defaults = TASKS[full]
+    check_part(full, task_class, Task)
+    option_names = [f.name for f in fields(task_class) if f.name not in ("name", "root")]
+    if "question" in options and "question" not in option_names:
         raise UserError(
             f"Task {name}: question={options['question']} needs a context with a question about it, and this task has "
             f"none; needles, RULER, LongBench, {', '.join(templates.WITH_CONTEXT)} have."
         )
-    types = get_type_hints(kind, include_extras=True)
+    types = get_type_hints(task_class, include_extras=True)
     for option, value in options.items():
-        check_known(option, known, f"option of task {name}")
+        check_known(option, option_names, f"option of task {name}")
         try:
             TypeAdapter(types[option]).validate_python(value, strict=True)
         except ValidationError as error:
             expected = error.errors()[0]["msg"].replace("Input should be", "expected")
             raise UserError(f"Task {name}: {option}={value!r}: {expected}.") from None
-    return kind(full, root, **defaults | options)
+    return task_class(full, root, **defaults | options)

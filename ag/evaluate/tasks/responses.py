@@ -17,27 +17,27 @@ from ag.config.recipes import load_config
 from ag.data.collate import Row
 from ag.engine import EvictionCache
 from ag.errors import UserError
-from ag.evaluate.tasks.base import LeftOut, Loaded, PromptTask, Sample, Tags, Whole
+from ag.evaluate.tasks.base import LeftOut, Loaded, PositiveInt, PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import score
 
 
 @dataclass(frozen=True)
 class Responses(PromptTask):
-    """The validation rows of a run, or windows of plain documents; the score is that of the right response.
+    """The validation rows of a run, or windows of plain documents. The score is the right response's NLL per token.
 
-    The tag ``tokens`` is the number of its tokens; ``accuracy``, of multiple-choice questions, is 1 if the right answer
-    is the likeliest. A row has at most ``data.max_length`` tokens, or ``data.prompt_max + data.continuation``
-    where that is more; a longer prompt loses its left part.
+    The tag ``tokens`` is the number of its tokens. The tag ``accuracy`` of multiple-choice questions is 1 if the right
+    answer is the likeliest. A row has at most ``max(data.max_length, data.prompt_max + data.continuation)`` tokens; a
+    longer prompt loses its left part.
 
     Attributes:
-        run_folder: a run of ag.fit; None means plain documents in ``root``, or in ``root/documents``.
-        prompt: tokens of each prompt, instead of the run's (plain documents).
-        continuation: tokens scored after it, instead of the run's (plain documents).
+        run_folder: a run of ag.fit. None: plain documents in ``root``, or in ``root/documents``.
+        prompt: tokens of each prompt of plain documents. None: the run's number.
+        continuation: tokens scored after each prompt of plain documents. None: the run's number.
     """
 
     run_folder: str | None = None
-    prompt: Whole | None = None
-    continuation: Whole | None = None
+    prompt: PositiveInt | None = None
+    continuation: PositiveInt | None = None
 
     metric: ClassVar[str] = "nats per token"
     higher_is_better: ClassVar[bool] = False
@@ -80,24 +80,24 @@ class Responses(PromptTask):
         return recipe
 
     def identity(self) -> dict[str, Any]:
-        """Return the name, and the data settings of the run; the path of the run does not count."""
+        """Return the name, and the data settings of the run. The path of the run does not count."""
         recipe = self.recipe()
         return {"name": self.name, "data": asdict(recipe.data), "seed": recipe.seed}
 
     def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
-        """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. A limit of None means the run's number.
+        """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. A limit of None: the run's number.
 
         Raises:
-            UserError: when the limit reaches into the rows that the run trains on, or as ``Task.load`` says.
+            UserError: the limit reaches into the rows that the run trains on, or see ``Task.load``.
         """
         recipe = self.recipe()
-        own, recipe.data.val_samples = recipe.data.val_samples, limit or recipe.data.val_samples
+        run_samples, recipe.data.val_samples = recipe.data.val_samples, limit or recipe.data.val_samples
         rows = data.build(recipe, tokenizer, max_tokens)
-        if own is not None and rows.counts.held_out > own:
+        if run_samples is not None and rows.counts.held_out > run_samples:
             raise UserError(
-                f"samples={limit}: expected at most {own}, as the run holds out its first {own} training rows "
-                f"(data.val_samples) and trains on the others; give samples={own}, or root=FOLDER with a validation "
-                "split."
+                f"samples={limit}: expected at most {run_samples}, as the run holds out its first {run_samples} "
+                f"training rows (data.val_samples) and trains on the others; give samples={run_samples}, or "
+                "root=FOLDER with a validation split."
             )
         samples = [of_rows(f"{number}", group) for number, group in enumerate(rows.val_rows)]
         return Loaded(samples, too_short=rows.counts.validation.skipped)
@@ -107,21 +107,26 @@ class Responses(PromptTask):
         yield from self.load(tokenizer, None, max_tokens).samples
 
     def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Sample
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: EvictionCache,
+        last_hidden: Tensor,
+        sample: Sample,
     ) -> tuple[float, Tags]:
         """Return the mean negative log-likelihood of the right response."""
-        found = [-nats for nats, _ in score(model, cache, last, sample.answers)]
-        tags: dict[str, Any] = {"tokens": len(sample.right)}
-        if len(found) > 1:
-            sums = [float(nats.sum()) for nats in found]
+        losses = [-nats for nats, _ in score(model, cache, last_hidden, sample.answers)]
+        tags: dict[str, Any] = {"tokens": len(sample.target_tokens)}
+        if len(losses) > 1:
+            sums = [float(nats.sum()) for nats in losses]
             tags["accuracy"] = float(sums.index(min(sums)) == sample.target)
-        return float(found[sample.target].mean()), tags
+        return float(losses[sample.target].mean()), tags
 
 
 def of_rows(name: str, rows: Sequence[Row]) -> Sample:
-    """Return the sample of a row, or of the rows of a question, with the shortest of their prompts.
+    """Return the sample of a row, or of the rows of a question, with their shortest prompt.
 
-    If prompts were cut to fit a row, the one before the longest answer is the shortest.
+    If prompts were cut to fit a row, the prompt before the longest answer is the shortest.
     """
     shortest = min(rows, key=lambda row: row.response_start)
     prompt, question = np.split(shortest.tokens[: shortest.response_start], [shortest.prompt_length or 0])
@@ -131,7 +136,7 @@ def of_rows(name: str, rows: Sequence[Row]) -> Sample:
 
 
 def _end(row: Row) -> int:
-    """Return the end of the response; in a chat that is the end of the assistant's first turn."""
+    """Return the end of the response. In a chat it is the end of the assistant's first turn."""
     if row.loss is None:
         return len(row.tokens)
     after = np.flatnonzero(~row.loss[row.response_start :])

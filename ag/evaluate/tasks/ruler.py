@@ -1,6 +1,6 @@
 """Questions about contexts that are generated at any length: RULER's thirteen tasks, and needles.
 
-A context has as many units (sentences, words, documents) as fit its length. The definitions follow RULER
+A context is filled with units (sentences, words, documents) up to its length. The definitions follow RULER
 (https://arxiv.org/abs/2404.06654); the wording is our own. A sample depends only on the task's options, the seed, the
 length, its number and the tokenizer.
 """
@@ -25,9 +25,9 @@ from transformers import PreTrainedTokenizerBase
 from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.data.sources import DataError, Record, check_fields
 from ag.errors import UserError, require
-from ag.evaluate.tasks.base import LeftOut, Sample, Tags, Whole, Wholes
+from ag.evaluate.tasks.base import LeftOut, PositiveInt, PositiveInts, Sample, Tags
 from ag.evaluate.tasks.held_out import held_out, held_out_texts
-from ag.evaluate.tasks.questions import SPARE, Puzzle, QuestionTask, share_named
+from ag.evaluate.tasks.questions import SPARE, QuestionTask, TextSample, share_named
 
 NOISE = (
     "The street is quiet this morning.",
@@ -36,11 +36,11 @@ NOISE = (
     "Somebody opens a window and closes it again.",
     "Nothing else happens.",
 )
-BOOKS, LETTERS = 32, 400_000  # number of texts from which haystacks are cut, and characters read of each
+BOOKS, LETTERS = 32, 400_000  # number of texts for haystacks, and characters read of each
 PROBE = 16  # units of the first step of the search for the largest size
-DEPTHS = 40  # evenly spaced places in a text, from which those of needles are drawn
+NUM_DEPTHS = 40  # number of evenly spaced places in a text; needles are put at some of them
 EXAMPLE = 500  # tokens of the solved example of variables; at most a quarter of the length
-SHORT = 4096  # tokens below which lists of common words repeat their words less often
+SHORT = 4096  # lists of common words below this number of tokens repeat their words less often
 COMMON = 10  # number of common words in an answer
 DOTS = "..."  # the most frequent "word" of a coded text, which no answer has
 SOURCES = {"qa_1": ("rajpurkar/squad_v2", "squad_v2", None), "qa_2": ("hotpotqa/hotpot_qa", "hotpot_qa", "distractor")}
@@ -49,14 +49,14 @@ ONLY = "Answer the question based on the given documents. Give only the answer, 
 
 
 class Variant(NamedTuple):
-    """The place of a sample in the grid."""
+    """Length, depth and number of a sample."""
 
     length: int  # tokens
-    depth: float | None  # of the needle, 0 to 1; None means anywhere
-    repeat: int  # number of the sample among those of one length and depth, from 0
+    depth: float | None  # of the needle, 0 to 1; None: anywhere
+    repeat: int  # number of the sample within its length and depth, from 0
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """The depth in words."""
         return "spread" if self.depth is None else f"{self.depth:g}"
 
@@ -66,45 +66,45 @@ class Generated(QuestionTask):
     """A task whose contexts are generated.
 
     Attributes:
-        lengths: tokens of context and question; a sample lacks less than a unit (a sentence, a word, a document).
+        lengths: tokens of context and question. A sample lacks less than one unit (sentence, word, document).
         repeats: samples of each length (and depth); ``limit`` cuts the last repeats.
         seed: seed of the generator.
-        generate: tokens of the answer, which count in the length, as in RULER. None means the tokens of the right
-            answer and 8 more, which do not count in the length.
+        generate: tokens of the answer, which count in the length, as in RULER. None: the tokens of the right answer and
+            8 more, which do not count in the length.
     """
 
-    lengths: Wholes = (1024, 2048, 4096)
-    repeats: Whole = 5
+    lengths: PositiveInts = (1024, 2048, 4096)
+    repeats: PositiveInt = 5
     seed: int = 0
-    generate: Whole | None = None
+    generate: PositiveInt | None = None
 
     metric: ClassVar[str] = "recall"
     unit: ClassVar[str] = "contexts"
-    #: Units of the shortest context.
-    least: ClassVar[int] = 1
+    #: Smallest number of units of a context.
+    min_units: ClassVar[int] = 1
 
     @property
     def series(self) -> str:
-        """Name of the samples: tasks with the same name have the same samples."""
+        """Name of the samples. Tasks with equal names have equal samples."""
         return self.name
 
     @abstractmethod
-    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
         """Return the sample whose context has ``size`` units.
 
         Args:
-            rng: random numbers of this sample, the same for every size; the question is drawn before the filler.
+            rng: random numbers of this sample, equal for every size. The question is drawn before the filler.
             material: result of :meth:`material`.
-            variant: place of the sample in the grid.
+            variant: length, depth and number of the sample.
             size: number of units.
         """
 
     def material(self, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """Return the data from which all samples are made."""
+        """Return the data of all samples."""
         return None
 
-    def most_units(self, material: Any, variant: Variant) -> int | None:
-        """Return the largest number of units of a sample; None means any number."""
+    def max_units(self, material: Any, variant: Variant) -> int | None:
+        """Return the largest number of units of a sample. None: any number."""
         return None
 
     def cells(self) -> Iterator[tuple[int, float | None]]:
@@ -125,34 +125,38 @@ class Generated(QuestionTask):
                 yield "too long"
                 continue
             tags: Tags = {"length": length, "repeat": repeat} | ({} if depth is None else {"depth": depth})
-            asked = self.asked(tokenizer, f"{length}-{variant.where}-{repeat}", fitted, tags, self.generate)
-            yield asked if asked.tokens <= max_tokens else "too long"
+            sample = self.tokenize_sample(
+                tokenizer, f"{length}-{variant.location}-{repeat}", fitted, tags, self.generate
+            )
+            yield sample if sample.tokens <= max_tokens else "too long"
 
     def _fit(
         self, tokenizer: PreTrainedTokenizerBase, material: Any, variant: Variant, max_tokens: int
-    ) -> Puzzle | None:
-        """Return the largest sample of a length; None means that length and answer do not fit the model."""
+    ) -> TextSample | None:
+        """Return the largest sample of a length. None: length and answer do not fit the model."""
 
-        def build(size: int) -> Puzzle:
-            rng = random.Random(f"{self.seed}/{self.series}/{variant.length}/{variant.where}/{variant.repeat}")
+        def build(size: int) -> TextSample:
+            rng = random.Random(f"{self.seed}/{self.series}/{variant.length}/{variant.location}/{variant.repeat}")
             return self.build(rng, material, variant, size)
 
         def tokens(size: int) -> int:
-            puzzle = build(size)
-            return len(start_tokens(tokenizer)) + len(tokenize(tokenizer, [puzzle.context + puzzle.question])[0])
+            text_sample = build(size)
+            return len(start_tokens(tokenizer)) + len(
+                tokenize(tokenizer, [text_sample.context + text_sample.question])[0]
+            )
 
-        beside = 0
+        num_answer = 0
         if self.generate is None:
-            beside = max(map(len, tokenize_after(tokenizer, build(self.least).right))) + SPARE
-        if variant.length + beside > max_tokens:
+            num_answer = max(map(len, tokenize_after(tokenizer, build(self.min_units).answers))) + SPARE
+        if variant.length + num_answer > max_tokens:
             return None
         room = variant.length - (self.generate or 0)
-        size = largest(tokens, room, self.least, self.most_units(material, variant))
+        size = largest(tokens, room, self.min_units, self.max_units(material, variant))
         if size is None:
             answer = f" beside {self.generate} tokens of answer" if self.generate else ""
             raise UserError(
                 f"Task {self.name}: lengths={variant.length} has no room for context and question{answer}: the "
-                f"shortest has {tokens(self.least)} tokens; give more."
+                f"shortest has {tokens(self.min_units)} tokens; give more."
             )
         return build(size)
 
@@ -163,8 +167,7 @@ class Haystack(Generated):
 
     Attributes:
         haystack: ``text``: real text; ``noise``: a filler of five sentences.
-        data: where texts come from: hub id, or folder under ``root``; None means PG-19 on the hub, ``pg19_style`` in a
-            root.
+        data: source of the texts: hub id, or folder under ``root``. None: PG-19 on the hub, ``pg19_style`` in a root.
         text_field: the field that holds a text.
     """
 
@@ -173,40 +176,40 @@ class Haystack(Generated):
     text_field: str = "text"
 
     def material(self, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """Return the sentences of each text; None means the filler."""
+        """Return the sentences of each text. None: the filler."""
         if self.haystack != "text":
             return None
         rows = held_out(self, self.data or "emozilla/pg19-test", self.data or "pg19_style", ("test", "validation"))
-        found = []
+        texts = []
         for text in itertools.islice(held_out_texts(rows, self.text_field), BOOKS):
             parts = re.split(r"(?<=[.!?])\s+", " ".join(text[:LETTERS].split()))
-            found.append(parts[:-1] if len(text) > LETTERS else parts)
-        found = [parts for parts in found if any(parts)]
-        if not found:
+            texts.append(parts[:-1] if len(text) > LETTERS else parts)
+        texts = [parts for parts in texts if any(parts)]
+        if not texts:
             raise UserError(f"Task {self.name}: {rows[1]} has no text to hide a needle in.")
-        return found
+        return texts
 
 
 @dataclass(frozen=True)
 class Needles(Haystack):
-    """Keys with secret values; the score is the share of the values of the asked keys that the answer names.
+    """Keys with secret values. The score is the share of the asked keys' values that the answer names.
 
     Attributes:
         haystack: ``noise``: a filler of five sentences; ``text``: real text; ``needles``: facts about other keys.
-        keys: number of keys in the haystack, those of the question included.
+        keys: number of keys in the haystack, including the keys of the question.
         values: number of values of each key.
         queries: number of keys in the question.
         key: kind of the keys: ``noun``, ``word`` (adjective and noun) or ``uuid``.
         value: kind of the values: ``number`` or ``uuid``.
         digits: digits of a number.
-        depths: places of the first needle: 0 is the start of the haystack, 1 its end; None means anywhere.
+        depths: places of the first needle: 0 is the start of the haystack, 1 its end. None: anywhere.
         hint: announce the needles before the haystack.
     """
 
     haystack: Literal["noise", "text", "needles"] = "noise"
-    keys: Whole = 1
-    values: Whole = 1
-    queries: Whole = 1
+    keys: PositiveInt = 1
+    values: PositiveInt = 1
+    queries: PositiveInt = 1
     key: Literal["noun", "word", "uuid"] = "noun"
     value: Literal["number", "uuid"] = "number"
     digits: Digits = 7
@@ -216,10 +219,10 @@ class Needles(Haystack):
     unit: ClassVar[str] = "haystacks"
 
     def __post_init__(self) -> None:
-        """Check that there are enough keys and values to draw different ones."""
-        # other needles have a key that none of these have
-        most = len(NOUNS) - (self.haystack == "needles") if self.key == "noun" else 10_000
-        require(self, "keys", self.keys <= most, f"1 to {most}")
+        """Check that there are enough different keys and values."""
+        # needles of the haystack have further keys
+        max_keys = len(NOUNS) - (self.haystack == "needles") if self.key == "noun" else 10_000
+        require(self, "keys", self.keys <= max_keys, f"1 to {max_keys}")
         require(self, "queries", self.queries <= self.keys, f"1 to keys={self.keys}")
         drawn, numbers = self.keys * self.values, 9 * 10 ** (self.digits - 1)
         enough = f"enough for keys * values = {drawn} different numbers, and not {numbers}: give more digits"
@@ -229,25 +232,31 @@ class Needles(Haystack):
         """Return each (length, depth)."""
         return itertools.product(self.lengths, [None] if self.depths is None else self.depths)
 
-    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
         """Draw keys, values and places, then the hay; see :meth:`Generated.build`."""
         keys = draw_distinct(lambda: KEYS[self.key](rng), self.keys)
         values = draw_distinct(lambda: VALUES[self.value](rng, self.digits), self.keys * self.values)
-        owned = [values[i * self.values : (i + 1) * self.values] for i in range(self.keys)]
+        values_by_key = [values[i * self.values : (i + 1) * self.values] for i in range(self.keys)]
         end = "\n" if self.haystack == "needles" else ""
-        needles = [self.needle(key, value) + end for key, mine in zip(keys, owned, strict=True) for value in mine]
+        needles = [
+            self.needle(key, value) + end
+            for key, key_values in zip(keys, values_by_key, strict=True)
+            for value in key_values
+        ]
         spread = self.haystack == "text" and variant.depth is None
-        fractions = places(rng, len(needles)) if spread else [rng.random() for _ in needles]
+        fractions = sample_depths(rng, len(needles)) if spread else [rng.random() for _ in needles]
         if variant.depth is not None:
             fractions[0] = variant.depth
-        hay, taken = stretch(rng, material, size) if self.haystack != "needles" else [], set(keys)
+        hay, taken = sample_sentences(rng, material, size) if self.haystack != "needles" else [], set(keys)
         while len(hay) < size:
             if (key := KEYS[self.key](rng)) not in taken:
                 hay.append(self.needle(key, VALUES[self.value](rng, self.digits)) + end)
         intro = f"{self.intro()}\n\n" if self.hint else ""
-        references = [value for mine in owned[: self.queries] for value in mine]
+        references = [value for key_values in values_by_key[: self.queries] for value in key_values]
         question = f"\n\n{self.ask(keys[: self.queries])}"
-        return Puzzle(intro + join(hide(hay, needles, fractions)), question, references, [" " + ", ".join(references)])
+        return TextSample(
+            intro + join(insert_needles(hay, needles, fractions)), question, references, [" " + ", ".join(references)]
+        )
 
     def needle(self, key: str, value: str) -> str:
         """Return the sentence with a value of a key."""
@@ -269,8 +278,8 @@ class Needles(Haystack):
             subject = f"secret {self._noun} of {owners}"
             return f"Question: What is the {subject}?\nAnswer: The {subject} is"
         subject = f"secret {self._noun}s of {owners}"
-        many = f"all {self.values} " if self.values > 1 else "the "
-        return f"Question: What are {many}{subject}?\nAnswer: The {subject} are"
+        count_text = f"all {self.values} " if self.values > 1 else "the "
+        return f"Question: What are {count_text}{subject}?\nAnswer: The {subject} are"
 
     @property
     def _noun(self) -> str:
@@ -279,7 +288,7 @@ class Needles(Haystack):
 
 @dataclass(frozen=True)
 class OneNeedle(Needles):
-    """One value of one key is asked; the first value in the answer must be the right one."""
+    """One value of one key is asked. The first value in the answer must be right."""
 
     values: Literal[1] = 1
     queries: Literal[1] = 1
@@ -287,16 +296,16 @@ class OneNeedle(Needles):
     metric: ClassVar[str] = "exact match"
 
     def grade(self, text: str, sample: Sample) -> float:
-        """Return 1.0 if the first value in the text is the right one."""
+        """Return 1.0 if the first value in the text is right."""
         pattern = r"\d+" if self.value == "number" else r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
         return float(re.findall(pattern, text)[:1] == sample.references)
 
 
 @dataclass(frozen=True)
 class ExactNeedle(OneNeedle):
-    """The same without generation: right if each token of the answer is the likeliest.
+    """One value of one key without generation: right if each token of the answer is the likeliest.
 
-    The score is that of greedy decoding of the answer, in a small part of the time.
+    Greedy decoding of the answer has this score, but takes much longer.
     """
 
     generates: ClassVar[bool] = False
@@ -304,16 +313,16 @@ class ExactNeedle(OneNeedle):
 
 @dataclass(frozen=True)
 class Variables(Generated):
-    """Variables are set to a number or to each other; the score is the named share of those that have the number.
+    """Variables are set to a number or to each other. The score is the named share of the variables with the number.
 
     Attributes:
-        chains: number of values; one of them is asked.
+        chains: number of values. One value is asked for.
         hops: number of variables that each value is copied to.
-        example: whether a solved sample, with shorter names, comes first.
+        example: whether a solved sample, with shorter names, is put first.
     """
 
-    chains: Whole = 2
-    hops: Whole = 3
+    chains: PositiveInt = 2
+    hops: PositiveInt = 3
     example: bool = False
 
     def material(self, tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
@@ -322,56 +331,56 @@ class Variables(Generated):
             return {}
 
         def tokens(size: int) -> int:
-            return len(tokenize(tokenizer, [solved(self._puzzle(random.Random(0), 3, size))])[0])
+            return len(tokenize(tokenizer, [solved(self._text_sample(random.Random(0), 3, size))])[0])
 
         return {n: largest(tokens, min(EXAMPLE, n // 4), 0) or 0 for n in self.lengths}
 
-    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
         """Draw the example, the chains and their places; see :meth:`Generated.build`."""
-        before = f"{solved(self._puzzle(rng, 3, material[variant.length]))}\n\n" if self.example else ""
-        puzzle = self._puzzle(rng, 5, size)
-        return puzzle._replace(context=before + puzzle.context)
+        example = f"{solved(self._text_sample(rng, 3, material[variant.length]))}\n\n" if self.example else ""
+        text_sample = self._text_sample(rng, 5, size)
+        return text_sample._replace(context=example + text_sample.context)
 
-    def _puzzle(self, rng: random.Random, letters: int, size: int) -> Puzzle:
+    def _text_sample(self, rng: random.Random, letters: int, size: int) -> TextSample:
         length = self.hops + 1
         values = draw_distinct(lambda: number(rng, 5), self.chains)
         names = draw_distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)), self.chains * length)
         chains = [names[i * length : (i + 1) * length] for i in range(self.chains)]
-        needles = interleave(rng, [assignments(*one) for one in zip(chains, values, strict=True)])
+        needles = interleave(rng, [assignments(*chain) for chain in zip(chains, values, strict=True)])
         fractions = sorted(rng.random() for _ in needles)
         intro = "The following text sets variables to numbers and to each other. Keep track of them."
-        asked = f"Question: Which {length} variables have the value {values[0]}?"
+        question = f"Question: Which {length} variables have the value {values[0]}?"
         lead = f"Answer: {length} variables have the value {values[0]}, they are:"
-        context = f"{intro}\n\n{join(hide(noise(size), needles, fractions))}"
-        return Puzzle(context, f"\n\n{asked}\n{lead}", chains[0], [" " + ", ".join(chains[0])])
+        context = f"{intro}\n\n{join(insert_needles(noise(size), needles, fractions))}"
+        return TextSample(context, f"\n\n{question}\n{lead}", chains[0], [" " + ", ".join(chains[0])])
 
 
 @dataclass(frozen=True)
 class CommonWords(Generated):
-    """A numbered list with ten words 30 times and all others 3 times, after a solved example.
+    """A numbered list with ten words 30 times each and further words 3 times, after a solved example.
 
-    Samples below 4,096 tokens have them 6 times and once.
+    Below 4,096 tokens the ten words occur 6 times, further words once.
     """
 
     unit: ClassVar[str] = "lists"
 
-    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
-        """Draw the example and the words; ``size`` of them are uncommon; see :meth:`Generated.build`."""
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
+        """Draw the example and the words, ``size`` of them uncommon; see :meth:`Generated.build`."""
         short = variant.length < SHORT
-        example = self._puzzle(rng, (20 if short else 40) - COMMON, (3, 1) if short else (10, 3))
-        puzzle = self._puzzle(rng, size, (6, 1) if short else (30, 3))
-        return puzzle._replace(context=f"{solved(example)}\n\n{puzzle.context}")
+        example = self._text_sample(rng, (20 if short else 40) - COMMON, (3, 1) if short else (10, 3))
+        text_sample = self._text_sample(rng, size, (6, 1) if short else (30, 3))
+        return text_sample._replace(context=f"{solved(example)}\n\n{text_sample.context}")
 
-    def _puzzle(self, rng: random.Random, uncommon: int, times: tuple[int, int]) -> Puzzle:
+    def _text_sample(self, rng: random.Random, uncommon: int, times: tuple[int, int]) -> TextSample:
         rng = random.Random(rng.random())  # the number of words must not change later draws
         words = shuffled_words(rng, COMMON + uncommon)
-        asked, others = words[:COMMON], words[COMMON:]
-        entries = asked * times[0] + others * times[1]
+        common, uncommon_words = words[:COMMON], words[COMMON:]
+        entries = common * times[0] + uncommon_words * times[1]
         rng.shuffle(entries)
         intro = "In the following numbered list some words stand more often than others. Remember those that do."
         question = f"Question: Which {COMMON} words stand most often in the list?"
         lead = f"Answer: The {COMMON} words that stand most often in the list are:"
-        return Puzzle(f"{intro}\n{numbered(entries)}", f"\n{question}\n{lead}", asked, [" " + numbered(asked)])
+        return TextSample(f"{intro}\n{numbered(entries)}", f"\n{question}\n{lead}", common, [" " + numbered(common)])
 
 
 @dataclass(frozen=True)
@@ -379,9 +388,9 @@ class FrequentWords(Generated):
     """Coded words with the frequencies of a zeta distribution; the three most frequent after the dots are asked."""
 
     unit: ClassVar[str] = "coded texts"
-    least: ClassVar[int] = 56  # from which on the fourth rank is more frequent than the fifth
+    min_units: ClassVar[int] = 56  # from this size on the fourth rank is more frequent than the fifth
 
-    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
         """Draw the words, and give each its share of ``size``; see :meth:`Generated.build`."""
         vocabulary = max(4, (variant.length - (self.generate or 0)) // 50)
         words = draw_distinct(lambda: "".join(rng.choices(string.ascii_lowercase, k=6)), vocabulary - 1)
@@ -392,16 +401,16 @@ class FrequentWords(Generated):
         question = "Question: Which are the three most frequent coded words in the text, the dots left out?"
         lead = "Answer: The three most frequent coded words are:"
         right = " " + ", ".join(words[:3])
-        return Puzzle(f"{intro}\n\n{' '.join(text)}", f"\n\n{question}\n{lead}", words[:3], [right])
+        return TextSample(f"{intro}\n\n{' '.join(text)}", f"\n\n{question}\n{lead}", words[:3], [right])
 
 
 class Item(NamedTuple):
     """A question about some of the documents."""
 
     question: str
-    answers: list[str]  # all annotated ones
+    answers: list[str]  # all annotated answers
     gold: list[int]  # indices of the documents with the answer
-    near: list[int]  # of other documents of the same article, which are drawn first
+    same_article: list[int]  # of further documents of the article, which are drawn first
 
 
 class Corpus(NamedTuple):
@@ -413,39 +422,39 @@ class Corpus(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentQA(Generated):
-    """A question whose documents stand among as many others as fit; right if the answer names an annotated one."""
+    """A question whose documents stand among other documents. Right if the answer names an annotated answer."""
 
     unit: ClassVar[str] = "questions"
-    least: ClassVar[int] = 0
+    min_units: ClassVar[int] = 0
 
     @property
     def first(self) -> int:
-        """Number of the first question, behind those of smaller seeds."""
+        """Number of the first question, after the questions of smaller seeds."""
         return self.seed * self.repeats
 
     def identity(self) -> dict[str, Any]:
-        """Return the options, and the first question of seeds above 0, which once began elsewhere."""
+        """Return the options, and the first question for seeds above 0, whose first question once was another."""
         return super().identity() | ({"first": self.first} if self.seed else {})
 
     def material(self, tokenizer: PreTrainedTokenizerBase) -> Corpus:
         """Read all questions and documents."""
         hub, folder, subset = SOURCES[self.name]
-        _, where, rows = held_out(self, hub, folder, ("validation",), subset)
-        corpus = (squad if self.name == "qa_1" else hotpot)(rows, where)
+        _, location, rows = held_out(self, hub, folder, ("validation",), subset)
+        corpus = (squad if self.name == "qa_1" else hotpot)(rows, location)
         if not corpus.items:
-            raise UserError(f"Task {self.name}: {where} has no question with an answer.")
+            raise UserError(f"Task {self.name}: {location} has no question with an answer.")
         return corpus
 
-    def most_units(self, material: Any, variant: Variant) -> int:
-        """Return the number of documents that are not the question's own."""
+    def max_units(self, material: Any, variant: Variant) -> int:
+        """Return the number of documents without the question's own."""
         return len(material.documents) - len(self._item(material, variant).gold)
 
-    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
         """Draw ``size`` other documents and shuffle all; see :meth:`Generated.build`."""
         item = self._item(material, variant)
-        near = list(item.near)
-        rng.shuffle(near)
-        draws, chosen = random.Random(rng.random()), dict.fromkeys(item.gold + near[:size])
+        same_article = list(item.same_article)
+        rng.shuffle(same_article)
+        draws, chosen = random.Random(rng.random()), dict.fromkeys(item.gold + same_article[:size])
         while len(chosen) < len(item.gold) + size:
             chosen[draws.randrange(len(material.documents))] = None
         order = list(chosen)
@@ -453,7 +462,7 @@ class DocumentQA(Generated):
         listed = [f"Document {i}:\n{material.documents[index]}" for i, index in enumerate(order, start=1)]
         context = f"{ONLY}\n\nThe following are given documents.\n\n" + "\n\n".join(listed)
         right = [f" {answer}" for answer in item.answers]
-        return Puzzle(context, f"\n\n{ONLY}\n\nQuestion: {item.question}\nAnswer:", item.answers, right)
+        return TextSample(context, f"\n\n{ONLY}\n\nQuestion: {item.question}\nAnswer:", item.answers, right)
 
     def grade(self, text: str, sample: Sample) -> float:
         """Return 1.0 if the text contains an answer: RULER's ``string_match_part``."""
@@ -463,50 +472,52 @@ class DocumentQA(Generated):
         return material.items[(self.first + variant.repeat) % len(material.items)]
 
 
-def squad(rows: Iterable[Record], where: str) -> Corpus:
-    """Read SQuAD without its unanswerable questions; their paragraphs stay."""
+def squad(rows: Iterable[Record], location: str) -> Corpus:
+    """Read SQuAD without its unanswerable questions, but with their paragraphs."""
     documents: dict[str, int] = {}
     articles: dict[str, list[int]] = {}
-    asked: list[tuple[str, list[str], int, str]] = []
+    questions: list[tuple[str, list[str], int, str]] = []
     fields: dict[str, type | tuple[type, ...]] = {"title": str, "context": str, "question": str, "answers": dict}
     for row_number, row in enumerate(rows, start=1):
-        check_fields(row, fields, f"{where} row {row_number}")
+        check_fields(row, fields, f"{location} row {row_number}")
         index = documents.setdefault(row["context"], len(documents))
         if index not in articles.setdefault(row["title"], []):
             articles[row["title"]].append(index)
         answers = list(dict.fromkeys(row["answers"].get("text", [])))
         if answers:
-            asked.append((row["question"], answers, index, row["title"]))
-    items = [Item(q, answers, [i], [other for other in articles[t] if other != i]) for q, answers, i, t in asked]
+            questions.append((row["question"], answers, index, row["title"]))
+    items = [Item(q, answers, [i], [other for other in articles[t] if other != i]) for q, answers, i, t in questions]
     return Corpus(list(documents), items)
 
 
-def hotpot(rows: Iterable[Record], where: str) -> Corpus:
-    """Read HotpotQA with its distractors; all paragraphs of a question are its own."""
+def hotpot(rows: Iterable[Record], location: str) -> Corpus:
+    """Read HotpotQA with its distractors. All paragraphs of a question are its own."""
     documents: dict[str, int] = {}
     items = []
     for row_number, row in enumerate(rows, start=1):
-        at = f"{where} row {row_number}"
-        check_fields(row, {"question": str, "answer": str, "context": dict}, at)
+        row_location = f"{location} row {row_number}"
+        check_fields(row, {"question": str, "answer": str, "context": dict}, row_location)
         try:
             paired = list(zip(row["context"]["title"], row["context"]["sentences"], strict=True))
             texts = [f"{title}\n{''.join(sentences)}" for title, sentences in paired]
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{at}: context has no titles with sentences, as on the hub: {error!r}") from error
+            raise DataError(
+                f"{row_location}: context has no titles with sentences, as on the hub: {error!r}"
+            ) from error
         gold = [documents.setdefault(text, len(documents)) for text in texts]
         items.append(Item(row["question"], [row["answer"]], list(dict.fromkeys(gold)), []))
     return Corpus(list(documents), items)
 
 
 def largest(tokens: Callable[[int], int], room: int, low: int, high: int | None = None) -> int | None:
-    """Return the largest size from ``low`` to ``high`` whose tokens fit; None if no size does.
+    """Return the largest size from ``low`` to ``high`` whose tokens fit. None: no size fits.
 
     Sizes are tried by the secant rule, and after 16 steps by bisection.
     """
     at_low = tokens(low)
     if at_low > room:
         return None
-    over = None if high is None else high + 1  # the smallest size that is known not to fit
+    over = None if high is None else high + 1  # the smallest size that did not fit
     step, tried = PROBE, 0
     while over is None or over - low > 1:
         size = low + step
@@ -523,31 +534,31 @@ def largest(tokens: Callable[[int], int], room: int, low: int, high: int | None 
     return low
 
 
-def stretch(rng: random.Random, texts: Sequence[Sequence[str]] | None, many: int) -> list[str]:
-    """Return ``many`` sentences from a random place of a random text on; of the filler if ``texts`` is None."""
+def sample_sentences(rng: random.Random, texts: Sequence[Sequence[str]] | None, count: int) -> list[str]:
+    """Return ``count`` sentences from a random place of a random text. ``texts`` of None: from the filler."""
     if texts is None:
-        return noise(many)
+        return noise(count)
     text = rng.choice(texts)
     first = rng.randrange(len(text))
-    return [text[(first + i) % len(text)] for i in range(many)]
+    return [text[(first + i) % len(text)] for i in range(count)]
 
 
-def places(rng: random.Random, many: int) -> list[float]:
-    """Draw fractions of a text: different ones of 40 evenly spaced ones; more than 40 anywhere."""
-    if many > DEPTHS:
-        return [rng.random() for _ in range(many)]
-    return [place / (DEPTHS - 1) for place in rng.sample(range(DEPTHS), many)]
+def sample_depths(rng: random.Random, count: int) -> list[float]:
+    """Draw fractions of a text: different fractions of 40 evenly spaced ones, or any if more than 40 are drawn."""
+    if count > NUM_DEPTHS:
+        return [rng.random() for _ in range(count)]
+    return [depth / (NUM_DEPTHS - 1) for depth in rng.sample(range(NUM_DEPTHS), count)]
 
 
-def noise(many: int) -> list[str]:
+def noise(count: int) -> list[str]:
     """Return sentences of the filler, repeated; each repetition is a line."""
     ends = ("",) * (len(NOISE) - 1) + ("\n",)
-    return [NOISE[i % len(NOISE)] + ends[i % len(NOISE)] for i in range(many)]
+    return [NOISE[i % len(NOISE)] + ends[i % len(NOISE)] for i in range(count)]
 
 
-def join(pieces: Sequence[str]) -> str:
-    """Join pieces with spaces, or without one after a line break."""
-    return "".join(piece if piece.endswith("\n") else piece + " " for piece in pieces).rstrip()
+def join(sentences: Sequence[str]) -> str:
+    """Join sentences with spaces, but without a space after a line break."""
+    return "".join(sentence if sentence.endswith("\n") else sentence + " " for sentence in sentences).rstrip()
 
 
 def interleave(rng: random.Random, chains: Sequence[Sequence[str]]) -> list[str]:
@@ -558,23 +569,23 @@ def interleave(rng: random.Random, chains: Sequence[Sequence[str]]) -> list[str]
     return [next(left[i]) for i in turns]
 
 
-def hide(hay: Sequence[str], needles: Sequence[str], fractions: Sequence[float]) -> list[str]:
+def insert_needles(hay: Sequence[str], needles: Sequence[str], fractions: Sequence[float]) -> list[str]:
     """Insert each needle at its fraction of the haystack."""
-    pieces = list(hay)
+    sentences = list(hay)
     for fraction, needle in sorted(zip(fractions, needles, strict=True), reverse=True):
-        pieces.insert(round(fraction * len(hay)), needle)
-    return pieces
+        sentences.insert(round(fraction * len(hay)), needle)
+    return sentences
 
 
 def assignments(chain: Sequence[str], value: str) -> list[str]:
     """Return the statements that set the first variable to a value and copy it from variable to variable."""
-    later = [f"VAR {new} = VAR {old}." for old, new in itertools.pairwise(chain)]
-    return [f"VAR {chain[0]} = {value}.", *later]
+    copies = [f"VAR {new} = VAR {old}." for old, new in itertools.pairwise(chain)]
+    return [f"VAR {chain[0]} = {value}.", *copies]
 
 
-def solved(puzzle: Puzzle) -> str:
-    """Return a puzzle with its answer, as an example."""
-    return f"{puzzle.context}{puzzle.question}{puzzle.right[0]}"
+def solved(sample: TextSample) -> str:
+    """Return a sample with its answer, as an example."""
+    return f"{sample.context}{sample.question}{sample.answers[0]}"
 
 
 def numbered(words: Sequence[str]) -> str:
@@ -587,12 +598,12 @@ def zeta_counts(total: int, ranks: int) -> list[int]:
     return [math.floor(6 * total / (math.pi * k) ** 2) for k in range(1, ranks + 1)]
 
 
-def draw_distinct(draw: Callable[[], str], many: int) -> list[str]:
-    """Call a function until it has returned ``many`` different texts, and return these."""
-    found: dict[str, None] = {}
-    while len(found) < many:
-        found[draw()] = None
-    return list(found)
+def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
+    """Call a function until it has returned ``count`` different texts, and return the texts."""
+    texts: dict[str, None] = {}
+    while len(texts) < count:
+        texts[draw()] = None
+    return list(texts)
 
 
 def number(rng: random.Random, digits: int) -> str:
@@ -605,15 +616,15 @@ def uuid4(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def shuffled_words(rng: random.Random, many: int) -> list[str]:
+def shuffled_words(rng: random.Random, count: int) -> list[str]:
     """Return different words in random order: nouns, adjectives and verbs, then pairs of nouns in one word."""
     words = list(dict.fromkeys((*NOUNS, *ADJECTIVES, *VERBS)))
     rng.shuffle(words)
-    if many > len(words):
+    if count > len(words):
         pairs = list(itertools.permutations(NOUNS, 2))
         rng.shuffle(pairs)
-        words += dict.fromkeys("".join(pair) for pair in pairs[: 2 * many])
-    return words[:many]
+        words += dict.fromkeys("".join(pair) for pair in pairs[: 2 * count])
+    return words[:count]
 
 
 # everyday English words, for keys that are drawn and lists that are counted

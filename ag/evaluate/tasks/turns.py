@@ -1,6 +1,6 @@
 """Several questions over one context, which is evicted once: in turn, or each from a copy of the evicted cache.
 
-After SCBench (https://arxiv.org/abs/2412.10319), whose two modes these are; kinds of questions and wording are our own.
+The two modes follow SCBench (https://arxiv.org/abs/2412.10319). Kinds of questions and wording are our own.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import tokenize_after
 from ag.engine import EvictionCache, Policy, policy, read_prompt
-from ag.evaluate.tasks.base import Outcome, Sample, Samples, Whole, by_part
+from ag.evaluate.tasks.base import Outcome, PositiveInt, Sample, Samples, by_part
 from ag.evaluate.tasks.follow import distance, feed
-from ag.evaluate.tasks.questions import Puzzle, blanks
+from ag.evaluate.tasks.questions import TextSample, num_blank_tokens
 from ag.evaluate.tasks.ruler import (
     NOUNS,
     Digits,
@@ -28,16 +28,16 @@ from ag.evaluate.tasks.ruler import (
     Variant,
     assignments,
     draw_distinct,
-    hide,
+    insert_needles,
     interleave,
     join,
     number,
-    places,
-    stretch,
+    sample_depths,
+    sample_sentences,
 )
 from ag.model.hooks import lm_logits
 
-KINDS = ("key", "key", "latest", "updated", "variable", "variable")  # of a conversation's questions
+QUESTION_KINDS = ("key", "key", "latest", "updated", "variable", "variable")  # of the questions of a conversation
 
 
 class Turn(NamedTuple):
@@ -48,33 +48,33 @@ class Turn(NamedTuple):
     answer: str  # with the space that separates it from the question
 
 
-class Tokens(NamedTuple):
+class TurnTokens(NamedTuple):
     """A turn as tokens."""
 
     kind: str  # one of KINDS
-    asked: list[int]  # tokens before the answer
+    question: list[int]  # tokens before the answer
     answer: list[int]
-    first: int  # index of the first token of the answer that is scored, after blanks
+    first: int  # index of the first scored token of the answer, after blanks
 
 
 @dataclass(frozen=True)
 class Turns(Haystack):
-    """Six questions over one context; the score is the share that is answered exactly.
+    """Six questions over one context. The score is the share of exact answers.
 
     The context hides numbers: of keys, of a key whose number changes twice, and of variables that are set to each
-    other. Two questions ask for the number of a ``key``, two for that of a ``variable``, one for the ``latest`` number
-    of a key, and one for a number that an earlier turn ``updated``. Their order is drawn; the update stands at the
-    beginning of a turn before the one that asks for it.
+    other. Two questions ask for a ``key``, two for a ``variable``, one for the ``latest`` number of a key, and one
+    for a number that an earlier turn ``updated``. Their order is drawn. The update is the beginning of a turn
+    before its question.
 
-    A policy evicts from the context. Then the turns are read, each question with its right answer, so that all policies
-    read the same turns. Nothing is generated: an answer is exact if each of its tokens is the likeliest.
+    A policy evicts from the context. Then the turns are read, each question with its right answer: all policies read
+    equal turns. Nothing is generated: an answer is exact if each of its tokens is the likeliest.
 
     Tags by ``turn`` and by ``kind`` of question: see :func:`ag.evaluate.tasks.base.by_part`. The parts of a sample are
     its turns as tokens, and its question is all of them.
 
     Attributes:
         apart: read each question alone, with a copy of the cache after the context. An update then stands right before
-            its question. Contexts and questions are the same as in turn.
+            its question. Contexts and questions do not depend on this option.
         hops: number of variables that a number is copied to.
         digits: digits of a number.
     """
@@ -83,7 +83,7 @@ class Turns(Haystack):
     generate: None = None
     haystack: Literal["text", "noise"] = "text"
     apart: bool = False
-    hops: Whole = 1
+    hops: PositiveInt = 1
     digits: Digits = 5
 
     metric: ClassVar[str] = "exact match"
@@ -92,20 +92,20 @@ class Turns(Haystack):
 
     @property
     def series(self) -> str:
-        """Name of the samples, which are the same in turn and apart."""
+        """Name of the samples, which do not depend on ``apart``."""
         return "turns"
 
-    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
         """Draw the facts, the turns and the places, then the text around them; see :meth:`Generated.build`."""
-        kinds = rng.sample(KINDS, len(KINDS))
-        while kinds[0] == "updated":
-            rng.shuffle(kinds)
-        told = rng.randrange(kinds.index("updated"))  # the turn with the new number
-        keys = iter(draw_distinct(lambda: rng.choice(NOUNS), len(KINDS)))
-        values = iter(draw_distinct(lambda: number(rng, self.digits), 2 * len(KINDS)))
+        question_kinds = rng.sample(QUESTION_KINDS, len(QUESTION_KINDS))
+        while question_kinds[0] == "updated":
+            rng.shuffle(question_kinds)
+        update_turn = rng.randrange(question_kinds.index("updated"))  # the turn with the new number
+        keys = iter(draw_distinct(lambda: rng.choice(NOUNS), len(QUESTION_KINDS)))
+        values = iter(draw_distinct(lambda: number(rng, self.digits), 2 * len(QUESTION_KINDS)))
         names = iter(draw_distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=3)), 2 * (self.hops + 1)))
         chains, turns, update = [], list[Turn](), ""
-        for kind in kinds:
+        for kind in question_kinds:
             if kind == "variable":
                 chain, value = [next(names) for _ in range(self.hops + 1)], next(values)
                 chains.append(assignments(chain, value))
@@ -120,30 +120,34 @@ class Turns(Haystack):
                 elif kind == "updated":
                     value = next(values)
                     update = f"From now on t{owner[1:]} is {value}.\n"
-                now = " now" if kind in ("latest", "updated") else ""
+                now_text = " now" if kind in ("latest", "updated") else ""
                 chains.append(chain)
-                asks, lead = f"What is t{owner[1:]}{now}", f"{owner} is{now}"
+                asks, lead = f"What is t{owner[1:]}{now_text}", f"{owner} is{now_text}"
             turns.append(Turn(kind, f"Question: {asks}?\nAnswer: {lead}", f" {value}"))
         needles = interleave(rng, chains)
-        context = join(hide(stretch(rng, material, size), needles, sorted(places(rng, len(needles)))))
+        context = join(
+            insert_needles(sample_sentences(rng, material, size), needles, sorted(sample_depths(rng, len(needles))))
+        )
 
-        def said(number: int, apart: bool) -> str:
+        def question_text(number: int, apart: bool) -> str:
             stop = "." if number and not apart else ""  # after the previous answer
-            new = turns[number].kind == "updated" if apart else number == told
+            new = turns[number].kind == "updated" if apart else number == update_turn
             return f"{stop}\n\n{update if new else ''}{turns[number].question}"
 
-        whole = "".join(said(i, False) + turn.answer for i, turn in enumerate(turns))
-        turns = [turn._replace(question=said(i, self.apart)) for i, turn in enumerate(turns)]
-        return Puzzle(context, whole, [], [turns[-1].answer], turns)
+        question = "".join(question_text(i, False) + turn.answer for i, turn in enumerate(turns))
+        turns = [turn._replace(question=question_text(i, self.apart)) for i, turn in enumerate(turns)]
+        return TextSample(context, question, [], [turns[-1].answer], turns)
 
-    def details(self, tokenizer: PreTrainedTokenizerBase, puzzle: Puzzle, context: list[int]) -> dict[str, Any]:
+    def sample_fields(
+        self, tokenizer: PreTrainedTokenizerBase, text_sample: TextSample, context: list[int]
+    ) -> dict[str, Any]:
         """Return context and turns as tokens."""
-        kinds, questions, said = zip(*puzzle.parts, strict=True)
-        answers = tokenize_after(tokenizer, said)
-        counted = [blanks(tokenizer, answer) for answer in answers]
-        turns = list(map(Tokens, kinds, tokenize_after(tokenizer, questions), answers, counted))
-        question = [token for turn in turns for token in turn.asked + turn.answer]
-        return {"prompt": context, "question": question, "answers": [], "most": 0, "parts": turns}
+        question_kinds, questions, answer_texts = zip(*text_sample.parts, strict=True)
+        answers = tokenize_after(tokenizer, answer_texts)
+        num_blank = [num_blank_tokens(tokenizer, answer) for answer in answers]
+        turns = list(map(TurnTokens, question_kinds, tokenize_after(tokenizer, questions), answers, num_blank))
+        question = [token for turn in turns for token in turn.question + turn.answer]
+        return {"prompt": context, "question": question, "answers": [], "max_new_tokens": 0, "parts": turns}
 
     def run(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
@@ -152,47 +156,47 @@ class Turns(Haystack):
         device = next(model.parameters()).device
         for sample in samples:
             caches = read_prompt(model, [policy("full"), *policies], torch.tensor([sample.prompt], device=device))
-            full = self._likely(model, caches.pop(0)[0], sample)
+            full = self._answer_log_probs(model, caches.pop(0)[0], sample)
             for index in range(len(policies)):
-                cache, _ = caches.pop(0)  # freed before the next one talks
-                held, over = (cache.kept_share(), cache.nbytes), bool(cache.over_budget.any())
-                seconds, start = cache.scoring_seconds, time.perf_counter()  # later scoring is in the time of the turns
-                likely = self._likely(model, cache, sample)
+                cache, _ = caches.pop(0)  # freed before the next policy runs
+                usage, over = (cache.kept_share(), cache.nbytes), bool(cache.over_budget.any())
+                seconds, start = cache.scoring_seconds, time.perf_counter()  # later scoring counts in the turns
+                log_probs = self._answer_log_probs(model, cache, sample)
                 seconds += time.perf_counter() - start
-                score, tags = _graded(sample, likely)
-                tags |= distance(full, likely)
-                yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags, over)
+                score, tags = _outcome_score(sample, log_probs)
+                tags |= distance(full, log_probs)
+                yield index, Outcome(sample.id, score, len(sample.prompt), *usage, seconds, tags, over)
 
     @torch.no_grad()
-    def _likely(self, model: nn.Module, cache: EvictionCache, sample: Sample) -> Tensor:
-        """Return the log-probabilities ``[T, V]`` at each token of each right answer; the cache is used up.
+    def _answer_log_probs(self, model: nn.Module, cache: EvictionCache, sample: Sample) -> Tensor:
+        """Return the log-probabilities ``[T, V]`` at each token of each right answer. The cache is changed.
 
-        Under a policy that evicts no more this is one pass: of one sequence, or of one for each question.
+        Under a policy that does not evict again this is one pass, of one sequence or of one for each question.
         """
         device = next(model.parameters()).device
         rows = [[turn] for turn in sample.parts] if self.apart else [sample.parts]
-        tokens = [[token for turn in row for token in turn.asked + turn.answer][:-1] for row in rows]
+        tokens = [[token for turn in turns for token in turn.question + turn.answer][:-1] for turns in rows]
         longest = max(map(len, tokens))
-        padded = torch.tensor([one + [0] * (longest - len(one)) for one in tokens], device=device)
-        mask = torch.tensor([[i < len(one) for i in range(longest)] for one in tokens], device=device)
+        padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in tokens], device=device)
+        mask = torch.tensor([[i < len(ids) for i in range(longest)] for ids in tokens], device=device)
         if len(rows) > 1:
             cache.batch_repeat_interleave(len(rows))
         states = feed(model, cache, padded, mask if len(rows) > 1 else None)
-        before = list[Tensor]()  # the states from which answers are predicted
-        for row, mine in zip(rows, states, strict=True):
+        answer_states = list[Tensor]()  # states that predict the answers
+        for turns, sequence_states in zip(rows, states, strict=True):
             start = 0
-            for turn in row:
-                start += len(turn.asked)
-                before.append(mine[start - 1 : start - 1 + len(turn.answer)])
+            for turn in turns:
+                start += len(turn.question)
+                answer_states.append(sequence_states[start - 1 : start - 1 + len(turn.answer)])
                 start += len(turn.answer)
-        return lm_logits(model, torch.cat(before)).float().log_softmax(-1)
+        return lm_logits(model, torch.cat(answer_states)).float().log_softmax(-1)
 
 
-def _graded(sample: Sample, likely: Tensor) -> tuple[float, dict[str, Any]]:
+def _outcome_score(sample: Sample, log_probs: Tensor) -> tuple[float, dict[str, Any]]:
     """Return the share of exact answers, and the tags."""
     scores, nats = list[float](), list[float]()
-    said = likely.split([len(turn.answer) for turn in sample.parts])
-    for turn, log_probabilities in zip(sample.parts, said, strict=True):
+    answer_log_probs = log_probs.split([len(turn.answer) for turn in sample.parts])
+    for turn, log_probabilities in zip(sample.parts, answer_log_probs, strict=True):
         right = torch.tensor(turn.answer, device=log_probabilities.device)[:, None]
         nats.append(-float(log_probabilities.gather(1, right)[turn.first :].mean()))
         scores.append(float((log_probabilities.argmax(-1, True) == right)[turn.first :].all()))

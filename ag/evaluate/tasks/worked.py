@@ -1,6 +1,6 @@
 """Worked problems: the model writes a solution, and the answer on its last line is graded.
 
-The answer depends on generated tokens, so that policies that evict these are tested.
+The answer depends on generated tokens: this tests policies that evict these.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from transformers import PreTrainedTokenizerBase
 from ag.data.problems import ANY, KINDS, PACKAGE, answer_of, encode, generate, package_version
 from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import require
-from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Samples, Task, Whole
+from ag.evaluate.tasks.base import LeftOut, Outcome, PositiveInt, Sample, Samples, Task
 from ag.evaluate.tasks.follow import end_tokens, greedy_batch
 from ag.evaluate.tasks.questions import FLOOR
 
-SPARE = 16  # tokens by which a solution may be longer than the right one
+SPARE = 16  # tokens by which a solution may be longer than the right solution
 
 
 @dataclass(frozen=True)
 class Worked(Task):
     """Problems of :mod:`ag.data.problems`, from a split that no training uses.
 
-    In an outcome ``tokens`` counts prompt and solution, and ``kept`` is the share of both that was held at the end. The
-    only part of a sample is its problem.
+    In an outcome ``tokens`` counts prompt and solution, and ``kept`` is the kept share of both at the end. The only
+    part of a sample is its problem.
 
     Attributes:
         kind: kind of the problems; ``worked`` draws one of three for each problem.
-        problems: their number.
+        problems: number of problems.
         solution_min: smallest number of tokens of a right solution, with SmolLM2's tokenizer.
         solution_max: largest number of these tokens.
         batch: number of problems in a batch.
@@ -42,10 +42,10 @@ class Worked(Task):
     """
 
     kind: str = ANY
-    problems: Whole = 200
+    problems: PositiveInt = 200
     solution_min: Annotated[int, Field(ge=20)] = 200
-    solution_max: Whole = 400
-    batch: Whole = 16
+    solution_max: PositiveInt = 400
+    batch: PositiveInt = 16
     seed: int = 0
 
     metric: ClassVar[str] = "exact match"
@@ -53,8 +53,8 @@ class Worked(Task):
 
     def __post_init__(self) -> None:
         """Check the options."""
-        known = (ANY, *KINDS)
-        require(self, "kind", self.kind in known, f"one of {', '.join(known)}")
+        known_kinds = (ANY, *KINDS)
+        require(self, "kind", self.kind in known_kinds, f"one of {', '.join(known_kinds)}")
         require(self, "solution_max", self.solution_max >= self.solution_min, "at least solution_min")
 
     def identity(self) -> dict[str, Any]:
@@ -72,11 +72,11 @@ class Worked(Task):
             problem = generate(self.seed, "test", index, self.solution_min, self.solution_max, self.kind)
             [row] = encode(tokenizer, [problem], 1 << 20)
             tokens, length = row.tokens.tolist(), row.prompt_length or 0
-            most = len(tokens) - length + SPARE
-            if length + most > max_tokens:
+            max_new_tokens = len(tokens) - length + SPARE
+            if length + max_new_tokens > max_tokens:
                 yield "too long"
             else:
-                yield Sample(f"{problem.kind}-{index}", tokens[:length], most=most, parts=[problem])
+                yield Sample(f"{problem.kind}-{index}", tokens[:length], max_new_tokens=max_new_tokens, parts=[problem])
 
     def run(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
@@ -92,11 +92,12 @@ class Worked(Task):
             caches = read_prompt(model, policies, torch.tensor(ids, device=device), torch.tensor(mask, device=device))
             outcomes: list[tuple[int, Outcome]] = []
             for index in range(len(policies)):
-                cache, last = caches.pop(0)  # freed before the next policy generates
+                cache, last_hidden = caches.pop(0)  # freed before the next policy generates
                 begin = time.perf_counter()
-                texts = greedy_batch(model, cache, last, [sample.most for sample in group], stop)
+                texts = greedy_batch(model, cache, last_hidden, [sample.max_new_tokens for sample in group], stop)
                 written = [
-                    (row, tokens, held(cache, place), bool(cache.over_budget[place])) for row, place, tokens in texts
+                    (text_index, tokens, sequence_usage(cache, sequence), bool(cache.over_budget[sequence]))
+                    for text_index, sequence, tokens in texts
                 ]
                 seconds = (time.perf_counter() - begin) / len(group)
                 for sample, (_, tokens, size, over) in zip(group, sorted(written), strict=True):
@@ -107,8 +108,8 @@ class Worked(Task):
             yield from outcomes
 
 
-def held(cache: EvictionCache, place: int) -> tuple[int, float, int]:
-    """Return the tokens seen by one sequence of a cache, the share of their entries that is held, and its bytes."""
-    seen, tokens = int(cache.valid[place].sum()), cache.held_tokens()  # by sequence and layer
-    share = float(tokens[place].sum() / tokens.sum()) if bool(tokens.any()) else 0.0
-    return seen, float(tokens[place].mean()) / seen, round(cache.nbytes * share)
+def sequence_usage(cache: EvictionCache, sequence: int) -> tuple[int, float, int]:
+    """Return the tokens that one sequence of a cache has read, the kept share of their entries, and its bytes."""
+    num_tokens, num_cached = int(cache.valid[sequence].sum()), cache.held_tokens()  # by sequence and layer
+    share = float(num_cached[sequence].sum() / num_cached.sum()) if bool(num_cached.any()) else 0.0
+    return num_tokens, float(num_cached[sequence].mean()) / num_tokens, round(cache.nbytes * share)

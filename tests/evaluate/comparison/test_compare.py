@@ -23,7 +23,7 @@ from ag.evaluate.comparison import charts, work
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.compare import compare
 from ag.evaluate.comparison.folder import ROWS
-from ag.evaluate.comparison.progress import Progressing
+from ag.evaluate.comparison.progress import ComparisonProgress
 from ag.evaluate.comparison.tables import printed
 from ag.gates import export
 from ag.gates.calibration import Calibration
@@ -96,7 +96,7 @@ def test_codes_are_lines_of_their_own(config, quiet):
         plain, coded = found[name], found[f"{name} int8"]
         assert coded.kept == plain.kept and coded.kv_bytes < 0.5 * plain.kv_bytes
     assert found["full"].kl == 0 < found["full int8"].kl < found["tova"].kl and found["full"].same_top1 == 1
-    [chart] = charts.over_bytes(comparison, "ppl")
+    [chart] = charts.charts_by_bytes(comparison, "ppl")
     mix, *others = chart.lines
     drawn = {point.x: point.y for line in others for point in line.points}
     full = found["full"]
@@ -257,13 +257,13 @@ def test_the_command_and_how_a_row_was_measured(config, tiny_folder, capsys, mon
 def test_a_comparison_from_python_has_its_call_in_the_rows(config):
     given = config(policies=["full"])
     known = {"compare": lambda config, _: config, "CompareConfig": CompareConfig, "console": 0}
-    assert eval(work.called(given), known) == given
+    assert eval(work.python_call(given), known) == given
 
 
 def test_progress_waits_for_a_sample_of_every_cell_before_it_tells_a_time(quiet):
     """Without a terminal, a line every half minute: three of eight cells were finished before."""
     now = [0.0]
-    progress = Progressing(quiet, 8, 3, lambda: now[0])
+    progress = ComparisonProgress(quiet, 8, 3, lambda: now[0])
     progress.begin("ppl: full", 2, 40)
     now[0] = 50.0  # 25 samples together
     progress.outcome()
@@ -277,14 +277,14 @@ def test_progress_waits_for_a_sample_of_every_cell_before_it_tells_a_time(quiet)
         "3 of 8 cells, 25 of 40 samples, about 0:03:54 left (ppl: full and 1 more)",
     ]
     progress.cells(5)
-    assert progress.said() == "5 of 8 cells, about 0:02:00 left"
+    assert progress.progress_text() == "5 of 8 cells, about 0:02:00 left"
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["together", "then one by one"])
 def test_what_is_done_of_a_pass_of_several_cells_never_counts_less(config, quiet, monkeypatch, fails):
     """So that the time that is left does not jump when their rows are written, or when the pass fails."""
     completed, kind = [], tasks.TASKS["ppl"][0]
-    run, show = kind.run, Progressing._show
+    run, show = kind.run, ComparisonProgress._show
 
     def shown(self):
         completed.append(round(6 * self._completed))  # samples
@@ -296,7 +296,7 @@ def test_what_is_done_of_a_pass_of_several_cells_never_counts_less(config, quiet
                 raise MemoryError("none left")
             yield outcome
 
-    monkeypatch.setattr(Progressing, "_show", shown)
+    monkeypatch.setattr(ComparisonProgress, "_show", shown)
     if fails:
         monkeypatch.setattr(kind, "run", failing)
     comparison = compare(config(policies=["full", "h2o", "knorm"], budgets=[0.5], samples=6), quiet)

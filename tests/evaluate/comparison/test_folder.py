@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ag.errors import UserError
 from ag.evaluate.comparison import folder
-from ag.evaluate.comparison.folder import DamagedRowWarning, Ended, Folder, parse
+from ag.evaluate.comparison.folder import DamagedRowWarning, FinishedCell, Folder, parse
 from ag.evaluate.tasks import Outcome
 from tests.support.made_up import SUMMARY
 from tests.support.refused import refuses
@@ -29,9 +29,9 @@ VALUES = st.recursive(
 def test_what_is_written_comes_back(tmp_path):
     """Of a key the last line; unknown fields, such as the checksum of earlier versions, are ignored."""
     results = Folder(tmp_path)
-    results.append(Ended(replace(SUMMARY, seconds=2.0), [OUTCOME], []))
+    results.append(FinishedCell(replace(SUMMARY, seconds=2.0), [OUTCOME], []))
     other = replace(SUMMARY, key="f", problem="out of memory: 3 GiB", mean=None, kept=None, n=0)
-    results.append(Ended(other, [], []))
+    results.append(FinishedCell(other, [], []))
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write(json.dumps(asdict(SUMMARY) | {"checksum": "9" * 64}) + "\n")
     found = Folder(tmp_path).read()
@@ -43,19 +43,19 @@ def test_what_is_written_comes_back(tmp_path):
 def test_samples_that_are_damaged_take_their_cell_alone(tmp_path, samples):
     results, other = Folder(tmp_path), replace(SUMMARY, key="f")
     for summary in (SUMMARY, other):
-        results.append(Ended(summary, [OUTCOME], []))
+        results.append(FinishedCell(summary, [OUTCOME], []))
     file = tmp_path / "samples" / f"{SUMMARY.key}.jsonl"
     file.unlink() if samples is None else file.write_text(samples)
     with pytest.warns(DamagedRowWarning, match="line 1 is skipped, and its cell runs again"):
         assert results.read() == {"f": (other, [OUTCOME], [])}
-    results.append(Ended(SUMMARY, [OUTCOME], []))
+    results.append(FinishedCell(SUMMARY, [OUTCOME], []))
     assert results.read().keys() == {"f", SUMMARY.key}
 
 
 def test_a_row_after_a_torn_one_stands_on_its_own_line(tmp_path):
     results = Folder(tmp_path)
     (tmp_path / "results.jsonl").write_text(LINE[:40])
-    results.append(Ended(SUMMARY, [OUTCOME], []))
+    results.append(FinishedCell(SUMMARY, [OUTCOME], []))
     with pytest.warns(DamagedRowWarning, match="line 1 is skipped"):
         assert results.read() == {SUMMARY.key: (SUMMARY, [OUTCOME], [])}
     torn, line = (tmp_path / "results.jsonl").read_text().splitlines()
@@ -98,7 +98,7 @@ def test_what_is_no_row_is_refused(line, field):
 def test_of_any_file_the_rows_are_read_and_the_rest_is_named(tmp_path_factory, pieces):
     path = tmp_path_factory.mktemp("results")
     results = Folder(path)
-    results.append(Ended(SUMMARY, [OUTCOME], []))
+    results.append(FinishedCell(SUMMARY, [OUTCOME], []))
     found = b"\n".join(pieces)
     (path / "results.jsonl").write_bytes(found)
     with warnings.catch_warnings(record=True) as caught:

@@ -19,7 +19,7 @@ from ag.evaluate.comparison import charts, tables
 from ag.evaluate.comparison.page import embedded, layers, viewer, wins
 from ag.evaluate.comparison.result import Comparison, Result
 from ag.evaluate.comparison.tables import markdown
-from ag.evaluate.inside import View, pieces
+from ag.evaluate.inside import KeptTokens, token_texts
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import by_part
 from tests.support import made_up
@@ -152,14 +152,14 @@ def test_differences_are_paired_by_text_and_block(streamed):
 
 
 def test_a_table_and_curves_by_position(streamed):
-    head, lines, _ = tables.along(streamed, "ppl_stream")
-    assert [one.name for one in head] == ["policy", "held at the end", "from 4", "from 6"]
+    head, lines, _ = tables.table_by_position(streamed, "ppl_stream")
+    assert [one.name for one in head] == ["policy", "kept at the end", "from 4", "from 6"]
     assert [[cell.text for cell in cells] for cells in lines] == [
         ["full", "75.0%", "1.500", "3.000"],
         ["tova 0.5", "25.0%", "+0.300", "+0.500"],
         ["h2o 0.5", "25.0%", "+0.000", "+0.000"],
     ]
-    [chart] = charts.along(streamed, "ppl_stream")
+    [chart] = charts.charts_by_position(streamed, "ppl_stream")
     assert [line.name for line in chart.lines] == ["tova 0.5 (50 %)", "h2o 0.5 (50 %)"]
     assert [point.x for point in chart.lines[0].points] == [4, 6]
     assert [point.y for point in chart.lines[0].points] == pytest.approx([0.3, 0.5])
@@ -174,7 +174,7 @@ def test_a_table_and_curves_by_position(streamed):
 @pytest.mark.filterwarnings("error")
 def test_the_full_cache_alone_has_a_curve(streamed):
     alone = replace(streamed, results=streamed.results[:1])
-    [chart] = charts.along(alone, "ppl_stream")
+    [chart] = charts.charts_by_position(alone, "ppl_stream")
     [line] = chart.lines
     assert (line.name, [point.y for point in line.points]) == ("full (50 %)", [1.5, 3.0])
     (axes,) = charts.draw(alone)["positions_ppl_stream"].axes
@@ -193,7 +193,7 @@ def test_tables_and_a_chart_by_part(tmp_path):
             tags.append(by_part("turn", parts) | by_part("kind", kinds))
         results.append(result(label, None if label == "full" else 0.5, "turns", [1.0] * 3, True, tags=tags))
     comparison = Comparison.tested(tmp_path, "full", results)
-    found = tables.by_part(comparison, "turns")
+    found = tables.tables_by_part(comparison, "turns")
     assert {what: [one.name for one in table.head] for what, table in found.items()} == {
         "turn": ["policy", "turn 2", "turn 10", "worst"],
         "kind": ["policy", "key", "late", "worst"],
@@ -204,7 +204,7 @@ def test_tables_and_a_chart_by_part(tmp_path):
         ["tova 0.5", "1.00, +0.250 [+0.000, +0.500]", "0.00, +0.500 [+0.000, +1.000]", "10: 0.00"],
     ]
     assert "### turns by kind" in markdown(comparison) and "| late: 0.00 |" in markdown(comparison)
-    drawn = charts.every(comparison)
+    drawn = charts.all_charts(comparison)
     [chart] = drawn["turns_turns"]
     assert [(point.x, point.y) for point in chart.lines[0].points] == [(2, 0.25), (10, 0.5)]
     assert chart.x_label == "turn" and "kinds_turns" not in drawn
@@ -231,7 +231,7 @@ def test_wins_by_hand():
 
 def test_layers_by_hand():
     kept = np.array([[[1, 1, 0, 0], [1, 0, 0, 0]], [[1, 1, 1, 1], [1, 1, 1, 1]]], dtype=bool)
-    views = [View("0", list("abcd"), kept), View("1", list("ab"), kept[..., :2])]
+    views = [KeptTokens("0", list("abcd"), kept), KeptTokens("1", list("ab"), kept[..., :2])]
     results = [result(label, budget, "a", [1.0], views=views) for label, budget in (("full", None), ("h2o", 0.5))]
     [(name, shares)] = layers(Comparison(Path(), "full", results))
     assert name == "h2o 0.5 (75 %)"  # 18 of 24
@@ -240,8 +240,8 @@ def test_layers_by_hand():
 
 def test_views_of_several_lengths_are_texts_of_their_own():
     """As of a folder that was continued with another ``view_tokens``; layers are those of the longest."""
-    long = View("0", list("abcd"), np.array([[[1, 0, 0, 1]]], dtype=bool))
-    short = View("0", list("ab"), np.array([[[1, 1]]], dtype=bool))
+    long = KeptTokens("0", list("abcd"), np.array([[[1, 0, 0, 1]]], dtype=bool))
+    short = KeptTokens("0", list("ab"), np.array([[[1, 1]]], dtype=bool))
     seen = [("full", None, long), ("h2o", 0.5, long), ("tova", 0.5, short)]
     comparison = Comparison(Path(), "full", [result(*one, "a", [1.0], views=[view]) for *one, view in seen])
     prompts = viewer(comparison)["prompts"]
@@ -262,12 +262,12 @@ def test_views_are_what_a_cache_keeps(compared, tiny_folder):
     ids = tokenizer(text)["input_ids"][:40]
     for one in compared.of_task("ppl"):
         view = one.views[1]
-        assert "".join(view.pieces) == text[:40]
+        assert "".join(view.token_texts) == text[:40]
         options = {"window": 4, "kernel": 3} if one.summary.label == "snapkv@pyramid" else {}
         held = columns(read(model, torch.tensor(ids), one.summary.label, one.summary.budget, **options))
         for layer, [heads] in enumerate(held):
             assert [flags.nonzero()[0].tolist() for flags in view.kept[layer]] == heads
-        assert View.from_json(json.loads(json.dumps(view.to_json()))).kept.tolist() == view.kept.tolist()
+        assert KeptTokens.from_json(json.loads(json.dumps(view.to_json()))).kept.tolist() == view.kept.tolist()
 
 
 def test_pieces_are_the_text(smollm2):
@@ -275,7 +275,7 @@ def test_pieces_are_the_text(smollm2):
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     text = " Two  spaces,\n\ttabs, naïve café; 東京 and\u00a0ends"
-    told = "".join(pieces(tokenizer, tokenizer(text)["input_ids"])).replace("\ufffd", "")
+    told = "".join(token_texts(tokenizer, tokenizer(text)["input_ids"])).replace("\ufffd", "")
     assert told in (text, text.replace("東", "").replace("京", ""))
 
 
@@ -285,7 +285,7 @@ def test_plots_are_drawn(compared):
     assert {path.stem for path in compared.folder.glob("*.png")} == expected
     image = imread(compared.folder / "depths_needle_single.png")
     assert image.shape[0] > 200 and image[..., :3].min() < 0.5 < image[..., :3].max()
-    name = charts.short("gates:runs/smollm2_corpus/2026-11-20T10-00-00/export 0.25")
+    name = charts.shorten("gates:runs/smollm2_corpus/2026-11-20T10-00-00/export 0.25")
     assert name.startswith("gates:run") and name.endswith("/export 0.25") and len(name) == 36
 
 

@@ -8,9 +8,18 @@ import pytest
 from ag.config.spec import PolicySpec
 from ag.evaluate.comparison import charts
 from ag.evaluate.comparison.page import render, wins
-from ag.evaluate.comparison.result import Comparison, Result, agree, apart, at_budget, held, hold_alike, percent
+from ag.evaluate.comparison.result import (
+    Comparison,
+    Result,
+    at_budget,
+    kept_shares_text,
+    percent,
+    same_kept_share,
+    shares_agree,
+    uncompared_results,
+)
 from ag.evaluate.comparison.tables import markdown
-from ag.evaluate.comparison.verdict import judge
+from ag.evaluate.comparison.verdict import find_verdict
 from ag.evaluate.tasks import Outcome
 from tests.support import made_up
 
@@ -48,7 +57,7 @@ def of(results, baseline="full"):
     ],
 )
 def test_shares_that_count_as_equal(one, other, same):
-    assert agree(one, other) is agree(other, one) is same
+    assert shares_agree(one, other) is shares_agree(other, one) is same
 
 
 @pytest.mark.parametrize(
@@ -64,17 +73,17 @@ def test_of_all_tokens_and_of_a_prompt_on_average(budget, flags, alike):
     """Budgets in tokens are different shares of prompts of different lengths: 60 tokens of 100 and of 300."""
     kept = [budget / n for n in LENGTHS] if isinstance(budget, int) else [budget] * 2
     one, other = result("h2o", budget, LENGTHS, kept), result("flags", None, LENGTHS, flags)
-    assert hold_alike(one, other) is hold_alike(other, one) is alike
+    assert same_kept_share(one, other) is same_kept_share(other, one) is alike
     if not alike and budget == 60:
-        assert apart(of([one, other])) == ["ppl: flags holds 30.0 % of a prompt on average, h2o 60 40.0 %"]
+        assert uncompared_results(of([one, other])) == ["ppl: flags keeps 30.0 % of a prompt on average, h2o 60 40.0 %"]
 
 
 def test_texts_that_the_model_writes_differ_in_length():
     """70 tokens held behind solutions of 200 and of 230 tokens are the same memory, 110 are not."""
     one, other = result("h2o", 70, (200, 200), (0.35, 0.35)), result("tova", 70, (230, 230), (70 / 230, 70 / 230))
-    assert not agree(0.35, 70 / 230)
-    assert hold_alike(one, other) and hold_alike(other, one)
-    assert not hold_alike(one, result("tova", 70, (230, 230), (110 / 230, 110 / 230)))
+    assert not shares_agree(0.35, 70 / 230)
+    assert same_kept_share(one, other) and same_kept_share(other, one)
+    assert not same_kept_share(one, result("tova", 70, (230, 230), (110 / 230, 110 / 230)))
 
 
 @pytest.fixture
@@ -93,16 +102,16 @@ def test_unequal_shares_are_never_paired(mixed, no_charts):
     pairs = wins(comparison, "0.25")
     assert pairs.names == ["full (100 %)", "mine 0.25 (25 %)", "h2o 0.25 (25 %)", "fitting (26 %)"]
     assert pairs.tasks.tolist() == [[1] * 4] * 4
-    verdict = judge(comparison, "ppl", "0.25")
+    verdict = find_verdict(comparison, "ppl", "0.25")
     assert (verdict.best.summary.label, verdict.rival.summary.label) == ("fitting", "h2o")
-    assert apart(comparison) == [
-        "ppl: snapkv 0.25 holds 32.0 %, mine 0.25 25.0 %",
-        "ppl: flags holds 63.0 %, mine 0.25 25.0 %",
+    assert uncompared_results(comparison) == [
+        "ppl: snapkv 0.25 keeps 32.0 %, mine 0.25 25.0 %",
+        "ppl: flags keeps 63.0 %, mine 0.25 25.0 %",
     ]
     for text in (render(comparison), markdown(comparison)):
-        assert all(line in text for line in apart(comparison))
+        assert all(line in text for line in uncompared_results(comparison))
     assert [one.summary.label for one in comparison.results if one.paired is None] == ["full"]
-    without = judge(of([one for one in mixed if one.budget == ""]), "ppl", "")
+    without = find_verdict(of([one for one in mixed if one.budget == ""]), "ppl", "")
     assert (without.best.summary.label, without.rival.summary.label) == ("flags", "full")
     assert "level" not in str(without)  # gates that hold different shares are neither rivals nor level
 
@@ -110,7 +119,7 @@ def test_unequal_shares_are_never_paired(mixed, no_charts):
 def test_a_baseline_that_evicts_is_for_those_that_hold_as_much(mixed):
     comparison = of(mixed, "flags")
     assert [one.summary.label for one in comparison.results if one.paired] == ["full"]
-    assert "ppl: h2o 0.25 holds 25.0 %, flags 63.0 %" in apart(comparison)
+    assert "ppl: h2o 0.25 keeps 25.0 %, flags 63.0 %" in uncompared_results(comparison)
     near = of(mixed, "fitting")
     assert near.results[2].paired.difference == pytest.approx(0.01) and near.results[3].paired is None
     same = of([*mixed, result("tova", 0.5, LENGTHS, (0.5, 0.5)), result("h2o", 0.5, LENGTHS, (0.5, 0.5))], "h2o")
@@ -134,13 +143,13 @@ def test_shares_as_text():
         for budget, both in shares.items()
         for task, share in zip(made_up.TASKS, both, strict=True)
     ]
-    assert held(results) == "2.0, 25, 50 to 53 %" and held([]) == ""
+    assert kept_shares_text(results) == "2.0, 25, 50 to 53 %" and kept_shares_text([]) == ""
 
 
 def test_every_legend_says_what_was_kept(mixed):
     comparison = of(mixed)
     labels = ["full (100 %)", "h2o (25 %)", "snapkv (32 %)", "mine (25 %)", "flags (63 %)", "fitting (26 %)"]
-    [quality], [lead] = charts.quality(comparison, "ppl"), charts.leading(comparison)
+    [quality], [lead] = charts.quality_charts(comparison, "ppl"), charts.lead_charts(comparison)
     assert [line.name for line in quality.lines] == labels
     assert [line.name for line in lead.lines] == labels[1:]
     assert [line.name for line in quality.lines if line.level] == labels[:1]

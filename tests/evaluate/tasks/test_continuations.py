@@ -5,7 +5,7 @@ import string
 import pytest
 
 from ag.evaluate.tasks import make
-from ag.evaluate.tasks.instructions import KINDS as RULES
+from ag.evaluate.tasks.instructions import RULE_KINDS
 from tests.evaluate.tasks.conftest import BOOK
 from tests.support.spaced import KINDS, spaced
 
@@ -37,12 +37,16 @@ def test_turns_follow_each_other(read, root):
     whole = text(sample.prompt + sample.question)
     assert whole.count(".\n\nQuestion: What is") + whole.count(".\n\nFrom now on") == 6
     for turn in sample.parts:
-        assert f"{text(sample.prompt + turn.asked)[len(text(sample.prompt)) :]} " in whole
+        assert f"{text(sample.prompt + turn.question)[len(text(sample.prompt)) :]} " in whole
 
 
 def test_answers_that_follow_instructions(read, root):
     tokenizer, text = read
     [sample] = make("instructions_8", root, lengths=[2000], repeats=1).load(tokenizer, None, 10_000).samples
-    before, choices = sample.prompt + sample.question, [x for one in sample.parts for x in (one.said, one.instead)]
+    before, choices = (
+        sample.prompt + sample.question,
+        [x for one in sample.parts for x in (one.chosen, one.alternative)],
+    )
     for number, (answer, choice) in enumerate(zip(sample.answers, choices, strict=True)):
-        assert text(before + answer) == text(before) + RULES[sample.parts[number // 2].kind].lead + choice.written
+        lead = RULE_KINDS[sample.parts[number // 2].kind].lead
+        assert text(before + answer) == text(before) + lead + choice.answer_text

@@ -47,7 +47,7 @@ def test_likeliest_tokens_and_ends(tiny_llama):
     assert right.tolist() == [True] * 6 and flags.tolist()[:3] == [True, True, False]
     assert greedy(model, *read(model, POLICIES[0]), 6, {found[2]}) == found[: found.index(found[2])]
     assert greedy(model, *read(model, POLICIES[0]), 6, {found[0]}) == []
-    other = greedy(model, *read(model, POLICIES[0]), 6, {found[0]}, least=1)
+    other = greedy(model, *read(model, POLICIES[0]), 6, {found[0]}, min_new_tokens=1)
     assert other and found[0] not in other
     model.generation_config.eos_token_id = [2, 7]
     assert end_tokens(model, 9) == {2, 7, 9}

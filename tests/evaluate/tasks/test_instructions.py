@@ -7,7 +7,7 @@ import torch
 
 import ag
 from ag.evaluate.tasks import make
-from ag.evaluate.tasks.instructions import KINDS
+from ag.evaluate.tasks.instructions import RULE_KINDS
 from tests.support.bounds import hold, of_nats
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}<answer>"
@@ -35,9 +35,9 @@ def test_what_is_demanded_stands_in_the_system_prompt(template, rules, root, tin
         assert len(lines) == len({one.kind for one in sample.parts}) == rules
         for number, (line, one) in enumerate(zip(lines, sample.parts, strict=True)):
             said, instead = (tiny_tokenizer.decode(x) for x in sample.answers[2 * number : 2 * number + 2])
-            assert KINDS[one.kind].text.format(one.said.said) == line and one.said != one.instead
-            assert said[: one.lead] == instead[: one.lead] == KINDS[one.kind].lead
-            assert (said[one.lead :], instead[one.lead :]) == (one.said.written, one.instead.written)
+            assert RULE_KINDS[one.kind].text.format(one.chosen.rule_text) == line and one.chosen != one.alternative
+            assert said[: one.lead] == instead[: one.lead] == RULE_KINDS[one.kind].lead
+            assert (said[one.lead :], instead[one.lead :]) == (one.chosen.answer_text, one.alternative.answer_text)
         assert 1200 - 62 < len(sample.prompt) + len(sample.question) <= 1200
         assert (sample.protect, sample.prompt, sample.answers) == ([], protected.prompt, protected.answers)
         [(start, end)] = protected.protect

@@ -47,7 +47,7 @@ def test_metrics(metric, answer, reference, score):
 def test_the_subsets_are_those_of_the_benchmark(shared_data):
     facts = json.loads((shared_data / "longbench" / "prompts.json").read_text())
     assert {name: subset.prompt for name, subset in SUBSETS.items()} == facts["dataset2prompt"]
-    assert {name: subset.most for name, subset in SUBSETS.items()} == facts["dataset2maxlen"]
+    assert {name: subset.max_new_tokens for name, subset in SUBSETS.items()} == facts["dataset2maxlen"]
     assert [name for name, subset in SUBSETS.items() if subset.first_line] == facts["score_first_line_only"]
     assert {name for name, subset in SUBSETS.items() if not subset.chat} == set(facts["no_chat_template"])
     theirs = {"qa_f1": f1, "rouge_l": rouge_l, "code_sim": code_similarity}
@@ -102,7 +102,7 @@ def test_answers_follow_the_end_of_the_template(tiny_tokenizer, write, monkeypat
         template = f"{{% for m in messages %}}<{{{{ m['content'] }}}}{{% endfor %}}{{{{ '{end}' }}}}"
         monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
         [sample] = make("hotpotqa", root, chat=True).load(tiny_tokenizer, None, 1000).samples
-        found[tiny_tokenizer.decode(sample.question)[-1]] = tiny_tokenizer.decode(sample.right)
+        found[tiny_tokenizer.decode(sample.question)[-1]] = tiny_tokenizer.decode(sample.target_tokens)
     assert found == {">": " Bob", "\n": "Bob"}
     told = [make(name, chat=chat).identity().get("follows") for name in ("hotpotqa", "lcc") for chat in (True, False)]
     assert told == ["template", None, None, None]
@@ -119,7 +119,7 @@ def test_the_best_reference_counts(tiny_llama, tiny_tokenizer, write):
         [sample] = task.load(tiny_tokenizer, None, 512).samples
         outcomes += [outcome for _, outcome in task.run(model, tiny_tokenizer, [ag.policy("full")], [sample])]
     ids = tiny_tokenizer(tiny_tokenizer.decode(sample.prompt + sample.question), return_tensors="pt")["input_ids"]
-    tokens = model.generate(ids, max_new_tokens=SUBSETS[name].most, do_sample=False, **ends)
+    tokens = model.generate(ids, max_new_tokens=SUBSETS[name].max_new_tokens, do_sample=False, **ends)
     text = tiny_tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
     assert outcomes[0].tags["answer"] == text.rstrip("\n")
     assert outcomes[1].score > outcomes[0].score

@@ -67,9 +67,9 @@ def by_hand(model, policy, sample, step):
     """The logits before each token that follows, fed so many at once; the first is the prompt's last."""
     cache = ag.EvictionCache(model, policy)
     logits = [model(torch.tensor([sample.prompt]), past_key_values=cache).logits[0, -1:]]
-    for part in torch.tensor(sample.right).split(step):
+    for part in torch.tensor(sample.target_tokens).split(step):
         logits.append(model(part[None], past_key_values=cache).logits[0])
-    return torch.cat(logits)[: len(sample.right)].double()
+    return torch.cat(logits)[: len(sample.target_tokens)].double()
 
 
 def check_distance(outcome, wanted, found, model):
@@ -136,7 +136,7 @@ def test_first_tokens(tiny_tokenizer):
 def test_a_stream_with_a_full_cache(stream, tiny_llama, plain):
     model = tiny_llama()
     outcome, book = stream(ag.policy("full"), model, tokens=290, bin=100, step=64)
-    nats = -plain(model, book.prompt, book.right)
+    nats = -plain(model, book.prompt, book.target_tokens)
     hold(outcome.score, nats.mean(), of_nats(model))
     curve = {"nats@50": nats[:100].mean(), "nats@150": nats[100:200].mean(), "nats@250": nats[200:].mean()}
     for name, wanted in curve.items():
@@ -164,7 +164,7 @@ def test_a_stream_keeps_its_size(stream, tiny_llama, step_by_step, schedule, pos
     assert found == pytest.approx([held[:20].mean(), held[20:].mean()])
     assert outcome.kv_bytes <= (SLOT + 4) * 3 * 2 * slots(50, 20)
     if schedule == "every":
-        nats = step_by_step(model, ag.EvictionCache(model, policy), book.prompt, book.right)
+        nats = step_by_step(model, ag.EvictionCache(model, policy), book.prompt, book.target_tokens)
         hold(outcome.score, -nats.mean(), of_nats(model))
 
 

@@ -8,7 +8,7 @@ import torch
 
 import ag
 from ag.evaluate.tasks import GROUPS, make
-from ag.evaluate.tasks.questions import blanks
+from ag.evaluate.tasks.questions import num_blank_tokens
 from ag.gates import export
 from tests.support.bounds import hold, of_nats
 from tests.support.gates_for import gates_for
@@ -54,7 +54,7 @@ def test_nats_and_hits_by_hand(policy, root, tiny_llama, tiny_tokenizer, step_by
         export.save(tmp_path / "gates", gates_for(model, prefill="sparse"), base_model="tiny")
         policy = f"gates:{tmp_path / 'gates'}"
     made = ag.policy(policy, 0.5 if policy == "h2o" else None)
-    [(_, outcome)] = task.run(model, tiny_tokenizer, [made], [replace(sample, most=1)])
+    [(_, outcome)] = task.run(model, tiny_tokenizer, [made], [replace(sample, max_new_tokens=1)])
     by_hand = []
     for answer in sample.answers:
         cache = ag.EvictionCache(model, made)
@@ -79,7 +79,7 @@ def test_hits_and_the_score_of_exact_needles(root, tiny_llama, tiny_tokenizer):
 
 
 def test_blanks_before_an_answer(tiny_tokenizer):
-    found = [blanks(tiny_tokenizer, tiny_tokenizer(text)["input_ids"]) for text in ("  12 3", "12", "  ")]
+    found = [num_blank_tokens(tiny_tokenizer, tiny_tokenizer(text)["input_ids"]) for text in ("  12 3", "12", "  ")]
     assert found == [2, 0, 1]  # something is left
 
 

@@ -119,7 +119,7 @@ def test_lengths_of_plain_documents_can_be_given(run, tiny_tokenizer, write):
     for where in ({"run_folder": run("text")}, {"root": write("documents/train", CORPUS)}):
         write("documents/validation", CORPUS)
         samples = make("responses", **where, prompt=24, continuation=9).load(tiny_tokenizer, 3, 512).samples
-        assert [(len(sample.prompt), len(sample.right)) for sample in samples] == [(24, 9)] * 3
+        assert [(len(sample.prompt), len(sample.target_tokens)) for sample in samples] == [(24, 9)] * 3
 
 
 def test_the_identity_is_that_of_the_data(run, tmp_path):

@@ -60,10 +60,10 @@ def test_lengths_and_answers(name, sources, tiny_tokenizer):
         assert used <= length
         if name not in ("qa_1", "qa_2"):  # all documents of the small files are in
             assert length - used < max(0.01 * length, UNITS.get(name, 62))
-            assert tiny_tokenizer.decode(sample.right).replace(",", "").split()[-1] == sample.references[-1]
+            assert tiny_tokenizer.decode(sample.target_tokens).replace(",", "").split()[-1] == sample.references[-1]
             assert name == "cwe" or all(reference not in question[12:] for reference in sample.references)
         assert "Question: " in question and all(reference in context for reference in sample.references)
-        assert sample.most == (task.generate or len(sample.right) + 8)
+        assert sample.max_new_tokens == (task.generate or len(sample.target_tokens) + 8)
 
 
 def test_samples_are_those_that_results_were_measured_on(sources, tiny_tokenizer):
@@ -220,7 +220,7 @@ def test_run(tiny_llama, tiny_tokenizer, question):
         if question == "after":
             model(whole[:, : len(sample.prompt)], past_key_values=cache)
             assert outcome.kept == pytest.approx(cache.kept_share())
-        tokens = model.generate(whole, past_key_values=cache, max_new_tokens=sample.most, do_sample=False)
+        tokens = model.generate(whole, past_key_values=cache, max_new_tokens=sample.max_new_tokens, do_sample=False)
         answer = tiny_tokenizer.decode(tokens[0, whole.shape[1] :], skip_special_tokens=True)
         tags = {"length": 400, "depth": 0.5, "repeat": 0, "question": question, "answer": answer}
         assert outcome.tags | tags == outcome.tags

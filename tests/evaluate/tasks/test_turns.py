@@ -34,7 +34,7 @@ def test_every_answer_follows_from_the_text_before(options, root, tiny_tokenizer
         before = dict(known)
         for place, turn in enumerate(sample.parts):
             known = dict(before) if apart else known
-            text = tiny_tokenizer.decode(turn.asked)
+            text = tiny_tokenizer.decode(turn.question)
             told += [place] if "From now on" in text else []
             learn(known, text)
             [(variable, key)] = ASKED.findall(text)
@@ -70,12 +70,12 @@ def test_nats_by_hand(name, spec, root, tiny_llama, tiny_tokenizer):
             if name == "turns_apart":
                 cache, so_far = ag.EvictionCache(model, policy), sample.prompt
                 model(torch.tensor([sample.prompt]), past_key_values=cache)
-            rest = turn.asked + turn.answer
+            rest = turn.question + turn.answer
             if spec == "full":
                 logits = model(torch.tensor([so_far + rest]), use_cache=False).logits[0, len(so_far) :]
             else:
                 logits = model(torch.tensor([rest]), past_key_values=cache).logits[0]
-            said = logits[len(turn.asked) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(turn.answer)[:, None])
+            said = logits[len(turn.question) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(turn.answer)[:, None])
             nats.append(-float(said[turn.first :].mean()))
             so_far = so_far + rest
     for place, expected in enumerate(nats, 1):
@@ -92,7 +92,7 @@ def test_an_answer_is_exact_where_each_token_is_the_likeliest(root, tiny_llama, 
     model = tiny_llama()
     task, [sample] = load("turns_apart", root, tiny_tokenizer, repeats=1)
     for turn in sample.parts[1:3]:
-        whole = torch.tensor([sample.prompt + turn.asked + turn.answer[:1]])
+        whole = torch.tensor([sample.prompt + turn.question + turn.answer[:1]])
         turn.answer[1:] = model.generate(whole, max_new_tokens=5, do_sample=False)[0, whole.shape[1] :].tolist()
     [(_, outcome)] = task.run(model, tiny_tokenizer, [ag.policy("full")], [sample])
     assert [outcome.tags[f"score@turn {i}"] for i in range(1, 7)] == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
@@ -109,6 +109,6 @@ def test_a_policy_that_goes_on_evicting_is_fed_in_its_steps(root, tiny_llama, ti
         model(torch.tensor([sample.prompt]), past_key_values=cache)
         logits = torch.cat([model(part[None], past_key_values=cache).logits[0] for part in asked.split(50)])
     said = logits[:-1].log_softmax(-1).gather(1, asked[1:, None])
-    end = len(sample.parts[0].asked + sample.parts[0].answer) - 1
+    end = len(sample.parts[0].question + sample.parts[0].answer) - 1
     hold(outcome.tags["nats@turn 1"], -float(said[end - 5 : end].mean()), of_nats(model))
     hold(outcome.tags["nats@turn 6"], -float(said[-5:].mean()), of_nats(model))

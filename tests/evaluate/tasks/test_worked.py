@@ -9,7 +9,7 @@ import ag
 from ag.data.problems import generate
 from ag.errors import BudgetWarning
 from ag.evaluate.tasks import make
-from ag.evaluate.tasks.follow import Written
+from ag.evaluate.tasks.follow import GreedyText
 from tests.support.blocks import slots
 from tests.support.gates_for import gates_for
 
@@ -26,7 +26,7 @@ def alone(model, policy, sample):
     """The text that ``model.generate`` gives of one prompt, and its cache."""
     cache = ag.EvictionCache(model, policy)
     tokens = model.generate(
-        torch.tensor([sample.prompt]), past_key_values=cache, max_new_tokens=sample.most, do_sample=False
+        torch.tensor([sample.prompt]), past_key_values=cache, max_new_tokens=sample.max_new_tokens, do_sample=False
     )
     text = tokens[0, len(sample.prompt) :].tolist()
     return text[: text.index(2)] if 2 in text else text, cache
@@ -39,10 +39,10 @@ def test_problems_are_of_the_test_split(tiny_tokenizer):
         problem = generate(0, "test", i, 20, 70)
         assert sample.id == f"{problem.kind}-{i}" and sample.parts[0] == problem and problem.answer != ""
         assert tiny_tokenizer.decode(sample.prompt) == problem.prompt
-        assert sample.most == len(problem.solution) + 2 + 16  # a space before it, its end, and 16 to spare
+        assert sample.max_new_tokens == len(problem.solution) + 2 + 16  # a space before it, its end, and 16 to spare
     assert load(tiny_tokenizer, limit=12, seed=1)[1] != loaded
     assert {sample.parts[0].kind for sample in load(tiny_tokenizer, kind="sorting")[1].samples} == {"sorting"}
-    sizes = [len(sample.prompt) + sample.most for sample in loaded.samples]
+    sizes = [len(sample.prompt) + sample.max_new_tokens for sample in loaded.samples]
     middle = sorted(sizes)[5]
     left = load(tiny_tokenizer, limit=None, max_tokens=middle, problems=12)[1]
     fitting = sum(size <= middle for size in sizes)
@@ -60,7 +60,7 @@ def test_batches_are_what_each_text_is_alone(tiny_llama, tiny_tokenizer, tmp_pat
         ag.policy(f"gates:{tmp_path / 'export'}"),
     ]
     task, loaded = load(tiny_tokenizer, limit=3, batch=2, **SHORT)
-    samples = [replace(sample, most=9 + number) for number, sample in enumerate(loaded.samples)]
+    samples = [replace(sample, max_new_tokens=9 + number) for number, sample in enumerate(loaded.samples)]
     outcomes = list(task.run(model, tiny_tokenizer, policies, samples))
     for index, policy in enumerate(policies):
         mine = [outcome for at, outcome in outcomes if at == index]
@@ -86,7 +86,7 @@ def test_each_text_of_a_batch_says_whether_more_is_protected_than_its_budget(tin
     halves = [len(sample.prompt) // 2 for sample in loaded.samples]
     window = sorted(halves)[2]
     assert min(halves) < window
-    samples = [replace(sample, most=number + 1) for number, sample in enumerate(loaded.samples)]
+    samples = [replace(sample, max_new_tokens=number + 1) for number, sample in enumerate(loaded.samples)]
     with pytest.warns(BudgetWarning):
         outcomes = task.run(tiny_llama(), tiny_tokenizer, [ag.policy("snapkv", 0.5, window=window)], samples)
         assert [outcome.over_budget for _, outcome in outcomes] == [half < window for half in halves]
@@ -98,7 +98,7 @@ def test_right_answers_count(tiny_llama, tiny_tokenizer, monkeypatch):
     problems = [sample.parts[0] for sample in loaded.samples]
     said = [problems[0].solution, problems[0].solution, problems[2].solution[: len(problems[2].solution) // 2]]
     tokens = [tiny_tokenizer(f" {text}")["input_ids"] for text in said]
-    written = [Written(row, row, tokens[row]) for row in (2, 0, 1)]
+    written = [GreedyText(row, row, tokens[row]) for row in (2, 0, 1)]
     monkeypatch.setattr("ag.evaluate.tasks.worked.greedy_batch", lambda *_: written)
     outcomes = [one for _, one in task.run(tiny_llama(), tiny_tokenizer, [ag.policy("full")], loaded.samples)]
     assert [outcome.score for outcome in outcomes] == [1.0, 0.0, 0.0]
