@@ -19,8 +19,8 @@ from torch import Tensor
 from ag.engine.block_pool import BLOCK, BlockPool
 from ag.engine.cache import EvictionCache
 
-LEAST = 4 * BLOCK  # tokens of the shortest cached prefix
-TEXTS = 256  # most texts that a new one is compared with
+MIN_PREFIX_TOKENS = 4 * BLOCK  # tokens of the shortest cached prefix
+MAX_RECENT_KEYS = 256  # most texts that a new one is compared with
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool) -> None:
         self._prefixes: list[Prefix] = []
-        self._texts: deque[Tensor] = deque(maxlen=TEXTS)
+        self._recent_keys: deque[Tensor] = deque(maxlen=MAX_RECENT_KEYS)
         self._pool = pool
         self._count()
 
@@ -54,32 +54,32 @@ class PrefixCache:
         return len(self._blocks)
 
     @property
-    def spare(self) -> int:
+    def num_freeable_blocks(self) -> int:
         """Blocks that are free once all prefixes are dropped."""
         return int((self._pool.references(self._blocks) == self._uses).sum())
 
     def remember(self, key: Tensor) -> None:
         """Remember a text for :meth:`common`: a queued prompt, or a prompt with its answer."""
-        self._texts.append(key)
+        self._recent_keys.append(key)
 
-    def common(self, key: Tensor) -> int:
+    def shared_prefix_length(self, key: Tensor) -> int:
         """Return the length of the longest prefix that a text shares with another remembered one.
 
         It is a multiple of a block, less than the text, and 0 below ``LEAST``. The text itself is remembered too.
         """
-        _, most = sorted([0, 0, *(_common(key, other) for other in self._texts)], reverse=True)[:2]
-        whole = min(most, len(key) - 1) // BLOCK * BLOCK
-        return whole if whole >= LEAST else 0
+        _, longest = sorted([0, 0, *(_common_length(key, other) for other in self._recent_keys)], reverse=True)[:2]
+        length = min(longest, len(key) - 1) // BLOCK * BLOCK
+        return length if length >= MIN_PREFIX_TOKENS else 0
 
     def find(self, key: Tensor) -> Prefix | None:
         """Return the longest cached prefix of a text, shorter than the text, and mark it as used; None means none."""
-        fitting = [x for x in self._prefixes if len(x.key) < len(key) and _common(x.key, key) == len(x.key)]
+        fitting = [x for x in self._prefixes if len(x.key) < len(key) and _common_length(x.key, key) == len(x.key)]
         if not fitting:
             return None
-        found = max(fitting, key=lambda x: len(x.key))
-        self._prefixes.remove(found)
-        self._prefixes.append(found)
-        return found
+        prefix = max(fitting, key=lambda x: len(x.key))
+        self._prefixes.remove(prefix)
+        self._prefixes.append(prefix)
+        return prefix
 
     def add(self, key: Tensor, cache: EvictionCache) -> None:
         """Add a prefix; ``cache`` has read it and reads nothing else."""
@@ -107,8 +107,8 @@ def key_of(tokens: Tensor, protected: Tensor) -> Tensor:
     return key
 
 
-def _common(a: Tensor, b: Tensor) -> int:
+def _common_length(a: Tensor, b: Tensor) -> int:
     """Return the length of the common prefix of two texts."""
-    least = min(len(a), len(b))
-    differs = a[:least] != b[:least]
-    return int(differs.byte().argmax()) if bool(differs.any()) else least
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.byte().argmax()) if bool(differs.any()) else length

@@ -77,18 +77,18 @@ class Request:
         for name in ("logprobs", "prompt_logprobs"):
             require(self, name, getattr(self, name) is None or getattr(self, name) >= 0, "0 or more, or None")
         require(self, "n", self.n >= 1, "1 or more")
-        inside = all(0 <= first < behind <= len(self.tokens) for first, behind in self.protect)
+        inside = all(0 <= first < end <= len(self.tokens) for first, end in self.protect)
         require(self, "protect", inside, f"pairs such as (0, 40), within the {len(self.tokens)} tokens of the prompt")
 
     @property
-    def expected(self) -> int:
+    def num_reserved(self) -> int:
         """Tokens of an answer for which admission keeps blocks."""
         return self.max_tokens if self.reserved is None else min(self.reserved, self.max_tokens)
 
-    def marks(self) -> Tensor:
+    def protected_mask(self) -> Tensor:
         """Return which tokens of the prompt are protected, ``[T]`` bool."""
-        marks = marked(self.protect)
-        return F.pad(marks, (0, len(self.tokens) - len(marks)))
+        mask = marked(self.protect)
+        return F.pad(mask, (0, len(self.tokens) - len(mask)))
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,18 @@ class Token:
 
     id: int  # in the vocabulary
     text: str = ""  # that became final with this token; "" while it may be part of a character or of a stop text
-    place: int = 0  # characters of the answer, or of the prompt, before the token
+    text_offset: int = 0  # characters of the answer, or of the prompt, before the token
     #: Its log-probability under the model, before any change to the logits; None means that it was not requested, or
     #: that nothing precedes the token.
     logprob: float | None = None
-    best: tuple[tuple[int, float], ...] = ()  # the most probable tokens and their log-probabilities, if requested
+    top_logprobs: tuple[
+        tuple[int, float], ...
+    ] = ()  # the most probable tokens and their log-probabilities, if requested
     rank: int = 0  # 1 for the most probable token; 0 means that ``logprob`` is None
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     """A request of a client."""
 
     request: Request
@@ -122,13 +124,13 @@ class Stream:
     """One answer as it is generated; iteration waits for tokens. Any thread may read or cancel it.
 
     Args:
-        text: detokenizer of the answer; after the end its ``rest()`` is the text that was held back.
-        hear: is called with each event in the scheduler's thread, and must not block; iteration then yields nothing.
-            None means that events are queued for iteration.
+        detokenizer: detokenizer of the answer; after the end its ``rest()`` is the text that was held back.
+        on_event: is called with each event in the scheduler's thread, and must not block. Iteration then yields
+            nothing. None: events are queued for iteration.
     """
 
-    def __init__(self, text: Detokenizer, hear: Callable[[Event], None] | None = None) -> None:
-        self.text = text
+    def __init__(self, detokenizer: Detokenizer, on_event: Callable[[Event], None] | None = None) -> None:
+        self.detokenizer = detokenizer
         #: Why the answer ended; None means that it goes on.
         self.reason: Reason | None = None
         #: Whether :meth:`cancel` was called.
@@ -136,12 +138,12 @@ class Stream:
         #: The tokens of the prompt with their log-probabilities, if requested; complete before the first event.
         self.prompt: tuple[Token, ...] = ()
         #: Tokens of the prompt that were taken from a cached prefix; known before the first event.
-        self.shared = 0
+        self.num_cached_tokens = 0
         #: Share of the (token, KV head) pairs of the prompt that stays behind it, if requested; as ``prompt``.
-        self.kept: float | None = None
+        self.kept_share: float | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         #: Passes an event to the reader.
-        self.put = hear or self._events.put
+        self.put = on_event or self._events.put
 
     def __iter__(self) -> Iterator[Token]:
         """Yield the tokens.

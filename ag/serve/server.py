@@ -16,7 +16,7 @@ try:
     import uvicorn
 
     from ag.serve.app import STOPPING, Service
-    from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving, with_key
+    from ag.serve.start import DRAIN_SECONDS, announce, listen, load_service, set_up_log, with_environment_key
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     raise UserError(f"ag.serve needs {missing}: pip install 'ag[serve]'.") from error
@@ -26,19 +26,19 @@ logger = logging.getLogger("ag.serve")
 CLOSE_SECONDS = 2  # for connections after the answers
 
 
-def run(asked: Invocation[ServeConfig]) -> int:
+def run(invocation: Invocation[ServeConfig]) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code."""
-    config = with_key(asked.config)
-    chosen = read_policy(config)
-    if asked.dry_run:
-        print(f"{chosen.spec}: {config.memory_bytes} bytes, {config.host}:{config.port}")
+    config = with_environment_key(invocation.config)
+    policy = read_policy(config)
+    if invocation.dry_run:
+        print(f"{policy.spec}: {config.memory_bytes} bytes, {config.host}:{config.port}")
         return 0
     if config.cluster is not None:
         from ag.serve.cluster import run_on
 
         return run_on(config.cluster, config)
-    log()
-    service = serving(config)
+    set_up_log()
+    service = load_service(config)
     listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
     announce(config, service.name, host, port)
@@ -87,9 +87,9 @@ class Server(uvicorn.Server):
             if self._signal:  # not in the handler, which may interrupt the log
                 logger.info("%s: %d open requests have %.0f s", self._signal, self._service.open, DRAIN_SECONDS)
                 self._signal = ""
-            over = time.monotonic() > self._end
-            if over and not self.should_exit:
+            is_over = time.monotonic() > self._end
+            if is_over and not self.should_exit:
                 self.cut = self._service.open
                 self._service.scheduler.stop(STOPPING)
-            self.should_exit |= over or not self._service.open
+            self.should_exit |= is_over or not self._service.open
         return await super().on_tick(counter)

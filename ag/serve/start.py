@@ -14,7 +14,7 @@ from ag.commands.serve import KEY_VARIABLE, ServeConfig
 from ag.continuation import load, read_policy
 from ag.engine.block_pool import Pool
 from ag.errors import UserError
-from ag.serve.answers import where
+from ag.serve.answers import error_location
 from ag.serve.app import Service
 from ag.serve.request import Request
 from ag.serve.scheduler import Scheduler
@@ -26,39 +26,39 @@ ANSWER = 8  # one token in so many of them is of the answer
 DRAIN_SECONDS = 24.0  # for running answers after SIGTERM; orchestrators kill after 30
 
 
-def serving(config: ServeConfig) -> Service:
+def load_service(config: ServeConfig) -> Service:
     """Load the model, and return its endpoints; the log says what fits."""
-    chosen = read_policy(config)
-    model, tokenizer = load(config, chosen.spec.path or config.gates)
-    chosen = replace(chosen, spec=replace(chosen.spec, path=None))  # clients read its text in answers and errors
+    policy = read_policy(config)
+    model, tokenizer = load(config, policy.spec.path or config.gates)
+    policy = replace(policy, spec=replace(policy.spec, path=None))  # clients read its text in answers and errors
     scheduler = Scheduler(
         model,  # type: ignore[arg-type]  # a PeftModel forwards every attribute
         tokenizer,
-        chosen,
-        Pool(model, config.memory_bytes, chosen.kv_dtype),
+        policy,
+        Pool(model, config.memory_bytes, policy.kv_dtype),
         prefill_tokens=config.prefill_tokens,
         batch=config.batch,
         queue=config.queue,
         prompt_lookup=config.prompt_lookup,
     )
     service = Service(scheduler, config.name or Path(str(model.config.name_or_path)).name, config)
-    logger.info("policy %s, %s", service.policy, room(scheduler))
+    logger.info("policy %s, %s", service.policy, capacity_text(scheduler))
     return service
 
 
-def room(scheduler: Scheduler) -> str:
+def capacity_text(scheduler: Scheduler) -> str:
     """Return what fits into the pool of a scheduler: tokens of a whole cache, and requests under the policy."""
-    length = min(REQUEST, scheduler.context or REQUEST)
+    length = min(REQUEST, scheduler.context_length or REQUEST)
     request = Request(tokens=[0] * (length - length // ANSWER), max_tokens=length // ANSWER)
-    fits = min(scheduler.admission.at_once(request, scheduler.pool.capacity), scheduler.batch)
-    tokens = scheduler.admission.whole_tokens(scheduler.pool.capacity)
+    fits = min(scheduler.admission.max_concurrent(request, scheduler.pool.capacity), scheduler.batch)
+    tokens = scheduler.admission.full_cache_tokens(scheduler.pool.capacity)
     return (
         f"memory for {tokens:,} tokens of a whole cache: fits {fits} requests of {length:,} tokens "
         f"({request.max_tokens:,} of the answer)"
     )
 
 
-def with_key(config: ServeConfig) -> ServeConfig:
+def with_environment_key(config: ServeConfig) -> ServeConfig:
     """Return a configuration with the key of the environment, if it has none of its own."""
     return replace(config, api_key=config.api_key or os.environ.get(KEY_VARIABLE))
 
@@ -85,19 +85,19 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def log() -> None:
+def set_up_log() -> None:
     """Write the log on stderr: the start, a line for each request, and the end."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Line("%(asctime)s %(message)s"))
+    handler.setFormatter(_LogFormatter("%(asctime)s %(message)s"))
     for name, level in (("ag.serve", logging.INFO), ("uvicorn", logging.WARNING)):
         logging.getLogger(name).setLevel(level)
         logging.getLogger(name).addHandler(handler)
         logging.getLogger(name).propagate = False
 
 
-class _Line(logging.Formatter):
+class _LogFormatter(logging.Formatter):
     """A log line; an error appears as its type and place, since its text may quote a prompt."""
 
     def formatException(self, info: Any) -> str:
         """Return the place of an error, given as its type, itself and its traceback."""
-        return where(info[1])
+        return error_location(info[1])

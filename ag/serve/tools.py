@@ -17,36 +17,44 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 
 @dataclass(frozen=True)
-class Calls:
+class ToolCallFormat:
     """How a chat template writes calls."""
 
     response: Mapping[str, Any]  # template of transformers that divides an answer, its special tokens included
-    before: str | None = None  # text of a call up to its arguments, with ``NAME``; None: no call can be forced
-    after: str = ""  # text of a call after its arguments
+    before_arguments: str | None = (
+        None  # text of a call up to its arguments, with ``NAME``; None: no call can be forced
+    )
+    after_arguments: str = ""  # text of a call after its arguments
     end: str = "(?!)"  # pattern of what ends an answer, and is no part of it
 
-    def grammar(self, tools: Sequence[Any], other: str | None, special: Mapping[str, int], thinks: bool = False) -> str:
+    def grammar(
+        self, tools: Sequence[Any], content_schema: str | None, special: Mapping[str, int], thinks: bool = False
+    ) -> str:
         """Return the text of a grammar for one call.
 
         Args:
             tools: the tools that may be called, with a name and the JSON schema of their parameters.
-            other: a JSON schema of answers without a call; None means that a call is required.
+            content_schema: a JSON schema of answers without a call; None means that a call is required.
             special: ids of special tokens by their texts.
             thinks: whether thoughts come first, which the prompt has opened.
         """
-        rules = [] if other is None else [f"other: %json {other}"]
-        for number, tool in enumerate(tools):
+        rules = [] if content_schema is None else [f"other: %json {content_schema}"]
+        for index, tool in enumerate(tools):
             name = json.dumps(tool.function.name, ensure_ascii=False)[1:-1]
-            before, after = (
-                self._rule(text.replace("NAME", name), special) for text in (self.before or "", self.after)
+            before_arguments, after_arguments = (
+                self._rule(text.replace("NAME", name), special)
+                for text in (self.before_arguments or "", self.after_arguments)
             )
             schema = json.dumps(tool.function.parameters or _NO_PARAMETERS)
-            rules += [f"call{number}: {before} arguments{number} {after}", f"arguments{number}: %json {schema}"]
-        first = [rule.partition(":")[0] for rule in rules if not rule.startswith("arguments")]
-        start = " | ".join(first)
+            rules += [
+                f"call{index}: {before_arguments} arguments{index} {after_arguments}",
+                f"arguments{index}: %json {schema}",
+            ]
+        alternatives = [rule.partition(":")[0] for rule in rules if not rule.startswith("arguments")]
+        start = " | ".join(alternatives)
         if thinks:
-            start, of_special = rf"thoughts /\s*/ ({start})", f"thoughts: /(?s:.*)/ <[{special.get(THOUGHT)}]>"
-            rules.append(of_special if THOUGHT in special else f'thoughts[suffix="{THOUGHT}"]: /(?s:.*)/')
+            start, thoughts_rule = rf"thoughts /\s*/ ({start})", f"thoughts: /(?s:.*)/ <[{special.get(THOUGHT)}]>"
+            rules.append(thoughts_rule if THOUGHT in special else f'thoughts[suffix="{THOUGHT}"]: /(?s:.*)/')
         return "\n".join([f"start: {start}", *rules])
 
     @staticmethod
@@ -56,23 +64,28 @@ class Calls:
         return " ".join(f"<[{special[x]}]>" if x in special else json.dumps(x, ensure_ascii=False) for x in parts if x)
 
 
-def _calls(
-    end: str, before: str, after: str, function: Mapping[str, str], anchor: str = r"\A.*", **calls: Any
-) -> Calls:
+def _call_format(
+    end: str,
+    before_arguments: str,
+    after_arguments: str,
+    function: Mapping[str, str],
+    anchor: str = r"\A.*",
+    **calls: Any,
+) -> ToolCallFormat:
     """Return how calls are written whose name and arguments are those of a function, in the regions ``calls``."""
     fields = {
         "reasoning_content": {"open": "<think>", "close": THOUGHT},
         "tool_calls": {"content": "json", "transform": {"type": "function", "function": function}} | calls,
         "content": {"close_pattern": end},
     }
-    return Calls({"start_anchor_pattern": anchor, "fields": fields}, before, after, end)
+    return ToolCallFormat({"start_anchor_pattern": anchor, "fields": fields}, before_arguments, after_arguments, end)
 
 
-def _families(end: str) -> dict[str, Calls]:
+def _families(end: str) -> dict[str, ToolCallFormat]:
     """Return families of chat templates, by a pattern of their text; the first that is found holds."""
     return {
         # Hermes, Qwen 2.5 and 3, and others since
-        r'<tool_call>[^<]{0,80}?"name': _calls(
+        r'<tool_call>[^<]{0,80}?"name': _call_format(
             end,
             '<tool_call>\n{"name": "NAME", "arguments": ',
             "}\n</tool_call>",
@@ -83,7 +96,7 @@ def _families(end: str) -> dict[str, Calls]:
             repeats=True,
         ),
         # Mistral since its version 11, then those before
-        r"\[ARGS\]": _calls(
+        r"\[ARGS\]": _call_format(
             end,
             "[TOOL_CALLS]NAME[ARGS]",
             "",
@@ -92,7 +105,7 @@ def _families(end: str) -> dict[str, Calls]:
             close_pattern=rf"(?=\[TOOL_CALLS\])|{end}",
             repeats=True,
         ),
-        r"\[TOOL_CALLS\]": _calls(
+        r"\[TOOL_CALLS\]": _call_format(
             end,
             '[TOOL_CALLS][{"name": "NAME", "arguments": ',
             "}]",
@@ -102,7 +115,7 @@ def _families(end: str) -> dict[str, Calls]:
             transform_each=True,
         ),
         # Llama 3.1 to 3.3: the whole answer is a call
-        r"""'"parameters": '""": _calls(
+        r"""'"parameters": '""": _call_format(
             end,
             '{"name": "NAME", "parameters": ',
             "}",
@@ -113,7 +126,7 @@ def _families(end: str) -> dict[str, Calls]:
     }
 
 
-def calls_of(tokenizer: Any, ruled: bool = False) -> Calls | None:
+def tool_call_format(tokenizer: Any, ruled: bool = False) -> ToolCallFormat | None:
     """Return how the chat template of a tokenizer writes calls; None means that neither it nor its family says so.
 
     The tokenizer's own response template comes before that of the family.
@@ -130,10 +143,10 @@ def calls_of(tokenizer: Any, ruled: bool = False) -> Calls | None:
     own = getattr(tokenizer, "response_template", None)
     if own is None:
         return family
-    return Calls(own, end=end) if family is None else replace(family, response=own)
+    return ToolCallFormat(own, end=end) if family is None else replace(family, response=own)
 
 
-class Divider:
+class OutputParser:
     """Divides an answer into its content, its thoughts and its calls, while it is written.
 
     Args:
@@ -143,9 +156,11 @@ class Divider:
         parallel: False leaves out all calls but the first.
     """
 
-    def __init__(self, calls: Calls, prompt: str, tools: Sequence[Any], parallel: bool) -> None:
+    def __init__(self, calls: ToolCallFormat, prompt: str, tools: Sequence[Any], parallel: bool) -> None:
         self._parser = ResponseParser(dict(calls.response), prefix=prompt, tools=[*tools])
-        self._given = len(self._parser._buffer)  # characters of the parser's text that parts have, or that are none
+        self._num_emitted = len(
+            self._parser._buffer
+        )  # characters of the parser's text that parts have, or that are none
         self._end, self._parallel = calls.end, parallel
         #: Whether the prompt has opened thoughts, in which the answer begins.
         self.thinks = self._parser._current == "reasoning_content"
@@ -163,11 +178,11 @@ class Divider:
             try:
                 self._read(letter, parts)
             except (ValueError, KeyError):  # such as calls that are no JSON
-                rest = self._parser._buffer[self._given :]
+                unparsed = self._parser._buffer[self._num_emitted :]
                 no_calls = {"start_anchor_pattern": r"\A", "fields": {"content": {"close_pattern": self._end}}}
-                self._parser, self._given = ResponseParser(no_calls, prefix=""), 0
-                for piece in [rest] if letter is not None else [rest, None]:
-                    self._read(piece, parts)
+                self._parser, self._num_emitted = ResponseParser(no_calls, prefix=""), 0
+                for text_part in [unparsed] if letter is not None else [unparsed, None]:
+                    self._read(text_part, parts)
         return parts
 
     def _read(self, text: str | None, parts: dict[str, Any]) -> None:
@@ -180,9 +195,9 @@ class Divider:
                 parts.setdefault(field, []).extend(calls if self._parallel else [x for x in calls if x["index"] < 1])
             elif event["type"] == "region_chunk" and not event["dirty"]:
                 parts[field] = parts.get(field, "") + event["text"]
-                self._given += len(event["text"])
+                self._num_emitted += len(event["text"])
         if parser._current != "tool_calls":
-            self._given = max(self._given, parser._pos)
+            self._num_emitted = max(self._num_emitted, parser._pos)
 
     def _call(self, value: Mapping[str, Any]) -> dict[str, Any]:
         function, arguments = value["function"], value["function"]["arguments"]

@@ -104,4 +104,4 @@ def answers_of_shared_beginnings(model: PreTrainedModel, tokenizer: Any, policy:
     streams = [stream for request in requests for stream in scheduler.submit(request)]
     finish(scheduler)
     assert [read(stream) for stream in streams] == [alone(model, policy, request) for request in requests]
-    assert scheduler.counts.reused
+    assert scheduler.counts.cached
