@@ -15,52 +15,51 @@ from ag.engine.layer import EXPIRED
 from ag.model.geometry import sliding_windows
 from ag.serve.request import Request
 
-MARGIN = 1.25  # factor on the share that flags have kept of earlier prompts
+MARGIN = 1.25  # factor on the kept share of earlier prompts
 
 
 @dataclass(frozen=True)
 class BlockNeed:
-    """The most blocks of one answer."""
+    """Upper bounds of the blocks of one completion."""
 
-    prefill: int  # while its prompt is read
-    decode: int  # afterwards
+    prefill: int  # during prefill
+    decode: int  # during decode
 
 
 class Admission:
     """Bounds the blocks of requests.
 
-    The bound is exact or too large under a budget and under ``full``. Under flags it is an estimate: the share kept of
-    earlier prompts times :data:`MARGIN`, and the whole answer.
+    Under a budget and under ``full`` no completion exceeds its bound. Under flags the bound is an estimate: the kept
+    share of earlier prompts times :data:`MARGIN`, and the whole completion.
 
     Args:
         cache: an eviction cache of the model and the policy.
-        config: of the model.
-        part: most tokens of a prompt that are read at once.
+        config: the model's configuration.
+        max_chunk: largest number of prompt tokens of one pass.
     """
 
     def __init__(self, cache: EvictionCache, config: PretrainedConfig, max_chunk: int) -> None:
         self.policy, self.max_chunk = cache.policy, max_chunk
-        self._rows = [(store.kv_heads, store.block) for store in cache.store_of]  # of each layer; tokens of a block
+        self._rows = [(store.kv_heads, store.block) for store in cache.store_of]  # per layer: KV heads, block size
         self._sliding_windows = sliding_windows(config)
         self._budget_layers = set(cache.sharing)
         self._by_flags = self.policy.by_gates and self.policy.budget is None
         self._uniform = isinstance(self.policy.allocator, Uniform) and not self._by_flags
-        self._kept_tokens = self._prompt_tokens = (
-            0.0  # tokens per KV head that flags kept of prompts, and tokens of those prompts
-        )
+        # sums over earlier prompts: tokens per KV head that flags kept, and all tokens
+        self._kept_tokens = self._prompt_tokens = 0.0
 
     def record_kept_share(self, cache: EvictionCache, tokens: int) -> None:
-        """Record what flags have kept of a prompt of this number of tokens."""
+        """Record how much of a prompt of ``tokens`` tokens the flags kept."""
         if self._by_flags:
             rows = len(cache.sequences) * sum(store.kv_heads for store in cache.store_of)
             self._kept_tokens += sum(float(store.held.sum()) for store in cache.stores) / rows
             self._prompt_tokens += tokens
 
     def need(self, request: Request) -> BlockNeed:
-        """Return the bound of one answer, its prompt included; its last token is never read and takes no block."""
+        """Return the bound of one completion with its prompt. The last token is never read and takes no block."""
         policy, num_prompt, num_decoded = self.policy, len(request.tokens), max(request.num_reserved - 1, 0)
         reconstruction, protected = self._reconstruction_tokens(request), request.protected_mask()
-        # the most tokens per KV head, as a mean over heads, while the prompt is read in chunks and afterwards
+        # upper bounds of the mean tokens per KV head during prefill and during decode
         prefill_tokens, decode_tokens = num_prompt, num_prompt + num_decoded
         if self._by_flags and self._prompt_tokens:
             decode_tokens = (
@@ -75,7 +74,7 @@ class Admission:
                 prefill_tokens = min(num_prompt, self._capacity(protected, num_prompt) + policy.block)
             if policy.steps is None:
                 decode_tokens = min(num_prompt, self._capacity(protected, num_prompt)) + num_decoded
-            else:  # ``every`` evicts one step late
+            else:  # ``every`` evicts one step later
                 decode_tokens = min(
                     decode_tokens, self._capacity(protected, decode_tokens) + min(num_decoded, max(policy.steps, 2))
                 )
@@ -87,20 +86,20 @@ class Admission:
         )
 
     def full_cache_tokens(self, blocks: int) -> int:
-        """Return the tokens per KV head whose keys and values take this number of blocks if no layer evicts any."""
+        """Return how many tokens per KV head fit into a number of blocks without eviction."""
         return int(blocks / sum(heads / size for heads, size in self._rows))
 
     def max_concurrent(self, request: Request, blocks: int) -> int:
-        """Return how many such requests are answered at once in a pool of this number of blocks."""
+        """Return how many copies of a request can run at once in a pool of ``blocks`` blocks."""
         need = self.need(request)
         return max(0, 1 + (blocks - max(need.prefill, need.decode)) // need.decode)
 
     def _capacity(self, protected: Tensor, num_tokens: int) -> int:
-        """Return the tokens per KV head after an eviction: the budget, or the protected tokens if those are more.
+        """Return the tokens per KV head after an eviction: the budget, or the protected tokens if these are more.
 
         Args:
-            protected: ``[T]`` bool, the tokens of the prompt that the request protects.
-            num_tokens: tokens of the text.
+            protected: ``[T]`` bool, prompt tokens that the request protects.
+            num_tokens: tokens of the prompt and the completion so far.
         """
         assert self.policy.scorer is not None
         budget = self.policy.capacity(torch.tensor([len(protected)]))
@@ -110,7 +109,7 @@ class Admission:
         return int(retention.keep_count(budget, num_protected))
 
     def _reconstruction_tokens(self, request: Request) -> int:
-        """Return the most tokens that the cache holds beside a prompt while a scorer rereads it."""
+        """Return how many tokens of a reconstruction pass are cached at once beside the prompt."""
         rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
         inputs = [] if rereader is None else rereader.inputs([*request.tokens])
         return max((len(repeated_tokens) for _, repeated_tokens in inputs), default=0)
@@ -120,8 +119,8 @@ class Admission:
 
         Args:
             tokens: mean tokens per KV head in layers under the budget.
-            unevicted: tokens per KV head in the other layers without a sliding window.
-            expired_slack: tokens that a layer with a sliding window may hold beyond its window.
+            unevicted: tokens per KV head in layers without eviction and without a sliding window.
+            expired_slack: expired tokens that a layer with a sliding window may still hold.
         """
         blocks, budget_heads, block_sizes = 0, 0, [block_size for _, block_size in self._rows]
         for layer, (sliding_window, (heads, block_size)) in enumerate(
@@ -134,6 +133,6 @@ class Admission:
                 blocks += heads * -(-min(tokens, layer_tokens) // block_size)
             else:
                 budget_heads += heads
-        # tokens may lie where blocks have the fewest, and each of the unequal rows may have a last block with one token
+        # worst case: the layers with the smallest blocks hold the tokens, and each row's last block has one token
         min_size, max_size = min(block_sizes), max(block_sizes)
         return blocks + budget_heads * (tokens * max_size + (max_size - 1) * min_size) // (min_size * max_size)

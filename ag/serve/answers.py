@@ -1,4 +1,4 @@
-"""Asynchronous reading of the answers that a scheduler generates in its own thread."""
+"""Completions as asynchronous streams. The scheduler generates them in its own thread."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ from ag.serve.scheduler import Scheduler, StoppedError
 
 logger = logging.getLogger("ag.serve")
 
-#: The id of the request that is being answered, for the log.
+#: The current request's id, for the log.
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
-SILENCE_SECONDS = 15.0  # between two signs of life on a stream; proxies often close after 30 or 60 seconds
+SILENCE_SECONDS = 15.0  # between two comments on a silent stream; proxies often close it after 30 or 60 seconds
 
 
 @dataclass(frozen=True)
 class CompletionDelta:
-    """A part of an answer."""
+    """New tokens of a completion, with their text."""
 
-    index: int  # index of the answer among the answers to all prompts, those to the first prompt first
-    text: str = ""  # new text
-    tokens: tuple[Token, ...] = ()  # the tokens of that text
-    reason: Literal["stop", "length"] | None = None  # why the answer ended; None means that it goes on
-    prompt: tuple[Token, ...] | None = None  # the tokens of the prompt; None in all but the first piece of an answer
-    ag_fields: Mapping[str, Any] | None = None  # the policy and the share of the prompt that stays; as ``prompt``
+    index: int  # of the completion; counts first the completions to the first prompt
+    text: str = ""
+    tokens: tuple[Token, ...] = ()  # tokens of ``text``
+    reason: Literal["stop", "length"] | None = None  # why the completion ended; None: it goes on
+    prompt: tuple[Token, ...] | None = None  # prompt tokens, in the first delta only
+    ag_fields: Mapping[str, Any] | None = None  # policy and kept share of the prompt, in the first delta only
 
 
 class CompletionStream:
-    """The answers to the prompts of one request, as an asynchronous iterator of pieces.
+    """The completions to the prompts of one request, as an asynchronous iterator of :class:`CompletionDelta`.
 
     Args:
         prompts: the prompts.
-        scheduler: generates the answers in another thread.
-        metrics: record what was asked for, the seconds of each token, and the ends.
+        scheduler: generates the completions in another thread.
+        metrics: record the requests, the seconds per token, and why completions ended.
 
     Raises:
-        QueueFullError: when the queue is full; none of the prompts is read then.
+        QueueFullError: when the queue is full; then no prompt is read.
         StoppedError: when the scheduler has stopped or failed.
-        UserError: for a prompt that no empty pool and no context could hold.
+        UserError: for a prompt that is too long for the pool or the context.
     """
 
     def __init__(self, prompts: Sequence[EncodedPrompt], scheduler: Scheduler, metrics: Metrics) -> None:
-        self._prompts = [prompt for prompt in prompts for _ in range(prompt.request.n)]  # by answer
+        self._prompts = [prompt for prompt in prompts for _ in range(prompt.request.n)]  # by completion
         self._prompt_tokens = sum(len(prompt.request.tokens) for prompt in prompts)
-        self._completion_tokens, self._tokens_by_index = 0, [0] * len(self._prompts)  # of all answers, and of each
+        self._completion_tokens, self._tokens_by_index = 0, [0] * len(self._prompts)  # in total, and by index
         self._submitted_at, self._id, self._scheduler = time.monotonic(), request_id.get(), scheduler
-        self._failed = False  # whether an error ended an answer, and so the others
+        self._failed = False  # whether an error ended the completions
         self._metrics, self._loop = metrics, asyncio.get_running_loop()
-        self._last_token_at: dict[int, float] = {}  # time of the last token of each answer
+        self._last_token_at: dict[int, float] = {}  # time of the last token of each completion
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._streams: list[Stream] = []
         try:
@@ -74,7 +74,7 @@ class CompletionStream:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """The numbers of tokens so far, as ``usage`` of OpenAI's API."""
+        """Numbers of tokens so far: ``usage`` of OpenAI's API."""
         streams = {id(prompt): stream for prompt, stream in zip(self._prompts, self._streams, strict=True)}
         return {
             "prompt_tokens": self._prompt_tokens,
@@ -84,11 +84,11 @@ class CompletionStream:
         }
 
     def _receive(self, first_index: int, index: int, event: Event) -> None:
-        """Queue an event of an answer; called in the scheduler's thread, which does not wait for the reader.
+        """Queue an event of a completion. Runs in the scheduler's thread, which does not wait for the reader.
 
         Args:
-            first_index: index of the first answer to the same prompt.
-            index: index of the answer among the answers to the same prompt.
+            first_index: index of the prompt's first completion.
+            index: index of the completion among the prompt's completions.
             event: a token, an error or the end.
         """
         index += first_index
@@ -106,15 +106,14 @@ class CompletionStream:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     async def __aiter__(self) -> AsyncIterator[CompletionDelta | None]:
-        """Yield pieces until every answer has ended, and None after each ``SILENCE_SECONDS`` without a piece.
+        """Yield deltas until every completion has ended, and None after each ``SILENCE_SECONDS`` without a delta.
 
         Raises:
-            Exception: the error that ended an answer.
+            Exception: the error that ended a completion.
         """
-        pending_tokens: dict[int, list[Token]] = {
-            index: [] for index in range(len(self._streams))
-        }  # without text so far
-        not_begun = set(pending_tokens)  # answers without a piece so far
+        # tokens of each running completion whose text is not final yet
+        pending_tokens: dict[int, list[Token]] = {index: [] for index in range(len(self._streams))}
+        not_begun = set(pending_tokens)  # completions without a delta so far
         while pending_tokens:
             try:
                 async with asyncio.timeout(SILENCE_SECONDS):
@@ -123,7 +122,7 @@ class CompletionStream:
                 yield None
                 continue
             if isinstance(event, StoppedError) and self._completion_tokens and not self._scheduler.failed:
-                event = None  # of several answers this one has no token when the server stops
+                event = None  # the request's other completions have tokens, which are kept when the server stops
             if isinstance(event, Exception):
                 raise event
             if event is None:
@@ -141,7 +140,7 @@ class CompletionStream:
             yield delta
 
     def _prompt_tokens_of(self, index: int) -> tuple[Token, ...]:
-        """Return the tokens of the prompt of an answer, with texts and log-probabilities as far as requested."""
+        """Return a completion's prompt tokens, with texts and log-probabilities if requested."""
         echo, scored_tokens = self._prompts[index].echo, self._streams[index].prompt
         if not echo or not scored_tokens:
             return echo or scored_tokens or tuple(map(Token, self._prompts[index].request.tokens))
@@ -151,7 +150,7 @@ class CompletionStream:
         )
 
     def _final_delta(self, index: int, tokens: list[Token]) -> CompletionDelta:
-        """Return the last piece of an answer: the text that was held back, without a stop text and its tokens."""
+        """Return the last delta of a completion: the pending text without stop text, and its tokens."""
         stream = self._streams[index]
         text = "".join(token.text for token in tokens) + stream.detokenizer.flush()
         if stream.detokenizer.stopped:
@@ -163,7 +162,7 @@ class CompletionStream:
         return CompletionDelta(index, text, tuple(tokens), reason)
 
     async def collect(self) -> list[CompletionDelta]:
-        """Return each answer as one piece."""
+        """Return each completion as one delta."""
         completions: dict[int, CompletionDelta] = {}
         async for delta in self:
             if delta is not None:
@@ -173,7 +172,7 @@ class CompletionStream:
         return [completions[index] for index in sorted(completions)]
 
     def close(self) -> None:
-        """Cancel the answers that have not ended, so that their blocks are freed, and write a line into the log."""
+        """Cancel running completions, which frees their blocks, and write a log line."""
         ends = Counter(stream.reason or ("error" if self._failed else "cancelled") for stream in self._streams)
         self._cancel()
         reasons = ", ".join(
@@ -195,7 +194,7 @@ class CompletionStream:
 
 
 def error_location(error: BaseException) -> str:
-    """Return an error's type and place, without its text, which may quote a prompt, and without folders."""
+    """Return an error's type and location. Its text may quote a prompt and is left out, as are folders."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     locations = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
     return f"{type(error).__name__} at {locations}"

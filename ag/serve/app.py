@@ -47,15 +47,17 @@ logger = logging.getLogger("ag.serve")
 BODY_SECONDS = 30  # longest time for a body to arrive
 RETRY = {"Retry-After": "5"}  # seconds
 STOPPING = "the server is stopping: ask again later, or another one."
-READ_MULTIPLE = 16  # a body up to this many times too long is read and dropped, so that its client sees the refusal
-#: Status and code of errors; the first kind that fits holds.
+READ_MULTIPLE = (
+    16  # a longer body is read and dropped up to this multiple of the limit: then its client sees the refusal
+)
+#: Status and code of errors; the first type that matches applies.
 STATUSES: Sequence[tuple[Any, int, str | None]] = (
     (QueueFullError, 429, "queue_full"),
     ((StoppedError, QueueTimeoutError, PoolFullError), 503, None),
     (UserError, 400, None),
     (ClientDisconnect, 499, None),  # nobody reads it
 )
-#: Headers of a stream of server-sent events, which proxies must not buffer.
+#: Headers of a stream of server-sent events; proxies must not buffer it.
 EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -63,10 +65,10 @@ class Endpoints(ABC):
     """The endpoints of one model.
 
     Args:
-        name: of the model, for clients.
+        name: the model's name, for clients.
         policy: text of the policy, for the live page.
-        config: of the server: limits of requests, and the key that clients have to send.
-        max_open: most open requests: bodies that arrive and answers that are generated or sent.
+        config: the server's configuration: limits of requests, and the key that clients must send.
+        max_open: largest number of open requests. A request is open until its response was sent.
     """
 
     def __init__(self, name: str, policy: str, config: ServeConfig, max_open: int) -> None:
@@ -74,13 +76,13 @@ class Endpoints(ABC):
         self.started_at = int(time.time())
         #: True while the server stops: new requests are refused.
         self.draining = False
-        #: Open requests for answers.
+        #: Number of open requests.
         self.open = 0
         self._max_open, self._page = max_open, page()
 
     def app(self) -> FastAPI:
         """Return the app; :meth:`lifespan` runs around it."""
-        app = FastAPI(lifespan=self.lifespan, openapi_url=None)  # its pages load scripts from other sites
+        app = FastAPI(lifespan=self.lifespan, openapi_url=None)  # FastAPI's own pages load scripts from other sites
         guarded = APIRouter(dependencies=[Depends(self._check_key)])
         for path in REQUEST_TYPES:
             guarded.add_api_route(path, self.answer, methods=["POST"], dependencies=[Depends(self._count_open)])
@@ -93,7 +95,7 @@ class Endpoints(ABC):
         app.add_api_route("/health", self.health)
         app.add_api_route("/", self.page)  # its script sends the key
         app.add_middleware(with_request_ids)
-        if self.config.origins:  # outside, as it writes into the headers
+        if self.config.origins:  # the outermost middleware, since it writes into the headers
             allowed: Any = {"allow_origins": self.config.origins, "expose_headers": ["X-Request-Id"]}
             app.add_middleware(CORSMiddleware, allow_methods=["*"], allow_headers=["*"], **allowed)
         for kind in (ApiError, HTTPException, UserError, ClientDisconnect):
@@ -105,14 +107,14 @@ class Endpoints(ABC):
         """Run code before the first request and after the last one."""
         yield
 
-    # ---- the part of a scheduler or of replicas
+    # ---- defined by a scheduler or by replicas
 
     @abstractmethod
     def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
-        """Answer the body of a request: yield the start of a response (ASGI), then parts of its body.
+        """Answer a request's body: yield the start of the response (ASGI), then the parts of its body.
 
         Raises:
-            Exception: of any kind, which :meth:`told` tells the client.
+            Exception: any error; :meth:`ask_or_refuse` sends it to the client.
         """
 
     @abstractmethod
@@ -159,9 +161,9 @@ class Endpoints(ABC):
         return Response(prometheus_text((await self.status()).metrics), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, name: str | None = None) -> Response:
-        """Return the model of this name, or a list of the only model."""
+        """Return the model of this name. None: a list with the server's model."""
         model = Model(id=self.name, created=self.started_at, object="model", owned_by="ag").model_dump()
-        with suppress(ApiError):  # without a replica it is not known
+        with suppress(ApiError):  # unknown until a replica runs
             model["max_model_len"] = (await self.status()).context_length
         if name is None:
             return JSONResponse({"object": "list", "data": [model]})
@@ -174,11 +176,11 @@ class Endpoints(ABC):
     # ---- requests
 
     async def answer(self, http: Http) -> Response:
-        """Answer a chat or a text."""
+        """Answer a request of any path in :data:`REQUEST_TYPES`."""
         return PartsResponse(cast("AsyncIterator[bytes]", self.ask_or_refuse(http.url.path, await self._body(http))))
 
     async def ask_or_refuse(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
-        """Yield what :meth:`ask` yields; an error is a refusal at the start, and an event later."""
+        """Yield the parts of :meth:`ask`. An error becomes a refusal at the start, and an event of the stream later."""
         has_started = False
         try:
             async with aclosing(self.ask(path, body)) as parts:
@@ -206,7 +208,7 @@ class Endpoints(ABC):
             self.open -= 1
 
     def check_model(self, name: str) -> None:
-        """Refuse a request for another model; "" stands for this one."""
+        """Refuse a request for another model; "" means this model."""
         if name not in ("", self.name):
             raise ApiError(404, f"model={name[:200]!r}: expected {self.name!r}.", "model", "model_not_found")
 
@@ -221,7 +223,7 @@ class Endpoints(ABC):
             )
 
     async def _body(self, http: Http) -> bytes:
-        """Read the body of a request for an answer.
+        """Read the body of a request.
 
         Raises:
             ApiError: when the server stops, or the body is not JSON, too long or too slow.
@@ -229,7 +231,8 @@ class Endpoints(ABC):
         if self.draining:
             raise ApiError(503, "the server is stopping: ask another one.", code="draining")
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "expected the header Content-Type: application/json.")  # forms of other sites lack it
+            # web forms of foreign pages cannot send this type
+            raise ApiError(415, "expected the header Content-Type: application/json.")
         limit = self.config.body_bytes
         body, length = bytearray(), 0
         try:
@@ -248,10 +251,10 @@ class Endpoints(ABC):
 
 
 class PartsResponse(StreamingResponse):
-    """A response made of the parts of :meth:`Endpoints.told`; a disconnect of the client ends their generator."""
+    """A response from the parts of :meth:`Endpoints.ask_or_refuse`. A client's disconnect closes their generator."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the parts; under ASGI 2.4 Starlette would see a disconnect at the next part only."""
+        """Send the parts. Under ASGI 2.4 Starlette would notice a disconnect only at the next part."""
         await super().__call__({**scope, "asgi": {"spec_version": "2.3"}}, receive, send)
 
     async def stream_response(self, send: Send) -> None:
@@ -264,20 +267,20 @@ class PartsResponse(StreamingResponse):
 
 
 def with_request_ids(app: ASGIApp) -> ASGIApp:
-    """Return an app that adds the header ``X-Request-Id`` to every response: that of the request, or a new one.
+    """Return an app that adds ``X-Request-Id`` to each response: the request's id, or a new id.
 
-    The log has it too.
+    The log has the id too.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         client_id = Headers(scope=scope).get("x-request-id") if scope["type"] == "http" else None
-        ask_or_refuse = client_id or uuid.uuid4().hex
-        name = (b"x-request-id", ask_or_refuse.encode("latin-1"))
-        request_id.set(re.sub("[^!-~]", "?", ask_or_refuse)[:64])  # a client may send any signs
+        new_id = client_id or uuid.uuid4().hex
+        header = (b"x-request-id", new_id.encode("latin-1"))
+        request_id.set(re.sub("[^!-~]", "?", new_id)[:64])  # a client may send any characters
 
         async def add(message: Message) -> None:
-            more = {"headers": [*message["headers"], name]} if message["type"] == "http.response.start" else {}
-            await send({**message, **more})
+            is_start = message["type"] == "http.response.start"
+            await send({**message, "headers": [*message["headers"], header]} if is_start else message)
 
         await app(scope, receive, add)
 
@@ -288,9 +291,9 @@ class Service(Endpoints):
     """The endpoints of a scheduler in this process.
 
     Args:
-        scheduler: generates the answers.
-        name: of the model, for clients.
-        config: of the server.
+        scheduler: generates the completions.
+        name: the model's name, for clients.
+        config: the server's configuration.
     """
 
     def __init__(self, scheduler: Scheduler, name: str, config: ServeConfig) -> None:
@@ -299,7 +302,7 @@ class Service(Endpoints):
         self.prompts = RequestBuilder(scheduler, config)
         self.scheduler, self._metrics = scheduler, Metrics(scheduler.snapshot, scheduler.context_length)
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
-        self._encoder = ThreadPoolExecutor(1, "encoder")  # one thread, as a tokenizer cannot encode two texts at once
+        self._encoder = ThreadPoolExecutor(1, "encoder")  # one thread: a tokenizer encodes one text at a time
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -330,7 +333,7 @@ class Service(Endpoints):
         )
 
     async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
-        """Answer the body of a request by the scheduler."""
+        """Answer a request by the scheduler."""
         params = parse(REQUEST_TYPES[path], body)
         self.check_model(params.model)
         writer: CompletionWriter | ResponsesWriter | None = None
@@ -380,17 +383,17 @@ async def _refuse(http: Http, error: Exception) -> Response:
 
 def refusal(error: Exception) -> Response:
     """Return the response for an error, in OpenAI's form."""
-    api_error = _log_refusal(error)
+    shown = _log_refusal(error)
     headers = {401: {"WWW-Authenticate": "Bearer"}, 429: RETRY, 503: RETRY}
-    return JSONResponse(api_error.body, api_error.status, headers.get(api_error.status))
+    return JSONResponse(shown.body, shown.status, headers.get(shown.status))
 
 
 def _log_refusal(error: Exception, action: str = "refused") -> ApiError:
-    """Return the error that a client sees, after a line of the log, which has no part of the request."""
-    found = api_error(error)
-    reason = found.code or found.body["error"]["type"]
-    logger.info("%s: %s with %d %s", request_id.get(), action, found.status, reason)
-    return found
+    """Log that a request failed, without any of its text, and return the error that its client sees."""
+    shown = api_error(error)
+    reason = shown.code or shown.body["error"]["type"]
+    logger.info("%s: %s with %d %s", request_id.get(), action, shown.status, reason)
+    return shown
 
 
 def api_error(error: Exception) -> ApiError:
@@ -415,7 +418,7 @@ def start_message(response: Response) -> Message:
 
 
 def page() -> tuple[str, str]:
-    """Return the live page, and a Content-Security-Policy that allows its own script and style only."""
+    """Return the live page, and a Content-Security-Policy that allows only its own script and style."""
     text = files("ag.serve").joinpath("page.html").read_text(encoding="utf-8")
     rules = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
     for tag in ("style", "script"):

@@ -1,8 +1,8 @@
-"""The server on several machines: replicas of the model under Ray Serve, behind a front.
+"""The server on several machines: a front, and replicas of the model under Ray Serve.
 
-The front forwards a request to a replica and streams the answer back. All turns of a conversation go to one replica,
-which has cached their prefix. The replica is chosen by consistent hashing: fronts share no state, and few conversations
-move when the number of replicas changes.
+The front forwards a request to a replica and streams the completion back. All turns of a conversation go to one
+replica, which has cached their prefix. Consistent hashing chooses the replica: fronts share no state, and few
+conversations move when the number of replicas changes.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ except ModuleNotFoundError as error:
 logger = logging.getLogger("ag.serve")
 
 APP = "ag"  # the application's name on the cluster
-TRIES = 3  # replicas that a request is sent to if each one dies
-LOST_SECONDS = 0.5  # wait after a lost replica, until the router has noticed; doubled after the next loss
+TRIES = 3  # replicas to which a request is sent if each of them dies
+LOST_SECONDS = 0.5  # wait after a lost replica, until the router has noticed; each further loss doubles it
 HEALTH_SECONDS = 5.0  # between two health checks of a replica
-STATUS_SECONDS = 10.0  # longest wait for the status of all replicas
-FRONT_REQUESTS = 10_000  # most open requests of the front
+STATUS_SECONDS = 10.0  # longest wait for the replicas' status
+FRONT_REQUESTS = 10_000  # largest number of open requests of the front
 LOGGING = {"enable_access_log": False}  # the scheduler's log has a line for each request
-SESSION_LENGTH = 256  # leading characters, or token ids, of a text by which a replica is chosen
+SESSION_LENGTH = 256  # characters, or token ids, at a text's start that choose its replica
 
 
 class Replica:
     """A model and its scheduler in a process of the cluster.
 
     Args:
-        config: of the server.
-        libraries: versions of the libraries where the server was started.
+        config: the server's configuration.
+        libraries: library versions on the machine that started the server.
 
     Raises:
-        UserError: when the libraries here have other versions, or the model or its gates cannot be loaded.
+        UserError: when this machine has other versions, or the model or its gates cannot be loaded.
     """
 
     def __init__(self, config: ServeConfig, libraries: Mapping[str, str]) -> None:
@@ -87,7 +87,7 @@ class Replica:
             raise StoppedError("the scheduler has failed.")
 
     async def ask(self, path: str, body: bytes, name: str) -> AsyncGenerator[Message | bytes | None]:
-        """Answer a request as :meth:`Endpoints.told` does, after a None that says that a replica has received it.
+        """Yield None once the request has arrived, then the parts of :meth:`Endpoints.ask_or_refuse`.
 
         ``name`` is the request's id in the log.
         """
@@ -103,11 +103,11 @@ class Replica:
 
 
 class Front(Endpoints):
-    """The endpoints in front of the replicas.
+    """The endpoints that forward requests to replicas.
 
     Args:
         replicas: handle of the replicas.
-        config: of the server.
+        config: the server's configuration.
         policy: text of the policy, for the live page.
     """
 
@@ -154,7 +154,7 @@ class Front(Endpoints):
             parts.cancel()
 
     async def _first_answer(self, path: str, body: bytes) -> tuple[Message, Any]:
-        """Send a request to a replica, and to another one if that replica dies before it answers.
+        """Send a request to a replica. If it dies before it answers, send the request to another replica.
 
         Returns:
             The start of the response, and an iterator of the parts of its body.
@@ -187,10 +187,11 @@ class Front(Endpoints):
 
 
 def session_id(body: bytes) -> str:
-    """Return a hash that is the same for all turns of a conversation, or "" for a body that a replica will refuse.
+    """Return a hash that all turns of a conversation share, or "" for a body that a replica will refuse.
 
-    It is made of ``prompt_cache_key``, or of the instructions and the messages up to the first one of the user, or of
-    the beginning of a text. A hash, as the router's log must not hold texts.
+    The hash is taken from ``prompt_cache_key``. Without that key, a chat's hash is taken from its instructions and its
+    messages up to the user's first message, and a text's hash from its first ``SESSION_LENGTH`` characters. The
+    router's log shows the hash, and must not hold texts.
     """
     try:
         params = from_json(body)
@@ -212,7 +213,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     """Build the application for ``serve deploy`` and ``serve run``, as ``ag.serve.cluster:app``.
 
     Args:
-        args: the keys of ``python -m ag.serve`` but for host and port, which are ``http_options`` of the file.
+        args: the keys of ``python -m ag.serve``, except host and port: these are ``http_options`` in Ray's file.
 
     Raises:
         UserError: for an unknown key or a value that does not fit.
@@ -239,7 +240,7 @@ def application(config: ServeConfig) -> serve.Application:
         Replica,
         name="model",
         ray_actor_options={"num_cpus": resources.cpus, "num_gpus": resources.gpus},
-        max_ongoing_requests=2 * (config.queue + config.batch),  # more than its queue takes: status requests come too
+        max_ongoing_requests=2 * (config.queue + config.batch),  # more than queue and batch: status requests count too
         max_constructor_retry_count=TRIES,
         request_router_config=RequestRouterConfig(
             request_router_class=ConsistentHashRouter,  # type: ignore[arg-type]
@@ -263,11 +264,11 @@ def run_on(address: str, config: ServeConfig) -> int:
     """Serve on a cluster until SIGTERM or Ctrl-C; returns the exit code.
 
     Args:
-        address: of the cluster, see :data:`ag.cluster.CLUSTER`.
-        config: of the server.
+        address: the cluster's address, see :data:`ag.cluster.CLUSTER`.
+        config: the server's configuration.
 
     Raises:
-        UserError: when there is no such cluster, it has no room or serves already, or no replica could start.
+        UserError: when the cluster is not reached, is full or serves already, or no replica could start.
     """
     serve_app, resources, min_replicas = application(config), Room.on(config.device, config.cores), config.replicas[0]
     with connected(address):
@@ -296,7 +297,7 @@ def run_on(address: str, config: ServeConfig) -> int:
 
 
 def _serve_until_signal(serve_app: serve.Application, ready: Callable[[], None]) -> None:
-    """Run an application until SIGTERM or Ctrl-C; then refuse new requests, and wait for the open ones."""
+    """Run an application until SIGTERM or Ctrl-C. Then refuse new requests and finish the open requests."""
     try:
         front = serve.run(serve_app, name=APP)
     except RuntimeError:

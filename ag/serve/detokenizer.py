@@ -1,4 +1,4 @@
-"""The text of an answer as a stream of final pieces, and the texts of single tokens."""
+"""The text of a completion, released as it becomes final, and the texts of single tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # token of a byte in a tokenizer with 
 
 
 class Vocabulary:
-    """The texts of a tokenizer's tokens in the middle of a text, thus with the space before a word.
+    """The texts of a tokenizer's tokens, as in the middle of a text: with the space before a word.
 
     Args:
-        tokenizer: a fast one of transformers.
+        tokenizer: a fast tokenizer of transformers.
 
     Raises:
-        UserError: when the tokenizer is not a fast one.
+        UserError: when the tokenizer is not fast.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -34,18 +34,18 @@ class Vocabulary:
         letter = self._backend.token_to_id("<0x41>")
         self._falls_back = letter is not None and self._backend.decode([letter]) == "A"
         added = self._backend.get_added_tokens_decoder()
-        #: Special tokens by their texts.
+        #: Ids of the special tokens, by text.
         self.special: dict[str, int] = {token.content: number for number, token in added.items() if token.special}
 
     def text(self, token: int) -> str:
-        """Return the text of a token, also of a special one; U+FFFD stands for a part of a character."""
+        """Return the text of a token, special or not; part of a character is U+FFFD."""
         return self._decode(token, skip_special_tokens=False)
 
     def bytes_of(self, token: int, at_start: bool = False) -> bytes:
-        """Return the UTF-8 bytes of a token, possibly a part of a character; special tokens have no bytes.
+        """Return the UTF-8 bytes of a token, which may be part of a character. Special tokens have no bytes.
 
         Args:
-            token: its id.
+            token: id of the token.
             at_start: True at the beginning of a text, where many tokenizers drop a space.
         """
         token_text = self._backend.id_to_token(token) or ""
@@ -64,17 +64,17 @@ class Vocabulary:
 
 
 class Detokenizer:
-    """Turns the tokens of an answer into text, one token at a time.
+    """Turns the tokens of a completion into text, one token at a time.
 
-    A character is returned once it is complete, and U+FFFD for bytes that cannot become one. Text that may be the
-    beginning of a stop text is held back until it is certain that it is not.
+    A character is released once it is complete. Bytes that cannot become a character are released as U+FFFD. Text that
+    may begin a stop text is pending until it cannot.
 
     Args:
-        vocabulary: of the tokenizer.
-        stop: texts, not empty, that end the answer. A special token is found by its id.
-        include_stop: True if the text that ends the answer is part of it.
-        min_tokens: tokens of the answer before which no text ends it.
-        continues: True if the answer continues a text, so that its first word may begin with a space.
+        vocabulary: texts of the tokenizer's tokens.
+        stop: non-empty texts that end the completion. The text of a special token matches that token's id only.
+        include_stop: True if the completion includes the stop text that ends it.
+        min_tokens: number of tokens before which no stop text ends the completion.
+        continues: True if the completion continues a text: its first word may begin with a space.
         keep_special: True if special tokens have a text, as in a prompt.
     """
 
@@ -92,16 +92,16 @@ class Detokenizer:
         self._stop_tokens = {vocabulary.special[text]: text for text in stop if text in vocabulary.special}
         self._include_stop, self._min_tokens_left = include_stop, min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._pending = ""  # text that is held back
-        #: Characters so far, including those held back.
+        self._pending = ""  # text that is not released yet
+        #: Characters so far, pending characters included.
         self.length = 0
-        #: Characters returned so far.
+        #: Characters released so far.
         self.num_released = 0
         #: True once a stop text has occurred.
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Add the next token; returns the text that became final."""
+        """Add the next token and return the text that became final."""
         self._min_tokens_left -= 1
         if token in self._stop_tokens and self._min_tokens_left < 0:
             self._pend(b"", last=True)
@@ -119,13 +119,13 @@ class Detokenizer:
         )
 
     def flush(self) -> str:
-        """Return the text that was held back, with U+FFFD for half a character; call this after the last token."""
+        """Return the pending text after the last token; an incomplete character is U+FFFD."""
         if not self.stopped:
             self._pend(b"", last=True)
         return self._release(len(self._pending))
 
     def _pend(self, data: bytes, last: bool = False) -> None:
-        """Hold back the characters that new bytes complete, up to a stop text; ``last`` ends the text."""
+        """Add the characters of ``data`` to the pending text, up to a stop text; ``last`` ends the text."""
         text = self._decoder.decode(data, last)
         self.length += len(text)
         self._pending += text

@@ -1,4 +1,4 @@
-"""The figures of a server for Prometheus."""
+"""The metrics of a server for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ag.serve.request import Request
 from ag.serve.snapshot import Snapshot
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # upper bounds of the histograms' bins
-COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)  # the same of the histogram of answers
+COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)  # upper bounds of the bins of completions per prompt
 REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
 
 class Status(NamedTuple):
     """The status of a server, or of several replicas together."""
 
-    snapshot: Snapshot  # of the scheduler
+    snapshot: Snapshot  # state of the scheduler
     metrics: list[Metric]  # for Prometheus
-    is_healthy: bool  # False when every scheduler has failed
-    context_length: int | None  # most tokens of a text that the model takes; None means that there is no limit
+    is_healthy: bool  # False if every scheduler has failed
+    context_length: int | None  # largest number of tokens of a sequence; None: no limit
 
 
 class Metrics:
@@ -32,7 +32,7 @@ class Metrics:
 
     Args:
         snapshot: returns the snapshot of the scheduler.
-        context_length: most tokens of a text; None means that there is no limit.
+        context_length: largest number of tokens of a sequence. None: no limit.
     """
 
     def __init__(self, snapshot: Callable[[], Snapshot], context_length: int | None = None) -> None:
@@ -53,25 +53,25 @@ class Metrics:
         finished_text, label = "Answers that ended, by the finish reason that the client reads", ["finished_reason"]
         self._finished = Counter("ag_request_success", finished_text, label, registry=self._registry)
         for reason in ("stop", "length"):
-            self._finished.labels(reason)  # 0 is a figure too
+            self._finished.labels(reason)  # Prometheus shows a 0 for them from the start
 
     def record_token(self, seconds: float, first: bool) -> None:
-        """Record the seconds that a token took; ``first`` marks the first token of an answer."""
+        """Record the seconds of one token; ``first`` is True for a completion's first token."""
         (self._ttft if first else self._inter_token).observe(seconds)
 
     def record_request(self, request: Request) -> None:
-        """Record what a request that was accepted asks for."""
+        """Record the prompt length, ``max_tokens`` and ``n`` of an accepted request."""
         self._prompt_tokens.observe(len(request.tokens))
         self._max_tokens.observe(request.max_tokens)
         self._num_completions.observe(request.n)
 
     def record_end(self, reason: str, tokens: int) -> None:
-        """Record the end of an answer, and the number of its tokens."""
+        """Record why a completion ended, and its number of tokens."""
         self._finished.labels(reason).inc()
         self._generated.observe(tokens)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current figures."""
+        """Yield the current metrics."""
         yield from self._registry.collect()
         snapshot = self._snapshot()
         counts, gauge, counter = snapshot.counts, GaugeMetricFamily, CounterMetricFamily
@@ -106,13 +106,13 @@ class Metrics:
 
 
 def token_bins(max_tokens: int | None) -> list[int]:
-    """Return upper bounds of bins of numbers of tokens, 1, 2, 5, 10 and so on; None stands for a million."""
+    """Return upper bounds of bins 1, 2, 5, 10, ... up to ``max_tokens``. None: up to a million."""
     bounds = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
     return [bound for bound in bounds if bound <= (max_tokens or 10**6)]
 
 
 def label_replicas(replica_metrics: Mapping[str, Sequence[Metric]]) -> list[Metric]:
-    """Merge the figures of replicas, given by name; the label ``replica`` of each sample is that name."""
+    """Merge the metrics of replicas, given by name. Each sample gets its replica's name as the label ``replica``."""
     families: dict[str, Metric] = {}
     for name, metrics in replica_metrics.items():
         for metric in metrics:
@@ -122,5 +122,5 @@ def label_replicas(replica_metrics: Mapping[str, Sequence[Metric]]) -> list[Metr
 
 
 def prometheus_text(metrics: Sequence[Metric]) -> bytes:
-    """Return figures in Prometheus' text format."""
+    """Return metrics in Prometheus' text format."""
     return generate_latest(cast(Collector, SimpleNamespace(collect=lambda: metrics)))

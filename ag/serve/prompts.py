@@ -1,4 +1,4 @@
-"""From the parameters of a client to the request of a scheduler: chat template, tokens, limits, protected spans."""
+"""Builds the scheduler's requests from clients' parameters: chat template, tokens, limits, protected spans."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from ag.serve.structured import Grammars
 from ag.serve.tools import OutputParser, tool_call_format
 
 TEXT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
-POLICIES = 64  # policies of requests that are remembered
-RESERVED = 1024  # tokens for which admission keeps blocks, of an answer that has no limit of its own
+POLICIES = 64  # number of requests' policies to remember
+RESERVED = 1024  # tokens for which admission keeps blocks if a request sets no limit
 
-#: The parameters of a request, by path.
+#: Class of a request's parameters, by path.
 REQUEST_TYPES: dict[str, type[RequestBody]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
@@ -49,10 +49,10 @@ _PARAMETERS = {field.name for field in fields(Request)}
 
 
 class RequestBuilder:
-    """Makes the requests of a scheduler from the parameters of clients.
+    """Builds the scheduler's requests from clients' parameters.
 
     Args:
-        scheduler: that answers them.
+        scheduler: answers the requests.
         limits: limits of requests.
     """
 
@@ -73,7 +73,7 @@ class RequestBuilder:
         self._calls, self._ruled_calls = tool_call_format(self.tokenizer), tool_call_format(self.tokenizer, ruled=True)
 
     def __call__(self, params: RequestBody) -> list[EncodedPrompt] | dict[str, Any]:
-        """Return the requests, one for each prompt, or what ``/tokenize`` and ``/detokenize`` return.
+        """Return the requests, one per prompt, or the response of ``/tokenize`` and ``/detokenize``.
 
         Raises:
             ApiError: for parameters that this model, its tokenizer or its chat template cannot serve.
@@ -99,7 +99,7 @@ class RequestBuilder:
         ]
 
     def _request(self, params: GenerationParams, tokens: list[int], protect: Any, param: str) -> Request:
-        """Return the request of one prompt, which the parameter ``param`` holds."""
+        """Return the request of one prompt. ``param`` is the prompt's parameter, for errors."""
         if not tokens:
             raise ApiError(400, "the prompt is empty: expected one token or more.", param)
         self._check_tokens(tokens, param)
@@ -143,9 +143,9 @@ class RequestBuilder:
         return request
 
     def _new_policy(self, text: str | None, budget: int | float | None) -> Policy | None:
-        """Return the policy of a request; None means the server's.
+        """Return the policy of a request. None: the server's policy.
 
-        What the request leaves out is as in the server's policy. Gates are those of the server.
+        Defaults come from the server's policy. Gates are the server's gates.
         """
         server_policy, param = self._server_policy, "ag.budget" if text is None else "ag.policy"
         if text is None and budget is None:
@@ -174,7 +174,7 @@ class RequestBuilder:
                 evicting_policy = replace(
                     evicting_policy, gates=server_policy.gates, spec=replace(spec, path=server_policy.spec.path)
                 ).trained_with(server_policy.gates)
-            EvictionCache(self._model, evicting_policy)  # refuses what the model lacks
+            EvictionCache(self._model, evicting_policy)  # raises if the model cannot run the policy
             return evicting_policy
         except UserError as error:
             raise ApiError(400, str(error), param) from None
@@ -183,7 +183,7 @@ class RequestBuilder:
         return policy_text(request.policy or self._server_policy)
 
     def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Refuse tokens outside of the vocabulary."""
+        """Refuse tokens outside the vocabulary."""
         unknown = [token for token in tokens if not 0 <= token < self._vocabulary]
         if unknown:
             raise ApiError(400, f"{param}: {unknown[0]}: expected tokens of 0 to {self._vocabulary - 1}.", param)
@@ -201,7 +201,7 @@ class RequestBuilder:
     # ---- grammars and calls
 
     def output_parser(self, params: GenerationParams, tokens: Sequence[int]) -> Callable[[], OutputParser] | None:
-        """Return what makes the divider of an answer to a prompt; None means that an answer is content alone."""
+        """Return a factory of parsers for completions to a prompt. None: a completion is content only."""
         if not isinstance(params, ChatCompletionRequest) or not params.callable_tools:
             return None
         calls = self._ruled_calls if params.rule or params.must_call_tool else self._calls
@@ -211,7 +211,7 @@ class RequestBuilder:
         return partial(OutputParser, calls, self.tokenizer.decode(tokens), tools, params.parallel_tool_calls)
 
     def _grammar(self, params: GenerationParams, tokens: Sequence[int]) -> Any:
-        """Return a matcher of the grammar that the answers to a prompt follow; None means free text."""
+        """Return a matcher of the grammar that completions to a prompt follow. None: free text."""
         rule, chat = (
             params.rule,
             params if isinstance(params, ChatCompletionRequest) and params.callable_tools else None,
@@ -245,7 +245,7 @@ class RequestBuilder:
             raise ApiError(400, f"{param}: {error}", param) from None
 
     def _max_tokens(self, params: GenerationParams, num_prompt: int, param: str) -> int:
-        """Return the limit of an answer in tokens, for a prompt of this number of tokens."""
+        """Return the largest number of tokens of a completion after ``num_prompt`` prompt tokens."""
         max_completion, context_length = self.limits.answer_tokens or sys.maxsize, self.context_length
         tokens_left = max_completion if context_length is None else context_length - num_prompt
         if tokens_left < (0 if params.token_limit is not None and params.token_limit[1] == 0 else 1):
@@ -261,18 +261,18 @@ class RequestBuilder:
             return limit if isinstance(params, ChatCompletionRequest) else min(limit, TEXT_TOKENS)
         name, number = params.token_limit
         if number > limit:
-            message = f"{name}={number}: expected at most {limit} here, behind a prompt of {num_prompt} tokens."
+            message = f"{name}={number}: expected at most {limit} here, after a prompt of {num_prompt} tokens."
             raise ApiError(400, message, name, None if number > max_completion else "context_length_exceeded")
         return number
 
     def _encode_text(self, params: CompletionRequest, text: str | list[int], param: str) -> EncodedPrompt:
-        """Return the request of a text or its token ids, which the parameter ``param`` holds."""
+        """Return the request of a text or of token ids. ``param`` is its parameter, for errors."""
         ids: list[int]
         ids, token_texts = ([], []) if isinstance(text, str) else (text, [])
         if isinstance(text, str):
             encoding = self.tokenizer(text, return_offsets_mapping=params.echo, verbose=False)
             ids = encoding["input_ids"]
-            # special tokens that the tokenizer adds lie at 0
+            # special tokens that the tokenizer adds have offset 0
             starts = [*accumulate((first for first, _ in encoding.get("offset_mapping", ())), max), len(text)]
             token_texts = [text[first:end] for first, end in pairwise([0, *starts[1:]])]
         elif params.echo:
@@ -287,7 +287,7 @@ class RequestBuilder:
     # ---- chats
 
     def _chat(self, params: ChatCompletionRequest) -> tuple[Chat, str]:
-        """Return a chat and its text by the template."""
+        """Return a chat and its text from the chat template."""
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "the model has no chat template: use /v1/completions.", params.prompt_param)
         try:
@@ -317,7 +317,7 @@ class RequestBuilder:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], protect
 
     def _render_chat(self, chat: Chat, opens_completion: bool) -> tuple[Chat, str]:
-        """Return the chat and its text, with empty contents for tool calls where the template needs a content."""
+        """Return the chat and its text. If the template fails, messages without content get an empty content."""
         try:
             return chat, chat.text(self.tokenizer, opens_completion)
         except UserError:
@@ -327,9 +327,9 @@ class RequestBuilder:
             return filled, filled.text(self.tokenizer, opens_completion)
 
     def _check_rendered(self, chat: Chat, opens_completion: bool) -> None:
-        """Refuse tool calls and results of tools that the template leaves out.
+        """Refuse tool calls and tool results that the template leaves out.
 
-        A random word takes the place of each of them, and has to appear in the text.
+        A random word replaces each of them, and must occur in the text.
         """
         words: dict[str, str] = {}  # by parameter
         messages = [dict(message) for message in chat.messages]
@@ -353,6 +353,6 @@ class RequestBuilder:
 
 
 def policy_text(policy: Policy) -> str:
-    """Return the label of a policy, or its text without a path, with its budget; clients see it."""
+    """Return the name of a policy for clients: its label, or its text without a path, and its budget."""
     name = policy.spec.label or str(replace(policy.spec, path=None))
     return name + (f" {policy.budget}" if policy.budget else "")

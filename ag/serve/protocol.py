@@ -1,4 +1,4 @@
-"""Requests and answers in the form of OpenAI's API."""
+"""Requests and completions in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ag.serve.tools import OutputParser
 
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
 
-#: Unsupported parameters of OpenAI's API, with the values under which they change nothing.
+#: Unsupported parameters of OpenAI's API, with values that change nothing.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "audio": (),
     "best_of": (1,),
@@ -40,9 +40,9 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "store": (False,),
     "suffix": ("",),
 }
-#: Parameters that describe the client and change no answer.
+#: Parameters that describe the client and do not change a completion.
 IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "user"}
-#: Parameters that need another one, which is true or false.
+#: Parameters that need another parameter: its name and its required value.
 NEEDED = {
     "prompt_logprobs": ("stream", False),
     "stream_options": ("stream", True),
@@ -52,13 +52,13 @@ NEEDED = {
 
 
 class ApiError(Exception):
-    """An error that a client sees.
+    """An error for the client.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, what was expected, and the fix.
-        param: the parameter at fault, such as ``messages[0].role``.
-        code: a word for programs.
+        status: HTTP status.
+        message: the value, the expected value, and the fix.
+        param: the wrong parameter, for example ``messages[0].role``.
+        code: error code for programs.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -67,7 +67,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's form."""
+        """The error in OpenAI's format."""
         kind = {429: "rate_limit_error", 401: "authentication_error"}.get(self.status, "invalid_request_error")
         kind = "server_error" if self.status >= 500 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -77,13 +77,13 @@ class ApiError(Exception):
 
 
 class StrictModel(BaseModel):
-    """A part of a request, without unknown parameters and without conversion of types."""
+    """A part of a request. Unknown parameters are refused, and types are not converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class TextPart(StrictModel):
-    """A part of a message's content: text."""
+    """A text in a message's content."""
 
     type: Literal["text"]
     text: str
@@ -102,7 +102,7 @@ class ToolCall(StrictModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: Function
-    index: int | None = Field(None, exclude=True)  # clients that join a stream leave it in
+    index: int | None = Field(None, exclude=True)  # clients that copy it from a stream send it
 
 
 class Message(StrictModel):
@@ -123,7 +123,7 @@ class Message(StrictModel):
         return content
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates take it."""
+        """Return the message for chat templates."""
         message = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             message["content"] = "".join(part.text for part in self.content)
@@ -138,11 +138,11 @@ class JsonSchema(StrictModel):
     name: str
     description: str | None = None
     rules: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None  # an answer follows its schema always
+    strict: bool | None = None  # ignored: a completion always follows its schema
 
 
 class ResponseFormat(StrictModel):
-    """What the text of an answer is."""
+    """The format of a completion's text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = Field(None, validate_default=True)
@@ -156,7 +156,7 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredOutputs(TypedDict, total=False):
-    """The rule that an answer follows, in the form of vLLM."""
+    """The grammar of a completion, in vLLM's format."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
     json: str | dict[str, Any]
@@ -166,7 +166,7 @@ class StructuredOutputs(TypedDict, total=False):
 
 
 class ToolFunction(StrictModel):
-    """A function that the assistant may call; the chat template gets all of it."""
+    """A function that the assistant may call. The chat template gets all its fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -185,46 +185,48 @@ class StreamOptions(StrictModel):
     """Options of a stream."""
 
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False  # padding, which this server never adds
+    include_obfuscation: Literal[False] = False  # this server never adds padding
 
 
-TokenName = Annotated[int, Field(ge=0, strict=False)]  # a key of JSON is a text
-Span = Annotated[list[int], Field(min_length=2, max_length=2)]  # of tokens: the first one, and that behind the last
+TokenName = Annotated[int, Field(ge=0, strict=False)]  # keys of JSON objects are texts
+Span = Annotated[list[int], Field(min_length=2, max_length=2)]  # first token of the span, first token after the span
 Protected = TypeVar("Protected")
 Ids = Annotated[list[int], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class Extensions(StrictModel, Generic[Protected]):
-    """What this server adds to OpenAI's API: how a request is evicted."""
+    """The server's extensions of OpenAI's API: the policy of a request."""
 
-    policy: str | None = None  # None means the server's
-    budget: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = None  # tokens, or a share
-    protect: list[Protected] | None = None  # what is never evicted; None means the server's protect= in a chat
+    policy: str | None = None  # None: the server's policy
+    budget: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = (
+        None  # tokens per KV head, or a share of the prompt
+    )
+    protect: list[Protected] | None = None  # never evicted; None: in a chat the server's protect=
 
 
 class RequestBody(StrictModel):
-    """The parameters of a request; null stands for the default."""
+    """The parameters of a request; null means the default."""
 
     model: str
 
-    #: The parameters that OpenAI's API has.
+    #: Names of the parameters in OpenAI's API.
     openai_fields: ClassVar[frozenset[str]] = frozenset()
-    #: Parameters that are not supported, with the values under which they change nothing.
+    #: Unsupported parameters, with values that change nothing.
     neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = NEUTRAL
 
 
 class GenerationParams(RequestBody):
-    """The parameters of chats and of texts.
+    """The parameters of chat completions and text completions.
 
-    A parameter that :class:`ag.serve.Request` has under the same name is copied there. A new parameter of sampling is
-    therefore a field here, a field there, and a line in :func:`ag.serve.sampler.processors`.
+    A parameter is copied to :class:`ag.serve.Request` if that has a field of this name. A new sampling parameter needs
+    a field here, a field there, and a line in :func:`ag.serve.sampler.processors`.
     """
 
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)  # -1 and 0 mean no limit
+    top_k: int = Field(0, ge=-1)  # -1 and 0: no limit
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -245,26 +247,26 @@ class GenerationParams(RequestBody):
 
     ag: Extensions[Any] | None = None
 
-    #: The parameter that holds the prompt.
+    #: Name of the prompt's parameter.
     prompt_param: ClassVar[str]
-    #: The parameters that limit an answer; the first one that is given holds.
+    #: Names of parameters that limit a completion; the first that is set applies.
     limit_params: ClassVar[Sequence[str]] = ["max_tokens"]
 
     @property
     def token_limit(self) -> tuple[str, int] | None:
-        """Name and value of the limit of the answer in tokens; None means that the request has none."""
+        """Name and value of the completion's token limit. None: the request has no limit."""
         return next(
             ((name, getattr(self, name)) for name in self.limit_params if getattr(self, name) is not None), None
         )
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
+        """Number of most probable tokens to return per token. None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same at each place of the prompt."""
+        """Number of most probable tokens to return per prompt token. None: no log-probabilities."""
         return self.prompt_logprobs
 
     @field_validator(*NEEDED, check_fields=False)
@@ -279,7 +281,7 @@ class GenerationParams(RequestBody):
 
     @property
     def rule(self) -> tuple[str, str, str] | None:
-        """The rule that the answer follows, as parameter, kind and text of a grammar; None means free text."""
+        """Parameter, kind and text of the grammar that the completion follows. None: free text."""
         for kind, rule in (self.structured_outputs or {}).items():
             return f"structured_outputs.{kind}", kind, rule if isinstance(rule, str) else json.dumps(rule)
         return None
@@ -289,7 +291,7 @@ class ChatCompletionRequest(GenerationParams):
     """The parameters of ``/v1/chat/completions``."""
 
     prompt_param = "messages"
-    #: The parameter that holds how much the model thinks.
+    #: Name of the reasoning effort's parameter.
     effort_param: ClassVar[str] = "reasoning_effort"
     limit_params = ["max_completion_tokens", "max_tokens"]
     openai_fields = frozenset(chat_params.CompletionCreateParamsBase.__annotations__)
@@ -303,8 +305,8 @@ class ChatCompletionRequest(GenerationParams):
     tool_choice: Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # variables of the chat template
-    reasoning_effort: ReasoningEffort = None  # another one
-    add_generation_prompt: bool | None = None  # None means that the chat ends with the opening of an answer
+    reasoning_effort: ReasoningEffort = None  # a further variable of the chat template
+    add_generation_prompt: bool | None = None  # None: true, unless the last message is continued
     continue_final_message: bool = False
     ag: Extensions[ChatPart] | None = None
 
@@ -334,31 +336,31 @@ class ChatCompletionRequest(GenerationParams):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that the assistant may call."""
+        """Tools that the assistant may call."""
         if isinstance(self.tool_choice, str):
             return [] if self.tool_choice == "none" else self.tools
         return [tool for tool in self.tools if tool.function.name == self.tool_choice["function"]["name"]]
 
     @property
     def must_call_tool(self) -> bool:
-        """Whether the assistant must call one of them."""
+        """Whether the assistant must call a tool."""
         return self.tool_choice not in ("none", "auto")
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """The variables of the chat template, tools among them."""
+        """Variables of the chat template, tools included."""
         tools = [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.callable_tools else []
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return self.chat_template_kwargs | effort | ({"tools": tools} if tools else {})
 
     @property
     def opens_completion(self) -> bool:
-        """Whether the chat ends with the opening of an answer."""
+        """Whether the chat template opens the assistant's turn at the end."""
         return not self.continue_final_message and self.add_generation_prompt is not False
 
     @property
     def rule(self) -> tuple[str, str, str] | None:
-        """The rule that the answer follows, as parameter, kind and text of a grammar; None means free text."""
+        """Parameter, kind and text of the grammar that the completion follows. None: free text."""
         response_format = self.response_format
         if response_format is None or response_format.type == "text":
             return super().rule
@@ -368,7 +370,7 @@ class ChatCompletionRequest(GenerationParams):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
+        """Number of most probable tokens to return per token. None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
 
@@ -379,36 +381,36 @@ class CompletionRequest(GenerationParams):
     openai_fields = frozenset(CompletionCreateParamsBase.__annotations__)
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=0)  # 0 reads the prompt alone
+    max_tokens: int | None = Field(None, ge=0)  # 0: prefill only
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     ag: Extensions[Span] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
+        """Number of most probable tokens to return per token. None: no log-probabilities."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same at each place of the prompt."""
+        """Number of most probable tokens to return per prompt token. None: no log-probabilities."""
         requested = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((number for number in requested if number is not None), default=None)
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts, as texts or token ids."""
+        """Prompts as texts or token ids."""
         is_single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return cast("Sequence[str | list[int]]", [self.prompt] if is_single else self.prompt)
 
 
 class TokenizeRequest(ChatCompletionRequest):
-    """The parameters of ``/tokenize``: a text, or those of a chat, in the form of vLLM."""
+    """The parameters of ``/tokenize`` in vLLM's format: a text or a chat."""
 
     model: str = ""  # the server's
     messages: list[Message] = Field(default_factory=list)
     prompt: str | None = Field(None, validate_default=True)
-    add_special_tokens: bool | None = None  # None means those of a text, and none in a chat
+    add_special_tokens: bool | None = None  # None: true for a text, false for a chat
     return_token_strs: bool = False
 
     @field_validator("prompt")
@@ -420,7 +422,7 @@ class TokenizeRequest(ChatCompletionRequest):
 
 
 class DetokenizeRequest(RequestBody):
-    """The parameters of ``/detokenize``, in the form of vLLM."""
+    """The parameters of ``/detokenize`` in vLLM's format."""
 
     model: str = ""  # the server's
     tokens: list[Annotated[int, Field(ge=0)]]
@@ -430,7 +432,7 @@ def parse(kind: type[RequestBody], body: bytes) -> Any:
     """Read the body of a request.
 
     Raises:
-        ApiError: 400, naming the parameter, its value, and what was expected.
+        ApiError: 400, with the parameter, its value and the expected value.
     """
     try:
         values = from_json(body, allow_inf_nan=False)
@@ -447,7 +449,7 @@ def parse(kind: type[RequestBody], body: bytes) -> Any:
             raise ApiError(400, f"{name} is not supported by this server: leave it out.", name, "unsupported_parameter")
         del values[name]
     for message in _objects(values.get("messages", values.get("input"))):
-        for part in (message, *_objects(message.get("content"))):  # OpenAI's client adds empty fields
+        for part in (message, *_objects(message.get("content"))):  # OpenAI's client sends empty fields
             for name in [name for name, value in part.items() if value is None or value == [] and name != "content"]:
                 del part[name]
     try:
@@ -464,10 +466,10 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 def _refusal(error: ValidationError) -> ApiError:
     """Return the error for the first value that does not fit."""
     errors = error.errors(include_url=False)
-    first = max(errors, key=lambda detail: len(detail["loc"]))  # of several possible types the one that fits furthest
+    first = max(errors, key=lambda detail: len(detail["loc"]))  # if several types are possible: the best match
     param = _param(first["loc"])
     details = [detail for detail in errors if _param(detail["loc"]) == param]
-    # why a value of the right type does not fit, or else all types that would
+    # reasons why a value of the right type is refused, or else all possible types
     reasons = [detail["msg"] for detail in details if not detail["type"].endswith("_type")] or [
         detail["msg"] for detail in details
     ]
@@ -478,24 +480,24 @@ def _refusal(error: ValidationError) -> ApiError:
 
 
 def _param(location: Sequence[int | str]) -> str:
-    """Return the name of a parameter, such as ``messages[0].role``."""
-    type_names = re.compile(r"str|list|[A-Z]\w*")  # of several possible types
+    """Return the name of a parameter, for example ``messages[0].role``."""
+    type_names = re.compile(r"str|list|[A-Z]\w*")  # names of alternative types
     names = [
         part for part in location if isinstance(part, int) or part.isidentifier() and not type_names.fullmatch(part)
     ]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part:.80}" for part in names).lstrip(".")
 
 
-# ---- answers
+# ---- completions
 
 
 class CompletionWriter:
-    """The answers to one request as JSON, whole or in pieces.
+    """Writes the completions of one request as JSON, whole or as deltas.
 
     Args:
-        params: the parameters of the request.
-        vocabulary: the texts of tokens.
-        new_parser: makes what divides an answer into content, thoughts and calls; None means that it is content alone.
+        params: parameters of the request.
+        vocabulary: texts of tokens.
+        new_parser: makes a parser that splits a completion into content, thoughts and calls. None: content only.
     """
 
     def __init__(
@@ -503,32 +505,31 @@ class CompletionWriter:
     ) -> None:
         self.params, self._vocabulary, self._chat = params, vocabulary, isinstance(params, ChatCompletionRequest)
         name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._parsers: dict[int, OutputParser] | None = (
-            None if new_parser is None else defaultdict(new_parser)
-        )  # by answer
+        # by completion
+        self._parsers: dict[int, OutputParser] | None = None if new_parser is None else defaultdict(new_parser)
         self._head = {"id": name, "created": int(time.time()), "model": params.model}
-        self._echo_lengths: dict[int, int] = {}  # characters of the repeated prompt, by answer
+        self._echo_lengths: dict[int, int] = {}  # characters of the repeated prompt, by completion
 
     def start_events(self) -> str:
-        """Return the first events of a stream: of a chat the role of each answer."""
+        """Return the first events of a stream: in a chat the role of each completion."""
         role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         roles = range(self.params.n) if self._chat else ()
         return "".join(_event(self._json([{"index": index, **role}])) for index in roles)
 
     def delta_event(self, delta: CompletionDelta) -> str:
-        """Return a piece of an answer as an event of a stream."""
+        """Return a delta as an event of a stream."""
         text = {"delta": self._message_fields(delta)} if self._chat else {"text": delta.text}
         first = self._chat and delta.index == 0
         return _event(self._json([self._choice(delta, text)], **(self._prompt_fields(delta) if first else {})))
 
     def end_events(self, usage: Mapping[str, Any]) -> str:
-        """Return the last events of a stream, with the numbers of tokens if they were requested."""
+        """Return the last events of a stream, with the usage if requested."""
         options = self.params.stream_options
         with_usage = options is not None and options.include_usage
         return (_event(self._json([], usage=usage)) if with_usage else "") + _event("[DONE]")
 
     def full_json(self, completions: Sequence[CompletionDelta], usage: Mapping[str, Any]) -> str:
-        """Return the answers, each in one piece, with the numbers of tokens."""
+        """Return the whole completions, with their usage."""
         choices = []
         for delta in completions:
             message = {"role": "assistant", "content": "", "refusal": None} | self._message_fields(delta)
@@ -545,7 +546,7 @@ class CompletionWriter:
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
 
     def _message_fields(self, delta: CompletionDelta) -> dict[str, Any]:
-        """Return the parts of a message that a piece of a chat adds."""
+        """Return the message fields of a chat's delta."""
         if self._parsers is None:
             return {"content": delta.text} if delta.text else {}
         return self._parsers[delta.index].add(delta.text, last=delta.reason is not None)
@@ -568,7 +569,7 @@ class CompletionWriter:
         return {"index": delta.index, "logprobs": logprobs, "finish_reason": reason, **text, **more_fields}
 
     def _prompt_fields(self, delta: CompletionDelta) -> dict[str, Any]:
-        """Return what was requested of a prompt: tokens and log-probabilities in the form of vLLM, and what stays."""
+        """Return the requested fields of the prompt: token ids and log-probabilities (as vLLM), kept share."""
         if delta.prompt is None:
             return {}
         prompt_fields: dict[str, Any] = {} if self.params.ag is None else {"ag": delta.ag_fields}
@@ -592,13 +593,15 @@ class CompletionWriter:
 
     def _chat_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         def value(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self._vocabulary.text(token)  # U+FFFD stands for a part of a character
-            token_bytes = self._vocabulary.bytes_of(token) or text.encode()  # of a special token
+            text = self._vocabulary.text(token)  # part of a character is U+FFFD
+            token_bytes = self._vocabulary.bytes_of(token) or text.encode()  # a special token has no bytes
             return {"token": text, "bytes": [*token_bytes], "logprob": _finite(logprob)}
 
         top = [[value(*other) for other in token.top_logprobs] for token in tokens]
         chosen = [value(token.id, token.logprob) for token in tokens]
-        return {"content": [entry | {"top_logprobs": others} for entry, others in zip(chosen, top, strict=True)]}
+        return {
+            "content": [entry | {"top_logprobs": alternatives} for entry, alternatives in zip(chosen, top, strict=True)]
+        }
 
     def _text_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {
@@ -609,10 +612,10 @@ class CompletionWriter:
         }
 
     def _top_logprobs(self, token: Token) -> dict[str, float]:
-        """Return the log-probabilities of the most probable tokens and of the chosen one, by text.
+        """Return the log-probabilities of the most probable tokens and the chosen token, by text.
 
-        The key of the chosen token is its text, as in ``tokens``. Of other tokens with the same text the most probable
-        one has the text as its key, and the others have ``token_id:N``.
+        The key of the chosen token is its text, as in ``tokens``. If several tokens have one text, the chosen token, or
+        else the most probable token, has the text as its key. The key of each further token is ``token_id:N``.
         """
         values = dict(token.top_logprobs[: self.params.num_logprobs]) | {token.id: token.logprob}
         names: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""``/v1/responses`` of OpenAI's API, as far as texts go: its parameters become those of a chat."""
+"""``/v1/responses`` of OpenAI's API, for text: its parameters become a chat completion request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import Field
 from ag.serve.answers import CompletionDelta
 from ag.serve.protocol import ChatCompletionRequest, Message, RequestBody, StrictModel
 
-#: Parameters that are not supported, with the values under which they change nothing.
+#: Parameters that are not supported, with values that change nothing.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "background": (False,),
     "conversation": (),
@@ -32,7 +32,7 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
 
 
 class InputText(StrictModel):
-    """A part of a message's content: text, which may come from an earlier response."""
+    """A text in a message's content. It may come from an earlier response."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -41,7 +41,7 @@ class InputText(StrictModel):
 
 
 class InputMessage(StrictModel):
-    """A message of a conversation, which may come from an earlier response."""
+    """A message of a conversation. It may come from an earlier response."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -51,7 +51,7 @@ class InputMessage(StrictModel):
 
 
 class Reasoning(StrictModel):
-    """How much the model thinks, for chat templates."""
+    """Reasoning effort, a variable of chat templates."""
 
     effort: ReasoningEffort = None
 
@@ -71,7 +71,7 @@ class ResponsesRequest(RequestBody):
     stream: bool = False
 
     def to_chat(self) -> ChatCompletionRequest:
-        """Return the parameters as those of a chat."""
+        """Return the parameters as a chat completion request."""
         messages = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             messages.append(Message(role="user", content=self.input))
@@ -103,10 +103,10 @@ class _ResponsesChat(ChatCompletionRequest):
 
 
 class ResponsesWriter:
-    """The answer to one request as JSON, whole or as events.
+    """Writes the completion of one request as JSON, whole or as events.
 
     Args:
-        params: the parameters of the request.
+        params: parameters of the request.
     """
 
     def __init__(self, params: ResponsesRequest) -> None:
@@ -146,14 +146,14 @@ class ResponsesWriter:
         )
 
     def delta_event(self, delta: CompletionDelta) -> str:
-        """Return a piece of the answer as an event."""
+        """Return a delta of the completion as an event."""
         self._text, self._reason = self._text + delta.text, delta.reason
         if not delta.text:
             return ""
         return self._event("response.output_text.delta", **self._part_location, delta=delta.text, logprobs=[])
 
     def end_events(self, usage: Mapping[str, Any]) -> str:
-        """Return the last events of a stream, with the numbers of tokens."""
+        """Return the last events of a stream, with its usage."""
         response = self._finished_response(self._text, self._reason, usage)
         return (
             self._event("response.output_text.done", **self._part_location, text=self._text, logprobs=[])
@@ -163,7 +163,7 @@ class ResponsesWriter:
         )
 
     def full_json(self, completions: Sequence[CompletionDelta], usage: Mapping[str, Any]) -> str:
-        """Return the answer in one piece, with the numbers of tokens."""
+        """Return the whole completion, with its usage."""
         [delta] = completions
         return json.dumps(self._finished_response(delta.text, delta.reason, usage))
 

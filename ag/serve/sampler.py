@@ -20,16 +20,16 @@ from transformers import (
 
 from ag.serve.request import Request, Token
 
-ROWS = 512  # rows of logits that are in float32 at once
+ROWS = 512  # rows of logits that are converted to float32 at once
 
 
 class Sampler:
-    """Samples the tokens of one answer.
+    """Samples the tokens of one completion.
 
     Args:
-        request: the parameters of sampling.
-        index: index of the answer among the answers to the request; it is added to the seed.
-        end_tokens: tokens that end the answer.
+        request: has the parameters of sampling.
+        index: index of the completion among the request's completions; added to the seed.
+        end_tokens: tokens that end the completion.
     """
 
     def __init__(self, request: Request, index: int = 0, end_tokens: Collection[int] = ()) -> None:
@@ -42,12 +42,12 @@ class Sampler:
             self._generator.manual_seed(request.seed + index)
 
     def __call__(self, token_ids: Tensor, logits: Tensor, allowed: Tensor | None = None) -> Token:
-        """Return the token after a text; its own text is empty.
+        """Sample the next token; its field ``text`` is empty.
 
         Args:
-            token_ids: ids ``[T]`` of the prompt and the answer so far, on the CPU.
+            token_ids: ids ``[T]`` of the prompt and the completion so far, on the CPU.
             logits: ``[V]`` float32, on the CPU.
-            allowed: the tokens that may be returned, ``[V]`` bool; None means all.
+            allowed: ``[V]`` bool, tokens that may be sampled. None: all tokens.
         """
         allowed_logits = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
         scores: Tensor = self._processors(cast("Any", token_ids[None]), cast("Any", allowed_logits[None]))[0]
@@ -64,8 +64,8 @@ def with_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[Token]:
 
     Args:
         logits: ``[T, V]``.
-        tokens: ids ``[T]``, each after the logits of its row.
-        num_top: number of the most probable tokens of each row.
+        tokens: ids ``[T]``; token i was sampled from row i.
+        num_top: number of most probable tokens to add per row.
     """
     scored_tokens: list[Token] = []
     for rows, chosen in zip(logits.split(ROWS), tokens.to(logits.device).split(ROWS), strict=True):
@@ -87,7 +87,7 @@ def with_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[Token]:
 
 
 class _Temperature(LogitsProcessor):
-    """Divides logits by a temperature, after the largest one became 0, so that it stays finite."""
+    """Divides logits by a temperature. The largest logit is shifted to 0 first, to keep the quotients finite."""
 
     def __init__(self, temperature: float) -> None:
         self.temperature = temperature
@@ -99,12 +99,12 @@ class _Temperature(LogitsProcessor):
 
 
 class _Occurrences(LogitsProcessor):
-    """Lowers the logits of the tokens that an answer has (OpenAI's API).
+    """Lowers the logits of tokens that occur in the completion (penalties of OpenAI's API).
 
     Args:
-        num_prompt: tokens of the prompt, which do not count.
-        frequency: is subtracted for each time that the answer has the token.
-        presence: is subtracted once.
+        num_prompt: number of prompt tokens, which are not counted.
+        frequency: subtracted per occurrence.
+        presence: subtracted once.
     """
 
     def __init__(self, num_prompt: int, frequency: float, presence: float) -> None:

@@ -1,4 +1,4 @@
-"""Continuous batching: requests join and leave one batch between two steps, and share one pool of blocks."""
+"""Continuous batching: requests join and leave the batch between two steps, and share a pool of blocks."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ from ag.serve.structured import Masks, advance
 
 
 class QueueFullError(UserError):
-    """The queue of requests is full; try again later."""
+    """The request queue is full; try again later."""
 
 
 class StoppedError(UserError):
-    """The scheduler has stopped or failed; every answer ends."""
+    """The scheduler has stopped or failed; every completion ends."""
 
 
 class QueueTimeoutError(UserError):
-    """A request waited longer than ``wait_seconds`` before its prompt was read."""
+    """A request waited longer than ``wait_seconds`` for its prefill."""
 
 
 @dataclass(eq=False)
 class _Completion:
-    """An answer: queued, with its prompt being read, or in the batch."""
+    """A completion that is queued, in prefill, or in the batch."""
 
-    index: int  # of the answer, in the order of submission
-    request: Request  # its request
-    stream: Stream  # receives its tokens
-    sampler: Sampler  # samples its tokens
-    token_ids: Tensor  # ids ``[T]`` on the CPU, of the prompt and of the answer so far
-    submitted_at: float  # time of submission, in seconds of the scheduler's clock
-    block_need: BlockNeed  # blocks that it may take
-    end_tokens: Set[int]  # tokens that end it
-    batch: _Batch  # that it joins
-    matcher: Any  # of its grammar, has read what was generated; None means free text
-    num_computed_tokens: int = 0  # tokens of the text that the model has read, while the answer is in the batch
+    index: int  # number of the completion, in order of submission
+    request: Request
+    stream: Stream  # receives the tokens
+    sampler: Sampler
+    token_ids: Tensor  # ``[T]`` on the CPU: the prompt and the completion so far
+    submitted_at: float  # seconds of the scheduler's clock
+    block_need: BlockNeed  # upper bound of its blocks
+    end_tokens: Set[int]  # ids of tokens that end it
+    batch: _Batch  # the batch that it joins
+    matcher: Any  # its grammar's matcher, which has read the generated tokens; None: free text
+    num_computed_tokens: int = 0  # number of ``token_ids`` in the cache, while in the batch
 
     @property
     def prompt(self) -> Tensor:
-        """The ids of the prompt."""
+        """Ids of the prompt."""
         return self.token_ids[: len(self.request.tokens)]
 
     @property
@@ -72,11 +72,11 @@ class _Completion:
         return len(self.token_ids) - len(self.request.tokens)
 
     def key(self) -> Tensor:
-        """Return the key of the text so far, see :mod:`ag.serve.prefix_cache`."""
+        """Return the key of ``token_ids``, see :mod:`ag.serve.prefix_cache`."""
         return key_of(self.token_ids, self.request.protected_mask())
 
     def next_token_ids(self, max_drafts: int) -> Tensor:
-        """Return the ids that the model reads next: one of the text, then up to ``drafts`` of the text or looked up."""
+        """Return the next ids to read: the first unread token, then up to ``max_drafts`` unread or draft tokens."""
         token_ids = self.token_ids[self.num_computed_tokens :][: 1 + max_drafts]
         num_drafts = min(1 + max_drafts - len(token_ids), self.request.max_tokens - self.num_generated - 1)
         if num_drafts <= 0 or self.num_computed_tokens + len(token_ids) < len(self.token_ids):
@@ -88,27 +88,26 @@ class _Completion:
 
 @dataclass(eq=False)
 class _PrefillJob:
-    """A prompt that is being read, part by part."""
+    """A prompt in prefill, chunk by chunk."""
 
-    completions: list[_Completion]  # the answers to it
-    cache: EvictionCache  # has read ``read`` tokens of it
-    num_computed_tokens: int  # tokens read so far, ``shared`` among them
-    num_cached_tokens: int  # tokens of a cached prefix, which were not read again
-    cache_prefix_at: int  # length at which the prefix is cached for other texts; 0 means that it is not
-    scored_tokens: list[Token] = field(
-        default_factory=list
-    )  # the tokens that were read, if their likelihood was requested
+    completions: list[_Completion]  # completions to the prompt
+    cache: EvictionCache  # has read ``num_computed_tokens`` tokens
+    num_computed_tokens: int  # prompt tokens in the cache
+    num_cached_tokens: int  # prompt tokens from a cached prefix
+    cache_prefix_at: int  # length at which the prefix is cached for later prompts; 0: it is not cached
+    #: Prompt tokens with log-probabilities, if these were requested.
+    scored_tokens: list[Token] = field(default_factory=list)
 
 
 class _Batch:
-    """The running answers under one policy, in one cache.
+    """The running completions under one policy, in one cache.
 
     Args:
         model: causal language model.
-        policy: of the answers.
-        pool: of their blocks.
-        prefill_tokens: most tokens of a prompt that are read at once.
-        prompt_lookup: most draft tokens of a step.
+        policy: the completions' policy.
+        pool: holds their blocks.
+        prefill_tokens: largest number of prompt tokens of one pass.
+        prompt_lookup: largest number of draft tokens of a step.
     """
 
     def __init__(
@@ -116,38 +115,38 @@ class _Batch:
     ) -> None:
         self.policy, self.cache = policy, EvictionCache(model, policy, pool=pool)
         self.step_runner = StepRunner(model, self.cache)
-        croppable = self.cache.is_croppable and self.cache.states is None  # of each sequence other numbers of tokens
+        croppable = self.cache.is_croppable and self.cache.states is None  # rejected drafts differ by sequence
         self.max_drafts = prompt_lookup if croppable else 0
-        self.running: list[_Completion] = []  # in the order of the cache's sequences
+        self.running: list[_Completion] = []  # in order of the cache's sequences
         self.whole_prompt = _needs_whole_prompt(self.cache)
-        #: None means that the cache of a prefix depends on what follows it, so that none is shared.
+        #: None: a prefix's cache depends on later tokens of the prompt, and prefixes are not shared.
         self.prefixes = None if self.whole_prompt or policy.block is not None else PrefixCache(pool)
         self.admission = Admission(self.cache, model.config, sys.maxsize if self.whole_prompt else prefill_tokens)
 
 
 class Scheduler:
-    """Answers requests with one model from one pool of blocks, under one policy or that of each request.
+    """Answers requests with one model from one pool of blocks. A request may have its own policy.
 
-    Requests are admitted in order of arrival, each as soon as the blocks that it may take are free. Prompts are read in
-    chunks between the steps of the batch; a common prefix of several prompts is read once, and cached until its blocks
-    are needed. If the pool runs out nevertheless, the newest answer is preempted: its blocks are freed, and its text so
-    far is read again later.
+    Requests are admitted in order of arrival, as soon as the blocks that they may take are free. Prompts are read in
+    chunks between the steps of the batch. A common prefix of several prompts is read once, and cached until its blocks
+    are needed. If the pool still runs out, the newest completion is preempted: its blocks are freed, and its tokens so
+    far are read again later.
 
     Args:
         model: causal language model in evaluation mode.
-        tokenizer: its tokenizer, a fast one.
-        spec: the policy of requests without their own, or its text; see :func:`ag.policy`.
+        tokenizer: the model's tokenizer, a fast tokenizer.
+        spec: the policy of requests without their own policy, or its text; see :func:`ag.policy`.
         pool: holds the keys and values of all requests.
-        budget: of a policy given as text: tokens per KV head, or a share of each prompt.
-        prefill_tokens: most prompt tokens that are read between two steps of the batch.
-        batch: most answers in the batch.
-        queue: most queued requests.
-        prompt_lookup: most draft tokens of a step, all answers of a policy together, found by prompt lookup decoding. A
-            policy that evicts generated tokens cannot reject drafts, and has none.
+        budget: tokens per KV head, or a share of each prompt, if ``spec`` is a text.
+        prefill_tokens: largest number of prompt tokens between two steps of the batch.
+        batch: largest number of completions in the batch.
+        queue: largest number of queued requests.
+        prompt_lookup: largest number of draft tokens of a step, for all completions of a policy together. Prompt lookup
+            decoding proposes them. A policy that evicts generated tokens cannot reject drafts, and gets no drafts.
         clock: returns seconds, for the time limits of requests.
 
     Raises:
-        UserError: when the pool was made for another model, or the tokenizer is not a fast one.
+        UserError: when the pool was made for another model, or the tokenizer is not fast.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class Scheduler:
         self.prefill_tokens, self.batch, self.queue = prefill_tokens, batch, queue
         self.counts = Counts()
         text_config = model.config.get_text_config()
-        #: Most tokens of a text; None means that the model has no limit.
+        #: Largest number of tokens of a sequence. None: no limit.
         self.context_length: int | None = getattr(text_config, "max_position_embeddings", None)
         self._clock, self._indices = clock, count()
         self._new_batch = partial(_Batch, model, pool=pool, prefill_tokens=prefill_tokens, prompt_lookup=prompt_lookup)
@@ -178,19 +177,17 @@ class Scheduler:
         self._batches = {repr(self.policy): self._default_batch}  # budgets of 1 token and of 1.0, a share, are equal
         self._masks = Masks(text_config.vocab_size)
         self._prefill_job: _PrefillJob | None = None
-        self._waiting: deque[list[_Completion]] = deque()  # queued answers, by request
-        self._hold_admissions = (
-            False  # True from a preemption until an answer leaves the batch; nothing is admitted then
-        )
+        self._waiting: deque[list[_Completion]] = deque()  # queued completions, by request
+        self._hold_admissions = False  # True after a preemption, until a completion leaves the batch
         self._lock = threading.Condition()
         self._stopping = False
-        self._stop_error: StoppedError | None = None  # the error that ends every answer
-        #: True when :meth:`run` has raised.
+        self._stop_error: StoppedError | None = None  # the error that ends every completion
+        #: True once :meth:`run` has raised.
         self.failed = False
         eos_token_id = model.generation_config.eos_token_id if model.generation_config is not None else None
-        #: The bounds of requests under its own policy.
+        #: Bounds of requests under the scheduler's policy.
         self.admission = self._default_batch.admission
-        #: Ids of tokens that end a text.
+        #: Ids of the model's end tokens.
         self.end_tokens = (
             set() if eos_token_id is None else {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
         )
@@ -199,16 +196,16 @@ class Scheduler:
     # ---- for other threads
 
     def submit(self, request: Request, on_event: Callable[[int, Event], None] | None = None) -> list[Stream]:
-        """Queue a request; returns the streams of its ``n`` answers.
+        """Queue a request and return the streams of its ``n`` completions.
 
         Args:
             request: the request.
-            on_event: is called with the index of an answer and each event of its stream; see :class:`Stream`.
+            on_event: called with a completion's index and each event of its stream; see :class:`Stream`.
 
         Raises:
             QueueFullError: when the queue is full.
             StoppedError: when the scheduler has stopped or failed.
-            UserError: for a request that no empty pool and no context could hold.
+            UserError: for a request that is too long for the pool or the context.
         """
         policy = self.policy if request.policy is None else request.policy.with_tokenizer(self.tokenizer)
         batch = self._batches.get(repr(policy)) or self._new_batch(policy)
@@ -235,9 +232,8 @@ class Scheduler:
                     order, request, stream, sampler, token_ids, submitted_at, block_need, end_tokens, batch, matcher
                 )
             )
-        streams = [
-            completion.stream for completion in completions
-        ]  # before another thread takes the answers off this list
+        # taken now: another thread may remove completions from the list later
+        streams = [completion.stream for completion in completions]
         with self._lock:
             if self._stop_error is not None:
                 raise self._stop_error
@@ -255,10 +251,10 @@ class Scheduler:
         return streams
 
     def end_tokens_of(self, request: Request) -> tuple[set[int], set[int]]:
-        """Return the tokens that end the answers to a request: by their ids, and by a stop text that is their name.
+        """Return the ids that end a request's completions: end tokens, and special tokens whose text is a stop text.
 
         Raises:
-            UserError: when all tokens do, and ``min_tokens`` forbids them.
+            UserError: when every token ends a completion and ``min_tokens`` is not 0.
         """
         end_tokens = {*request.stop_token_ids} | (set() if request.ignore_eos else self.end_tokens)
         stop_tokens = {self.vocabulary.special[stop] for stop in request.stop if stop in self.vocabulary.special}
@@ -274,7 +270,7 @@ class Scheduler:
         """Answer requests until :meth:`stop` is called and no request is left.
 
         Raises:
-            Exception: an error that is not of a single request; every answer has ended by then.
+            Exception: an error that concerns all requests; every completion has ended by then.
         """
         try:
             while True:
@@ -290,10 +286,10 @@ class Scheduler:
             raise
 
     def stop(self, reason: str = "") -> None:
-        """Let :meth:`run` return once no request is left; with a reason, every answer ends now.
+        """Let :meth:`run` return once no request is left. With a reason every completion ends now.
 
-        An answer without a token ends with that error, as does every one if the scheduler has failed; another one ends
-        with what was written of it.
+        A completion without a token then ends with that error, and a longer completion keeps its tokens. If the
+        scheduler has failed, every completion ends with the error.
         """
         with self._lock:
             self._stopping = True
@@ -302,16 +298,16 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """True while an answer is not complete."""
+        """True while a completion has not ended."""
         return bool(self._running or self._prefill_job or self._waiting)
 
     @property
     def _running(self) -> list[_Completion]:
-        """The running answers under all policies."""
+        """The running completions under all policies."""
         return [completion for batch in [*self._batches.values()] for completion in batch.running]
 
     def snapshot(self) -> Snapshot:
-        """Return the state after the last step, with the current length of the queue. Any thread may call this."""
+        """Return the state after the last step, and the current queue length. Any thread may call this."""
         with self._lock:
             return replace(self._snapshot, num_waiting=sum(map(len, self._waiting)))
 
@@ -319,7 +315,7 @@ class Scheduler:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Read up to ``prefill_tokens`` of prompts, then decode one token of each running answer."""
+        """Prefill up to ``prefill_tokens`` prompt tokens, then decode a token of each running completion."""
         self._end_cancelled()
         tokens = self.prefill_tokens
         while tokens > 0 and (self._prefill_job is not None or self._admit()):
@@ -333,7 +329,7 @@ class Scheduler:
         self._publish_snapshot()
 
     def _drop_unused(self) -> None:
-        """Drop the batches of policies that no answer has, but for the scheduler's own."""
+        """Drop batches of policies without completions, except the scheduler's own policy."""
         with self._lock:
             unfinished = [*self._running, *(completion for queued in self._waiting for completion in queued)]
             unfinished += [] if self._prefill_job is None else self._prefill_job.completions
@@ -345,7 +341,7 @@ class Scheduler:
                 pass
 
     def _publish_snapshot(self) -> None:
-        """Store the state for :meth:`snapshot`, as one object that other threads may read."""
+        """Store the state for :meth:`snapshot` as a new object, which other threads may read."""
         batches, current_time = [*self._batches.values()], self._clock()
         prefixes = [batch.prefixes for batch in batches if batch.prefixes is not None]
         self._snapshot = Snapshot(
@@ -373,7 +369,7 @@ class Scheduler:
     # ---- admission
 
     def _check(self, request: Request, block_need: BlockNeed) -> None:
-        """Refuse a request that no context and no empty pool could hold."""
+        """Refuse a request that is too long for the context or the pool."""
         num_tokens = len(request.tokens) + request.max_tokens
         if self.context_length is not None and num_tokens > self.context_length:
             raise UserError(
@@ -389,12 +385,12 @@ class Scheduler:
             )
 
     def _admit(self) -> bool:
-        """Admit the next request, if the pool holds what it and the batch may take; returns whether it was admitted."""
+        """Admit the next request if the pool has its blocks. Returns whether it was admitted."""
         with self._lock:
             if not self._waiting:
                 return False
             completions = self._waiting[0]
-            # flags: the estimate is better than at submission
+            # under flags this estimate is better than at submission
             block_need = completions[0].batch.admission.need(completions[0].request)
             num_blocks = max(block_need.prefill, block_need.decode * len(completions))
             running = self._running
@@ -408,10 +404,11 @@ class Scheduler:
         return True
 
     def _start_prefill(self, completions: list[_Completion]) -> _PrefillJob:
-        """Return the prompt of some answers, read up to the end of a cached prefix."""
+        """Start the prefill of a prompt's completions, from a copy of a cached prefix if there is a match."""
         first, cache, num_cached, cache_prefix_at = completions[0], None, 0, 0
         prefixes = first.batch.prefixes
-        if prefixes is not None and first.request.prompt_logprobs is None:  # else it is read whole, each time
+        # a prompt with log-probabilities is read whole
+        if prefixes is not None and first.request.prompt_logprobs is None:
             key = first.key()[: len(first.prompt)]
             with self._lock:
                 prefix = prefixes.find(key)
@@ -433,9 +430,10 @@ class Scheduler:
     # ---- prefill
 
     def _prefill_chunk(self, job: _PrefillJob, max_tokens: int) -> int:
-        """Read a chunk of a prompt; at its end its answers join the batch. Returns the number of tokens read."""
+        """Read a chunk of a prompt; after the last chunk the completions join the batch. Returns the tokens read."""
         first, chunk_end = job.completions[0], job.cache_prefix_at or None
-        num_logprobs = None if first.stream.prompt else first.request.prompt_logprobs  # a preempted answer has told it
+        # after a preemption the stream has the log-probabilities already
+        num_logprobs = None if first.stream.prompt else first.request.prompt_logprobs
         prompt, batch = first.prompt, first.batch
         chunk = prompt[job.num_computed_tokens : chunk_end][: None if batch.whole_prompt else max_tokens]
         try:
@@ -444,7 +442,7 @@ class Scheduler:
                 [(completion.matcher, []) for completion in job.completions] if is_last_chunk else []
             )
             input_ids = chunk[None].to(self.model.device)
-            logits_to_keep = 1 if num_logprobs is None else 0  # 0 means all logits
+            logits_to_keep = 1 if num_logprobs is None else 0  # 0: all logits
             out = self.model(
                 input_ids=input_ids, past_key_values=job.cache, use_cache=True, logits_to_keep=logits_to_keep
             )
@@ -469,13 +467,13 @@ class Scheduler:
         except PoolFullError as error:
             self._requeue_prompt(job, error)
             return max_tokens
-        except Exception as error:  # ends the answers to this prompt only
+        except Exception as error:  # ends only this prompt's completions
             self._fail(job.completions, job.cache, error)
         self._prefill_job = None
         return len(chunk)
 
     def _cache_prefix(self, job: _PrefillJob) -> None:
-        """Cache the prefix read so far, if the pool holds the rest of the prompt and its answers beside it."""
+        """Cache the prefix read so far if the pool also has room for the remaining prompt and its completions."""
         prefix_length, job.cache_prefix_at, first = job.cache_prefix_at, 0, job.completions[0]
         needed_blocks = first.block_need.prefill * (len(first.prompt) - prefix_length) // len(first.prompt)
         prefixes = first.batch.prefixes
@@ -488,7 +486,7 @@ class Scheduler:
     def _start_decoding(
         self, job: _PrefillJob, completion: _Completion, cache: EvictionCache, logits: Tensor, allowed: Tensor | None
     ) -> None:
-        """Sample the first token of an answer, unless it was preempted, and add the answer to the batch."""
+        """Sample a completion's first token, unless it was preempted, and add it to the batch."""
         completion.num_computed_tokens = len(completion.request.tokens)
         if completion.request.max_tokens == 0:
             self._finish(completion, "length")
@@ -503,9 +501,9 @@ class Scheduler:
     # ---- decoding
 
     def _decode(self, batch: _Batch) -> None:
-        """Decode a token of each answer of a batch, and more where drafts are right.
+        """Decode a token of each completion of a batch, and more tokens where drafts are accepted.
 
-        A preempted answer first reads its own tokens again.
+        A preempted completion first reads its own tokens again.
         """
         max_drafts = batch.max_drafts // len(batch.running)
         next_token_ids = [completion.next_token_ids(max_drafts) for completion in batch.running]
@@ -540,7 +538,7 @@ class Scheduler:
         self._remove(finished)
 
     def _step(self, batch: _Batch, next_token_ids: list[Tensor]) -> list[Tensor]:
-        """Read tokens ``[T_i]`` of each answer i; returns the logits ``[T_i, V]`` after each of them, on the CPU."""
+        """Read tokens ``[T_i]`` of each completion i. Returns the logits ``[T_i, V]`` on the CPU."""
         width = max(map(len, next_token_ids))
         input_ids = torch.stack([F.pad(token_ids, (width - len(token_ids), 0)) for token_ids in next_token_ids]).to(
             self.model.device
@@ -559,16 +557,15 @@ class Scheduler:
     def _accept_tokens(
         self, completion: _Completion, token_ids: Tensor, logits: Tensor, allowed: Iterator[Tensor | None]
     ) -> bool:
-        """Sample after the tokens that were read of an answer; returns whether the answer goes on.
+        """Accept drafts and sample the next token. Returns whether the completion goes on.
 
-        Nothing is sampled after a token that has a successor in the text. A draft is accepted if it is the token that
-        was sampled.
+        A draft is accepted if it equals the sampled token. After a token whose successor is known nothing is sampled.
 
         Args:
-            completion: its ``num_computed_tokens`` advances by the accepted tokens.
-            token_ids: ids ``[T]`` of the text, then drafts.
-            logits: ``[T, V]`` after each of them.
-            allowed: the tokens that may come next, ``[V]`` bool, after the text and after each draft; None means all.
+            completion: its ``num_computed_tokens`` grows by the accepted tokens.
+            token_ids: ids ``[T]`` that were read: the completion's own tokens, then drafts.
+            logits: ``[T, V]``, after each token.
+            allowed: allowed tokens ``[V]`` bool, after the own tokens and after each draft. None: all tokens.
         """
         for token, token_logits in zip(token_ids, logits, strict=True):
             if completion.token_ids[completion.num_computed_tokens] != token:
@@ -581,13 +578,13 @@ class Scheduler:
         return True
 
     def _sample_next(self, completion: _Completion, logits: Tensor, allowed: Tensor | None) -> bool:
-        """Sample the next token of an answer; returns whether the answer goes on."""
+        """Sample the next token of a completion. Returns whether the completion goes on."""
         detokenizer = completion.stream.detokenizer
         try:
             token = completion.sampler(completion.token_ids, logits, allowed)
             if completion.matcher is not None:
                 advance(completion.matcher, token.id)
-        except Exception as error:  # such as invalid probabilities
+        except Exception as error:  # for example invalid probabilities
             self._finish(completion, None, error)
             return False
         completion.token_ids = torch.cat([completion.token_ids, torch.tensor([token.id])])
@@ -606,7 +603,7 @@ class Scheduler:
         elif completion.num_generated >= completion.request.max_tokens:
             self._finish(completion, "length")
         else:
-            if completion.num_generated == completion.request.num_reserved:  # longer than its reserve
+            if completion.num_generated == completion.request.num_reserved:  # longer than its reserved blocks
                 completion.request = replace(completion.request, reserved=2 * completion.num_generated)
                 completion.block_need = completion.batch.admission.need(completion.request)
             return True
@@ -618,9 +615,9 @@ class Scheduler:
     # ---- preemption
 
     def _preempt(self, batch: _Batch, error: PoolFullError) -> None:
-        """Free the blocks of the newest answer and queue it first; its text so far is read again later.
+        """Free the blocks of the newest completion and queue it first. Its tokens are read again later.
 
-        A step of a batch that broke off in the middle leaves the whole cache invalid: all of its answers are preempted.
+        A step that failed halfway leaves the whole cache invalid: then all completions of the batch are preempted.
         """
         oldest_first = sorted(self._running, key=lambda completion: completion.submitted_at)
         newest, job = oldest_first[-1], self._prefill_job
@@ -641,7 +638,7 @@ class Scheduler:
             self._queue_first([completion])
 
     def _requeue_prompt(self, job: _PrefillJob, error: PoolFullError) -> None:
-        """Free the blocks of a prompt and queue it first; with an empty batch, where no block comes free, it fails."""
+        """Free the blocks of a prompt and queue it first. It fails if no running completion can free blocks."""
         self._prefill_job = None
         if not self._running:
             self._fail(job.completions, job.cache, error)
@@ -650,7 +647,7 @@ class Scheduler:
         self._queue_first(job.completions)
 
     def _queue_first(self, completions: list[_Completion]) -> None:
-        """Queue answers before all others, and admit nothing until an answer leaves the batch."""
+        """Put completions first in the queue, and admit nothing until a completion leaves the batch."""
         self._hold_admissions = True
         with self._lock:
             self._waiting.appendleft(completions)
@@ -658,7 +655,7 @@ class Scheduler:
     # ---- ends
 
     def _end_cancelled(self) -> None:
-        """End the answers that were cancelled or are past a time limit; after :meth:`stop` with a reason, all."""
+        """End cancelled and late completions; after :meth:`stop` with a reason, end all completions."""
         with self._lock:
             for completions in self._waiting:
                 completions[:] = [
@@ -677,7 +674,7 @@ class Scheduler:
         self._remove([completion for completion in self._running if self._end_if_cancelled(completion)])
 
     def _end_if_cancelled(self, completion: _Completion, waiting: bool = False) -> bool:
-        """End an answer if it was cancelled or is past a time limit; returns whether it ended."""
+        """End a completion if it was cancelled or is late. Returns whether it ended."""
         if self._stop_error is not None:
             has_text = completion.num_generated > 0 and not self.failed
             self._finish(completion, "timeout" if has_text else None, None if has_text else self._stop_error)
@@ -702,7 +699,7 @@ class Scheduler:
         completion.stream.put(error)
 
     def _remove(self, completions: list[_Completion]) -> None:
-        """Remove answers from their batches."""
+        """Remove completions from their batches."""
         for batch in {id(completion.batch): completion.batch for completion in completions}.values():
             batch.cache.remove(
                 [sequence for sequence, completion in enumerate(batch.running) if completion in completions]
@@ -711,7 +708,7 @@ class Scheduler:
             self._hold_admissions = False
 
     def _fail(self, completions: list[_Completion], cache: EvictionCache, error: Exception) -> None:
-        """End answers by an error of the model or the policy; queued requests go on."""
+        """End completions with an error of the model or the policy. Queued requests go on."""
         cache.reset()
         for completion in completions:
             self._finish(completion, None, error)
@@ -719,12 +716,12 @@ class Scheduler:
 
 
 def _cached_tokens(cache: EvictionCache) -> list[list[float]]:
-    """Return the tokens of each sequence of a cache, by layer, the mean over KV heads."""
+    """Return the cached tokens of each sequence, by layer, as a mean over KV heads."""
     return [store.held[layer].float().mean(1).tolist() for layer, store in enumerate(cache.store_of)]
 
 
 def _needs_whole_prompt(cache: EvictionCache) -> bool:
-    """Return whether prompts must be read at once, as chunks would be evicted differently or cannot be read."""
+    """Return whether prompts must be read in one pass: chunks would be evicted differently, or cannot be read."""
     if cache.gates is None:
         return False
     moves = cache.policy.positions == "slot" and cache.prompt_sees == "sparse"

@@ -1,4 +1,4 @@
-"""The parts of every server process: the model with its endpoints, an address, and a log."""
+"""Steps of every server start: load the model, listen at an address, set up the log."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from ag.serve.scheduler import Scheduler
 
 logger = logging.getLogger("ag.serve")
 
-REQUEST = 4096  # tokens of the request by which the log says what fits; fewer where the context is shorter
-ANSWER = 8  # one token in so many of them is of the answer
-DRAIN_SECONDS = 24.0  # for running answers after SIGTERM; orchestrators kill after 30
+REQUEST = 4096  # tokens of the example request in the log's first line; fewer if the context is shorter
+ANSWER = 8  # one eighth of the example request is its completion
+DRAIN_SECONDS = 24.0  # for running completions after SIGTERM; orchestrators kill after 30
 
 
 def load_service(config: ServeConfig) -> Service:
-    """Load the model, and return its endpoints; the log says what fits."""
+    """Load the model and return its endpoints. A log line says what fits into the memory."""
     policy = read_policy(config)
     model, tokenizer = load(config, policy.spec.path or config.gates)
-    policy = replace(policy, spec=replace(policy.spec, path=None))  # clients read its text in answers and errors
+    # clients see the policy's text and must not see a path
+    policy = replace(policy, spec=replace(policy.spec, path=None))
     scheduler = Scheduler(
         model,  # type: ignore[arg-type]  # a PeftModel forwards every attribute
         tokenizer,
@@ -47,7 +48,7 @@ def load_service(config: ServeConfig) -> Service:
 
 
 def capacity_text(scheduler: Scheduler) -> str:
-    """Return what fits into the pool of a scheduler: tokens of a whole cache, and requests under the policy."""
+    """Return what fits into a scheduler's pool: tokens without eviction, and example requests under the policy."""
     length = min(REQUEST, scheduler.context_length or REQUEST)
     request = Request(tokens=[0] * (length - length // ANSWER), max_tokens=length // ANSWER)
     fits = min(scheduler.admission.max_concurrent(request, scheduler.pool.capacity), scheduler.batch)
@@ -59,12 +60,12 @@ def capacity_text(scheduler: Scheduler) -> str:
 
 
 def with_environment_key(config: ServeConfig) -> ServeConfig:
-    """Return a configuration with the key of the environment, if it has none of its own."""
+    """Return the configuration; without a key of its own it gets the environment's key."""
     return replace(config, api_key=config.api_key or os.environ.get(KEY_VARIABLE))
 
 
 def announce(config: ServeConfig, name: str, host: str, port: int) -> None:
-    """Print the address, and a warning where other machines reach a server without a key."""
+    """Print the address, and a warning if other machines can reach a server without a key."""
     print(f"ag.serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     if not config.api_key and host not in ("127.0.0.1", "::1"):
         print(f"ag.serve: warning: host={host} without api_key: everybody who reaches it may ask", file=sys.stderr)
@@ -74,7 +75,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address.
 
     Raises:
-        UserError: when this machine does not have the address, or the port is taken.
+        UserError: when the address is not this machine's, or the port is taken.
     """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -96,8 +97,8 @@ def set_up_log() -> None:
 
 
 class _LogFormatter(logging.Formatter):
-    """A log line; an error appears as its type and place, since its text may quote a prompt."""
+    """Formats log lines. An error appears as type and location, since its text may quote a prompt."""
 
     def formatException(self, info: Any) -> str:
-        """Return the place of an error, given as its type, itself and its traceback."""
+        """Return an error's type and location; ``info`` is (type, error, traceback)."""
         return error_location(info[1])

@@ -1,7 +1,7 @@
-"""Answers that follow a JSON schema, a regular expression, a choice or a grammar, by llguidance.
+"""Structured output by llguidance: JSON schemas, regular expressions, choices and grammars.
 
-A grammar is compiled once, to a matcher. Each answer has a copy of the matcher, which reads the answer's tokens. For
-every step the matchers of the batch say which tokens may come next.
+A grammar is compiled once, into a matcher. Each completion has a copy of the matcher, which reads the completion's
+tokens. In every step the matchers of the batch say which tokens are allowed next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Grammars:
     """Compiles grammars for one model.
 
     Args:
-        tokenizer: of the model, a fast one.
+        tokenizer: the model's tokenizer, a fast tokenizer.
         vocabulary: size of the model's vocabulary.
         end_tokens: ids of the tokens that end a text.
     """
@@ -34,7 +34,7 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> Any:
-        """The tokens as llguidance has them; it takes seconds to make them of a large vocabulary."""
+        """The tokenizer for llguidance; for a large vocabulary this takes seconds."""
         from llguidance import LLTokenizer, TokenizerWrapper
         from llguidance.hf import from_tokenizer
 
@@ -43,15 +43,15 @@ class Grammars:
         return LLTokenizer(plain, n_vocab=self._vocabulary, eos_token=ll_tokenizer.eos_tokens)
 
     def __call__(self, kind: str, text: str) -> Any:
-        """Return a matcher that has read nothing.
+        """Return a new matcher, which has read no token.
 
         Args:
             kind: ``json`` (a schema), ``regex``, ``choice`` (a JSON list of texts), ``grammar`` (Lark or GBNF) or
                 ``lark``, each in the syntax of llguidance.
-            text: of the grammar.
+            text: the grammar's text.
 
         Raises:
-            UserError: for a text that is no such grammar, or when llguidance is not installed.
+            UserError: for an invalid grammar, or if llguidance is not installed.
         """
         try:
             from llguidance import LLMatcher, grammar_from
@@ -59,7 +59,7 @@ class Grammars:
             raise UserError("this server lacks llguidance: pip install 'ag[structured]'.") from error
         try:
             if kind == "json":
-                text = json.dumps(json.loads(text))  # llguidance puts it into its own JSON unread
+                text = json.dumps(json.loads(text))  # llguidance copies the text into its own JSON unchecked
             matcher = LLMatcher(self._tokens, grammar_from(kind, text), log_level=0)
             message = matcher.get_error()
         except (ValueError, RecursionError) as error:
@@ -70,13 +70,13 @@ class Grammars:
 
 
 class _PlainText:
-    """A tokenizer of llguidance whose tokens spell each text letter by letter.
+    """A tokenizer for llguidance whose tokens spell exactly the text.
 
-    Where a grammar allows one text alone, llguidance asks for the tokens of that text. Those of the model's tokenizer
-    may spell another text: ``<|im_end|>`` becomes a special token, and a normalizer composes accents.
+    If a grammar allows only one text, llguidance asks for its tokens. The model's tokenizer may return tokens of
+    another text: ``<|im_end|>`` becomes a special token, and a normalizer composes accents.
 
     Args:
-        ll_tokenizer: the tokenizer of llguidance.
+        ll_tokenizer: llguidance's tokenizer.
     """
 
     bos_token_id = None
@@ -89,7 +89,7 @@ class _PlainText:
         ]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the tokens of a text in UTF-8: those of the tokenizer, or the longest ones where those differ."""
+        """Return the tokens of a UTF-8 text. If the tokenizer changes the text, take the longest matching tokens."""
         token_ids: list[int] = self._ll_tokenizer.tokenize_bytes(text)
         special = any(map(self._ll_tokenizer.is_special_token, token_ids))
         if special or self._ll_tokenizer.decode_bytes(token_ids) != text:
@@ -98,7 +98,7 @@ class _PlainText:
 
 
 class Masks:
-    """Computes the tokens that may come next in a thread of its own, beside the model's forward pass.
+    """Computes the allowed next tokens in its own thread, during the model's forward pass.
 
     Args:
         vocabulary: size of the model's vocabulary.
@@ -114,13 +114,13 @@ class Masks:
         return LLExecutor()
 
     def begin(self, texts: Sequence[tuple[Any, list[int]]]) -> Future[list[Iterator[Tensor | None]]]:
-        """Begin to compute the masks of a step.
+        """Start to compute the masks of a step.
 
         Args:
-            texts: for each answer its matcher, or None for free text, and the draft tokens of the step.
+            texts: per completion its matcher (None: free text) and the step's draft tokens.
 
         Returns:
-            For each answer the allowed tokens, ``[V]`` bool, after its text and after each draft; None means all.
+            Per completion the allowed tokens ``[V]`` bool, after its text and after each draft. None: all tokens.
         """
         if any(matcher is not None for matcher, _ in texts):
             return self._thread.submit(self._compute, texts)
@@ -145,10 +145,10 @@ class Masks:
 
 
 def advance(matcher: Any, token: int) -> None:
-    """Let a matcher read the next token of its answer.
+    """Let a matcher read the next token of its completion.
 
     Raises:
-        UserError: when the grammar allows no token, or became too complex.
+        UserError: if the grammar allows no token, or became too complex.
     """
     matcher.consume_token(token)
     if matcher.is_error():

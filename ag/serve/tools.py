@@ -1,4 +1,4 @@
-"""Calls of tools: how chat templates write them, grammars that force them, and the division of answers."""
+"""Tool calls: formats of chat templates, grammars that force calls, and a parser of completions."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
-ENDS = "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>"  # they end answers
+ENDS = "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>"  # possible end tokens
 THOUGHT = "</think>"  # ends thoughts
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """How a chat template writes calls."""
+    """The format in which a chat template writes tool calls."""
 
-    response: Mapping[str, Any]  # template of transformers that divides an answer, its special tokens included
-    before_arguments: str | None = (
-        None  # text of a call up to its arguments, with ``NAME``; None: no call can be forced
-    )
+    response: Mapping[str, Any]  # response template of transformers, for text with special tokens
+    #: Text of a call up to its arguments, with ``NAME``. None: calls cannot be forced.
+    before_arguments: str | None = None
     after_arguments: str = ""  # text of a call after its arguments
-    end: str = "(?!)"  # pattern of what ends an answer, and is no part of it
+    end: str = "(?!)"  # pattern of the text that ends a completion and is not part of it
 
     def grammar(
         self, tools: Sequence[Any], content_schema: str | None, special: Mapping[str, int], thinks: bool = False
@@ -33,10 +32,10 @@ class ToolCallFormat:
         """Return the text of a grammar for one call.
 
         Args:
-            tools: the tools that may be called, with a name and the JSON schema of their parameters.
-            content_schema: a JSON schema of answers without a call; None means that a call is required.
-            special: ids of special tokens by their texts.
-            thinks: whether thoughts come first, which the prompt has opened.
+            tools: tools that may be called, with a name and the JSON schema of their parameters.
+            content_schema: JSON schema of completions without a call. None: a call is required.
+            special: ids of special tokens, by text.
+            thinks: True if the prompt has opened thoughts, which then come first.
         """
         rules = [] if content_schema is None else [f"other: %json {content_schema}"]
         for index, tool in enumerate(tools):
@@ -59,7 +58,7 @@ class ToolCallFormat:
 
     @staticmethod
     def _rule(text: str, special: Mapping[str, int]) -> str:
-        """Return a text as a rule of a grammar, with its special tokens as tokens."""
+        """Return a text as a grammar rule, in which special tokens are tokens."""
         parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
         return " ".join(f"<[{special[x]}]>" if x in special else json.dumps(x, ensure_ascii=False) for x in parts if x)
 
@@ -72,7 +71,7 @@ def _call_format(
     anchor: str = r"\A.*",
     **calls: Any,
 ) -> ToolCallFormat:
-    """Return how calls are written whose name and arguments are those of a function, in the regions ``calls``."""
+    """Return the format of calls in the regions ``calls``; ``function`` maps their name and arguments."""
     fields = {
         "reasoning_content": {"open": "<think>", "close": THOUGHT},
         "tool_calls": {"content": "json", "transform": {"type": "function", "function": function}} | calls,
@@ -82,7 +81,7 @@ def _call_format(
 
 
 def _families(end: str) -> dict[str, ToolCallFormat]:
-    """Return families of chat templates, by a pattern of their text; the first that is found holds."""
+    """Return formats by a pattern of the chat template's text; the first match applies."""
     return {
         # Hermes, Qwen 2.5 and 3, and others since
         r'<tool_call>[^<]{0,80}?"name': _call_format(
@@ -90,12 +89,12 @@ def _families(end: str) -> dict[str, ToolCallFormat]:
             '<tool_call>\n{"name": "NAME", "arguments": ',
             "}\n</tool_call>",
             {"name": "{content.name}", "arguments": "{content.arguments}"},
-            r"\A(?:.*<\|im_start\|>assistant\n|.*)",  # behind it some templates open the thoughts
+            r"\A(?:.*<\|im_start\|>assistant\n|.*)",  # some templates open the thoughts after it
             open_pattern=r"\s*<tool_call>",
             close="</tool_call>",
             repeats=True,
         ),
-        # Mistral since its version 11, then those before
+        # Mistral since version 11, then earlier versions
         r"\[ARGS\]": _call_format(
             end,
             "[TOOL_CALLS]NAME[ARGS]",
@@ -114,7 +113,7 @@ def _families(end: str) -> dict[str, ToolCallFormat]:
             close_pattern=end,
             transform_each=True,
         ),
-        # Llama 3.1 to 3.3: the whole answer is a call
+        # Llama 3.1 to 3.3: the whole completion is a call
         r"""'"parameters": '""": _call_format(
             end,
             '{"name": "NAME", "parameters": ',
@@ -127,13 +126,13 @@ def _families(end: str) -> dict[str, ToolCallFormat]:
 
 
 def tool_call_format(tokenizer: Any, ruled: bool = False) -> ToolCallFormat | None:
-    """Return how the chat template of a tokenizer writes calls; None means that neither it nor its family says so.
+    """Return the format in which a tokenizer's chat template writes calls. None: it is unknown.
 
-    The tokenizer's own response template comes before that of the family.
+    The tokenizer's own response template takes precedence over its family's template.
 
     Args:
-        tokenizer: of transformers.
-        ruled: whether the answers follow a grammar, where the text of an end token is a part of the answer.
+        tokenizer: a tokenizer of transformers.
+        ruled: True if completions follow a grammar: then the text of an end token is part of the completion.
     """
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -147,37 +146,36 @@ def tool_call_format(tokenizer: Any, ruled: bool = False) -> ToolCallFormat | No
 
 
 class OutputParser:
-    """Divides an answer into its content, its thoughts and its calls, while it is written.
+    """Splits a completion into content, thoughts and calls while it is generated.
 
     Args:
-        calls: how the chat template writes calls.
-        prompt: text of the prompt, special tokens included.
+        calls: format of the chat template's calls.
+        prompt: text of the prompt with special tokens.
         tools: the tools, as in OpenAI's API.
-        parallel: False leaves out all calls but the first.
+        parallel: False keeps only the first call.
     """
 
     def __init__(self, calls: ToolCallFormat, prompt: str, tools: Sequence[Any], parallel: bool) -> None:
         self._parser = ResponseParser(dict(calls.response), prefix=prompt, tools=[*tools])
-        self._num_emitted = len(
-            self._parser._buffer
-        )  # characters of the parser's text that parts have, or that are none
+        # characters of the parser's text that were emitted, or belong to no part
+        self._num_emitted = len(self._parser._buffer)
         self._end, self._parallel = calls.end, parallel
-        #: Whether the prompt has opened thoughts, in which the answer begins.
+        #: True if the prompt has opened thoughts: the completion begins with them.
         self.thinks = self._parser._current == "reasoning_content"
-        #: Calls so far.
+        #: Number of calls so far.
         self.count = 0
 
     def add(self, text: str, last: bool = False) -> dict[str, Any]:
-        """Return the new parts of a message of OpenAI's API that a text adds; ``last`` ends the answer.
+        """Return the new parts of an OpenAI message after more text; ``last`` ends the completion.
 
-        What is no valid call becomes content, with what follows it.
+        An invalid call and all text after it become content.
         """
         parts: dict[str, Any] = {}
-        # by letters, so that an answer is divided alike in all pieces, and an error leaves what came before it
+        # letter by letter: the parts do not depend on how the text was cut, and an error keeps earlier parts
         for letter in [*text, None] if last else text:
             try:
                 self._read(letter, parts)
-            except (ValueError, KeyError):  # such as calls that are no JSON
+            except (ValueError, KeyError):  # for example a call that is not JSON
                 unparsed = self._parser._buffer[self._num_emitted :]
                 no_calls = {"start_anchor_pattern": r"\A", "fields": {"content": {"close_pattern": self._end}}}
                 self._parser, self._num_emitted = ResponseParser(no_calls, prefix=""), 0
@@ -186,7 +184,7 @@ class OutputParser:
         return parts
 
     def _read(self, text: str | None, parts: dict[str, Any]) -> None:
-        """Add to the parts what a text adds, or the end."""
+        """Add the new parts of a text to ``parts``; None ends the text."""
         parser = self._parser
         for event in parser.finalize()[1] if text is None else parser.feed(text):
             field = event["field"]
@@ -205,7 +203,7 @@ class OutputParser:
         self.count += 1
         return {
             "index": self.count - 1,
-            "id": uuid.uuid4().hex[:9],  # Mistral's templates take no others
+            "id": uuid.uuid4().hex[:9],  # Mistral's templates accept only 9 letters and digits
             "type": "function",
             "function": {"name": function["name"], "arguments": text},
         }

@@ -126,7 +126,9 @@ def test_what_texts_have_in_common(tiny_llama):
         found.remember(each)
     assert found.shared_prefix_length(first) == found.shared_prefix_length(second) == 96
     found.remember(torch.arange(130))
-    assert found.shared_prefix_length(first) == 128 and found.shared_prefix_length(torch.arange(130)) == 128  # less than all
+    assert (
+        found.shared_prefix_length(first) == 128 and found.shared_prefix_length(torch.arange(130)) == 128
+    )  # less than all
     assert found.shared_prefix_length(second[:70]) == 64
     assert found.shared_prefix_length(torch.arange(60)) == 0  # not worth it
     assert found.find(first) is None and not found.drop()

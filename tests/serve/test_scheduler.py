@@ -370,14 +370,10 @@ def test_snapshots(tiny_llama, tiny_tokenizer):
     seen = scheduler.snapshot()
     assert (seen.num_waiting, seen.num_prefilling, len(seen.running)) == (1, 1, 1)
     (first,) = seen.running
-    assert (first.number, first.prompt, first.written, first.seconds) == (0, 40, 2, 3.0)
-    assert first.held == (24.0,) * 2
-    assert (seen.counts.prompts, seen.counts.tokens, seen.counts.num_started, seen.counts.ttft_seconds) == (
-        40,
-        2,
-        1,
-        3.0,
-    )
+    assert (first.index, first.num_prompt_tokens, first.num_generated, first.seconds) == (0, 40, 2, 3.0)
+    assert first.cached == (24.0,) * 2
+    counts = seen.counts
+    assert (counts.prompts, counts.tokens, counts.num_started, counts.ttft_seconds) == (40, 2, 1, 3.0)
     assert seen.free == pool.free and seen.block_nbytes * seen.blocks == pool.nbytes
     finish(scheduler)
     last = scheduler.snapshot()
