@@ -53,7 +53,7 @@ def test_any_bytes(kind, body):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_any_values(kind, data):
-    names = st.sampled_from([*kind.model_fields, *kind.known]) | st.text(max_size=8)
+    names = st.sampled_from([*kind.model_fields, *kind.openai_fields]) | st.text(max_size=8)
     changed = data.draw(st.dictionaries(names, VALUES, max_size=4))
     found, again = (refusal(kind, dict(rows)) for rows in (changed.items(), reversed(changed.items())))
     assert found is None or changed
