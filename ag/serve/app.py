@@ -198,9 +198,7 @@ class Endpoints(ABC):
     async def _count_open(self) -> AsyncIterator[None]:
         """Count a request as open until its response is sent, or its client has disconnected."""
         if self.open >= self._max_open:
-            raise QueueFullError(
-                f"{self._max_open} requests are open, the most that this server takes: try again later."
-            )
+            raise QueueFullError(f"{self._max_open} requests are open, the limit of this server: try again later.")
         self.open += 1
         try:
             yield
@@ -246,7 +244,7 @@ class Endpoints(ABC):
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS} seconds.") from None
         if length > limit:
-            raise ApiError(413, f"the body has more than {limit} bytes, which is the most that is read.")
+            raise ApiError(413, f"the body has more than {limit} bytes: expected at most {limit}.")
         return bytes(body)
 
 

@@ -153,7 +153,7 @@ class RequestBuilder:
         try:
             spec = server_policy.spec if text is None else PolicySpec.parse(text)
             if text is not None and spec.path is not None:
-                raise UserError(f"ag.policy={text!r:.80}: expected no path: gates are those of the server.")
+                raise UserError(f"ag.policy={text!r:.80}: expected no path: requests use the server's gates.")
             same_scorer = spec.resolved().scorer == server_policy.spec.resolved().scorer
             evicts = spec.takes_budget
             param = (

@@ -238,9 +238,7 @@ class Scheduler:
             if self._stop_error is not None:
                 raise self._stop_error
             if len(self._waiting) >= self.queue:
-                raise QueueFullError(
-                    f"{len(self._waiting)} requests wait, the most that the queue takes: try again later."
-                )
+                raise QueueFullError(f"{len(self._waiting)} requests wait, and the queue is full: try again later.")
             batch = self._batches.setdefault(repr(policy), batch)
             for completion in completions:
                 completion.batch = batch
@@ -260,9 +258,8 @@ class Scheduler:
         stop_tokens = {self.vocabulary.special[stop] for stop in request.stop if stop in self.vocabulary.special}
         if request.min_tokens and len(end_tokens | stop_tokens) >= self.model.config.get_text_config().vocab_size:
             raise UserError(
-                f"min_tokens={request.min_tokens}: each token of the model ends the answer, by stop_token_ids, stop or "
-                "as an end token of the model, so that no answer can have so many: expected min_tokens=0, or fewer "
-                "stop tokens."
+                f"min_tokens={request.min_tokens}: every token of the model ends the answer, by stop_token_ids, stop "
+                "or as an end token of the model: expected min_tokens=0, or fewer stop tokens."
             )
         return end_tokens, stop_tokens
 

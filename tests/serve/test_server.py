@@ -562,7 +562,7 @@ def test_the_end_of_the_server_cuts_answers_to_what_was_written(scheduler, caplo
         whole, stream = Connection(made, body | {"n": 1}), Connection(made, body | {"stream": True})
         await until(lambda: scheduler.counts.tokens > 3 and scheduler.snapshot().num_waiting)
         scheduler.batch = 9  # the stream runs too
-        await until(lambda: len(scheduler._running) == 2 and min(x.written for x in scheduler._running) > 3)
+        await until(lambda: len(scheduler._running) == 2 and min(x.num_generated for x in scheduler._running) > 3)
         scheduler.batch = 2
         several = Connection(made, body | {"prompt": ["a", "b"], "n": 1})
         await until(lambda: scheduler.snapshot().num_waiting)
