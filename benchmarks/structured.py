@@ -49,7 +49,7 @@ def step_seconds(config: Config) -> tuple[float, float]:
     schedulers = []
     for grammar in (None, matcher):
         made = Scheduler(model, tokenizer, "full", ag.Pool(model, 2**28))
-        made.ends = set()
+        made.end_tokens = set()
         ids = tokenizer("People as a JSON array:")["input_ids"]
         for _ in range(config.batch):
             made.submit(Request(tokens=ids, max_tokens=config.steps + 9, temperature=1.0, grammar=grammar))

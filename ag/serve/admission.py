@@ -15,109 +15,124 @@ from ag.engine.layer import EXPIRED
 from ag.model.geometry import sliding_windows
 from ag.serve.request import Request
 
-MARGIN = 1.25  # factor on the share that flags have kept of earlier prompts
+MARGIN = 1.25  # factor on the kept share of earlier prompts
 
 
 @dataclass(frozen=True)
-class Need:
-    """The most blocks of one answer."""
+class BlockNeed:
+    """Upper bounds of the blocks of one completion."""
 
-    reading: int  # while its prompt is read
-    writing: int  # afterwards
+    prefill: int  # during prefill
+    decode: int  # during decode
 
 
 class Admission:
     """Bounds the blocks of requests.
 
-    The bound is exact or too large under a budget and under ``full``. Under flags it is an estimate: the share kept of
-    earlier prompts times :data:`MARGIN`, and the whole answer.
+    Under a budget and under ``full`` no completion exceeds its bound. Under flags the bound is an estimate: the kept
+    share of earlier prompts times :data:`MARGIN`, and the whole completion.
 
     Args:
         cache: an eviction cache of the model and the policy.
-        config: of the model.
-        part: most tokens of a prompt that are read at once.
+        config: the model's configuration.
+        max_chunk: largest number of prompt tokens of one pass.
     """
 
-    def __init__(self, cache: EvictionCache, config: PretrainedConfig, part: int) -> None:
-        self.policy, self.part = cache.policy, part
-        self._rows = [(store.kv_heads, store.block) for store in cache.store_of]  # of each layer; tokens of a block
-        self._windows = sliding_windows(config)
-        self._sharing = set(cache.sharing)
-        self._flags = self.policy.by_gates and self.policy.budget is None
-        self._even = isinstance(self.policy.allocator, Uniform) and not self._flags
-        self._kept = self._read = 0.0  # tokens per KV head that flags kept of prompts, and tokens of those prompts
+    def __init__(self, cache: EvictionCache, config: PretrainedConfig, max_chunk: int) -> None:
+        self.policy, self.max_chunk = cache.policy, max_chunk
+        self._rows = [(store.kv_heads, store.block) for store in cache.store_of]  # per layer: KV heads, block size
+        self._sliding_windows = sliding_windows(config)
+        self._budget_layers = set(cache.sharing)
+        self._by_flags = self.policy.by_gates and self.policy.budget is None
+        self._uniform = isinstance(self.policy.allocator, Uniform) and not self._by_flags
+        # sums over earlier prompts: tokens per KV head that flags kept, and all tokens
+        self._kept_tokens = self._prompt_tokens = 0.0
 
-    def learn(self, cache: EvictionCache, tokens: int) -> None:
-        """Record what flags have kept of a prompt of this number of tokens."""
-        if self._flags:
+    def record_kept_share(self, cache: EvictionCache, tokens: int) -> None:
+        """Record how much of a prompt of ``tokens`` tokens the flags kept."""
+        if self._by_flags:
             rows = len(cache.sequences) * sum(store.kv_heads for store in cache.store_of)
-            self._kept += sum(float(store.held.sum()) for store in cache.stores) / rows
-            self._read += tokens
+            self._kept_tokens += sum(float(store.held.sum()) for store in cache.stores) / rows
+            self._prompt_tokens += tokens
 
-    def need(self, request: Request) -> Need:
-        """Return the bound of one answer, its prompt included; its last token is never read and takes no block."""
-        policy, prompt, read = self.policy, len(request.tokens), max(request.expected - 1, 0)
-        again, marks = self._reread(request), request.marks()
-        # the most tokens per KV head, as a mean over heads, while the prompt is read in chunks and afterwards
-        reading, writing = prompt, prompt + read
-        if self._flags and self._read:
-            writing = min(prompt, int(MARGIN * prompt * self._kept / self._read) + int(marks.sum())) + read
+    def need(self, request: Request) -> BlockNeed:
+        """Return the bound of one completion with its prompt. The last token is never read and takes no block."""
+        policy, num_prompt, num_decoded = self.policy, len(request.tokens), max(request.num_reserved - 1, 0)
+        reconstruction, protected = self._reconstruction_tokens(request), request.protected_mask()
+        # upper bounds of the mean tokens per KV head during prefill and during decode
+        prefill_tokens, decode_tokens = num_prompt, num_prompt + num_decoded
+        if self._by_flags and self._prompt_tokens:
+            decode_tokens = (
+                min(
+                    num_prompt,
+                    int(MARGIN * num_prompt * self._kept_tokens / self._prompt_tokens) + int(protected.sum()),
+                )
+                + num_decoded
+            )
         elif policy.budget is not None:
             if policy.block is not None:
-                reading = min(prompt, self._capacity(marks, prompt) + policy.block)
+                prefill_tokens = min(num_prompt, self._capacity(protected, num_prompt) + policy.block)
             if policy.steps is None:
-                writing = min(prompt, self._capacity(marks, prompt)) + read
-            else:  # ``every`` evicts one step late
-                writing = min(writing, self._capacity(marks, writing) + min(read, max(policy.steps, 2)))
-        return Need(
-            reading=self._blocks(reading + again, prompt + again, EXPIRED + self.part),
-            writing=self._blocks(writing, prompt + read, min(read, EXPIRED)),
+                decode_tokens = min(num_prompt, self._capacity(protected, num_prompt)) + num_decoded
+            else:  # ``every`` evicts one step later
+                decode_tokens = min(
+                    decode_tokens, self._capacity(protected, decode_tokens) + min(num_decoded, max(policy.steps, 2))
+                )
+        return BlockNeed(
+            prefill=self._blocks(
+                prefill_tokens + reconstruction, num_prompt + reconstruction, EXPIRED + self.max_chunk
+            ),
+            decode=self._blocks(decode_tokens, num_prompt + num_decoded, min(num_decoded, EXPIRED)),
         )
 
-    def whole_tokens(self, blocks: int) -> int:
-        """Return the tokens per KV head whose keys and values take this number of blocks if no layer evicts any."""
+    def full_cache_tokens(self, blocks: int) -> int:
+        """Return how many tokens per KV head fit into a number of blocks without eviction."""
         return int(blocks / sum(heads / size for heads, size in self._rows))
 
-    def at_once(self, request: Request, blocks: int) -> int:
-        """Return how many such requests are answered at once in a pool of this number of blocks."""
+    def max_concurrent(self, request: Request, blocks: int) -> int:
+        """Return how many copies of a request can run at once in a pool of ``blocks`` blocks."""
         need = self.need(request)
-        return max(0, 1 + (blocks - max(need.reading, need.writing)) // need.writing)
+        return max(0, 1 + (blocks - max(need.prefill, need.decode)) // need.decode)
 
-    def _capacity(self, marks: Tensor, seen: int) -> int:
-        """Return the tokens per KV head after an eviction: the budget, or the protected tokens if those are more.
+    def _capacity(self, protected: Tensor, num_tokens: int) -> int:
+        """Return the tokens per KV head after an eviction: the budget, or the protected tokens if these are more.
 
         Args:
-            marks: ``[T]`` bool, the tokens of the prompt that the request protects.
-            seen: tokens of the text.
+            protected: ``[T]`` bool, prompt tokens that the request protects.
+            num_tokens: tokens of the prompt and the completion so far.
         """
         assert self.policy.scorer is not None
-        budget = self.policy.capacity(torch.tensor([len(marks)]))
-        fixed = retention.count_protected(torch.tensor([seen]), *self.policy.scorer.limits(budget), marks[None])
-        return int(retention.keep_count(budget, fixed))
+        budget = self.policy.capacity(torch.tensor([len(protected)]))
+        num_protected = retention.count_protected(
+            torch.tensor([num_tokens]), *self.policy.scorer.limits(budget), protected[None]
+        )
+        return int(retention.keep_count(budget, num_protected))
 
-    def _reread(self, request: Request) -> int:
-        """Return the most tokens that the cache holds beside a prompt while a scorer rereads it."""
+    def _reconstruction_tokens(self, request: Request) -> int:
+        """Return how many tokens of a reconstruction pass are cached at once beside the prompt."""
         rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
         inputs = [] if rereader is None else rereader.inputs([*request.tokens])
-        return max((len(asked) for _, asked in inputs), default=0)
+        return max((len(repeated_tokens) for _, repeated_tokens in inputs), default=0)
 
-    def _blocks(self, tokens: int, whole: int, lag: int) -> int:
+    def _blocks(self, tokens: int, unevicted: int, expired_slack: int) -> int:
         """Return the blocks of all layers.
 
         Args:
             tokens: mean tokens per KV head in layers under the budget.
-            whole: tokens per KV head in the other layers without a sliding window.
-            lag: tokens that a layer with a sliding window may hold beyond its window.
+            unevicted: tokens per KV head in layers without eviction and without a sliding window.
+            expired_slack: expired tokens that a layer with a sliding window may still hold.
         """
-        blocks, shared, sizes = 0, 0, [size for _, size in self._rows]
-        for layer, (window, (heads, size)) in enumerate(zip(self._windows, self._rows, strict=True)):
-            seen = whole if window is None else min(whole, window - 1 + lag)
-            if layer not in self._sharing or tokens >= whole:
-                blocks += heads * -(-seen // size)
-            elif self._even:
-                blocks += heads * -(-min(tokens, seen) // size)
+        blocks, budget_heads, block_sizes = 0, 0, [block_size for _, block_size in self._rows]
+        for layer, (sliding_window, (heads, block_size)) in enumerate(
+            zip(self._sliding_windows, self._rows, strict=True)
+        ):
+            layer_tokens = unevicted if sliding_window is None else min(unevicted, sliding_window - 1 + expired_slack)
+            if layer not in self._budget_layers or tokens >= unevicted:
+                blocks += heads * -(-layer_tokens // block_size)
+            elif self._uniform:
+                blocks += heads * -(-min(tokens, layer_tokens) // block_size)
             else:
-                shared += heads
-        # tokens may lie where blocks have the fewest, and each of the unequal rows may have a last block with one token
-        least, most = min(sizes), max(sizes)
-        return blocks + shared * (tokens * most + (most - 1) * least) // (least * most)
+                budget_heads += heads
+        # worst case: the layers with the smallest blocks hold the tokens, and each row's last block has one token
+        min_size, max_size = min(block_sizes), max(block_sizes)
+        return blocks + budget_heads * (tokens * max_size + (max_size - 1) * min_size) // (min_size * max_size)

@@ -1,4 +1,4 @@
-"""Asynchronous reading of the answers that a scheduler generates in its own thread."""
+"""Completions as asynchronous streams. The scheduler generates them in its own thread."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ag.serve.metrics import Metrics
-from ag.serve.request import Event, Prompt, Stream, Token
+from ag.serve.request import EncodedPrompt, Event, Stream, Token
 from ag.serve.scheduler import Scheduler, StoppedError
 
 logger = logging.getLogger("ag.serve")
 
-#: The id of the request that is being answered, for the log.
+#: The current request's id, for the log.
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
-SILENCE_SECONDS = 15.0  # between two signs of life on a stream; proxies often close after 30 or 60 seconds
+SILENCE_SECONDS = 15.0  # between two comments on a silent stream; proxies often close it after 30 or 60 seconds
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of an answer."""
+class CompletionDelta:
+    """New tokens of a completion, with their text."""
 
-    number: int  # index of the answer among the answers to all prompts, those to the first prompt first
-    text: str = ""  # new text
-    tokens: tuple[Token, ...] = ()  # the tokens of that text
-    reason: Literal["stop", "length"] | None = None  # why the answer ended; None means that it goes on
-    prompt: tuple[Token, ...] | None = None  # the tokens of the prompt; None in all but the first piece of an answer
-    kept: Mapping[str, Any] | None = None  # the policy and the share of the prompt that stays; as ``prompt``
+    index: int  # of the completion; counts first the completions to the first prompt
+    text: str = ""
+    tokens: tuple[Token, ...] = ()  # tokens of ``text``
+    reason: Literal["stop", "length"] | None = None  # why the completion ended; None: it goes on
+    prompt: tuple[Token, ...] | None = None  # prompt tokens, in the first delta only
+    ag_fields: Mapping[str, Any] | None = None  # policy and kept share of the prompt, in the first delta only
 
 
-class Answers:
-    """The answers to the prompts of one request, as an asynchronous iterator of pieces.
+class CompletionStream:
+    """The completions to the prompts of one request, as an asynchronous iterator of :class:`CompletionDelta`.
 
     Args:
         prompts: the prompts.
-        scheduler: generates the answers in another thread.
-        metrics: record what was asked for, the seconds of each token, and the ends.
+        scheduler: generates the completions in another thread.
+        metrics: record the requests, the seconds per token, and why completions ended.
 
     Raises:
-        Busy: when the queue is full; none of the prompts is read then.
+        QueueFullError: when the queue is full; then no prompt is read.
         StoppedError: when the scheduler has stopped or failed.
-        UserError: for a prompt that no empty pool and no context could hold.
+        UserError: for a prompt that is too long for the pool or the context.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], scheduler: Scheduler, metrics: Metrics) -> None:
-        self._prompts = [prompt for prompt in prompts for _ in range(prompt.request.n)]  # by answer
-        self._read = sum(len(prompt.request.tokens) for prompt in prompts)
-        self._written, self._tokens = 0, [0] * len(self._prompts)  # of all answers, and of each
-        self._since, self._id, self._scheduler = time.monotonic(), request_id.get(), scheduler
-        self._failed = False  # whether an error ended an answer, and so the others
+    def __init__(self, prompts: Sequence[EncodedPrompt], scheduler: Scheduler, metrics: Metrics) -> None:
+        self._prompts = [prompt for prompt in prompts for _ in range(prompt.request.n)]  # by completion
+        self._prompt_tokens = sum(len(prompt.request.tokens) for prompt in prompts)
+        self._completion_tokens, self._tokens_by_index = 0, [0] * len(self._prompts)  # in total, and by index
+        self._submitted_at, self._id, self._scheduler = time.monotonic(), request_id.get(), scheduler
+        self._failed = False  # whether an error ended the completions
         self._metrics, self._loop = metrics, asyncio.get_running_loop()
-        self._last: dict[int, float] = {}  # time of the last token of each answer
+        self._last_token_at: dict[int, float] = {}  # time of the last token of each completion
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._streams: list[Stream] = []
         try:
@@ -70,116 +70,131 @@ class Answers:
             self._cancel()
             raise
         for prompt in prompts:
-            metrics.asked(prompt.request)
+            metrics.record_request(prompt.request)
 
     @property
-    def used(self) -> dict[str, Any]:
-        """The numbers of tokens so far, as ``usage`` of OpenAI's API."""
-        first = {id(prompt): stream for prompt, stream in zip(self._prompts, self._streams, strict=True)}
+    def usage(self) -> dict[str, Any]:
+        """Numbers of tokens so far: ``usage`` of OpenAI's API."""
+        streams = {id(prompt): stream for prompt, stream in zip(self._prompts, self._streams, strict=True)}
         return {
-            "prompt_tokens": self._read,
-            "completion_tokens": self._written,
-            "total_tokens": self._read + self._written,
-            "prompt_tokens_details": {"cached_tokens": sum(stream.shared for stream in first.values())},
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(stream.num_cached_tokens for stream in streams.values())},
         }
 
-    def _receive(self, first: int, number: int, event: Event) -> None:
-        """Queue an event of an answer; called in the scheduler's thread, which does not wait for the reader.
+    def _receive(self, first_index: int, index: int, event: Event) -> None:
+        """Queue an event of a completion. Runs in the scheduler's thread, which does not wait for the reader.
 
         Args:
-            first: index of the first answer to the same prompt.
-            number: index of the answer among the answers to the same prompt.
+            first_index: index of the prompt's first completion.
+            index: index of the completion among the prompt's completions.
             event: a token, an error or the end.
         """
-        number += first
+        index += first_index
         if isinstance(event, Exception):
             self._failed = True
         if isinstance(event, Token):
-            now = time.monotonic()
-            self._metrics.timed(now - self._last.get(number, self._since), number not in self._last)
-            self._last[number] = now
-            self._written += 1
-            self._tokens[number] += 1
+            received_at = time.monotonic()
+            self._metrics.record_token(
+                received_at - self._last_token_at.get(index, self._submitted_at), index not in self._last_token_at
+            )
+            self._last_token_at[index] = received_at
+            self._completion_tokens += 1
+            self._tokens_by_index[index] += 1
         with suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-    async def __aiter__(self) -> AsyncIterator[Piece | None]:
-        """Yield pieces until every answer has ended, and None after each ``SILENCE_SECONDS`` without a piece.
+    async def __aiter__(self) -> AsyncIterator[CompletionDelta | None]:
+        """Yield deltas until every completion has ended, and None after each ``SILENCE_SECONDS`` without a delta.
 
         Raises:
-            Exception: the error that ended an answer.
+            Exception: the error that ended a completion.
         """
-        going: dict[int, list[Token]] = {number: [] for number in range(len(self._streams))}  # without text so far
-        first = set(going)  # answers without a piece so far
-        while going:
+        # tokens of each running completion whose text is not final yet
+        pending_tokens: dict[int, list[Token]] = {index: [] for index in range(len(self._streams))}
+        not_begun = set(pending_tokens)  # completions without a delta so far
+        while pending_tokens:
             try:
                 async with asyncio.timeout(SILENCE_SECONDS):
-                    number, event = await self._events.get()
+                    index, event = await self._events.get()
             except TimeoutError:
                 yield None
                 continue
-            if isinstance(event, StoppedError) and self._written and not self._scheduler.failed:
-                event = None  # of several answers this one has no token when the server stops
+            if isinstance(event, StoppedError) and self._completion_tokens and not self._scheduler.failed:
+                event = None  # the request's other completions have tokens, which are kept when the server stops
             if isinstance(event, Exception):
                 raise event
             if event is None:
-                piece = self._end(number, going.pop(number))
+                delta = self._final_delta(index, pending_tokens.pop(index))
             else:
-                going[number].append(event)
-                if not event.text or self._streams[number].text.stopped:
+                pending_tokens[index].append(event)
+                if not event.text or self._streams[index].detokenizer.stopped:
                     continue
-                piece = Piece(number, event.text, tuple(going[number]))
-                going[number].clear()
-            if number in first:
-                first.remove(number)
-                kept = {"policy": self._prompts[number].policy, "kept": self._streams[number].kept}
-                piece = replace(piece, prompt=self._prompt(number), kept=kept)
-            yield piece
+                delta = CompletionDelta(index, event.text, tuple(pending_tokens[index]))
+                pending_tokens[index].clear()
+            if index in not_begun:
+                not_begun.remove(index)
+                ag_fields = {"policy": self._prompts[index].policy, "kept": self._streams[index].kept_share}
+                delta = replace(delta, prompt=self._prompt_tokens_of(index), ag_fields=ag_fields)
+            yield delta
 
-    def _prompt(self, number: int) -> tuple[Token, ...]:
-        """Return the tokens of the prompt of an answer, with texts and log-probabilities as far as requested."""
-        echo, scores = self._prompts[number].echo, self._streams[number].prompt
-        if not echo or not scores:
-            return echo or scores or tuple(map(Token, self._prompts[number].request.tokens))
-        return tuple(replace(score, text=one.text, place=one.place) for one, score in zip(echo, scores, strict=True))
+    def _prompt_tokens_of(self, index: int) -> tuple[Token, ...]:
+        """Return a completion's prompt tokens, with texts and log-probabilities if requested."""
+        echo, scored_tokens = self._prompts[index].echo, self._streams[index].prompt
+        if not echo or not scored_tokens:
+            return echo or scored_tokens or tuple(map(Token, self._prompts[index].request.tokens))
+        return tuple(
+            replace(scored, text=token.text, text_offset=token.text_offset)
+            for token, scored in zip(echo, scored_tokens, strict=True)
+        )
 
-    def _end(self, number: int, tokens: list[Token]) -> Piece:
-        """Return the last piece of an answer: the text that was held back, without a stop text and its tokens."""
-        stream = self._streams[number]
-        text = "".join(token.text for token in tokens) + stream.text.rest()
-        if stream.text.stopped:
-            tokens = [token for token in tokens if token.place < stream.text.given]
-        reason: Literal["stop", "length"] = "stop" if stream.reason == "stop" or stream.text.stopped else "length"
-        self._metrics.ended(reason, self._tokens[number])
-        return Piece(number, text, tuple(tokens), reason)
+    def _final_delta(self, index: int, tokens: list[Token]) -> CompletionDelta:
+        """Return the last delta of a completion: the pending text without stop text, and its tokens."""
+        stream = self._streams[index]
+        text = "".join(token.text for token in tokens) + stream.detokenizer.flush()
+        if stream.detokenizer.stopped:
+            tokens = [token for token in tokens if token.text_offset < stream.detokenizer.num_released]
+        reason: Literal["stop", "length"] = (
+            "stop" if stream.reason == "stop" or stream.detokenizer.stopped else "length"
+        )
+        self._metrics.record_end(reason, self._tokens_by_index[index])
+        return CompletionDelta(index, text, tuple(tokens), reason)
 
-    async def whole(self) -> list[Piece]:
-        """Return each answer as one piece."""
-        found: dict[int, Piece] = {}
-        async for new in self:
-            if new is not None:
-                old = found.setdefault(new.number, replace(new, text="", tokens=()))
-                text, tokens = old.text + new.text, old.tokens + new.tokens
-                found[new.number] = replace(old, text=text, tokens=tokens, reason=new.reason)
-        return [found[number] for number in sorted(found)]
+    async def collect(self) -> list[CompletionDelta]:
+        """Return each completion as one delta."""
+        completions: dict[int, CompletionDelta] = {}
+        async for delta in self:
+            if delta is not None:
+                old = completions.setdefault(delta.index, replace(delta, text="", tokens=()))
+                text, tokens = old.text + delta.text, old.tokens + delta.tokens
+                completions[delta.index] = replace(old, text=text, tokens=tokens, reason=delta.reason)
+        return [completions[index] for index in sorted(completions)]
 
     def close(self) -> None:
-        """Cancel the answers that have not ended, so that their blocks are freed, and write a line into the log."""
+        """Cancel running completions, which frees their blocks, and write a log line."""
         ends = Counter(stream.reason or ("error" if self._failed else "cancelled") for stream in self._streams)
         self._cancel()
         reasons = ", ".join(
             reason if len(self._streams) == 1 else f"{count} {reason}" for reason, count in ends.items()
         )
-        seconds = time.monotonic() - self._since
-        logger.info("%s: %d tokens read, %d written, %.2f s, %s", self._id, self._read, self._written, seconds, reasons)
+        seconds = time.monotonic() - self._submitted_at
+        logger.info(
+            "%s: %d tokens read, %d written, %.2f s, %s",
+            self._id,
+            self._prompt_tokens,
+            self._completion_tokens,
+            seconds,
+            reasons,
+        )
 
     def _cancel(self) -> None:
         for stream in self._streams:
             stream.cancel()
 
 
-def where(error: BaseException) -> str:
-    """Return an error's type and place, without its text, which may quote a prompt, and without folders."""
+def error_location(error: BaseException) -> str:
+    """Return an error's type and location. Its text may quote a prompt and is left out, as are folders."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
-    places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
-    return f"{type(error).__name__} at {places}"
+    locations = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
+    return f"{type(error).__name__} at {locations}"

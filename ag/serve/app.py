@@ -34,12 +34,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ag.commands.serve import ServeConfig
 from ag.engine.block_pool import PoolFullError
 from ag.errors import UserError
-from ag.serve.answers import Answers, request_id, where
-from ag.serve.metrics import Metrics, Status, as_text
-from ag.serve.prompts import ASKED, Prompts, policy_text
-from ag.serve.protocol import ApiError, Form, parse
-from ag.serve.responses import ResponseForm, ResponsesAsked
-from ag.serve.scheduler import Busy, Scheduler, StoppedError, WaitedError
+from ag.serve.answers import CompletionStream, error_location, request_id
+from ag.serve.metrics import Metrics, Status, prometheus_text
+from ag.serve.prompts import REQUEST_TYPES, RequestBuilder, policy_text
+from ag.serve.protocol import ApiError, CompletionWriter, parse
+from ag.serve.responses import ResponsesRequest, ResponsesWriter
+from ag.serve.scheduler import QueueFullError, QueueTimeoutError, Scheduler, StoppedError
 from ag.versions import versions
 
 logger = logging.getLogger("ag.serve")
@@ -47,15 +47,17 @@ logger = logging.getLogger("ag.serve")
 BODY_SECONDS = 30  # longest time for a body to arrive
 RETRY = {"Retry-After": "5"}  # seconds
 STOPPING = "the server is stopping: ask again later, or another one."
-READ_MULTIPLE = 16  # a body up to this many times too long is read and dropped, so that its client sees the refusal
-#: Status and code of errors; the first kind that fits holds.
+READ_MULTIPLE = (
+    16  # a longer body is read and dropped up to this multiple of the limit: then its client sees the refusal
+)
+#: Status and code of errors; the first type that matches applies.
 STATUSES: Sequence[tuple[Any, int, str | None]] = (
-    (Busy, 429, "queue_full"),
-    ((StoppedError, WaitedError, PoolFullError), 503, None),
+    (QueueFullError, 429, "queue_full"),
+    ((StoppedError, QueueTimeoutError, PoolFullError), 503, None),
     (UserError, 400, None),
     (ClientDisconnect, 499, None),  # nobody reads it
 )
-#: Headers of a stream of server-sent events, which proxies must not buffer.
+#: Headers of a stream of server-sent events; proxies must not buffer it.
 EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -63,27 +65,27 @@ class Endpoints(ABC):
     """The endpoints of one model.
 
     Args:
-        name: of the model, for clients.
+        name: the model's name, for clients.
         policy: text of the policy, for the live page.
-        config: of the server: limits of requests, and the key that clients have to send.
-        most: most open requests: bodies that arrive and answers that are generated or sent.
+        config: the server's configuration: limits of requests, and the key that clients must send.
+        max_open: largest number of open requests. A request is open until its response was sent.
     """
 
-    def __init__(self, name: str, policy: str, config: ServeConfig, most: int) -> None:
+    def __init__(self, name: str, policy: str, config: ServeConfig, max_open: int) -> None:
         self.name, self.policy, self.config = name, policy, config
-        self.began = int(time.time())
+        self.started_at = int(time.time())
         #: True while the server stops: new requests are refused.
         self.draining = False
-        #: Open requests for answers.
+        #: Number of open requests.
         self.open = 0
-        self._most, self._page = most, page()
+        self._max_open, self._page = max_open, page()
 
     def app(self) -> FastAPI:
         """Return the app; :meth:`lifespan` runs around it."""
-        app = FastAPI(lifespan=self.lifespan, openapi_url=None)  # its pages load scripts from other sites
+        app = FastAPI(lifespan=self.lifespan, openapi_url=None)  # FastAPI's own pages load scripts from other sites
         guarded = APIRouter(dependencies=[Depends(self._check_key)])
-        for path in ASKED:
-            guarded.add_api_route(path, self.answer, methods=["POST"], dependencies=[Depends(self._count)])
+        for path in REQUEST_TYPES:
+            guarded.add_api_route(path, self.answer, methods=["POST"], dependencies=[Depends(self._count_open)])
         guarded.add_api_route("/version", self.version)
         guarded.add_api_route("/v1/models", self.models)
         guarded.add_api_route("/v1/models/{name:path}", self.models)
@@ -93,7 +95,7 @@ class Endpoints(ABC):
         app.add_api_route("/health", self.health)
         app.add_api_route("/", self.page)  # its script sends the key
         app.add_middleware(with_request_ids)
-        if self.config.origins:  # outside, as it writes into the headers
+        if self.config.origins:  # the outermost middleware, since it writes into the headers
             allowed: Any = {"allow_origins": self.config.origins, "expose_headers": ["X-Request-Id"]}
             app.add_middleware(CORSMiddleware, allow_methods=["*"], allow_headers=["*"], **allowed)
         for kind in (ApiError, HTTPException, UserError, ClientDisconnect):
@@ -105,14 +107,14 @@ class Endpoints(ABC):
         """Run code before the first request and after the last one."""
         yield
 
-    # ---- the part of a scheduler or of replicas
+    # ---- defined by a scheduler or by replicas
 
     @abstractmethod
     def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
-        """Answer the body of a request: yield the start of a response (ASGI), then parts of its body.
+        """Answer a request's body: yield the start of the response (ASGI), then the parts of its body.
 
         Raises:
-            Exception: of any kind, which :meth:`told` tells the client.
+            Exception: any error; :meth:`ask_or_refuse` sends it to the client.
         """
 
     @abstractmethod
@@ -132,10 +134,10 @@ class Endpoints(ABC):
     async def health(self) -> Response:
         """Return 200 while requests are accepted, else 503."""
         try:
-            word = self._word(await self.status())
+            state = self._state(await self.status())
         except ApiError:
-            word = "failed"
-        return JSONResponse({"status": word}, 200 if word == "ok" else 503)
+            state = "failed"
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
 
     async def page(self) -> Response:
         """Return the live page."""
@@ -145,53 +147,58 @@ class Endpoints(ABC):
     async def live(self) -> Response:
         """Return the figures of the live page."""
         status = await self.status()
-        now, names = status.snapshot, {"model": self.name, "policy": self.policy, "status": self._word(status)}
-        figures = asdict(now) | asdict(now.counts) | names | {"counts": None, "ended": now.counts.ended.total()}
+        snapshot, names = status.snapshot, {"model": self.name, "policy": self.policy, "status": self._state(status)}
+        figures = (
+            asdict(snapshot)
+            | asdict(snapshot.counts)
+            | names
+            | {"counts": None, "num_ended": snapshot.counts.num_ended.total()}
+        )
         return JSONResponse(figures | {"seconds": time.monotonic()})
 
     async def metrics(self) -> Response:
         """Return the figures for Prometheus."""
-        return Response(as_text((await self.status()).figures), media_type=CONTENT_TYPE_LATEST)
+        return Response(prometheus_text((await self.status()).metrics), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, name: str | None = None) -> Response:
-        """Return the model of this name, or a list of the only model."""
-        model = Model(id=self.name, created=self.began, object="model", owned_by="ag").model_dump()
-        with suppress(ApiError):  # without a replica it is not known
-            model["max_model_len"] = (await self.status()).context
+        """Return the model of this name. None: a list with the server's model."""
+        model = Model(id=self.name, created=self.started_at, object="model", owned_by="ag").model_dump()
+        with suppress(ApiError):  # unknown until a replica runs
+            model["max_model_len"] = (await self.status()).context_length
         if name is None:
             return JSONResponse({"object": "list", "data": [model]})
         self.check_model(name)
         return JSONResponse(model)
 
-    def _word(self, status: Status) -> str:
-        return "failed" if not status.works else "draining" if self.draining else "ok"
+    def _state(self, status: Status) -> str:
+        return "failed" if not status.is_healthy else "draining" if self.draining else "ok"
 
     # ---- requests
 
     async def answer(self, http: Http) -> Response:
-        """Answer a chat or a text."""
-        return PartsResponse(cast("AsyncIterator[bytes]", self.told(http.url.path, await self._body(http))))
+        """Answer a request of any path in :data:`REQUEST_TYPES`."""
+        return PartsResponse(cast("AsyncIterator[bytes]", self.ask_or_refuse(http.url.path, await self._body(http))))
 
-    async def told(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
-        """Yield what :meth:`ask` yields; an error is a refusal at the start, and an event later."""
-        begun = False
+    async def ask_or_refuse(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
+        """Yield the parts of :meth:`ask`. An error becomes a refusal at the start, and an event of the stream later."""
+        has_started = False
         try:
             async with aclosing(self.ask(path, body)) as parts:
                 async for part in parts:
-                    begun = True
+                    has_started = True
                     yield part
         except Exception as error:
-            if begun:
-                yield f"data: {json.dumps(_seen(error, 'broken off').body)}\n\n".encode()
+            if has_started:
+                yield f"data: {json.dumps(_log_refusal(error, 'broken off').body)}\n\n".encode()
             else:
                 response = refusal(error)
-                yield start(response)
+                yield start_message(response)
                 yield bytes(response.body)
 
-    async def _count(self) -> AsyncIterator[None]:
+    async def _count_open(self) -> AsyncIterator[None]:
         """Count a request as open until its response is sent, or its client has disconnected."""
-        if self.open >= self._most:
-            raise Busy(f"{self._most} requests are open, the most that this server takes: try again later.")
+        if self.open >= self._max_open:
+            raise QueueFullError(f"{self._max_open} requests are open, the limit of this server: try again later.")
         self.open += 1
         try:
             yield
@@ -199,22 +206,22 @@ class Endpoints(ABC):
             self.open -= 1
 
     def check_model(self, name: str) -> None:
-        """Refuse a request for another model; "" stands for this one."""
+        """Refuse a request for another model; "" means this model."""
         if name not in ("", self.name):
             raise ApiError(404, f"model={name[:200]!r}: expected {self.name!r}.", "model", "model_not_found")
 
     async def _check_key(self, http: Http) -> None:
         if not self.config.api_key:
             return
-        scheme, _, given = http.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("latin-1"), self.config.api_key.encode())
-        if not right or scheme.lower() != "bearer":
+        scheme, _, client_key = http.headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(client_key.strip().encode("latin-1"), self.config.api_key.encode())
+        if not is_right or scheme.lower() != "bearer":
             raise ApiError(
                 401, "expected the header Authorization: Bearer KEY with this server's key.", code="invalid_api_key"
             )
 
     async def _body(self, http: Http) -> bytes:
-        """Read the body of a request for an answer.
+        """Read the body of a request.
 
         Raises:
             ApiError: when the server stops, or the body is not JSON, too long or too slow.
@@ -222,7 +229,8 @@ class Endpoints(ABC):
         if self.draining:
             raise ApiError(503, "the server is stopping: ask another one.", code="draining")
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "expected the header Content-Type: application/json.")  # forms of other sites lack it
+            # web forms of foreign pages cannot send this type
+            raise ApiError(415, "expected the header Content-Type: application/json.")
         limit = self.config.body_bytes
         body, length = bytearray(), 0
         try:
@@ -236,15 +244,15 @@ class Endpoints(ABC):
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS} seconds.") from None
         if length > limit:
-            raise ApiError(413, f"the body has more than {limit} bytes, which is the most that is read.")
+            raise ApiError(413, f"the body has more than {limit} bytes: expected at most {limit}.")
         return bytes(body)
 
 
 class PartsResponse(StreamingResponse):
-    """A response made of the parts of :meth:`Endpoints.told`; a disconnect of the client ends their generator."""
+    """A response from the parts of :meth:`Endpoints.ask_or_refuse`. A client's disconnect closes their generator."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the parts; under ASGI 2.4 Starlette would see a disconnect at the next part only."""
+        """Send the parts. Under ASGI 2.4 Starlette would notice a disconnect only at the next part."""
         await super().__call__({**scope, "asgi": {"spec_version": "2.3"}}, receive, send)
 
     async def stream_response(self, send: Send) -> None:
@@ -257,20 +265,20 @@ class PartsResponse(StreamingResponse):
 
 
 def with_request_ids(app: ASGIApp) -> ASGIApp:
-    """Return an app that adds the header ``X-Request-Id`` to every response: that of the request, or a new one.
+    """Return an app that adds ``X-Request-Id`` to each response: the request's id, or a new id.
 
-    The log has it too.
+    The log has the id too.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get("x-request-id") if scope["type"] == "http" else None
-        told = given or uuid.uuid4().hex
-        name = (b"x-request-id", told.encode("latin-1"))
-        request_id.set(re.sub("[^!-~]", "?", told)[:64])  # a client may send any signs
+        client_id = Headers(scope=scope).get("x-request-id") if scope["type"] == "http" else None
+        new_id = client_id or uuid.uuid4().hex
+        header = (b"x-request-id", new_id.encode("latin-1"))
+        request_id.set(re.sub("[^!-~]", "?", new_id)[:64])  # a client may send any characters
 
         async def add(message: Message) -> None:
-            more = {"headers": [*message["headers"], name]} if message["type"] == "http.response.start" else {}
-            await send({**message, **more})
+            is_start = message["type"] == "http.response.start"
+            await send({**message, "headers": [*message["headers"], header]} if is_start else message)
 
         await app(scope, receive, add)
 
@@ -281,18 +289,18 @@ class Service(Endpoints):
     """The endpoints of a scheduler in this process.
 
     Args:
-        scheduler: generates the answers.
-        name: of the model, for clients.
-        config: of the server.
+        scheduler: generates the completions.
+        name: the model's name, for clients.
+        config: the server's configuration.
     """
 
     def __init__(self, scheduler: Scheduler, name: str, config: ServeConfig) -> None:
-        most = 2 * (scheduler.queue + scheduler.batch)
-        super().__init__(name, policy_text(scheduler.policy), config, most)
-        self.prompts = Prompts(scheduler, config)
-        self.scheduler, self._metrics = scheduler, Metrics(scheduler.snapshot, scheduler.context)
+        max_open = 2 * (scheduler.queue + scheduler.batch)
+        super().__init__(name, policy_text(scheduler.policy), config, max_open)
+        self.prompts = RequestBuilder(scheduler, config)
+        self.scheduler, self._metrics = scheduler, Metrics(scheduler.snapshot, scheduler.context_length)
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
-        self._encoder = ThreadPoolExecutor(1, "encoder")  # one thread, as a tokenizer cannot encode two texts at once
+        self._encoder = ThreadPoolExecutor(1, "encoder")  # one thread: a tokenizer encodes one text at a time
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -311,48 +319,57 @@ class Service(Endpoints):
         try:
             self.scheduler.run()
         except Exception as error:
-            logger.error("the scheduler failed: %s", where(error))
+            logger.error("the scheduler failed: %s", error_location(error))
 
     async def status(self) -> Status:
         """Return the status of the scheduler."""
         return Status(
-            self.scheduler.snapshot(), [*self._metrics.collect()], not self.scheduler.failed, self.prompts.context
+            self.scheduler.snapshot(),
+            [*self._metrics.collect()],
+            not self.scheduler.failed,
+            self.prompts.context_length,
         )
 
     async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
-        """Answer the body of a request by the scheduler."""
-        asked = parse(ASKED[path], body)
-        self.check_model(asked.model)
-        form: Form | ResponseForm | None = None
-        if isinstance(asked, ResponsesAsked):
-            form, asked = ResponseForm(asked), asked.as_chat()
-        found = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, asked)
-        if isinstance(found, dict):
-            response: Response = JSONResponse(found)
-            yield start(response)
+        """Answer a request by the scheduler."""
+        params = parse(REQUEST_TYPES[path], body)
+        self.check_model(params.model)
+        writer: CompletionWriter | ResponsesWriter | None = None
+        if isinstance(params, ResponsesRequest):
+            writer, params = ResponsesWriter(params), params.to_chat()
+        encoded = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, params)
+        if isinstance(encoded, dict):
+            response: Response = JSONResponse(encoded)
+            yield start_message(response)
             yield bytes(response.body)
             return
-        if form is None:
-            form = Form(asked, self.scheduler.vocabulary, self.prompts.divider(asked, found[0].request.tokens))
+        if writer is None:
+            writer = CompletionWriter(
+                params, self.scheduler.vocabulary, self.prompts.output_parser(params, encoded[0].request.tokens)
+            )
         try:
-            answers = Answers(found, self.scheduler, self._metrics)
-        except (Busy, StoppedError):
+            completions = CompletionStream(encoded, self.scheduler, self._metrics)
+        except (QueueFullError, StoppedError):
             raise
         except UserError as error:  # too long for the pool
-            raise ApiError(400, str(error), asked.longest[0] if asked.longest else asked.text) from None
+            raise ApiError(
+                400, str(error), params.token_limit[0] if params.token_limit else params.prompt_param
+            ) from None
         try:
-            if asked.stream:
-                yield start(StreamingResponse((), headers=EVENTS))
-                yield form.begin().encode()
-                async for piece in answers:
-                    yield b": waiting\n\n" if piece is None else form.chunk(piece).encode()
-                yield form.end(answers.used).encode()
+            if params.stream:
+                yield start_message(StreamingResponse((), headers=EVENTS))
+                yield writer.start_events().encode()
+                async for delta in completions:
+                    yield b": waiting\n\n" if delta is None else writer.delta_event(delta).encode()
+                yield writer.end_events(completions.usage).encode()
             else:
-                response = Response(form.whole(await answers.whole(), answers.used), media_type="application/json")
-                yield start(response)
+                response = Response(
+                    writer.full_json(await completions.collect(), completions.usage), media_type="application/json"
+                )
+                yield start_message(response)
                 yield bytes(response.body)
         finally:
-            answers.close()
+            completions.close()
 
 
 # ---- errors
@@ -364,17 +381,17 @@ async def _refuse(http: Http, error: Exception) -> Response:
 
 def refusal(error: Exception) -> Response:
     """Return the response for an error, in OpenAI's form."""
-    found = _seen(error)
-    more = {401: {"WWW-Authenticate": "Bearer"}, 429: RETRY, 503: RETRY}
-    return JSONResponse(found.body, found.status, more.get(found.status))
+    shown = _log_refusal(error)
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: RETRY, 503: RETRY}
+    return JSONResponse(shown.body, shown.status, headers.get(shown.status))
 
 
-def _seen(error: Exception, how: str = "refused") -> ApiError:
-    """Return the error that a client sees, after a line of the log, which has no part of the request."""
-    found = api_error(error)
-    reason = found.code or found.body["error"]["type"]
-    logger.info("%s: %s with %d %s", request_id.get(), how, found.status, reason)
-    return found
+def _log_refusal(error: Exception, action: str = "refused") -> ApiError:
+    """Log that a request failed, without any of its text, and return the error that its client sees."""
+    shown = api_error(error)
+    reason = shown.code or shown.body["error"]["type"]
+    logger.info("%s: %s with %d %s", request_id.get(), action, shown.status, reason)
+    return shown
 
 
 def api_error(error: Exception) -> ApiError:
@@ -386,11 +403,11 @@ def api_error(error: Exception) -> ApiError:
     for kind, status, code in STATUSES:
         if isinstance(error, kind):
             return ApiError(status, str(error), code=code)
-    logger.error("a request failed: %s", where(error))
+    logger.error("a request failed: %s", error_location(error))
     return ApiError(500, "the server failed at this request.")
 
 
-def start(response: Response) -> Message:
+def start_message(response: Response) -> Message:
     """Return the ASGI message with the status and the headers of a response."""
     return {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
 
@@ -399,11 +416,11 @@ def start(response: Response) -> Message:
 
 
 def page() -> tuple[str, str]:
-    """Return the live page, and a Content-Security-Policy that allows its own script and style only."""
+    """Return the live page, and a Content-Security-Policy that allows only its own script and style."""
     text = files("ag.serve").joinpath("page.html").read_text(encoding="utf-8")
     rules = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
     for tag in ("style", "script"):
-        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         rules.append(f"{tag}-src 'sha256-{digest}'")
     return text, "; ".join([*rules, "frame-ancestors 'none'"])

@@ -1,8 +1,8 @@
-"""The server on several machines: replicas of the model under Ray Serve, behind a front.
+"""The server on several machines: a front, and replicas of the model under Ray Serve.
 
-The front forwards a request to a replica and streams the answer back. All turns of a conversation go to one replica,
-which has cached their prefix. The replica is chosen by consistent hashing: fronts share no state, and few conversations
-move when the number of replicas changes.
+The front forwards a request to a replica and streams the completion back. All turns of a conversation go to one
+replica, which has cached their prefix. Consistent hashing chooses the replica: fronts share no state, and few
+conversations move when the number of replicas changes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ag.continuation import read_policy
 from ag.errors import UserError
 from ag.serve.answers import request_id
 from ag.serve.app import Endpoints, api_error
-from ag.serve.metrics import Status, labelled
+from ag.serve.metrics import Status, label_replicas
 from ag.serve.prompts import policy_text
-from ag.serve.scheduler import StoppedError, WaitedError
-from ag.serve.snapshot import together
-from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving, with_key
+from ag.serve.scheduler import QueueTimeoutError, StoppedError
+from ag.serve.snapshot import sum_snapshots
+from ag.serve.start import DRAIN_SECONDS, announce, listen, load_service, set_up_log, with_environment_key
 from ag.versions import versions
 
 try:
@@ -53,32 +53,32 @@ except ModuleNotFoundError as error:
 logger = logging.getLogger("ag.serve")
 
 APP = "ag"  # the application's name on the cluster
-TRIES = 3  # replicas that a request is sent to if each one dies
-LOST_SECONDS = 0.5  # wait after a lost replica, until the router has noticed; doubled after the next loss
+TRIES = 3  # replicas to which a request is sent if each of them dies
+LOST_SECONDS = 0.5  # wait after a lost replica, until the router has noticed; each further loss doubles it
 HEALTH_SECONDS = 5.0  # between two health checks of a replica
-LOOK_SECONDS = 10.0  # longest wait for the status of all replicas
-FRONT_REQUESTS = 10_000  # most open requests of the front
+STATUS_SECONDS = 10.0  # longest wait for the replicas' status
+FRONT_REQUESTS = 10_000  # largest number of open requests of the front
 LOGGING = {"enable_access_log": False}  # the scheduler's log has a line for each request
-BEGINNING = 256  # leading characters, or token ids, of a text by which a replica is chosen
+SESSION_LENGTH = 256  # characters, or token ids, at a text's start that choose its replica
 
 
 class Replica:
     """A model and its scheduler in a process of the cluster.
 
     Args:
-        config: of the server.
-        libraries: versions of the libraries where the server was started.
+        config: the server's configuration.
+        libraries: library versions on the machine that started the server.
 
     Raises:
-        UserError: when the libraries here have other versions, or the model or its gates cannot be loaded.
+        UserError: when this machine has other versions, or the model or its gates cannot be loaded.
     """
 
     def __init__(self, config: ServeConfig, libraries: Mapping[str, str]) -> None:
         check_versions(libraries)
         torch.set_num_threads(config.cores)
         plugins.load(config.plugins)
-        log()
-        self._service = serving(config)
+        set_up_log()
+        self._service = load_service(config)
         self._service.start()
 
     def check_health(self) -> None:
@@ -87,14 +87,14 @@ class Replica:
             raise StoppedError("the scheduler has failed.")
 
     async def ask(self, path: str, body: bytes, name: str) -> AsyncGenerator[Message | bytes | None]:
-        """Answer a request as :meth:`Endpoints.told` does, after a None that says that a replica has received it.
+        """Yield None once the request has arrived, then the parts of :meth:`Endpoints.ask_or_refuse`.
 
         ``name`` is the request's id in the log.
         """
         yield None
         request_id.set(name)
-        async with aclosing(self._service.told(path, body)) as answered:
-            async for part in answered:
+        async with aclosing(self._service.ask_or_refuse(path, body)) as parts:
+            async for part in parts:
                 yield part
 
     async def status(self) -> tuple[str, Status]:
@@ -103,11 +103,11 @@ class Replica:
 
 
 class Front(Endpoints):
-    """The endpoints in front of the replicas.
+    """The endpoints that forward requests to replicas.
 
     Args:
         replicas: handle of the replicas.
-        config: of the server.
+        config: the server's configuration.
         policy: text of the policy, for the live page.
     """
 
@@ -116,24 +116,24 @@ class Front(Endpoints):
         self._replicas = replicas
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        log()
+        set_up_log()
         return self.app()
 
     async def status(self) -> Status:
         """Return the status of all replicas together."""
         try:
-            asked = self._replicas.broadcast("status")
-            found = await asked.results_async(timeout_s=LOOK_SECONDS, return_exceptions=True)
+            responses = self._replicas.broadcast("status")
+            results = await responses.results_async(timeout_s=STATUS_SECONDS, return_exceptions=True)
         except (TimeoutError, DeploymentUnavailableError):
-            found = []
-        answered = {one[0]: one[1] for one in found if not isinstance(one, BaseException)}
-        if not answered:
+            results = []
+        statuses = {result[0]: result[1] for result in results if not isinstance(result, BaseException)}
+        if not statuses:
             raise api_error(StoppedError("no replica answers: ask again later."))
         return Status(
-            together([one.snapshot for one in answered.values()]),
-            labelled({name: one.figures for name, one in answered.items()}),
-            any(one.works for one in answered.values()),
-            next(iter(answered.values())).context,
+            sum_snapshots([result.snapshot for result in statuses.values()]),
+            label_replicas({name: result.metrics for name, result in statuses.items()}),
+            any(result.is_healthy for result in statuses.values()),
+            next(iter(statuses.values())).context_length,
         )
 
     async def drain(self) -> int:
@@ -143,66 +143,67 @@ class Front(Endpoints):
 
     async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
         """Forward the body of a request to a replica, and yield the parts of its response."""
-        begin, answer = await self._begun(path, body)
+        start_message, parts = await self._first_answer(path, body)
         try:
-            yield begin
-            async for part in answer:
+            yield start_message
+            async for part in parts:
                 yield part
         except RayActorError:  # in the middle of a stream
             raise StoppedError("the replica that wrote this answer has ended: ask again.") from None
         finally:
-            answer.cancel()
+            parts.cancel()
 
-    async def _begun(self, path: str, body: bytes) -> tuple[Message, Any]:
-        """Send a request to a replica, and to another one if that replica dies before it answers.
+    async def _first_answer(self, path: str, body: bytes) -> tuple[Message, Any]:
+        """Send a request to a replica. If it dies before it answers, send the request to another replica.
 
         Returns:
             The start of the response, and an iterator of the parts of its body.
 
         Raises:
             StoppedError: when every replica that received the request has ended.
-            WaitedError: when no replica received it within ``wait_seconds``.
+            QueueTimeoutError: when no replica received it within ``wait_seconds``.
         """
-        session, pause = conversation(body), 0.0
+        session, pause = session_id(body), 0.0
         for _ in range(TRIES):
             await asyncio.sleep(pause)
-            answer: Any = self._replicas.options(stream=True, session_id=session).ask.remote(
+            parts: Any = self._replicas.options(stream=True, session_id=session).ask.remote(
                 path, body, request_id.get()
             )
             try:
                 async with asyncio.timeout(self.config.wait_seconds):
-                    await anext(answer)  # a replica has received the request
-                return await anext(answer), answer
+                    await anext(parts)  # a replica has received the request
+                return await anext(parts), parts
             except (RayActorError, DeploymentUnavailableError):
                 pause = 2 * pause or LOST_SECONDS
                 continue
             except BaseException as error:
-                answer.cancel()
+                parts.cancel()
                 if not isinstance(error, TimeoutError):
                     raise
-                raise WaitedError(
+                raise QueueTimeoutError(
                     f"no replica came within {self.config.wait_seconds} seconds: ask again later."
                 ) from None
         raise StoppedError("the replicas that were asked have ended: ask again later.")
 
 
-def conversation(body: bytes) -> str:
-    """Return a hash that is the same for all turns of a conversation, or "" for a body that a replica will refuse.
+def session_id(body: bytes) -> str:
+    """Return a hash that all turns of a conversation share, or "" for a body that a replica will refuse.
 
-    It is made of ``prompt_cache_key``, or of the instructions and the messages up to the first one of the user, or of
-    the beginning of a text. A hash, as the router's log must not hold texts.
+    The hash is taken from ``prompt_cache_key``. Without that key, a chat's hash is taken from its instructions and its
+    messages up to the user's first message, and a text's hash from its first ``SESSION_LENGTH`` characters. The
+    router's log shows the hash, and must not hold texts.
     """
     try:
-        asked = from_json(body)
-        key = asked.get("prompt_cache_key")
-        told = asked.get("messages", asked.get("input"))
-        if key is None and told is not None:
-            messages = [{"role": "user", "content": told}] if isinstance(told, str) else told
+        params = from_json(body)
+        key = params.get("prompt_cache_key")
+        turns = params.get("messages", params.get("input"))
+        if key is None and turns is not None:
+            messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
             roles = [message["role"] for message in messages]
             first = roles.index("user") + 1 if "user" in roles else len(roles)
-            key = [asked.get("instructions"), *(message["content"] for message in messages[:first])]
+            key = [params.get("instructions"), *(message["content"] for message in messages[:first])]
         elif key is None:
-            key = asked["prompt"][:BEGINNING]
+            key = params["prompt"][:SESSION_LENGTH]
     except (ValueError, AttributeError, KeyError, TypeError):
         return ""
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()
@@ -212,23 +213,25 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     """Build the application for ``serve deploy`` and ``serve run``, as ``ag.serve.cluster:app``.
 
     Args:
-        args: the keys of ``python -m ag.serve`` but for host and port, which are ``http_options`` of the file.
+        args: the keys of ``python -m ag.serve``, except host and port: these are ``http_options`` in Ray's file.
 
     Raises:
         UserError: for an unknown key or a value that does not fit.
     """
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in args.items()}
-    return application(with_key(resolve(ServeConfig, {"cluster": "auto"} | texts)))
+    return application(with_environment_key(resolve(ServeConfig, {"cluster": "auto"} | texts)))
 
 
 def application(config: ServeConfig) -> serve.Application:
     """Return the application: the front, bound to the replicas."""
-    room, (least, *more) = Room.on(config.device, config.cores), config.replicas
-    number: dict[str, Any] = {"num_replicas": least}
-    if more:
-        scaling = AutoscalingConfig(min_replicas=least, max_replicas=more[0], target_ongoing_requests=config.batch / 2)
-        number = {"autoscaling_config": scaling}
-    both: dict[str, Any] = {
+    resources, (min_replicas, *max_replicas) = Room.on(config.device, config.cores), config.replicas
+    replica_options: dict[str, Any] = {"num_replicas": min_replicas}
+    if max_replicas:
+        scaling = AutoscalingConfig(
+            min_replicas=min_replicas, max_replicas=max_replicas[0], target_ongoing_requests=config.batch / 2
+        )
+        replica_options = {"autoscaling_config": scaling}
+    shared_options: dict[str, Any] = {
         "graceful_shutdown_timeout_s": DRAIN_SECONDS,
         "health_check_period_s": HEALTH_SECONDS,
         "logging_config": LOGGING,
@@ -236,22 +239,22 @@ def application(config: ServeConfig) -> serve.Application:
     model: Any = serve.deployment(
         Replica,
         name="model",
-        ray_actor_options={"num_cpus": room.cpus, "num_gpus": room.gpus},
-        max_ongoing_requests=2 * (config.queue + config.batch),  # more than its queue takes: status requests come too
+        ray_actor_options={"num_cpus": resources.cpus, "num_gpus": resources.gpus},
+        max_ongoing_requests=2 * (config.queue + config.batch),  # more than queue and batch: status requests count too
         max_constructor_retry_count=TRIES,
         request_router_config=RequestRouterConfig(
             request_router_class=ConsistentHashRouter,  # type: ignore[arg-type]
             request_router_kwargs={"num_fallback_replicas": TRIES - 1},
         ),
-        **number,
-        **both,
+        **replica_options,
+        **shared_options,
     )
     front: Any = serve.deployment(
         serve.ingress()(Front),
         name="front",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=FRONT_REQUESTS,
-        **both,
+        **shared_options,
     )
     replicas = model.bind(config, versions(*LIBRARIES))
     return cast(serve.Application, front.bind(replicas, config, policy_text(read_policy(config))))
@@ -261,18 +264,18 @@ def run_on(address: str, config: ServeConfig) -> int:
     """Serve on a cluster until SIGTERM or Ctrl-C; returns the exit code.
 
     Args:
-        address: of the cluster, see :data:`ag.cluster.CLUSTER`.
-        config: of the server.
+        address: the cluster's address, see :data:`ag.cluster.CLUSTER`.
+        config: the server's configuration.
 
     Raises:
-        UserError: when there is no such cluster, it has no room or serves already, or no replica could start.
+        UserError: when the cluster is not reached, is full or serves already, or no replica could start.
     """
-    made, room, least = application(config), Room.on(config.device, config.cores), config.replicas[0]
+    serve_app, resources, min_replicas = application(config), Room.on(config.device, config.cores), config.replicas[0]
     with connected(address):
-        if sum(room.hosts(machine) for machine in machines()) < least:
+        if sum(resources.hosts(machine) for machine in machines()) < min_replicas:
             raise UserError(
-                f"replicas={least}: the cluster has {described()}, and each takes {room} on one machine: ask for fewer "
-                "or less."
+                f"replicas={min_replicas}: the cluster has {described()}, and each takes {resources} on one machine: "
+                "ask for fewer or less."
             )
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         port = config.port
@@ -282,9 +285,9 @@ def run_on(address: str, config: ServeConfig) -> int:
         serve.start(http_options={"host": config.host, "port": port}, logging_config=LOGGING)
         if APP in serve.status().applications:
             raise UserError(f"cluster={address}: it serves already: `serve shutdown` ends that.")
-        log()
+        set_up_log()
         try:
-            _serve_until_signal(made, lambda: announce(config, str(config.name), config.host, port))
+            _serve_until_signal(serve_app, lambda: announce(config, str(config.name), config.host, port))
         finally:
             serve.delete(APP)
             if address == "local":
@@ -293,12 +296,16 @@ def run_on(address: str, config: ServeConfig) -> int:
     return 0
 
 
-def _serve_until_signal(made: serve.Application, ready: Callable[[], None]) -> None:
-    """Run an application until SIGTERM or Ctrl-C; then refuse new requests, and wait for the open ones."""
+def _serve_until_signal(serve_app: serve.Application, ready: Callable[[], None]) -> None:
+    """Run an application until SIGTERM or Ctrl-C. Then refuse new requests and finish the open requests."""
     try:
-        front = serve.run(made, name=APP)
+        front = serve.run(serve_app, name=APP)
     except RuntimeError:
-        reasons = [one.message for one in serve.status().applications[APP].deployments.values() if one.message]
+        reasons = [
+            deployment.message
+            for deployment in serve.status().applications[APP].deployments.values()
+            if deployment.message
+        ]
         raise UserError(f"cluster: no replica could start: {' '.join(' '.join(reasons).split())[-600:]}") from None
     stop, names = threading.Event(), list[str]()
 
@@ -314,5 +321,5 @@ def _serve_until_signal(made: serve.Application, ready: Callable[[], None]) -> N
     stop.wait()
     logger.info("%s: open requests have %.0f s", *names, DRAIN_SECONDS)
     end = time.monotonic() + DRAIN_SECONDS
-    while any(front.broadcast("drain").results(timeout_s=LOOK_SECONDS)) and time.monotonic() < end:
+    while any(front.broadcast("drain").results(timeout_s=STATUS_SECONDS)) and time.monotonic() < end:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The text of an answer as a stream of final pieces, and the texts of single tokens."""
+"""The text of a completion, released as it becomes final, and the texts of single tokens."""
 
 from __future__ import annotations
 
@@ -17,63 +17,65 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # token of a byte in a tokenizer with 
 
 
 class Vocabulary:
-    """The texts of a tokenizer's tokens in the middle of a text, thus with the space before a word.
+    """The texts of a tokenizer's tokens, as in the middle of a text: with the space before a word.
 
     Args:
-        tokenizer: a fast one of transformers.
+        tokenizer: a fast tokenizer of transformers.
 
     Raises:
-        UserError: when the tokenizer is not a fast one.
+        UserError: when the tokenizer is not fast.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(f"{type(tokenizer).__name__}: expected a fast tokenizer, which decodes token by token.")
         self._backend = tokenizer.backend_tokenizer
-        self._before: list[int] = self._backend.encode("a", add_special_tokens=False).ids
+        self._context_ids: list[int] = self._backend.encode("a", add_special_tokens=False).ids
         letter = self._backend.token_to_id("<0x41>")
         self._falls_back = letter is not None and self._backend.decode([letter]) == "A"
         added = self._backend.get_added_tokens_decoder()
-        #: Special tokens by their texts.
+        #: Ids of the special tokens, by text.
         self.special: dict[str, int] = {token.content: number for number, token in added.items() if token.special}
 
     def text(self, token: int) -> str:
-        """Return the text of a token, also of a special one; U+FFFD stands for a part of a character."""
-        return self._decoded(token, skip_special_tokens=False)
+        """Return the text of a token, special or not; part of a character is U+FFFD."""
+        return self._decode(token, skip_special_tokens=False)
 
-    def bytes_of(self, token: int, first: bool = False) -> bytes:
-        """Return the UTF-8 bytes of a token, possibly a part of a character; special tokens have no bytes.
+    def bytes_of(self, token: int, at_start: bool = False) -> bytes:
+        """Return the UTF-8 bytes of a token, which may be part of a character. Special tokens have no bytes.
 
         Args:
-            token: its id.
-            first: True at the beginning of a text, where many tokenizers drop a space.
+            token: id of the token.
+            at_start: True at the beginning of a text, where many tokenizers drop a space.
         """
-        piece = self._backend.id_to_token(token) or ""
-        if self._falls_back and (byte := _BYTE.fullmatch(piece)):
+        token_text = self._backend.id_to_token(token) or ""
+        if self._falls_back and (byte := _BYTE.fullmatch(token_text)):
             return bytes.fromhex(byte[1])
-        text = str(self._backend.decode([token])) if first else self._decoded(token, skip_special_tokens=True)
-        if "\ufffd" in text and LETTERS.keys() >= set(piece):
-            return bytes(LETTERS[letter] for letter in piece)
+        text = str(self._backend.decode([token])) if at_start else self._decode(token, skip_special_tokens=True)
+        if "\ufffd" in text and LETTERS.keys() >= set(token_text):
+            return bytes(LETTERS[letter] for letter in token_text)
         return text.encode()
 
-    def _decoded(self, token: int, **options: bool) -> str:
-        known, text = (str(self._backend.decode(ids, **options)) for ids in (self._before, [*self._before, token]))
-        return text[len(known) :] if text.startswith(known) else str(self._backend.decode([token], **options))
+    def _decode(self, token: int, **options: bool) -> str:
+        context, text = (
+            str(self._backend.decode(ids, **options)) for ids in (self._context_ids, [*self._context_ids, token])
+        )
+        return text[len(context) :] if text.startswith(context) else str(self._backend.decode([token], **options))
 
 
 class Detokenizer:
-    """Turns the tokens of an answer into text, one token at a time.
+    """Turns the tokens of a completion into text, one token at a time.
 
-    A character is returned once it is complete, and U+FFFD for bytes that cannot become one. Text that may be the
-    beginning of a stop text is held back until it is certain that it is not.
+    A character is released once it is complete. Bytes that cannot become a character are released as U+FFFD. Text that
+    may begin a stop text is pending until it cannot.
 
     Args:
-        vocabulary: of the tokenizer.
-        stop: texts, not empty, that end the answer. A special token is found by its id.
-        include_stop: True if the text that ends the answer is part of it.
-        least: tokens of the answer before which no text ends it.
-        continues: True if the answer continues a text, so that its first word may begin with a space.
-        special: True if special tokens have a text, as in a prompt.
+        vocabulary: texts of the tokenizer's tokens.
+        stop: non-empty texts that end the completion. The text of a special token matches that token's id only.
+        include_stop: True if the completion includes the stop text that ends it.
+        min_tokens: number of tokens before which no stop text ends the completion.
+        continues: True if the completion continues a text: its first word may begin with a space.
+        keep_special: True if special tokens have a text, as in a prompt.
     """
 
     def __init__(
@@ -81,64 +83,66 @@ class Detokenizer:
         vocabulary: Vocabulary,
         stop: Sequence[str] = (),
         include_stop: bool = False,
-        least: int = 0,
+        min_tokens: int = 0,
         continues: bool = False,
-        special: bool = False,
+        keep_special: bool = False,
     ) -> None:
-        self._vocabulary, self._stop, self._begins = vocabulary, tuple(stop), not continues
-        self._special = {token: text.encode() for text, token in vocabulary.special.items()} if special else {}
-        self._ends = {vocabulary.special[text]: text for text in stop if text in vocabulary.special}
-        self._include_stop, self._least = include_stop, least
-        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""  # text that is held back
-        #: Characters so far, including those held back.
+        self._vocabulary, self._stop, self._at_start = vocabulary, tuple(stop), not continues
+        self._special = {token: text.encode() for text, token in vocabulary.special.items()} if keep_special else {}
+        self._stop_tokens = {vocabulary.special[text]: text for text in stop if text in vocabulary.special}
+        self._include_stop, self._min_tokens_left = include_stop, min_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = ""  # text that is not released yet
+        #: Characters so far, pending characters included.
         self.length = 0
-        #: Characters returned so far.
-        self.given = 0
+        #: Characters released so far.
+        self.num_released = 0
         #: True once a stop text has occurred.
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Add the next token; returns the text that became final."""
-        self._least -= 1
-        if token in self._ends and self._least < 0:
-            self._read(b"", last=True)
-            self._held += self._ends[token] if self._include_stop and not self.stopped else ""
+        """Add the next token and return the text that became final."""
+        self._min_tokens_left -= 1
+        if token in self._stop_tokens and self._min_tokens_left < 0:
+            self._pend(b"", last=True)
+            self._pending += self._stop_tokens[token] if self._include_stop and not self.stopped else ""
             self.stopped = True
-            return self.rest()
-        found = self._vocabulary.bytes_of(token)
-        if found and self._begins:
-            found, self._begins = self._vocabulary.bytes_of(token, first=True), False
-        self._read(self._special.get(token, found))
+            return self.flush()
+        token_bytes = self._vocabulary.bytes_of(token)
+        if token_bytes and self._at_start:
+            token_bytes, self._at_start = self._vocabulary.bytes_of(token, at_start=True), False
+        self._pend(self._special.get(token, token_bytes))
         if self.stopped:
-            return self.rest()
-        return self._give(len(self._held) - max((_begun(self._held, text) for text in self._stop), default=0))
+            return self.flush()
+        return self._release(
+            len(self._pending) - max((_stop_prefix_length(self._pending, text) for text in self._stop), default=0)
+        )
 
-    def rest(self) -> str:
-        """Return the text that was held back, with U+FFFD for half a character; call this after the last token."""
+    def flush(self) -> str:
+        """Return the pending text after the last token; an incomplete character is U+FFFD."""
         if not self.stopped:
-            self._read(b"", last=True)
-        return self._give(len(self._held))
+            self._pend(b"", last=True)
+        return self._release(len(self._pending))
 
-    def _read(self, new: bytes, last: bool = False) -> None:
-        """Hold back the characters that new bytes complete, up to a stop text; ``last`` ends the text."""
-        text = self._bytes.decode(new, last)
+    def _pend(self, data: bytes, last: bool = False) -> None:
+        """Add the characters of ``data`` to the pending text, up to a stop text; ``last`` ends the text."""
+        text = self._decoder.decode(data, last)
         self.length += len(text)
-        self._held += text
-        stop = self._stop if self._least < 0 else ()
-        places = [(place, text) for text in stop if (place := self._held.find(text)) >= 0]
-        if places:
-            place, text = min(places)
+        self._pending += text
+        stop = self._stop if self._min_tokens_left < 0 else ()
+        stops = [(start, text) for text in stop if (start := self._pending.find(text)) >= 0]
+        if stops:
+            start, text = min(stops)
             self.stopped = True
-            self._held = self._held[: place + len(text) * self._include_stop]
+            self._pending = self._pending[: start + len(text) * self._include_stop]
 
-    def _give(self, characters: int) -> str:
-        given, self._held = self._held[:characters], self._held[characters:]
-        self.given += characters
-        return given
+    def _release(self, length: int) -> str:
+        text, self._pending = self._pending[:length], self._pending[length:]
+        self.num_released += length
+        return text
 
 
-def _begun(text: str, stop: str) -> int:
+def _stop_prefix_length(text: str, stop: str) -> int:
     """Return the length of the longest suffix of a text that is a proper prefix of a stop text."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

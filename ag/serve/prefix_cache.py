@@ -1,11 +1,11 @@
-"""Prefix sharing: prompts with a common prefix (a system prompt, earlier turns of a chat) read it once.
+"""Prefix sharing: the model reads a common prefix of prompts (a system prompt, earlier turns of a chat) once.
 
-A cached prefix is an eviction cache that has read the prefix only, before any eviction decision about the whole prompt:
-it holds all tokens of the prefix (or those that flags keep while it is read) and the scorer's state. A copy of it reads
-the rest of another prompt; copies share blocks.
+A cached prefix is an eviction cache that has read only the prefix. No eviction of a whole prompt has happened yet: the
+cache holds the scorer's state and all tokens of the prefix, or under flags the tokens that are kept while it is read.
+A copy of the cache reads the remaining tokens of another prompt. Copies share blocks.
 
-A text is compared together with its protected tokens, as a *key* ``[T]``: twice the id of each token, plus one where
-the token is protected (:func:`key_of`). Texts that a RoPE rotates by other frequencies have other keys.
+Two prefixes are equal if their tokens and their protected tokens are. A *key* ``[T]`` has both: twice the id of each
+token, plus one if the token is protected (:func:`key_of`). Texts with different RoPE frequencies have different keys.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from ag.engine.block_pool import BLOCK, BlockPool
 from ag.engine.cache import EvictionCache
 
-LEAST = 4 * BLOCK  # tokens of the shortest cached prefix
-TEXTS = 256  # most texts that a new one is compared with
+MIN_PREFIX_TOKENS = 4 * BLOCK  # length of the shortest cached prefix
+MAX_RECENT_KEYS = 256  # a new prompt is compared with at most this number of earlier texts
 
 
 @dataclass(eq=False)
@@ -28,19 +28,19 @@ class Prefix:
     """A cached prefix."""
 
     key: Tensor  # ``[T]`` on the CPU, see :func:`key_of`
-    cache: EvictionCache  # has read it
+    cache: EvictionCache  # has read the prefix
 
 
 class PrefixCache:
     """Cached prefixes under one policy, the least recently used one first.
 
     Args:
-        pool: of their blocks; it calls :meth:`drop` when it runs out.
+        pool: holds their blocks. It calls :meth:`drop` when it runs out.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._prefixes: list[Prefix] = []
-        self._texts: deque[Tensor] = deque(maxlen=TEXTS)
+        self._recent_keys: deque[Tensor] = deque(maxlen=MAX_RECENT_KEYS)
         self._pool = pool
         self._count()
 
@@ -54,41 +54,42 @@ class PrefixCache:
         return len(self._blocks)
 
     @property
-    def spare(self) -> int:
-        """Blocks that are free once all prefixes are dropped."""
+    def num_freeable_blocks(self) -> int:
+        """Number of blocks that dropping all prefixes would free."""
         return int((self._pool.references(self._blocks) == self._uses).sum())
 
     def remember(self, key: Tensor) -> None:
-        """Remember a text for :meth:`common`: a queued prompt, or a prompt with its answer."""
-        self._texts.append(key)
+        """Remember a text for :meth:`shared_prefix_length`: a queued prompt, or a prompt with its completion."""
+        self._recent_keys.append(key)
 
-    def common(self, key: Tensor) -> int:
-        """Return the length of the longest prefix that a text shares with another remembered one.
+    def shared_prefix_length(self, key: Tensor) -> int:
+        """Return the length of the longest prefix that a text shares with another remembered text.
 
-        It is a multiple of a block, less than the text, and 0 below ``LEAST``. The text itself is remembered too.
+        The length is a multiple of the block size, less than the text's, and 0 below ``MIN_PREFIX_TOKENS``. The text
+        itself has been remembered too.
         """
-        _, most = sorted([0, 0, *(_common(key, other) for other in self._texts)], reverse=True)[:2]
-        whole = min(most, len(key) - 1) // BLOCK * BLOCK
-        return whole if whole >= LEAST else 0
+        _, longest = sorted([0, 0, *(_common_length(key, other) for other in self._recent_keys)], reverse=True)[:2]
+        length = min(longest, len(key) - 1) // BLOCK * BLOCK
+        return length if length >= MIN_PREFIX_TOKENS else 0
 
     def find(self, key: Tensor) -> Prefix | None:
-        """Return the longest cached prefix of a text, shorter than the text, and mark it as used; None means none."""
-        fitting = [x for x in self._prefixes if len(x.key) < len(key) and _common(x.key, key) == len(x.key)]
+        """Return the longest cached prefix that is shorter than the text, and mark it as used. None: there is none."""
+        fitting = [x for x in self._prefixes if len(x.key) < len(key) and _common_length(x.key, key) == len(x.key)]
         if not fitting:
             return None
-        found = max(fitting, key=lambda x: len(x.key))
-        self._prefixes.remove(found)
-        self._prefixes.append(found)
-        return found
+        prefix = max(fitting, key=lambda x: len(x.key))
+        self._prefixes.remove(prefix)
+        self._prefixes.append(prefix)
+        return prefix
 
     def add(self, key: Tensor, cache: EvictionCache) -> None:
-        """Add a prefix; ``cache`` has read it and reads nothing else."""
+        """Add a prefix. ``cache`` has read the prefix and reads nothing else."""
         self._prefixes.append(Prefix(key, cache))
-        self._pool.spares.add(self)  # not before: other threads make instances, while the pool reads its spares
+        self._pool.spares.add(self)  # not in __init__: other threads make instances while the pool reads its spares
         self._count()
 
     def drop(self) -> bool:
-        """Free the blocks of the least recently used prefix; returns whether there was one."""
+        """Free the blocks of the least recently used prefix. Returns False if there is no prefix."""
         if not self._prefixes:
             return False
         self._prefixes.pop(0).cache.reset()
@@ -105,16 +106,16 @@ def key_of(tokens: Tensor, protected: Tensor, frequencies: int = 0) -> Tensor:
 
     Args:
         tokens: the ids.
-        protected: ``[t]`` bool, marks protected ones among the first t.
-        frequencies: which ones rotate the text.
+        protected: ``[t]`` bool, the protected tokens among the first t.
+        frequencies: number of the RoPE frequencies of the text.
     """
     key = 2 * tokens + (frequencies << 32)
     key[: len(protected)] += protected
     return key
 
 
-def _common(a: Tensor, b: Tensor) -> int:
-    """Return the length of the common prefix of two texts."""
-    least = min(len(a), len(b))
-    differs = a[:least] != b[:least]
-    return int(differs.byte().argmax()) if bool(differs.any()) else least
+def _common_length(a: Tensor, b: Tensor) -> int:
+    """Return the length of the common prefix of two keys."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.byte().argmax()) if bool(differs.any()) else length

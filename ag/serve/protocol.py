@@ -1,4 +1,4 @@
-"""Requests and answers in the form of OpenAI's API."""
+"""Requests and completions in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from typing_extensions import TypedDict
 from ag.errors import nearest
 from ag.model.chat import Part as ChatPart
 from ag.model.chat import for_template
-from ag.serve.answers import Piece
+from ag.serve.answers import CompletionDelta
 from ag.serve.detokenizer import Vocabulary
 from ag.serve.request import Token
-from ag.serve.tools import Divider
+from ag.serve.tools import OutputParser
 
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
 
-#: Unsupported parameters of OpenAI's API, with the values under which they change nothing.
+#: Unsupported parameters of OpenAI's API, with values that change nothing.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "audio": (),
     "best_of": (1,),
@@ -40,9 +40,9 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "store": (False,),
     "suffix": ("",),
 }
-#: Parameters that describe the client and change no answer.
+#: Parameters that describe the client and do not change a completion.
 IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "user"}
-#: Parameters that need another one, which is true or false.
+#: Parameters that need another parameter: its name and its required value.
 NEEDED = {
     "prompt_logprobs": ("stream", False),
     "stream_options": ("stream", True),
@@ -52,13 +52,13 @@ NEEDED = {
 
 
 class ApiError(Exception):
-    """An error that a client sees.
+    """An error for the client.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, what was expected, and the fix.
-        param: the parameter at fault, such as ``messages[0].role``.
-        code: a word for programs.
+        status: HTTP status.
+        message: the value, the expected value, and the fix.
+        param: the wrong parameter, for example ``messages[0].role``.
+        code: error code for programs.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -67,7 +67,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's form."""
+        """The error in OpenAI's format."""
         kind = {429: "rate_limit_error", 401: "authentication_error"}.get(self.status, "invalid_request_error")
         kind = "server_error" if self.status >= 500 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -76,36 +76,36 @@ class ApiError(Exception):
 # ---- requests
 
 
-class Part(BaseModel):
-    """A part of a request, without unknown parameters and without conversion of types."""
+class StrictModel(BaseModel):
+    """A part of a request. Unknown parameters are refused, and types are not converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class TextPart(Part):
-    """A part of a message's content: text."""
+class TextPart(StrictModel):
+    """A text in a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class Function(Part):
+class Function(StrictModel):
     """The function of a tool call."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class ToolCall(Part):
+class ToolCall(StrictModel):
     """A call of a tool by the assistant."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: Function
-    index: int | None = Field(None, exclude=True)  # clients that join a stream leave it in
+    index: int | None = Field(None, exclude=True)  # clients that copy it from a stream send it
 
 
-class Message(Part):
+class Message(StrictModel):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -117,13 +117,13 @@ class Message(Part):
 
     @field_validator("content")
     @classmethod
-    def _is_there(cls, content: Any, others: ValidationInfo) -> Any:
-        if content is None and not (others.data.get("role") == "assistant" and others.data.get("tool_calls")):
+    def _check_content(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and not (info.data.get("role") == "assistant" and info.data.get("tool_calls")):
             raise PydanticCustomError("missing", "Field required")
         return content
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates take it."""
+        """Return the message for chat templates."""
         message = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             message["content"] = "".join(part.text for part in self.content)
@@ -132,31 +132,31 @@ class Message(Part):
         return for_template(message)
 
 
-class JsonSchema(Part):
+class JsonSchema(StrictModel):
     """A named JSON schema."""
 
     name: str
     description: str | None = None
     rules: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None  # an answer follows its schema always
+    strict: bool | None = None  # ignored: a completion always follows its schema
 
 
-class ResponseFormat(Part):
-    """What the text of an answer is."""
+class ResponseFormat(StrictModel):
+    """The format of a completion's text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = Field(None, validate_default=True)
 
     @field_validator("json_schema")
     @classmethod
-    def _fits(cls, schema: JsonSchema | None, others: ValidationInfo) -> JsonSchema | None:
-        if (schema is None) == (others.data.get("type") == "json_schema"):
+    def _check_schema(cls, schema: JsonSchema | None, info: ValidationInfo) -> JsonSchema | None:
+        if (schema is None) == (info.data.get("type") == "json_schema"):
             raise PydanticCustomError("alone", "goes with type='json_schema', which needs it")
         return schema
 
 
 class StructuredOutputs(TypedDict, total=False):
-    """The rule that an answer follows, in the form of vLLM."""
+    """The grammar of a completion, in vLLM's format."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
     json: str | dict[str, Any]
@@ -165,8 +165,8 @@ class StructuredOutputs(TypedDict, total=False):
     grammar: str
 
 
-class ToolFunction(Part):
-    """A function that the assistant may call; the chat template gets all of it."""
+class ToolFunction(StrictModel):
+    """A function that the assistant may call. The chat template gets all its fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -174,57 +174,59 @@ class ToolFunction(Part):
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 
-class Tool(Part):
+class Tool(StrictModel):
     """A tool that the assistant may call."""
 
     type: Literal["function"]
     function: ToolFunction
 
 
-class StreamOptions(Part):
+class StreamOptions(StrictModel):
     """Options of a stream."""
 
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False  # padding, which this server never adds
+    include_obfuscation: Literal[False] = False  # this server never adds padding
 
 
-TokenName = Annotated[int, Field(ge=0, strict=False)]  # a key of JSON is a text
-Span = Annotated[list[int], Field(min_length=2, max_length=2)]  # of tokens: the first one, and that behind the last
+TokenName = Annotated[int, Field(ge=0, strict=False)]  # keys of JSON objects are texts
+Span = Annotated[list[int], Field(min_length=2, max_length=2)]  # first token of the span, first token after the span
 Protected = TypeVar("Protected")
 Ids = Annotated[list[int], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Extensions(Part, Generic[Protected]):
-    """What this server adds to OpenAI's API: how a request is evicted."""
+class Extensions(StrictModel, Generic[Protected]):
+    """The server's extensions of OpenAI's API: the policy of a request."""
 
-    policy: str | None = None  # None means the server's
-    budget: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = None  # tokens, or a share
-    protect: list[Protected] | None = None  # what is never evicted; None means the server's protect= in a chat
+    policy: str | None = None  # None: the server's policy
+    budget: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = (
+        None  # tokens per KV head, or a share of the prompt
+    )
+    protect: list[Protected] | None = None  # never evicted; None: in a chat the server's protect=
 
 
-class Body(Part):
-    """The parameters of a request; null stands for the default."""
+class RequestBody(StrictModel):
+    """The parameters of a request; null means the default."""
 
     model: str
 
-    #: The parameters that OpenAI's API has.
-    known: ClassVar[frozenset[str]] = frozenset()
-    #: Parameters that are not supported, with the values under which they change nothing.
-    neutral: ClassVar[Mapping[str, Sequence[Any]]] = NEUTRAL
+    #: Names of the parameters in OpenAI's API.
+    openai_fields: ClassVar[frozenset[str]] = frozenset()
+    #: Unsupported parameters, with values that change nothing.
+    neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = NEUTRAL
 
 
-class Asked(Body):
-    """The parameters of chats and of texts.
+class GenerationParams(RequestBody):
+    """The parameters of chat completions and text completions.
 
-    A parameter that :class:`ag.serve.Request` has under the same name is copied there. A new parameter of sampling is
-    therefore a field here, a field there, and a line in :func:`ag.serve.sampler.processors`.
+    A parameter is copied to :class:`ag.serve.Request` if that has a field of this name. A new sampling parameter needs
+    a field here, a field there, and a line in :func:`ag.serve.sampler.processors`.
     """
 
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)  # -1 and 0 mean no limit
+    top_k: int = Field(0, ge=-1)  # -1 and 0: no limit
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -245,52 +247,54 @@ class Asked(Body):
 
     ag: Extensions[Any] | None = None
 
-    #: The parameter that holds the prompt.
-    text: ClassVar[str]
-    #: The parameters that limit an answer; the first one that is given holds.
-    limits: ClassVar[Sequence[str]] = ["max_tokens"]
+    #: Name of the prompt's parameter.
+    prompt_param: ClassVar[str]
+    #: Names of parameters that limit a completion; the first that is set applies.
+    limit_params: ClassVar[Sequence[str]] = ["max_tokens"]
 
     @property
-    def longest(self) -> tuple[str, int] | None:
-        """Name and value of the limit of the answer in tokens; None means that the request has none."""
-        return next(((name, getattr(self, name)) for name in self.limits if getattr(self, name) is not None), None)
+    def token_limit(self) -> tuple[str, int] | None:
+        """Name and value of the completion's token limit. None: the request has no limit."""
+        return next(
+            ((name, getattr(self, name)) for name in self.limit_params if getattr(self, name) is not None), None
+        )
 
     @property
-    def best(self) -> int | None:
-        """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
+    def num_logprobs(self) -> int | None:
+        """Number of most probable tokens to return per token. None: no log-probabilities."""
         raise NotImplementedError
 
     @property
-    def best_of_prompt(self) -> int | None:
-        """The same at each place of the prompt."""
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of most probable tokens to return per prompt token. None: no log-probabilities."""
         return self.prompt_logprobs
 
     @field_validator(*NEEDED, check_fields=False)
     @classmethod
-    def _has_what_it_needs(cls, value: Any, others: ValidationInfo) -> Any:
-        name = str(others.field_name)
-        other, flag = NEEDED[name]
-        if value != cls.model_fields[name].default and bool(others.data.get(other)) != flag:
-            needed = {"other": other, "flag": json.dumps(flag)}
+    def _check_needed(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        needed_name, needed_value = NEEDED[name]
+        if value != cls.model_fields[name].default and bool(info.data.get(needed_name)) != needed_value:
+            needed = {"other": needed_name, "flag": json.dumps(needed_value)}
             raise PydanticCustomError("alone", "needs {other}={flag}; change that, or leave this out", needed)
         return value
 
     @property
     def rule(self) -> tuple[str, str, str] | None:
-        """The rule that the answer follows, as parameter, kind and text of a grammar; None means free text."""
+        """Parameter, kind and text of the grammar that the completion follows. None: free text."""
         for kind, rule in (self.structured_outputs or {}).items():
             return f"structured_outputs.{kind}", kind, rule if isinstance(rule, str) else json.dumps(rule)
         return None
 
 
-class ChatAsked(Asked):
+class ChatCompletionRequest(GenerationParams):
     """The parameters of ``/v1/chat/completions``."""
 
-    text = "messages"
-    #: The parameter that holds how much the model thinks.
-    effort: ClassVar[str] = "reasoning_effort"
-    limits = ["max_completion_tokens", "max_tokens"]
-    known = frozenset(chat_params.CompletionCreateParamsBase.__annotations__)
+    prompt_param = "messages"
+    #: Name of the reasoning effort's parameter.
+    effort_param: ClassVar[str] = "reasoning_effort"
+    limit_params = ["max_completion_tokens", "max_tokens"]
+    openai_fields = frozenset(chat_params.CompletionCreateParamsBase.__annotations__)
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -301,29 +305,29 @@ class ChatAsked(Asked):
     tool_choice: Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # variables of the chat template
-    reasoning_effort: ReasoningEffort = None  # another one
-    add_generation_prompt: bool | None = None  # None means that the chat ends with the opening of an answer
+    reasoning_effort: ReasoningEffort = None  # a further variable of the chat template
+    add_generation_prompt: bool | None = None  # None: true, unless the last message is continued
     continue_final_message: bool = False
     ag: Extensions[ChatPart] | None = None
 
     @field_validator("reasoning_effort")
     @classmethod
-    def _is_told_once(cls, effort: ReasoningEffort, others: ValidationInfo) -> ReasoningEffort:
-        if "reasoning_effort" in others.data.get("chat_template_kwargs", {}):
+    def _check_one_effort(cls, effort: ReasoningEffort, info: ValidationInfo) -> ReasoningEffort:
+        if "reasoning_effort" in info.data.get("chat_template_kwargs", {}):
             raise PydanticCustomError("alone", "chat_template_kwargs has it too; leave one of them out")
         return effort
 
     @field_validator("response_format")
     @classmethod
-    def _is_the_only_rule(cls, asked: ResponseFormat | None, others: ValidationInfo) -> ResponseFormat | None:
-        if asked is not None and asked.type != "text" and others.data.get("structured_outputs"):
+    def _check_one_format(cls, response_format: ResponseFormat | None, info: ValidationInfo) -> ResponseFormat | None:
+        if response_format is not None and response_format.type != "text" and info.data.get("structured_outputs"):
             raise PydanticCustomError("alone", "excludes structured_outputs; leave one of them out")
-        return asked
+        return response_format
 
     @field_validator("tool_choice")
     @classmethod
-    def _can_be_called(cls, choice: Any, others: ValidationInfo) -> Any:
-        names = [tool.function.name for tool in others.data.get("tools", [])]
+    def _check_tool_choice(cls, choice: Any, info: ValidationInfo) -> Any:
+        names = [tool.function.name for tool in info.data.get("tools", [])]
         if choice not in ("none", "auto") and not names:
             raise PydanticCustomError("alone", "needs tools; add them, or leave this out")
         if isinstance(choice, dict) and choice["function"]["name"] not in names:
@@ -331,104 +335,104 @@ class ChatAsked(Asked):
         return choice
 
     @property
-    def callable(self) -> list[Tool]:
-        """The tools that the assistant may call."""
+    def callable_tools(self) -> list[Tool]:
+        """Tools that the assistant may call."""
         if isinstance(self.tool_choice, str):
             return [] if self.tool_choice == "none" else self.tools
         return [tool for tool in self.tools if tool.function.name == self.tool_choice["function"]["name"]]
 
     @property
-    def forced(self) -> bool:
-        """Whether the assistant must call one of them."""
+    def must_call_tool(self) -> bool:
+        """Whether the assistant must call a tool."""
         return self.tool_choice not in ("none", "auto")
 
     @property
-    def variables(self) -> dict[str, Any]:
-        """The variables of the chat template, tools among them."""
-        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.callable else []
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template, tools included."""
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.callable_tools else []
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return self.chat_template_kwargs | effort | ({"tools": tools} if tools else {})
 
     @property
-    def opened(self) -> bool:
-        """Whether the chat ends with the opening of an answer."""
+    def opens_completion(self) -> bool:
+        """Whether the chat template opens the assistant's turn at the end."""
         return not self.continue_final_message and self.add_generation_prompt is not False
 
     @property
     def rule(self) -> tuple[str, str, str] | None:
-        """The rule that the answer follows, as parameter, kind and text of a grammar; None means free text."""
-        asked = self.response_format
-        if asked is None or asked.type == "text":
+        """Parameter, kind and text of the grammar that the completion follows. None: free text."""
+        response_format = self.response_format
+        if response_format is None or response_format.type == "text":
             return super().rule
-        if asked.json_schema is None:
+        if response_format.json_schema is None:
             return "response_format", "json", '{"type": "object"}'
-        return "response_format.json_schema.schema", "json", json.dumps(asked.json_schema.rules)
+        return "response_format.json_schema.schema", "json", json.dumps(response_format.json_schema.rules)
 
     @property
-    def best(self) -> int | None:
-        """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
+    def num_logprobs(self) -> int | None:
+        """Number of most probable tokens to return per token. None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
 
-class CompletionAsked(Asked):
+class CompletionRequest(GenerationParams):
     """The parameters of ``/v1/completions``."""
 
-    text = "prompt"
-    known = frozenset(CompletionCreateParamsBase.__annotations__)
+    prompt_param = "prompt"
+    openai_fields = frozenset(CompletionCreateParamsBase.__annotations__)
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=0)  # 0 reads the prompt alone
+    max_tokens: int | None = Field(None, ge=0)  # 0: prefill only
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     ag: Extensions[Span] | None = None
 
     @property
-    def best(self) -> int | None:
-        """Number of the most probable tokens to return at each place; None means no log-probabilities at all."""
+    def num_logprobs(self) -> int | None:
+        """Number of most probable tokens to return per token. None: no log-probabilities."""
         return self.logprobs
 
     @property
-    def best_of_prompt(self) -> int | None:
-        """The same at each place of the prompt."""
-        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((number for number in wanted if number is not None), default=None)
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of most probable tokens to return per prompt token. None: no log-probabilities."""
+        requested = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in requested if number is not None), default=None)
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts, as texts or token ids."""
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return cast("Sequence[str | list[int]]", [self.prompt] if one else self.prompt)
+        """Prompts as texts or token ids."""
+        is_single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return cast("Sequence[str | list[int]]", [self.prompt] if is_single else self.prompt)
 
 
-class TokenizeAsked(ChatAsked):
-    """The parameters of ``/tokenize``: a text, or those of a chat, in the form of vLLM."""
+class TokenizeRequest(ChatCompletionRequest):
+    """The parameters of ``/tokenize`` in vLLM's format: a text or a chat."""
 
     model: str = ""  # the server's
     messages: list[Message] = Field(default_factory=list)
     prompt: str | None = Field(None, validate_default=True)
-    add_special_tokens: bool | None = None  # None means those of a text, and none in a chat
+    add_special_tokens: bool | None = None  # None: true for a text, false for a chat
     return_token_strs: bool = False
 
     @field_validator("prompt")
     @classmethod
-    def _is_one(cls, prompt: str | None, others: ValidationInfo) -> str | None:
-        if (prompt is None) != bool(others.data.get("messages")):
+    def _check_prompt_or_messages(cls, prompt: str | None, info: ValidationInfo) -> str | None:
+        if (prompt is None) != bool(info.data.get("messages")):
             raise PydanticCustomError("alone", "expected either prompt or messages")
         return prompt
 
 
-class DetokenizeAsked(Body):
-    """The parameters of ``/detokenize``, in the form of vLLM."""
+class DetokenizeRequest(RequestBody):
+    """The parameters of ``/detokenize`` in vLLM's format."""
 
     model: str = ""  # the server's
     tokens: list[Annotated[int, Field(ge=0)]]
 
 
-def parse(kind: type[Body], body: bytes) -> Any:
+def parse(kind: type[RequestBody], body: bytes) -> Any:
     """Read the body of a request.
 
     Raises:
-        ApiError: 400, naming the parameter, its value, and what was expected.
+        ApiError: 400, with the parameter, its value and the expected value.
     """
     try:
         values = from_json(body, allow_inf_nan=False)
@@ -438,14 +442,14 @@ def parse(kind: type[Body], body: bytes) -> Any:
         raise ApiError(400, "the body is JSON, but not an object: expected {...}.", code="invalid_json")
     values = {name: value for name, value in values.items() if value is not None}
     for name in sorted(values.keys() - kind.model_fields.keys()):
-        if name not in kind.known:
+        if name not in kind.openai_fields:
             hint = nearest(name, kind.model_fields)
             raise ApiError(400, f"{name[:80]!r} is an unknown parameter{hint or '.'}", name[:80], "unknown_parameter")
-        if name not in IGNORED and values[name] not in kind.neutral.get(name, ()):
+        if name not in IGNORED and values[name] not in kind.neutral_values.get(name, ()):
             raise ApiError(400, f"{name} is not supported by this server: leave it out.", name, "unsupported_parameter")
         del values[name]
     for message in _objects(values.get("messages", values.get("input"))):
-        for part in (message, *_objects(message.get("content"))):  # OpenAI's client adds empty fields
+        for part in (message, *_objects(message.get("content"))):  # OpenAI's client sends empty fields
             for name in [name for name, value in part.items() if value is None or value == [] and name != "content"]:
                 del part[name]
     try:
@@ -456,158 +460,169 @@ def parse(kind: type[Body], body: bytes) -> Any:
 
 def _objects(value: Any) -> list[dict[str, Any]]:
     """Return the objects of a list."""
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [element for element in value if isinstance(element, dict)] if isinstance(value, list) else []
 
 
 def _refusal(error: ValidationError) -> ApiError:
     """Return the error for the first value that does not fit."""
     errors = error.errors(include_url=False)
-    first = max(errors, key=lambda found: len(found["loc"]))  # of several possible types the one that fits furthest
+    first = max(errors, key=lambda detail: len(detail["loc"]))  # if several types are possible: the best match
     param = _param(first["loc"])
-    alike = [found for found in errors if _param(found["loc"]) == param]
-    # why a value of the right type does not fit, or else all types that would
-    reasons = [found["msg"] for found in alike if not found["type"].endswith("_type")] or [x["msg"] for x in alike]
+    details = [detail for detail in errors if _param(detail["loc"]) == param]
+    # reasons why a value of the right type is refused, or else all possible types
+    reasons = [detail["msg"] for detail in details if not detail["type"].endswith("_type")] or [
+        detail["msg"] for detail in details
+    ]
     reason = " or ".join(dict.fromkeys(reasons)).replace(" or Input should be ", " or ")
     if first["type"] == "missing":
         return ApiError(400, f"{param}: {reason}.", param or None, "missing")
     return ApiError(400, f"{param}={first['input']!r:.80}: {reason}.", param or None, "invalid_value")
 
 
-def _param(place: Sequence[int | str]) -> str:
-    """Return the name of a parameter, such as ``messages[0].role``."""
-    kinds = re.compile(r"str|list|[A-Z]\w*")  # of several possible types
-    names = [part for part in place if isinstance(part, int) or part.isidentifier() and not kinds.fullmatch(part)]
+def _param(location: Sequence[int | str]) -> str:
+    """Return the name of a parameter, for example ``messages[0].role``."""
+    type_names = re.compile(r"str|list|[A-Z]\w*")  # names of alternative types
+    names = [
+        part for part in location if isinstance(part, int) or part.isidentifier() and not type_names.fullmatch(part)
+    ]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part:.80}" for part in names).lstrip(".")
 
 
-# ---- answers
+# ---- completions
 
 
-class Form:
-    """The answers to one request as JSON, whole or in pieces.
+class CompletionWriter:
+    """Writes the completions of one request as JSON, whole or as deltas.
 
     Args:
-        asked: the parameters of the request.
-        vocabulary: the texts of tokens.
-        divider: makes what divides an answer into content, thoughts and calls; None means that it is content alone.
+        params: parameters of the request.
+        vocabulary: texts of tokens.
+        new_parser: makes a parser that splits a completion into content, thoughts and calls. None: content only.
     """
 
-    def __init__(self, asked: Asked, vocabulary: Vocabulary, divider: Callable[[], Divider] | None = None) -> None:
-        self.asked, self._vocabulary, self._chat = asked, vocabulary, isinstance(asked, ChatAsked)
+    def __init__(
+        self, params: GenerationParams, vocabulary: Vocabulary, new_parser: Callable[[], OutputParser] | None = None
+    ) -> None:
+        self.params, self._vocabulary, self._chat = params, vocabulary, isinstance(params, ChatCompletionRequest)
         name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._dividers: dict[int, Divider] | None = None if divider is None else defaultdict(divider)  # by answer
-        self._head = {"id": name, "created": int(time.time()), "model": asked.model}
-        self._echoed: dict[int, int] = {}  # characters of the repeated prompt, by answer
+        # by completion
+        self._parsers: dict[int, OutputParser] | None = None if new_parser is None else defaultdict(new_parser)
+        self._head = {"id": name, "created": int(time.time()), "model": params.model}
+        self._echo_lengths: dict[int, int] = {}  # characters of the repeated prompt, by completion
 
-    def begin(self) -> str:
-        """Return the first events of a stream: of a chat the role of each answer."""
+    def start_events(self) -> str:
+        """Return the first events of a stream: in a chat the role of each completion."""
         role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        roles = range(self.asked.n) if self._chat else ()
-        return "".join(_event(self._json([{"index": number, **role}])) for number in roles)
+        roles = range(self.params.n) if self._chat else ()
+        return "".join(_event(self._json([{"index": index, **role}])) for index in roles)
 
-    def chunk(self, piece: Piece) -> str:
-        """Return a piece of an answer as an event of a stream."""
-        text = {"delta": self._parts(piece)} if self._chat else {"text": piece.text}
-        first = self._chat and piece.number == 0
-        return _event(self._json([self._choice(piece, text)], **(self._of_prompt(piece) if first else {})))
+    def delta_event(self, delta: CompletionDelta) -> str:
+        """Return a delta as an event of a stream."""
+        text = {"delta": self._message_fields(delta)} if self._chat else {"text": delta.text}
+        first = self._chat and delta.index == 0
+        return _event(self._json([self._choice(delta, text)], **(self._prompt_fields(delta) if first else {})))
 
-    def end(self, used: Mapping[str, Any]) -> str:
-        """Return the last events of a stream, with the numbers of tokens if they were requested."""
-        options = self.asked.stream_options
-        wanted = options is not None and options.include_usage
-        return (_event(self._json([], usage=used)) if wanted else "") + _event("[DONE]")
+    def end_events(self, usage: Mapping[str, Any]) -> str:
+        """Return the last events of a stream, with the usage if requested."""
+        options = self.params.stream_options
+        with_usage = options is not None and options.include_usage
+        return (_event(self._json([], usage=usage)) if with_usage else "") + _event("[DONE]")
 
-    def whole(self, answers: Sequence[Piece], used: Mapping[str, Any]) -> str:
-        """Return the answers, each in one piece, with the numbers of tokens."""
+    def full_json(self, completions: Sequence[CompletionDelta], usage: Mapping[str, Any]) -> str:
+        """Return the whole completions, with their usage."""
         choices = []
-        for piece in answers:
-            message = {"role": "assistant", "content": "", "refusal": None} | self._parts(piece)
+        for delta in completions:
+            message = {"role": "assistant", "content": "", "refusal": None} | self._message_fields(delta)
             for call in message.get("tool_calls", []):
                 del call["index"]  # of streams
                 message["content"] = message["content"] or None
-            choices.append(self._choice(piece, {"message": message} if self._chat else {"text": piece.text}))
-        of_prompt = self._of_prompt(answers[0]) if self._chat else {}
-        return self._json(choices, object="chat.completion", usage=used, **of_prompt)
+            choices.append(self._choice(delta, {"message": message} if self._chat else {"text": delta.text}))
+        prompt_fields = self._prompt_fields(completions[0]) if self._chat else {}
+        return self._json(choices, object="chat.completion", usage=usage, **prompt_fields)
 
-    def _json(self, choices: list[dict[str, Any]], *, object: str = "chat.completion.chunk", **more: Any) -> str:
+    def _json(self, choices: list[dict[str, Any]], *, object: str = "chat.completion.chunk", **more_fields: Any) -> str:
         kind = object if self._chat else "text_completion"
-        fields = {"object": kind, "choices": choices, **more, **self._head}
+        fields = {"object": kind, "choices": choices, **more_fields, **self._head}
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
 
-    def _parts(self, piece: Piece) -> dict[str, Any]:
-        """Return the parts of a message that a piece of a chat adds."""
-        if self._dividers is None:
-            return {"content": piece.text} if piece.text else {}
-        return self._dividers[piece.number].add(piece.text, last=piece.reason is not None)
+    def _message_fields(self, delta: CompletionDelta) -> dict[str, Any]:
+        """Return the message fields of a chat's delta."""
+        if self._parsers is None:
+            return {"content": delta.text} if delta.text else {}
+        return self._parsers[delta.index].add(delta.text, last=delta.reason is not None)
 
-    def _choice(self, piece: Piece, text: dict[str, Any]) -> dict[str, Any]:
-        logprobs, tokens = None, piece.tokens
-        if isinstance(self.asked, CompletionAsked) and self.asked.echo:
-            shift = sum(len(token.text) for token in piece.prompt or ())
-            shift = self._echoed.setdefault(piece.number, shift)
-            tokens = tuple(replace(token, place=shift + token.place) for token in tokens)
-            if piece.prompt is not None:
-                tokens = piece.prompt + tokens
-                text = {"text": "".join(token.text for token in piece.prompt) + piece.text}
-        if self.asked.best is not None:
-            logprobs = self._of_chat(tokens) if self._chat else self._of_text(tokens)
-        ids = {"token_ids": [token.id for token in piece.tokens]} if self.asked.return_token_ids else {}
-        more = ids if self._chat else ids | self._of_prompt(piece)
-        called = self._dividers is not None and self._dividers[piece.number].count
-        reason = "tool_calls" if called and piece.reason == "stop" else piece.reason
-        return {"index": piece.number, "logprobs": logprobs, "finish_reason": reason, **text, **more}
+    def _choice(self, delta: CompletionDelta, text: dict[str, Any]) -> dict[str, Any]:
+        logprobs, tokens = None, delta.tokens
+        if isinstance(self.params, CompletionRequest) and self.params.echo:
+            echo_length = sum(len(token.text) for token in delta.prompt or ())
+            echo_length = self._echo_lengths.setdefault(delta.index, echo_length)
+            tokens = tuple(replace(token, text_offset=echo_length + token.text_offset) for token in tokens)
+            if delta.prompt is not None:
+                tokens = delta.prompt + tokens
+                text = {"text": "".join(token.text for token in delta.prompt) + delta.text}
+        if self.params.num_logprobs is not None:
+            logprobs = self._chat_logprobs(tokens) if self._chat else self._text_logprobs(tokens)
+        ids = {"token_ids": [token.id for token in delta.tokens]} if self.params.return_token_ids else {}
+        more_fields = ids if self._chat else ids | self._prompt_fields(delta)
+        has_calls = self._parsers is not None and self._parsers[delta.index].count
+        reason = "tool_calls" if has_calls and delta.reason == "stop" else delta.reason
+        return {"index": delta.index, "logprobs": logprobs, "finish_reason": reason, **text, **more_fields}
 
-    def _of_prompt(self, piece: Piece) -> dict[str, Any]:
-        """Return what was requested of a prompt: tokens and log-probabilities in the form of vLLM, and what stays."""
-        if piece.prompt is None:
+    def _prompt_fields(self, delta: CompletionDelta) -> dict[str, Any]:
+        """Return the requested fields of the prompt: token ids and log-probabilities (as vLLM), kept share."""
+        if delta.prompt is None:
             return {}
-        found: dict[str, Any] = {} if self.asked.ag is None else {"ag": piece.kept}
-        if self.asked.return_token_ids:
-            found["prompt_token_ids"] = [token.id for token in piece.prompt]
-        if self.asked.prompt_logprobs is not None:
-            found["prompt_logprobs"] = [self._ranked(token) if token.rank else None for token in piece.prompt]
-        return found
+        prompt_fields: dict[str, Any] = {} if self.params.ag is None else {"ag": delta.ag_fields}
+        if self.params.return_token_ids:
+            prompt_fields["prompt_token_ids"] = [token.id for token in delta.prompt]
+        if self.params.prompt_logprobs is not None:
+            prompt_fields["prompt_logprobs"] = [
+                self._rank_fields(token) if token.rank else None for token in delta.prompt
+            ]
+        return prompt_fields
 
-    def _ranked(self, token: Token) -> dict[int, Any]:
-        best = token.best[: self.asked.prompt_logprobs]
-        ranked = [(other, logprob, rank) for rank, (other, logprob) in enumerate(best, 1)]
+    def _rank_fields(self, token: Token) -> dict[int, Any]:
+        top = token.top_logprobs[: self.params.prompt_logprobs]
+        ranked = [(top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(top, 1)]
         return {
-            other: {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._vocabulary.text(other)}
-            for other, logprob, rank in [*ranked, (token.id, token.logprob, token.rank)]
+            token_id: {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._vocabulary.text(token_id)}
+            for token_id, logprob, rank in [*ranked, (token.id, token.logprob, token.rank)]
         }
 
     # ---- log-probabilities
 
-    def _of_chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def _chat_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         def value(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self._vocabulary.text(token)  # U+FFFD stands for a part of a character
-            spelled = self._vocabulary.bytes_of(token) or text.encode()  # of a special token
-            return {"token": text, "bytes": [*spelled], "logprob": _finite(logprob)}
+            text = self._vocabulary.text(token)  # part of a character is U+FFFD
+            token_bytes = self._vocabulary.bytes_of(token) or text.encode()  # a special token has no bytes
+            return {"token": text, "bytes": [*token_bytes], "logprob": _finite(logprob)}
 
-        best = [[value(*other) for other in token.best] for token in tokens]
-        found = [value(token.id, token.logprob) for token in tokens]
-        return {"content": [one | {"top_logprobs": others} for one, others in zip(found, best, strict=True)]}
+        top = [[value(*other) for other in token.top_logprobs] for token in tokens]
+        chosen = [value(token.id, token.logprob) for token in tokens]
+        return {
+            "content": [entry | {"top_logprobs": alternatives} for entry, alternatives in zip(chosen, top, strict=True)]
+        }
 
-    def _of_text(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def _text_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {
             "tokens": [self._vocabulary.text(token.id) for token in tokens],
             "token_logprobs": [_finite(token.logprob) if token.rank else None for token in tokens],
-            "top_logprobs": [self._best(token) if token.rank else None for token in tokens],
-            "text_offset": [token.place for token in tokens],
+            "top_logprobs": [self._top_logprobs(token) if token.rank else None for token in tokens],
+            "text_offset": [token.text_offset for token in tokens],
         }
 
-    def _best(self, token: Token) -> dict[str, float]:
-        """Return the log-probabilities of the most probable tokens and of the chosen one, by text.
+    def _top_logprobs(self, token: Token) -> dict[str, float]:
+        """Return the log-probabilities of the most probable tokens and the chosen token, by text.
 
-        The key of the chosen token is its text, as in ``tokens``. Of other tokens with the same text the most probable
-        one has the text as its key, and the others have ``token_id:N``.
+        The key of the chosen token is its text, as in ``tokens``. If several tokens have one text, the chosen token, or
+        else the most probable token, has the text as its key. The key of each further token is ``token_id:N``.
         """
-        values = dict(token.best[: self.asked.best]) | {token.id: token.logprob}
+        values = dict(token.top_logprobs[: self.params.num_logprobs]) | {token.id: token.logprob}
         names: dict[str, int] = {}
-        for other in [token.id, *values]:
-            names.setdefault(self._vocabulary.text(other), other)
-        texts = {other: text for text, other in names.items()}
-        return {texts.get(other, f"token_id:{other}"): _finite(value) for other, value in values.items()}
+        for token_id in [token.id, *values]:
+            names.setdefault(self._vocabulary.text(token_id), token_id)
+        texts = {token_id: text for text, token_id in names.items()}
+        return {texts.get(token_id, f"token_id:{token_id}"): _finite(value) for token_id, value in values.items()}
 
 
 def _event(data: str) -> str:

@@ -1,4 +1,4 @@
-"""A request to continue a text, and the stream of tokens that answers it."""
+"""A request to continue a prompt, and the stream of its completion."""
 
 from __future__ import annotations
 
@@ -15,50 +15,49 @@ from ag.engine.policy import Policy
 from ag.errors import UserError, require
 from ag.serve.detokenizer import Detokenizer
 
-#: Why an answer ended: an end or stop text, ``max_tokens``, a cancellation, or a time limit.
+#: Why a completion ended: an end token or stop text, ``max_tokens``, a cancellation, or a time limit.
 Reason = Literal["stop", "length", "cancelled", "timeout"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and how to continue it.
+    """A prompt, and how to continue it.
 
     Raises:
         UserError: for a value out of range.
     """
 
     tokens: Sequence[int]  # ids of the prompt
-    max_tokens: int = 128  # most tokens of an answer; 0 reads the prompt alone
-    #: Tokens of an answer for which admission keeps blocks; a longer answer takes free blocks, and ends where an
-    #: otherwise empty pool has none. None means ``max_tokens``.
+    max_tokens: int = 128  # largest number of tokens of a completion; 0: prefill only
+    #: Tokens of a completion for which admission keeps blocks. A longer completion takes free blocks, and ends when the
+    #: pool is full and nothing else runs. None: ``max_tokens``.
     reserved: int | None = None
-    temperature: float = 0.0  # divides logits before sampling; 0 means greedy decoding
+    temperature: float = 0.0  # divides logits before sampling; 0: greedy decoding
     top_p: float = 1.0  # sample from the most probable tokens whose probabilities sum to this
-    top_k: int = 0  # sample from this number of the most probable tokens; 0 means no limit
-    min_p: float = 0.0  # sample from tokens at least this times as probable as the most probable one
-    repetition_penalty: float = 1.0  # divides the logits of tokens that occurred before, 0.01 to 100
-    frequency_penalty: float = 0.0  # is subtracted from a logit for each time that the answer has the token, -2 to 2
-    presence_penalty: float = 0.0  # is subtracted once from the logit of each token that the answer has, -2 to 2
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # numbers that are added to logits, by token
-    seed: int | None = None  # of sampling; None means a different one for each answer
-    stop: tuple[str, ...] = ()  # texts that end an answer and are not part of it
-    stop_token_ids: Sequence[int] = ()  # tokens that end an answer, beside the model's; their texts are no part of it
-    include_stop_str_in_output: bool = False  # True if what ends an answer is part of its text
-    ignore_eos: bool = False  # True if the model's own end tokens do not end an answer
-    min_tokens: int = 0  # tokens of an answer before which nothing but ``max_tokens`` ends it
-    continues: bool = True  # the answer continues the prompt's text; False: a new text, whose first word has no space
-    special: bool = False  # True if special tokens are part of an answer's text
-    logprobs: int | None = None  # most probable tokens to return at each place; None means no log-probabilities at all
-    prompt_logprobs: int | None = None  # the same of the prompt, which is then read without a cached prefix
-    n: int = 1  # number of answers
-    policy: Policy | None = None  # under which it is answered; None means the scheduler's
-    kept: bool = False  # True if the stream says how much of the prompt stays
-    #: A matcher that has read nothing, of :class:`ag.serve.structured.Grammars`, which the answer follows. None means
-    #: free text.
+    top_k: int = 0  # sample from this number of most probable tokens; 0: no limit
+    min_p: float = 0.0  # sample from tokens with at least this share of the largest probability
+    repetition_penalty: float = 1.0  # divides the logits of earlier tokens, 0.01 to 100
+    frequency_penalty: float = 0.0  # subtracted from a token's logit per occurrence in the completion, -2 to 2
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the completion, -2 to 2
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits, by token
+    seed: int | None = None  # of sampling; None: each completion draws anew
+    stop: tuple[str, ...] = ()  # texts that end a completion; they are not part of it
+    stop_token_ids: Sequence[int] = ()  # further tokens that end a completion; their texts are not part of it
+    include_stop_str_in_output: bool = False  # True if the text includes its stop text or token
+    ignore_eos: bool = False  # True if the model's end tokens do not end a completion
+    min_tokens: int = 0  # before this number of tokens only ``max_tokens`` ends a completion
+    continues: bool = True  # True: the prompt's text goes on; False: a new text, without a space before its first word
+    special: bool = False  # True if a completion's text includes special tokens
+    logprobs: int | None = None  # number of most probable tokens to return per token; None: no log-probabilities
+    prompt_logprobs: int | None = None  # as ``logprobs``, for the prompt, which then uses no cached prefix
+    n: int = 1  # number of completions
+    policy: Policy | None = None  # None: the scheduler's policy
+    kept: bool = False  # True if the stream reports the kept share of the prompt
+    #: The completion's grammar: an unused matcher of :class:`ag.serve.structured.Grammars`. None: free text.
     grammar: Any = None
-    protect: tuple[tuple[int, int], ...] = ()  # half-open spans (start, end) of the prompt that no policy evicts
-    wait_seconds: float | None = None  # longest time until the prompt is read; None means no limit
-    answer_seconds: float | None = None  # longest time until the answer ends; None means no limit
+    protect: tuple[tuple[int, int], ...] = ()  # half-open spans (start, end) of the prompt that are never evicted
+    wait_seconds: float | None = None  # longest wait before prefill; None: no limit
+    answer_seconds: float | None = None  # longest time until the completion ends; None: no limit
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -77,41 +76,40 @@ class Request:
         for name in ("logprobs", "prompt_logprobs"):
             require(self, name, getattr(self, name) is None or getattr(self, name) >= 0, "0 or more, or None")
         require(self, "n", self.n >= 1, "1 or more")
-        inside = all(0 <= first < behind <= len(self.tokens) for first, behind in self.protect)
+        inside = all(0 <= first < end <= len(self.tokens) for first, end in self.protect)
         require(self, "protect", inside, f"pairs such as (0, 40), within the {len(self.tokens)} tokens of the prompt")
 
     @property
-    def expected(self) -> int:
-        """Tokens of an answer for which admission keeps blocks."""
+    def num_reserved(self) -> int:
+        """Number of tokens of a completion for which admission keeps blocks."""
         return self.max_tokens if self.reserved is None else min(self.reserved, self.max_tokens)
 
-    def marks(self) -> Tensor:
-        """Return which tokens of the prompt are protected, ``[T]`` bool."""
-        marks = marked(self.protect)
-        return F.pad(marks, (0, len(self.tokens) - len(marks)))
+    def protected_mask(self) -> Tensor:
+        """Return which prompt tokens the request protects, ``[T]`` bool."""
+        mask = marked(self.protect)
+        return F.pad(mask, (0, len(self.tokens) - len(mask)))
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an answer or of a prompt."""
+    """A token of a completion or of a prompt."""
 
     id: int  # in the vocabulary
-    text: str = ""  # that became final with this token; "" while it may be part of a character or of a stop text
-    place: int = 0  # characters of the answer, or of the prompt, before the token
-    #: Its log-probability under the model, before any change to the logits; None means that it was not requested, or
-    #: that nothing precedes the token.
+    text: str = ""  # text that became final with this token; "" inside a character or a possible stop text
+    text_offset: int = 0  # characters before the token, in the completion or the prompt
+    #: Log-probability under the model, before any change to the logits. None: not requested, or the first prompt token.
     logprob: float | None = None
-    best: tuple[tuple[int, float], ...] = ()  # the most probable tokens and their log-probabilities, if requested
-    rank: int = 0  # 1 for the most probable token; 0 means that ``logprob`` is None
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # most probable tokens, log-probabilities
+    rank: int = 0  # by probability: 1 for the most probable token; 0 if ``logprob`` is None
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A request of a client."""
+class EncodedPrompt:
+    """A client's prompt as a request."""
 
     request: Request
-    policy: str = ""  # under which it is answered
-    echo: tuple[Token, ...] = ()  # the tokens of the prompt with their texts, if the answer repeats the prompt
+    policy: str = ""  # text of the policy
+    echo: tuple[Token, ...] = ()  # prompt tokens with their texts, if the client asked for ``echo``
 
 
 #: Events of a stream: tokens, then an error, or None at a normal end.
@@ -119,35 +117,35 @@ Event = Token | Exception | None
 
 
 class Stream:
-    """One answer as it is generated; iteration waits for tokens. Any thread may read or cancel it.
+    """One completion while it is generated. Iteration waits for tokens. Any thread may read or cancel it.
 
     Args:
-        text: detokenizer of the answer; after the end its ``rest()`` is the text that was held back.
-        hear: is called with each event in the scheduler's thread, and must not block; iteration then yields nothing.
-            None means that events are queued for iteration.
+        detokenizer: detokenizer of the completion. After the end its ``flush()`` returns the pending text.
+        on_event: is called with each event in the scheduler's thread, and must not block. Iteration then yields
+            nothing. None: events are queued for iteration.
     """
 
-    def __init__(self, text: Detokenizer, hear: Callable[[Event], None] | None = None) -> None:
-        self.text = text
-        #: Why the answer ended; None means that it goes on.
+    def __init__(self, detokenizer: Detokenizer, on_event: Callable[[Event], None] | None = None) -> None:
+        self.detokenizer = detokenizer
+        #: Why the completion ended. None: it goes on.
         self.reason: Reason | None = None
         #: Whether :meth:`cancel` was called.
         self.cancelled = False
-        #: The tokens of the prompt with their log-probabilities, if requested; complete before the first event.
+        #: Prompt tokens with log-probabilities, if requested. Set before the first event.
         self.prompt: tuple[Token, ...] = ()
-        #: Tokens of the prompt that were taken from a cached prefix; known before the first event.
-        self.shared = 0
-        #: Share of the (token, KV head) pairs of the prompt that stays behind it, if requested; as ``prompt``.
-        self.kept: float | None = None
+        #: Number of prompt tokens from a cached prefix. Set before the first event.
+        self.num_cached_tokens = 0
+        #: Kept share of the prompt's entries after prefill, if requested. Set before the first event.
+        self.kept_share: float | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         #: Passes an event to the reader.
-        self.put = hear or self._events.put
+        self.put = on_event or self._events.put
 
     def __iter__(self) -> Iterator[Token]:
         """Yield the tokens.
 
         Raises:
-            Exception: the error that ended the answer.
+            Exception: the error that ended the completion.
         """
         while (event := self._events.get()) is not None:
             if isinstance(event, Exception):
@@ -155,5 +153,5 @@ class Stream:
             yield event
 
     def cancel(self) -> None:
-        """End the answer; its blocks are freed before the next step."""
+        """End the completion before the next step, which frees its blocks."""
         self.cancelled = True

@@ -20,107 +20,120 @@ from transformers import (
 
 from ag.serve.request import Request, Token
 
-ROWS = 512  # rows of logits that are in float32 at once
+ROWS = 512  # rows of logits that are converted to float32 at once
 
 
 class Sampler:
-    """Samples the tokens of one answer.
+    """Samples the tokens of one completion.
 
     Args:
-        request: the parameters of sampling.
-        number: index of the answer among the answers to the request; it is added to the seed.
-        ends: tokens that end the answer.
+        request: has the parameters of sampling.
+        index: index of the completion among the request's completions; added to the seed.
+        end_tokens: tokens that end the completion.
     """
 
-    def __init__(self, request: Request, number: int = 0, ends: Collection[int] = ()) -> None:
-        self._greedy, self._best = request.temperature == 0, request.logprobs
-        self._processors = processors(request, ends)
-        self._draw = torch.Generator()
+    def __init__(self, request: Request, index: int = 0, end_tokens: Collection[int] = ()) -> None:
+        self._greedy, self._num_logprobs = request.temperature == 0, request.logprobs
+        self._processors = processors(request, end_tokens)
+        self._generator = torch.Generator()
         if request.seed is None:
-            self._draw.seed()
+            self._generator.seed()
         else:
-            self._draw.manual_seed(request.seed + number)
+            self._generator.manual_seed(request.seed + index)
 
-    def __call__(self, text: Tensor, logits: Tensor, allowed: Tensor | None = None) -> Token:
-        """Return the token after a text; its own text is empty.
+    def __call__(self, token_ids: Tensor, logits: Tensor, allowed: Tensor | None = None) -> Token:
+        """Sample the next token; its field ``text`` is empty.
 
         Args:
-            text: ids ``[T]`` of the prompt and the answer so far, on the CPU.
+            token_ids: ids ``[T]`` of the prompt and the completion so far, on the CPU.
             logits: ``[V]`` float32, on the CPU.
-            allowed: the tokens that may be returned, ``[V]`` bool; None means all.
+            allowed: ``[V]`` bool, tokens that may be sampled. None: all tokens.
         """
-        open_to = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
-        scores: Tensor = self._processors(cast("Any", text[None]), cast("Any", open_to[None]))[0]
-        drawn = scores.argmax() if self._greedy else torch.multinomial(scores.softmax(-1), 1, generator=self._draw)
-        if self._best is None:
-            return Token(int(drawn))
-        return scored(logits[None], drawn.view(1), self._best)[0]
+        allowed_logits = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
+        scores: Tensor = self._processors(cast("Any", token_ids[None]), cast("Any", allowed_logits[None]))[0]
+        sampled = (
+            scores.argmax() if self._greedy else torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
+        )
+        if self._num_logprobs is None:
+            return Token(int(sampled))
+        return with_logprobs(logits[None], sampled.view(1), self._num_logprobs)[0]
 
 
-def scored(logits: Tensor, tokens: Tensor, best: int) -> list[Token]:
+def with_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[Token]:
     """Return tokens with their log-probabilities.
 
     Args:
         logits: ``[T, V]``.
-        tokens: ids ``[T]``, each after the logits of its row.
-        best: number of the most probable tokens of each row.
+        tokens: ids ``[T]``; token i was sampled from row i.
+        num_top: number of most probable tokens to add per row.
     """
-    found: list[Token] = []
+    scored_tokens: list[Token] = []
     for rows, chosen in zip(logits.split(ROWS), tokens.to(logits.device).split(ROWS), strict=True):
-        known = rows.float().log_softmax(-1)
-        own, (values, ids) = known.gather(-1, chosen[:, None]), known.topk(best)
-        columns = (chosen, own[:, 0], ids, values, (known > own).sum(-1) + 1)
-        for token, logprob, others, theirs, rank in zip(*(column.tolist() for column in columns), strict=True):
-            found.append(Token(token, logprob=logprob, best=tuple(zip(others, theirs, strict=True)), rank=rank))
-    return found
+        logprobs = rows.float().log_softmax(-1)
+        token_logprobs, (top_values, top_ids) = logprobs.gather(-1, chosen[:, None]), logprobs.topk(num_top)
+        columns = (chosen, token_logprobs[:, 0], top_ids, top_values, (logprobs > token_logprobs).sum(-1) + 1)
+        for token, logprob, token_top_ids, token_top_values, rank in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            scored_tokens.append(
+                Token(
+                    token,
+                    logprob=logprob,
+                    top_logprobs=tuple(zip(token_top_ids, token_top_values, strict=True)),
+                    rank=rank,
+                )
+            )
+    return scored_tokens
 
 
 class _Temperature(LogitsProcessor):
-    """Divides logits by a temperature, after the largest one became 0, so that it stays finite."""
+    """Divides logits by a temperature. The largest logit is shifted to 0 first, to keep the quotients finite."""
 
     def __init__(self, temperature: float) -> None:
         self.temperature = temperature
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Return the scaled scores, up to a constant."""
-        apart = scores.double() - scores.double().amax(-1, keepdim=True)  # in float32 1e-46 is 0
-        return cast("torch.FloatTensor", (apart / self.temperature).to(scores.dtype))
+        shifted = scores.double() - scores.double().amax(-1, keepdim=True)  # in float32 1e-46 is 0
+        return cast("torch.FloatTensor", (shifted / self.temperature).to(scores.dtype))
 
 
 class _Occurrences(LogitsProcessor):
-    """Lowers the logits of the tokens that an answer has (OpenAI's API).
+    """Lowers the logits of tokens that occur in the completion (penalties of OpenAI's API).
 
     Args:
-        prompt: tokens of the prompt, which do not count.
-        frequency: is subtracted for each time that the answer has the token.
-        presence: is subtracted once.
+        num_prompt: number of prompt tokens, which are not counted.
+        frequency: subtracted per occurrence.
+        presence: subtracted once.
     """
 
-    def __init__(self, prompt: int, frequency: float, presence: float) -> None:
-        self.prompt, self.frequency, self.presence = prompt, frequency, presence
+    def __init__(self, num_prompt: int, frequency: float, presence: float) -> None:
+        self.num_prompt, self.frequency, self.presence = num_prompt, frequency, presence
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Return the lowered scores."""
-        counts = input_ids[0, self.prompt :].bincount(minlength=scores.shape[-1])
+        counts = input_ids[0, self.num_prompt :].bincount(minlength=scores.shape[-1])
         return cast("torch.FloatTensor", scores - self.frequency * counts - self.presence * (counts > 0))
 
 
-def processors(request: Request, ends: Collection[int] = ()) -> LogitsProcessorList:
+def processors(request: Request, end_tokens: Collection[int] = ()) -> LogitsProcessorList:
     """Return the logits processors of a request, in the order of ``model.generate``."""
-    prompt, least = len(request.tokens), request.min_tokens
+    num_prompt, min_tokens = len(request.tokens), request.min_tokens
     penalties = request.frequency_penalty, request.presence_penalty
     bias = [[[token], value] for token, value in request.logit_bias.items()]
-    drawn = request.temperature > 0
+    samples = request.temperature > 0
     table: list[tuple[Any, Any, bool]] = [  # class, argument or arguments, whether it changes logits
         (SequenceBiasLogitsProcessor, bias, bool(bias)),
         (RepetitionPenaltyLogitsProcessor, request.repetition_penalty, request.repetition_penalty != 1),
-        (_Occurrences, (prompt, *penalties), any(penalties)),
-        (MinNewTokensLengthLogitsProcessor, (prompt, least, [*ends]), bool(least and ends)),
-        (_Temperature, request.temperature, drawn and request.temperature != 1),
-        (TopKLogitsWarper, request.top_k, drawn and request.top_k > 0),
-        (TopPLogitsWarper, request.top_p, drawn and request.top_p < 1),
-        (MinPLogitsWarper, request.min_p, drawn and request.min_p > 0),
+        (_Occurrences, (num_prompt, *penalties), any(penalties)),
+        (MinNewTokensLengthLogitsProcessor, (num_prompt, min_tokens, [*end_tokens]), bool(min_tokens and end_tokens)),
+        (_Temperature, request.temperature, samples and request.temperature != 1),
+        (TopKLogitsWarper, request.top_k, samples and request.top_k > 0),
+        (TopPLogitsWarper, request.top_p, samples and request.top_p < 1),
+        (MinPLogitsWarper, request.min_p, samples and request.min_p > 0),
     ]
     return LogitsProcessorList(
-        kind(*(given if isinstance(given, tuple) else (given,))) for kind, given, changes in table if changes
+        processor(*(arguments if isinstance(arguments, tuple) else (arguments,)))
+        for processor, arguments, changes in table
+        if changes
     )

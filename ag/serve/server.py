@@ -16,29 +16,29 @@ try:
     import uvicorn
 
     from ag.serve.app import STOPPING, Service
-    from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving, with_key
+    from ag.serve.start import DRAIN_SECONDS, announce, listen, load_service, set_up_log, with_environment_key
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     raise UserError(f"ag.serve needs {missing}: pip install 'ag[serve]'.") from error
 
 logger = logging.getLogger("ag.serve")
 
-CLOSE_SECONDS = 2  # for connections after the answers
+CLOSE_SECONDS = 2  # for open connections, after the last completion
 
 
-def run(asked: Invocation[ServeConfig]) -> int:
+def run(invocation: Invocation[ServeConfig]) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code."""
-    config = with_key(asked.config)
-    chosen = read_policy(config)
-    if asked.dry_run:
-        print(f"{chosen.spec}: {config.memory_bytes} bytes, {config.host}:{config.port}")
+    config = with_environment_key(invocation.config)
+    policy = read_policy(config)
+    if invocation.dry_run:
+        print(f"{policy.spec}: {config.memory_bytes} bytes, {config.host}:{config.port}")
         return 0
     if config.cluster is not None:
         from ag.serve.cluster import run_on
 
         return run_on(config.cluster, config)
-    log()
-    service = serving(config)
+    set_up_log()
+    service = load_service(config)
     listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
     announce(config, service.name, host, port)
@@ -57,23 +57,23 @@ def run(asked: Invocation[ServeConfig]) -> int:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that finishes running answers before it ends.
+    """A uvicorn server that finishes running completions before it ends.
 
     Args:
-        service: whose app it serves.
-        config: of uvicorn.
+        service: has the app to serve.
+        config: uvicorn's configuration.
     """
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._service = service
-        self._end: float | None = None  # when running answers are cut
-        self._signal = ""  # name of the first signal, until the log has it
-        #: Requests whose answers were cut at the end.
+        self._end: float | None = None  # time at which running completions are cut
+        self._signal = ""  # name of the first signal, until it is logged
+        #: Number of requests that were cut at the end.
         self.cut = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Refuse new requests after SIGTERM or Ctrl-C; end at once after a second one."""
+        """Refuse new requests after SIGTERM or Ctrl-C. A second signal ends the server at once."""
         if self._end is not None:
             self.should_exit = self.force_exit = True
             self.cut = self._service.open
@@ -82,14 +82,14 @@ class Server(uvicorn.Server):
         self._end, self._signal = time.monotonic() + DRAIN_SECONDS, signal.Signals(sig).name
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to end; uvicorn calls this ten times a second."""
+        """Return whether the server ends now. Uvicorn calls this ten times a second."""
         if self._end is not None:
-            if self._signal:  # not in the handler, which may interrupt the log
+            if self._signal:  # not logged in the handler, which may interrupt the log
                 logger.info("%s: %d open requests have %.0f s", self._signal, self._service.open, DRAIN_SECONDS)
                 self._signal = ""
-            over = time.monotonic() > self._end
-            if over and not self.should_exit:
+            is_over = time.monotonic() > self._end
+            if is_over and not self.should_exit:
                 self.cut = self._service.open
                 self._service.scheduler.stop(STOPPING)
-            self.should_exit |= over or not self._service.open
+            self.should_exit |= is_over or not self._service.open
         return await super().on_tick(counter)

@@ -1,4 +1,4 @@
-"""What a scheduler is doing, for the live page and Prometheus."""
+"""The state of a scheduler, for the live page and Prometheus."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from operator import add
 from typing import Any, Self
 
 
-class _Added:
-    """A dataclass whose instances are added field by field."""
+class _Summed:
+    """A dataclass with ``+``, field by field."""
 
     def __add__(self, other: Self) -> Self:
         names = [each.name for each in fields(self)]  # type: ignore[arg-type]
@@ -20,47 +20,47 @@ class _Added:
 
 
 @dataclass
-class Counts(_Added):
-    """Totals since a scheduler was made."""
+class Counts(_Summed):
+    """Totals since the scheduler started."""
 
     prompts: int = 0  # prompt tokens that the model read
-    reused: int = 0  # prompt tokens that were taken from a cached prefix instead
-    steps: int = 0  # decoding steps of the batch
+    cached: int = 0  # prompt tokens from a cached prefix, which the model did not read
+    steps: int = 0  # decode steps of the batch
     tokens: int = 0  # generated tokens
-    started: int = 0  # answers with a first token
-    first_seconds: float = 0.0  # sum of the seconds from each request to the first token of its answer
+    num_started: int = 0  # completions that got a first token
+    ttft_seconds: float = 0.0  # sum of the times to first token
     drafted: int = 0  # draft tokens that the model read
-    accepted: int = 0  # draft tokens that became part of an answer
-    preempted: int = 0  # preemptions; each frees the blocks of an answer, whose tokens are read again later
-    ended: Counter[str] = field(default_factory=Counter)  # answers that ended, by reason, ``error`` included
+    accepted: int = 0  # draft tokens that became part of a completion
+    preempted: int = 0  # preemptions; the model reads a preempted completion again later
+    num_ended: Counter[str] = field(default_factory=Counter)  # completions that ended, by reason; ``error`` is a reason
 
 
 @dataclass(frozen=True)
 class Running:
-    """An answer that is being generated."""
+    """A completion that is being generated."""
 
-    number: int  # of the answer, in the order of submission
-    prompt: int  # tokens of its prompt
-    written: int  # generated tokens so far
+    index: int  # number of the completion, in order of submission
+    num_prompt_tokens: int  # tokens of its prompt
+    num_generated: int  # generated tokens so far
     seconds: float  # since it was submitted
-    held: tuple[float, ...]  # tokens per KV head in its cache, by layer
+    cached: tuple[float, ...]  # cached tokens per KV head, by layer
 
 
 @dataclass(frozen=True)
-class Snapshot(_Added):
+class Snapshot(_Summed):
     """The state of a scheduler after a step; ``waiting`` is current."""
 
-    waiting: int  # answers in the queue
-    reading: int  # answers whose prompt is being read
-    running: tuple[Running, ...]  # answers that are being generated
+    num_waiting: int  # completions in the queue
+    num_prefilling: int  # completions in prefill
+    running: tuple[Running, ...]  # completions in decode
     blocks: int  # capacity of the pool
     free: int  # free blocks
     block_nbytes: int  # bytes of a block
     prefixes: int  # cached prefixes
-    prefix_blocks: int  # blocks of cached prefixes, some of them shared with answers
+    prefix_blocks: int  # blocks of cached prefixes; completions may share them
     counts: Counts  # totals so far
 
 
-def together(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """Return the sum of the snapshots of several schedulers of one model."""
+def sum_snapshots(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Return the sum of the snapshots of several schedulers with one model."""
     return replace(reduce(add, snapshots), block_nbytes=snapshots[0].block_nbytes)

@@ -1,4 +1,4 @@
-"""The parts of every server process: the model with its endpoints, an address, and a log."""
+"""Steps of every server start: load the model, listen at an address, set up the log."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from ag.continuation import load, read_policy
 from ag.engine.block_pool import Pool
 from ag.errors import UserError, first_line
 from ag.model.base import check_device
-from ag.serve.answers import where
+from ag.serve.answers import error_location
 from ag.serve.app import Service
 from ag.serve.request import Request
 from ag.serve.scheduler import Scheduler
 
 logger = logging.getLogger("ag.serve")
 
-REQUEST = 4096  # tokens of the request by which the log says what fits; fewer where the context is shorter
-ANSWER = 8  # one token in so many of them is of the answer
-DRAIN_SECONDS = 24.0  # for running answers after SIGTERM; orchestrators kill after 30
+REQUEST = 4096  # tokens of the example request in the log's first line; fewer if the context is shorter
+ANSWER = 8  # one eighth of the example request is its completion
+DRAIN_SECONDS = 24.0  # for running completions after SIGTERM; orchestrators kill after 30
 
 
-def serving(config: ServeConfig) -> Service:
-    """Load the model, and return its endpoints; the log says what fits."""
-    chosen = read_policy(config)
+def load_service(config: ServeConfig) -> Service:
+    """Load the model and return its endpoints. A log line says what fits into the memory."""
+    policy = read_policy(config)
     check_device(config.device)
     if torch.device(config.device).type == "cuda":
         config.check_memory(torch.cuda.get_device_properties(config.device).total_memory, config.device)
-    model, tokenizer = load(config, chosen.spec.path or config.gates)
+    model, tokenizer = load(config, policy.spec.path or config.gates)
     try:
-        pool = Pool(model, config.memory_bytes, chosen.kv_dtype)
+        pool = Pool(model, config.memory_bytes, policy.kv_dtype)
     except UserError as error:
         raise UserError(f"memory={config.memory}: {error}") from error
     except RuntimeError as error:  # torch could not take it
@@ -45,11 +45,12 @@ def serving(config: ServeConfig) -> Service:
             f"memory={config.memory}: {config.device} has not that much beside the weights of the model "
             f"({first_line(error)}); give less."
         ) from error
-    chosen = replace(chosen, spec=replace(chosen.spec, path=None))  # clients read its text in answers and errors
+    # clients see the policy's text and must not see a path
+    policy = replace(policy, spec=replace(policy.spec, path=None))
     scheduler = Scheduler(
         model,  # type: ignore[arg-type]  # a PeftModel forwards every attribute
         tokenizer,
-        chosen,
+        policy,
         pool,
         prefill_tokens=config.prefill_tokens,
         batch=config.batch,
@@ -57,29 +58,29 @@ def serving(config: ServeConfig) -> Service:
         prompt_lookup=config.prompt_lookup,
     )
     service = Service(scheduler, config.name or Path(str(model.config.name_or_path)).name, config)
-    logger.info("policy %s, %s", service.policy, room(scheduler))
+    logger.info("policy %s, %s", service.policy, capacity_text(scheduler))
     return service
 
 
-def room(scheduler: Scheduler) -> str:
-    """Return what fits into the pool of a scheduler: tokens of a whole cache, and requests under the policy."""
-    length = min(REQUEST, scheduler.context or REQUEST)
+def capacity_text(scheduler: Scheduler) -> str:
+    """Return what fits into a scheduler's pool: tokens without eviction, and example requests under the policy."""
+    length = min(REQUEST, scheduler.context_length or REQUEST)
     request = Request(tokens=[0] * (length - length // ANSWER), max_tokens=length // ANSWER)
-    fits = min(scheduler.admission.at_once(request, scheduler.pool.capacity), scheduler.batch)
-    tokens = scheduler.admission.whole_tokens(scheduler.pool.capacity)
+    fits = min(scheduler.admission.max_concurrent(request, scheduler.pool.capacity), scheduler.batch)
+    tokens = scheduler.admission.full_cache_tokens(scheduler.pool.capacity)
     return (
         f"memory for {tokens:,} tokens of a whole cache: fits {fits} requests of {length:,} tokens "
         f"({request.max_tokens:,} of the answer)"
     )
 
 
-def with_key(config: ServeConfig) -> ServeConfig:
-    """Return a configuration with the key of the environment, if it has none of its own."""
+def with_environment_key(config: ServeConfig) -> ServeConfig:
+    """Return the configuration; without a key of its own it gets the environment's key."""
     return replace(config, api_key=config.api_key or os.environ.get(KEY_VARIABLE))
 
 
 def announce(config: ServeConfig, name: str, host: str, port: int) -> None:
-    """Print the address, and a warning where other machines reach a server without a key."""
+    """Print the address, and a warning if other machines can reach a server without a key."""
     print(f"ag.serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     if not config.api_key and host not in ("127.0.0.1", "::1"):
         print(f"ag.serve: warning: host={host} without api_key: everybody who reaches it may ask", file=sys.stderr)
@@ -89,7 +90,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address.
 
     Raises:
-        UserError: when this machine does not have the address, or the port is taken.
+        UserError: when the address is not this machine's, or the port is taken.
     """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -100,19 +101,19 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def log() -> None:
+def set_up_log() -> None:
     """Write the log on stderr: the start, a line for each request, and the end."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Line("%(asctime)s %(message)s"))
+    handler.setFormatter(_LogFormatter("%(asctime)s %(message)s"))
     for name, level in (("ag.serve", logging.INFO), ("uvicorn", logging.WARNING)):
         logging.getLogger(name).setLevel(level)
         logging.getLogger(name).addHandler(handler)
         logging.getLogger(name).propagate = False
 
 
-class _Line(logging.Formatter):
-    """A log line; an error appears as its type and place, since its text may quote a prompt."""
+class _LogFormatter(logging.Formatter):
+    """Formats log lines. An error appears as type and location, since its text may quote a prompt."""
 
     def formatException(self, info: Any) -> str:
-        """Return the place of an error, given as its type, itself and its traceback."""
-        return where(info[1])
+        """Return an error's type and location; ``info`` is (type, error, traceback)."""
+        return error_location(info[1])

@@ -1,7 +1,7 @@
-"""Answers that follow a JSON schema, a regular expression, a choice or a grammar, by llguidance.
+"""Structured output by llguidance: JSON schemas, regular expressions, choices and grammars.
 
-A grammar is compiled once, to a matcher. Each answer has a copy of the matcher, which reads the answer's tokens. For
-every step the matchers of the batch say which tokens may come next.
+A grammar is compiled once, into a matcher. Each completion has a copy of the matcher, which reads the completion's
+tokens. In every step the matchers of the batch say which tokens are allowed next.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ class Grammars:
     """Compiles grammars for one model.
 
     Args:
-        tokenizer: of the model, a fast one.
+        tokenizer: the model's tokenizer, a fast tokenizer.
         vocabulary: size of the model's vocabulary.
-        ends: ids of the tokens that end a text.
+        end_tokens: ids of the tokens that end a text.
     """
 
-    def __init__(self, tokenizer: Any, vocabulary: int, ends: Collection[int]) -> None:
-        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
+    def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: Collection[int]) -> None:
+        self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, end_tokens
 
     @cached_property
     def _tokens(self) -> Any:
-        """The tokens as llguidance has them; it takes seconds to make them of a large vocabulary."""
+        """The tokenizer for llguidance; for a large vocabulary this takes seconds."""
         from llguidance import LLTokenizer, TokenizerWrapper
         from llguidance.hf import from_tokenizer
 
-        made = from_tokenizer(self._tokenizer, self._vocabulary, sorted(self._ends) or None)
-        plain: Any = TokenizerWrapper(_PlainText(made))
-        return LLTokenizer(plain, n_vocab=self._vocabulary, eos_token=made.eos_tokens)
+        ll_tokenizer = from_tokenizer(self._tokenizer, self._vocabulary, sorted(self._end_tokens) or None)
+        plain: Any = TokenizerWrapper(_PlainText(ll_tokenizer))
+        return LLTokenizer(plain, n_vocab=self._vocabulary, eos_token=ll_tokenizer.eos_tokens)
 
     def __call__(self, kind: str, text: str) -> Any:
-        """Return a matcher that has read nothing.
+        """Return a new matcher, which has read no token.
 
         Args:
             kind: ``json`` (a schema), ``regex``, ``choice`` (a JSON list of texts), ``grammar`` (Lark or GBNF) or
                 ``lark``, each in the syntax of llguidance.
-            text: of the grammar.
+            text: the grammar's text.
 
         Raises:
-            UserError: for a text that is no such grammar, or when llguidance is not installed.
+            UserError: for an invalid grammar, or if llguidance is not installed.
         """
         try:
             from llguidance import LLMatcher, grammar_from
@@ -59,44 +59,46 @@ class Grammars:
             raise UserError("this server lacks llguidance: pip install 'ag[structured]'.") from error
         try:
             if kind == "json":
-                text = json.dumps(json.loads(text))  # llguidance puts it into its own JSON unread
+                text = json.dumps(json.loads(text))  # llguidance copies the text into its own JSON unchecked
             matcher = LLMatcher(self._tokens, grammar_from(kind, text), log_level=0)
-            wrong = matcher.get_error()
+            message = matcher.get_error()
         except (ValueError, RecursionError) as error:
-            wrong = str(error)
-        if wrong:
-            raise UserError(f"expected a valid {kind} that llguidance supports: {' '.join(wrong.split()):.300}.")
+            message = str(error)
+        if message:
+            raise UserError(f"expected a valid {kind} that llguidance supports: {' '.join(message.split()):.300}.")
         return matcher
 
 
 class _PlainText:
-    """A tokenizer of llguidance whose tokens spell each text letter by letter.
+    """A tokenizer for llguidance whose tokens spell exactly the text.
 
-    Where a grammar allows one text alone, llguidance asks for the tokens of that text. Those of the model's tokenizer
-    may spell another text: ``<|im_end|>`` becomes a special token, and a normalizer composes accents.
+    If a grammar allows only one text, llguidance asks for its tokens. The model's tokenizer may return tokens of
+    another text: ``<|im_end|>`` becomes a special token, and a normalizer composes accents.
 
     Args:
-        made: the tokenizer of llguidance.
+        ll_tokenizer: llguidance's tokenizer.
     """
 
     bos_token_id = None
 
-    def __init__(self, made: Any) -> None:
-        self._made, self.eos_token_id = made, made.eos_token
-        self.tokens = [made.decode_bytes([token]) for token in range(made.vocab_size)]
-        self.special_token_ids = [token for token in range(made.vocab_size) if made.is_special_token(token)]
+    def __init__(self, ll_tokenizer: Any) -> None:
+        self._ll_tokenizer, self.eos_token_id = ll_tokenizer, ll_tokenizer.eos_token
+        self.tokens = [ll_tokenizer.decode_bytes([token]) for token in range(ll_tokenizer.vocab_size)]
+        self.special_token_ids = [
+            token for token in range(ll_tokenizer.vocab_size) if ll_tokenizer.is_special_token(token)
+        ]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the tokens of a text in UTF-8: those of the tokenizer, or the longest ones where those differ."""
-        found: list[int] = self._made.tokenize_bytes(text)
-        special = any(map(self._made.is_special_token, found))
-        if special or self._made.decode_bytes(found) != text:
-            found = self._made.greedy_tokenize(text.decode())
-        return found
+        """Return the tokens of a UTF-8 text. If the tokenizer changes the text, take the longest matching tokens."""
+        token_ids: list[int] = self._ll_tokenizer.tokenize_bytes(text)
+        special = any(map(self._ll_tokenizer.is_special_token, token_ids))
+        if special or self._ll_tokenizer.decode_bytes(token_ids) != text:
+            token_ids = self._ll_tokenizer.greedy_tokenize(text.decode())
+        return token_ids
 
 
 class Masks:
-    """Computes the tokens that may come next in a thread of its own, beside the model's forward pass.
+    """Computes the allowed next tokens in its own thread, during the model's forward pass.
 
     Args:
         vocabulary: size of the model's vocabulary.
@@ -111,42 +113,42 @@ class Masks:
 
         return LLExecutor()
 
-    def begin(self, wanted: Sequence[tuple[Any, list[int]]]) -> Future[list[Iterator[Tensor | None]]]:
-        """Begin to compute the masks of a step.
+    def begin(self, texts: Sequence[tuple[Any, list[int]]]) -> Future[list[Iterator[Tensor | None]]]:
+        """Start to compute the masks of a step.
 
         Args:
-            wanted: for each answer its matcher, or None for free text, and the draft tokens of the step.
+            texts: per completion its matcher (None: free text) and the step's draft tokens.
 
         Returns:
-            For each answer the allowed tokens, ``[V]`` bool, after its text and after each draft; None means all.
+            Per completion the allowed tokens ``[V]`` bool, after its text and after each draft. None: all tokens.
         """
-        if any(matcher is not None for matcher, _ in wanted):
-            return self._thread.submit(self._compute, wanted)
-        done: Future[list[Iterator[Tensor | None]]] = Future()
-        done.set_result([repeat(None)] * len(wanted))
-        return done
+        if any(matcher is not None for matcher, _ in texts):
+            return self._thread.submit(self._compute, texts)
+        masks: Future[list[Iterator[Tensor | None]]] = Future()
+        masks.set_result([repeat(None)] * len(texts))
+        return masks
 
-    def _compute(self, wanted: Sequence[tuple[Any, list[int]]]) -> list[Iterator[Tensor | None]]:
+    def _compute(self, texts: Sequence[tuple[Any, list[int]]]) -> list[Iterator[Tensor | None]]:
         from llguidance import numpy as masks
 
-        ruled = [(matcher, drafts) for matcher, drafts in wanted if matcher is not None]
-        sizes = [1 + len(drafts) for _, drafts in ruled]
-        rows = [(*each, first) for each, first in zip(ruled, accumulate(sizes, initial=0), strict=False)]
+        with_grammar = [(matcher, drafts) for matcher, drafts in texts if matcher is not None]
+        sizes = [1 + len(drafts) for _, drafts in with_grammar]
+        rows = [(*each, first) for each, first in zip(with_grammar, accumulate(sizes, initial=0), strict=False)]
         bits = np.zeros((sum(sizes), -(-self._vocabulary // 32)), np.int32)
-        if alone := [(matcher, first) for matcher, drafts, first in rows if not drafts]:
-            masks.fill_next_token_bitmask_par(self._executor, alone, bits)
-        if drafted := [(matcher, first, drafts) for matcher, drafts, first in rows if drafts]:
-            masks.fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, bits)
+        if without_drafts := [(matcher, first) for matcher, drafts, first in rows if not drafts]:
+            masks.fill_next_token_bitmask_par(self._executor, without_drafts, bits)
+        if with_drafts := [(matcher, first, drafts) for matcher, drafts, first in rows if drafts]:
+            masks.fill_next_token_bitmask_par_with_draft_tokens(self._executor, with_drafts, bits)
         allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=self._vocabulary, bitorder="little").view(np.bool_)
         parts = map(iter, torch.from_numpy(allowed).split(sizes))
-        return [repeat(None) if matcher is None else next(parts) for matcher, _ in wanted]
+        return [repeat(None) if matcher is None else next(parts) for matcher, _ in texts]
 
 
 def advance(matcher: Any, token: int) -> None:
-    """Let a matcher read the next token of its answer.
+    """Let a matcher read the next token of its completion.
 
     Raises:
-        UserError: when the grammar allows no token, or became too complex.
+        UserError: if the grammar allows no token, or became too complex.
     """
     matcher.consume_token(token)
     if matcher.is_error():

@@ -137,7 +137,7 @@ def test_command_is_one_that_the_tests_cover(words, capsys, monkeypatch, tmp_pat
         protocol = pytest.importorskip(
             "ag.serve.protocol", reason="needs the server's libraries: pip install 'ag[serve]'"
         )
-        kind = protocol.ChatAsked if "/chat/" in words[1] else protocol.CompletionAsked
+        kind = protocol.ChatCompletionRequest if "/chat/" in words[1] else protocol.CompletionRequest
         assert protocol.parse(kind, words[words.index("-d") + 1].encode()).model == "smollm2"
     elif program in ("bash", "python"):
         assert (ROOT / words[1]).is_file()

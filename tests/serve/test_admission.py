@@ -11,7 +11,7 @@ pytest.importorskip("fastapi", reason="needs the server's libraries: pip install
 
 import ag  # noqa: E402
 from ag.serve import Request, Scheduler  # noqa: E402
-from ag.serve.start import room  # noqa: E402
+from ag.serve.start import capacity_text  # noqa: E402
 from tests.support.gates_for import gates_for  # noqa: E402
 
 #: Policies whose bound is met exactly by a long answer, by name.
@@ -52,7 +52,7 @@ def peaks(scheduler, requests, monkeypatch):
     allocate = type(pool).allocate
 
     def look():
-        behind = scheduler._reading is None and not scheduler._waiting
+        behind = scheduler._prefill_job is None and not scheduler._waiting
         found[behind] = max(found[behind], pool.capacity - pool.free)
 
     def counted(self, count):
@@ -67,7 +67,7 @@ def peaks(scheduler, requests, monkeypatch):
         while scheduler.busy:
             scheduler.step()
             look()
-    assert pool.free == pool.capacity and scheduler.counts.ended == {"length": len(requests)}
+    assert pool.free == pool.capacity and scheduler.counts.num_ended == {"length": len(requests)}
     return found
 
 
@@ -88,40 +88,40 @@ def test_no_answer_takes_more_than_it_is_admitted_with(tiny_llama, tiny_mistral,
     for request in requests:
         part = draw.randrange(7, 50)
         scheduler = Scheduler(model, tiny_tokenizer, policy, ag.Pool(model, 2**22), prefill_tokens=part)
-        need = scheduler._main.admission.need(request)
+        need = scheduler._default_batch.admission.need(request)
         reading, writing = peaks(scheduler, [request], monkeypatch)
-        assert reading <= max(need.reading, need.writing) and writing <= need.writing
+        assert reading <= max(need.prefill, need.decode) and writing <= need.decode
         needs.append((need, reading, writing))
     scheduler = Scheduler(model, tiny_tokenizer, policy, ag.Pool(model, 2**22), prefill_tokens=29)
     together = max(peaks(scheduler, requests, monkeypatch))
-    assert together <= sum(need.writing for need, _, _ in needs) + max(need.reading for need, _, _ in needs)
+    assert together <= sum(need.decode for need, _, _ in needs) + max(need.prefill for need, _, _ in needs)
     if name in EXACT or name == "window":
         need, _, writing = needs[0]
-        assert writing == need.writing
+        assert writing == need.decode
 
 
 @pytest.mark.parametrize("name", ["full", "prefill", "every"])
 def test_as_many_requests_run_at_once_as_the_log_says(tiny_llama, tiny_tokenizer, name):
     model, request = model_of(name, tiny_llama, None), Request(tokens=[7] * 90, max_tokens=30)
     scheduler = Scheduler(model, tiny_tokenizer, EXACT[name], ag.Pool(model, 2**19))
-    fits, most = scheduler.admission.at_once(request, scheduler.pool.capacity), 0
+    fits, most = scheduler.admission.max_concurrent(request, scheduler.pool.capacity), 0
     for _ in range(fits + 2):
         scheduler.submit(request)
     while scheduler.busy:
         scheduler.step()
         most = max(most, len(scheduler._running))
-    assert most == fits > 2 and scheduler.admission.at_once(request, scheduler.pool.capacity // 99) == 0
+    assert most == fits > 2 and scheduler.admission.max_concurrent(request, scheduler.pool.capacity // 99) == 0
 
 
 def test_what_fits_is_said_in_tokens_of_a_whole_cache(tiny_llama, tiny_tokenizer):
     model = tiny_llama(eos_token_id=None)
     scheduler = Scheduler(model, tiny_tokenizer, "h2o", ag.Pool(model, 2**18), 40)
-    tokens, size = scheduler.admission.whole_tokens(scheduler.pool.capacity), scheduler.pool.tokens[0]
+    tokens, size = scheduler.admission.full_cache_tokens(scheduler.pool.capacity), scheduler.pool.tokens[0]
     rows = sum(heads for heads, _ in scheduler.admission._rows)
     assert rows * (tokens // size) <= scheduler.pool.capacity < rows * (tokens // size + 1)
-    context = scheduler.context
-    assert f"memory for {tokens:,} tokens of a whole cache" in room(scheduler)
-    assert f"requests of {context:,} tokens ({context // 8:,} of the answer)" in room(scheduler)
+    context = scheduler.context_length
+    assert f"memory for {tokens:,} tokens of a whole cache" in capacity_text(scheduler)
+    assert f"requests of {context:,} tokens ({context // 8:,} of the answer)" in capacity_text(scheduler)
 
 
 @pytest.mark.parametrize("blocks", [40, 60])
@@ -130,11 +130,11 @@ def test_flags_are_admitted_with_what_they_kept_before(tiny_llama, tiny_tokenize
     size = ag.Pool(model, 2**14).block_nbytes()
     scheduler = Scheduler(model, tiny_tokenizer, "flags", ag.Pool(model, blocks * size))
     request = Request(tokens=[7 + i % 90 for i in range(90)], max_tokens=2)
-    whole = scheduler._main.admission.need(request)
-    assert whole.writing == 3 * 2 * 6
+    whole = scheduler._default_batch.admission.need(request)
+    assert whole.decode == 3 * 2 * 6
     scheduler.submit(request)
     scheduler.step()
-    share = scheduler._main.admission._kept / 90
+    share = scheduler._default_batch.admission._kept_tokens / 90
     assert 0.1 < share < 0.7
     rows, tokens = 6, int(1.25 * 90 * share) + 1
-    assert scheduler._main.admission.need(request).writing == rows * (tokens + 15) // 16 < whole.writing
+    assert scheduler._default_batch.admission.need(request).decode == rows * (tokens + 15) // 16 < whole.decode

@@ -15,7 +15,7 @@ from ag.serve import Scheduler, Token, scheduler  # noqa: E402
 from ag.serve.detokenizer import Vocabulary  # noqa: E402
 from ag.serve.protocol import Tool  # noqa: E402
 from ag.serve.structured import Grammars  # noqa: E402
-from ag.serve.tools import Divider, calls_of  # noqa: E402
+from ag.serve.tools import OutputParser, tool_call_format  # noqa: E402
 from tests.support.asked import asked  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer  # noqa: E402
 
@@ -117,7 +117,7 @@ def test_calls_in_answers(served, monkeypatch, family):
 def divided(family, text, step, parallel=True, end="</s>"):
     """The parts of an answer that comes in pieces of some letters, and then its end token or the mere end."""
     tokenizer, parts = tokenizer_of(family), {}
-    divider = Divider(calls_of(tokenizer), "user: Hi\nassistant: ", TOOLS, parallel)
+    divider = OutputParser(tool_call_format(tokenizer), "user: Hi\nassistant: ", TOOLS, parallel)
     pieces = [text[place : place + step] for place in range(0, len(text), step)] + [end]
     for place, piece in enumerate(pieces, 1):
         for name, new in divider.add(piece, last=place == len(pieces)).items():
@@ -185,7 +185,7 @@ def test_an_answer_is_divided_alike_in_all_pieces(family, text, content, count):
 def test_only_the_special_tokens_of_the_tokenizer_end_an_answer(more):
     special = {7: AddedToken("<|im_end|>", special=True), 8: AddedToken("</s>")}
     tokenizer = SimpleNamespace(chat_template=tokenizer_of("hermes").chat_template, added_tokens_decoder=special)
-    divider = Divider(calls_of(tokenizer), "user: Hi\nassistant: ", TOOLS, parallel=True)
+    divider = OutputParser(tool_call_format(tokenizer), "user: Hi\nassistant: ", TOOLS, parallel=True)
     assert divider.add(f"<s>so </s>{more}\n<|im_end|>", last=True) == {"content": f"<s>so </s>{more}"}
 
 
@@ -221,7 +221,7 @@ def test_the_grammar_of_forced_calls_is_what_the_template_writes(family):
     """For each tool and for no other; with another answer only where a schema allows it."""
     pytest.importorskip("llguidance", reason="needs llguidance: pip install 'ag[structured]'")
     tokenizer = tokenizer_of(family)
-    grammars, calls = Grammars(tokenizer, VOCABULARY + 2, {2}), calls_of(tokenizer)
+    grammars, calls = Grammars(tokenizer, VOCABULARY + 2, {2}), tool_call_format(tokenizer)
     tools, special = [Tool(**tool) for tool in TOOLS], Vocabulary(tokenizer).special
 
     def follows(text, other=None, thinks=False):
@@ -275,7 +275,7 @@ def test_a_special_token_may_end_the_thoughts_before_a_forced_call():
     tokenizer = tokenizer_of("hermes")
     tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
     special, tools = Vocabulary(tokenizer).special, [Tool(**tool) for tool in TOOLS]
-    grammar = calls_of(tokenizer).grammar(tools, None, special, thinks=True)
+    grammar = tool_call_format(tokenizer).grammar(tools, None, special, thinks=True)
     matcher = Grammars(tokenizer, len(tokenizer), {2})("lark", grammar)
     ids = tokenizer(f"So <b>\n</think>\n{written(tokenizer, CALL)}")["input_ids"]
     assert special["</think>"] in ids and matcher.consume_tokens(ids) and matcher.is_accepting()

@@ -26,9 +26,9 @@ from ag.config.keys import ConfigError  # noqa: E402
 from ag.config.recipes import resolve  # noqa: E402
 from ag.errors import UserError  # noqa: E402
 from ag.serve import Request, cluster  # noqa: E402
-from ag.serve.metrics import as_text, labelled  # noqa: E402
+from ag.serve.metrics import label_replicas, prometheus_text  # noqa: E402
 from ag.serve.scheduler import StoppedError  # noqa: E402
-from ag.serve.snapshot import Counts, Running, Snapshot, together  # noqa: E402
+from ag.serve.snapshot import Counts, Running, Snapshot, sum_snapshots  # noqa: E402
 from tests.support import ROOT, ray_worker, replicas  # noqa: E402
 from tests.support.http_server import byte_tokenizer, said, saved, server  # noqa: E402
 from tests.support.refused import refuses  # noqa: E402
@@ -49,7 +49,7 @@ def test_the_hash_of_a_conversation():
     """It is the same for all its turns; ``prompt_cache_key`` replaces the texts."""
 
     def of(**asked):
-        return cluster.conversation(json.dumps(asked).encode())
+        return cluster.session_id(json.dumps(asked).encode())
 
     first = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
     later = [*first, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Go on."}]
@@ -58,26 +58,28 @@ def test_the_hash_of_a_conversation():
     assert (
         of(input="Hello", instructions="Be kind.") == of(input=later[1:], instructions="Be kind.") != of(input="Hello")
     )
-    begun = "x" * cluster.BEGINNING
+    begun = "x" * cluster.SESSION_LENGTH
     assert of(prompt=begun) == of(prompt=begun + "y") != of(prompt="y" + begun)
     assert of(prompt=[1, 2]) == of(prompt=[1, 2]) != of(prompt=[1, 3])
     assert of(messages=first, prompt_cache_key="a") == of(prompt="x", prompt_cache_key="a") != of(messages=first)
     assert "Hello" not in of(messages=first)
     for body in (b"{", b"[]", b"{}", b'{"messages": [1]}', b'{"input": 1}', b'{"prompt": 1}', b"\xff"):
-        assert cluster.conversation(body) == ""
+        assert cluster.session_id(body) == ""
 
 
 def test_figures_of_replicas_together():
     def figures(number):
         return [Metric("ag_x", "", "counter"), GaugeMetricFamily("ag_y", "", value=number)]
 
-    lines = as_text(labelled({"r": figures(1), "s": figures(2)})).decode().splitlines()
+    lines = prometheus_text(label_replicas({"r": figures(1), "s": figures(2)})).decode().splitlines()
     assert [x for x in lines if x.startswith("ag_y")] == ['ag_y{replica="r"} 1.0', 'ag_y{replica="s"} 2.0']
     assert [x for x in lines if x.startswith("# TYPE")] == ["# TYPE ag_x_total counter", "# TYPE ag_y gauge"]
-    one = Snapshot(1, 0, (Running(0, 5, 2, 0.5, (1.0,)),), 10, 4, 64, 1, 2, Counts(prompts=5, ended=Counter(stop=2)))
-    two = Snapshot(2, 1, (), 10, 10, 64, 0, 0, Counts(prompts=7, ended=Counter(stop=1, length=1)))
-    sums = Counts(prompts=12, ended=Counter(stop=3, length=1))
-    assert together([one, two]) == Snapshot(3, 1, one.running, 20, 14, 64, 1, 2, sums)
+    one = Snapshot(
+        1, 0, (Running(0, 5, 2, 0.5, (1.0,)),), 10, 4, 64, 1, 2, Counts(prompts=5, num_ended=Counter(stop=2))
+    )
+    two = Snapshot(2, 1, (), 10, 10, 64, 0, 0, Counts(prompts=7, num_ended=Counter(stop=1, length=1)))
+    sums = Counts(prompts=12, num_ended=Counter(stop=3, length=1))
+    assert sum_snapshots([one, two]) == Snapshot(3, 1, one.running, 20, 14, 64, 1, 2, sums)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def given(text, *stops):
         pieces.append(made.add(token))
         if made.stopped:
             return pieces, True
-    return [*pieces, made.rest()], False
+    return [*pieces, made.flush()], False
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_any_tokens_become_the_text_of_their_bytes(kind):
         for token in tokens:
             text, said = text + made.add(token), said + says(token)
             assert text == codecs.getincrementaldecoder("utf-8")("replace").decode(said), tokens
-        text += made.rest()
-        assert text == said.decode("utf-8", "replace") and made.given == made.length == len(text)
-        assert made.rest() == ""
+        text += made.flush()
+        assert text == said.decode("utf-8", "replace") and made.num_released == made.length == len(text)
+        assert made.flush() == ""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,19 +98,19 @@ def test_half_a_character_before_the_end(kind):
     end = SPECIAL.index("<end>")
     for include, text in ((False, "a\ufffd"), (True, "a\ufffd<end>")):
         made = Detokenizer(vocabulary, ["<end>"], include_stop=include)
-        assert "".join(map(made.add, [*half, end])) + made.rest() == text and made.stopped
+        assert "".join(map(made.add, [*half, end])) + made.flush() == text and made.stopped
         made = Detokenizer(vocabulary, ["a", "x"], include_stop=include)
-        assert "".join(map(made.add, half)) + made.rest() == "a" * include and made.stopped
+        assert "".join(map(made.add, half)) + made.flush() == "a" * include and made.stopped
     made = Detokenizer(vocabulary, ["\ufffd"])
-    assert ("".join(map(made.add, half)) + made.rest(), made.stopped) == ("a", True)
+    assert ("".join(map(made.add, half)) + made.flush(), made.stopped) == ("a", True)
     made = Detokenizer(vocabulary, ["<end>", "\ufffd"], include_stop=True)
-    assert "".join(map(made.add, [*half, end])) + made.rest() == "a\ufffd"
+    assert "".join(map(made.add, [*half, end])) + made.flush() == "a\ufffd"
 
 
 def test_a_token_may_end_a_stop_text_and_begin_a_character():
     made = Detokenizer(Vocabulary(level_tokenizer()), ["\u00e9"])
     token = len(SPECIAL) + LEVEL.index(b"\xc3\xa9\xe4")
-    assert (made.add(token), made.rest(), made.stopped) == ("", "", True)
+    assert (made.add(token), made.flush(), made.stopped) == ("", "", True)
 
 
 def test_a_continuation_begins_with_its_space():
@@ -128,7 +128,7 @@ def test_a_stop_text_that_is_a_special_token_ends_an_answer(kind):
     vocabulary = Vocabulary(KINDS[kind][0])
     made = Detokenizer(vocabulary, ["<end>", "xyz"])
     assert [made.add(token) for token in bytes_as_tokens(b"ax")] == ["a", ""]
-    assert (made.add(SPECIAL.index("<end>")), made.stopped, made.given) == ("x", True, 2)
+    assert (made.add(SPECIAL.index("<end>")), made.stopped, made.num_released) == ("x", True, 2)
     made = Detokenizer(vocabulary, ["xyz"])
     assert (made.add(SPECIAL.index("<end>")), made.stopped) == ("", False)
     made = Detokenizer(vocabulary, ["<end>"])

@@ -69,9 +69,9 @@ def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_gemma3, tiny_t
     for request, answer in zip(requests, answers, strict=True):
         assert answer == alone(model, scheduler.policy, request)
     seen = scheduler.snapshot()
-    assert seen.counts.prompts + seen.counts.reused == sum(len(request.tokens) for request in requests)
+    assert seen.counts.prompts + seen.counts.cached == sum(len(request.tokens) for request in requests)
     # the system prompt in nine prompts, the chat in two, a whole prompt in one, an answer in one
-    assert seen.counts.reused >= 9 * 64 + 2 * 32 if held else seen.counts.reused == 0
+    assert seen.counts.cached >= 9 * 64 + 2 * 32 if held else seen.counts.cached == 0
     assert seen.prefixes >= 3 if held else seen.prefixes == 0
     assert pool.capacity - pool.free == seen.prefix_blocks and bool(seen.prefix_blocks) == held
     assert pool.has(lambda: pool.capacity)
@@ -92,7 +92,7 @@ def test_what_is_protected_is_a_part_of_a_prefix(tiny_llama, tiny_tokenizer, nam
     answers = [read(stream) for stream in streams]
     assert answers == [alone(model, policy, request) for request in requests]
     # three prompts protect the first 20 tokens, three do not; the first of each three is read whole
-    assert scheduler.counts.reused == 4 * 80 and scheduler.snapshot().prefixes == 2
+    assert scheduler.counts.cached == 4 * 80 and scheduler.snapshot().prefixes == 2
 
 
 def test_earlier_prefixes_give_way_to_new_ones(tiny_llama, tiny_tokenizer):
@@ -105,7 +105,7 @@ def test_earlier_prefixes_give_way_to_new_ones(tiny_llama, tiny_tokenizer):
             requests.append(Request(tokens=system + text(draw, 9), max_tokens=4))
             streams += scheduler.submit(requests[-1])
             finish(scheduler)
-    assert scheduler.counts.reused == 5 * 80 and not scheduler.counts.preempted
+    assert scheduler.counts.cached == 5 * 80 and not scheduler.counts.preempted
     assert [read(stream) for stream in streams] == [alone(model, "full", request) for request in requests]
 
 
@@ -124,11 +124,13 @@ def test_what_texts_have_in_common(tiny_llama):
     first, second = torch.arange(200), torch.cat([torch.arange(100), torch.zeros(50, dtype=torch.long)])
     for each in (first, second):
         found.remember(each)
-    assert found.common(first) == found.common(second) == 96
+    assert found.shared_prefix_length(first) == found.shared_prefix_length(second) == 96
     found.remember(torch.arange(130))
-    assert found.common(first) == 128 and found.common(torch.arange(130)) == 128  # less than all
-    assert found.common(second[:70]) == 64
-    assert found.common(torch.arange(60)) == 0  # not worth it
+    assert (
+        found.shared_prefix_length(first) == 128 and found.shared_prefix_length(torch.arange(130)) == 128
+    )  # less than all
+    assert found.shared_prefix_length(second[:70]) == 64
+    assert found.shared_prefix_length(torch.arange(60)) == 0  # not worth it
     assert found.find(first) is None and not found.drop()
     assert not pool.spares  # other threads make such caches, while the pool reads its spares
 

@@ -11,13 +11,13 @@ pytest.importorskip("openai", reason="needs the server's libraries: pip install 
 from ag.serve.protocol import (  # noqa: E402
     NEUTRAL,
     ApiError,
-    ChatAsked,
-    CompletionAsked,
-    DetokenizeAsked,
-    TokenizeAsked,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
     parse,
 )
-from ag.serve.responses import ResponsesAsked  # noqa: E402
+from ag.serve.responses import ResponsesRequest  # noqa: E402
 from tests.support.reasoning import TOOLS  # noqa: E402
 
 NAMED = {"type": "function", "function": {"name": "snow"}}
@@ -26,8 +26,8 @@ VALUES = st.recursive(
     PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
 )
 RIGHT = {
-    ChatAsked: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
-    CompletionAsked: {"model": "m", "prompt": "x"},
+    ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    CompletionRequest: {"model": "m", "prompt": "x"},
 }
 
 
@@ -53,7 +53,7 @@ def test_any_bytes(kind, body):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_any_values(kind, data):
-    names = st.sampled_from([*kind.model_fields, *kind.known]) | st.text(max_size=8)
+    names = st.sampled_from([*kind.model_fields, *kind.openai_fields]) | st.text(max_size=8)
     changed = data.draw(st.dictionaries(names, VALUES, max_size=4))
     found, again = (refusal(kind, dict(rows)) for rows in (changed.items(), reversed(changed.items())))
     assert found is None or changed
@@ -64,79 +64,109 @@ def test_any_values(kind, data):
 @pytest.mark.parametrize(
     ("kind", "change", "param", "words"),
     [
-        (CompletionAsked, {"prompt": [[]]}, "prompt[0]", ["[]", "at least 1 item"]),
-        (CompletionAsked, {"prompt": 3}, "prompt", ["3", "a valid string or a valid list"]),
-        (CompletionAsked, {"temperature": "hot"}, "temperature", ["hot", "number"]),
-        (CompletionAsked, {"suffix": "x"}, "suffix", ["not supported"]),
-        (CompletionAsked, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ["stream=false"]),
-        (CompletionAsked, {"stream_options": {"include_usage": False}}, "stream_options", ["stream=true"]),
-        (CompletionAsked, {"repetition_penalty": 1e-300}, "repetition_penalty", ["1e-300", "0.01"]),
-        (ChatAsked, {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content", ["required"]),
+        (CompletionRequest, {"prompt": [[]]}, "prompt[0]", ["[]", "at least 1 item"]),
+        (CompletionRequest, {"prompt": 3}, "prompt", ["3", "a valid string or a valid list"]),
+        (CompletionRequest, {"temperature": "hot"}, "temperature", ["hot", "number"]),
+        (CompletionRequest, {"suffix": "x"}, "suffix", ["not supported"]),
+        (CompletionRequest, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ["stream=false"]),
+        (CompletionRequest, {"stream_options": {"include_usage": False}}, "stream_options", ["stream=true"]),
+        (CompletionRequest, {"repetition_penalty": 1e-300}, "repetition_penalty", ["1e-300", "0.01"]),
         (
-            ChatAsked,
+            ChatCompletionRequest,
+            {"messages": [{"role": "assistant", "tool_calls": []}]},
+            "messages[0].content",
+            ["required"],
+        ),
+        (
+            ChatCompletionRequest,
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
             "messages[0].tool_calls[0].function.name",
             ["required"],
         ),
         (
-            ChatAsked,
+            ChatCompletionRequest,
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
             ["image_url", "text"],
         ),
-        (ChatAsked, {"top_logprobs": 3}, "top_logprobs", ["3", "logprobs=true"]),
-        (ChatAsked, {"max_tokens": 0}, "max_tokens", ["0", "greater than or equal to 1"]),
-        (ChatAsked, {"echo": True}, "echo", ["unknown"]),
+        (ChatCompletionRequest, {"top_logprobs": 3}, "top_logprobs", ["3", "logprobs=true"]),
+        (ChatCompletionRequest, {"max_tokens": 0}, "max_tokens", ["0", "greater than or equal to 1"]),
+        (ChatCompletionRequest, {"echo": True}, "echo", ["unknown"]),
         (
-            ChatAsked,
+            ChatCompletionRequest,
             {"continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message",
             ["add_generation_prompt=false"],
         ),
         (
-            ChatAsked,
+            ChatCompletionRequest,
             {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
             "reasoning_effort",
             ["chat_template_kwargs"],
         ),
-        (ChatAsked, {"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", ["'auto'"]),
-        (ChatAsked, {"tools": [{"type": "function"}]}, "tools[0].function", ["required"]),
-        (ChatAsked, {"tools": [{"type": "function", "function": {"name": 3}}]}, "tools[0].function.name", ["string"]),
-        (ChatAsked, {"tool_choice": "required"}, "tool_choice", ["needs tools"]),
-        (ChatAsked, {"tools": TOOLS, "tool_choice": NAMED}, "tool_choice", ["snow", "one of the tools, rain"]),
+        (ChatCompletionRequest, {"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", ["'auto'"]),
+        (ChatCompletionRequest, {"tools": [{"type": "function"}]}, "tools[0].function", ["required"]),
         (
-            ChatAsked,
+            ChatCompletionRequest,
+            {"tools": [{"type": "function", "function": {"name": 3}}]},
+            "tools[0].function.name",
+            ["string"],
+        ),
+        (ChatCompletionRequest, {"tool_choice": "required"}, "tool_choice", ["needs tools"]),
+        (
+            ChatCompletionRequest,
+            {"tools": TOOLS, "tool_choice": NAMED},
+            "tool_choice",
+            ["snow", "one of the tools, rain"],
+        ),
+        (
+            ChatCompletionRequest,
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}},
             "tool_choice.function.name",
             ["required"],
         ),
-        (ChatAsked, {"parallel_tool_calls": "no"}, "parallel_tool_calls", ["boolean"]),
-        (ChatAsked, {"response_format": "json"}, "response_format", ["json"]),
-        (ChatAsked, {"response_format": {"type": "xml"}}, "response_format.type", ["xml", "json_schema"]),
-        (ChatAsked, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", ["json_schema"]),
+        (ChatCompletionRequest, {"parallel_tool_calls": "no"}, "parallel_tool_calls", ["boolean"]),
+        (ChatCompletionRequest, {"response_format": "json"}, "response_format", ["json"]),
+        (ChatCompletionRequest, {"response_format": {"type": "xml"}}, "response_format.type", ["xml", "json_schema"]),
         (
-            ChatAsked,
+            ChatCompletionRequest,
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            ["json_schema"],
+        ),
+        (
+            ChatCompletionRequest,
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}},
             "response_format.json_schema.schema",
             ["[]", "dictionary"],
         ),
         (
-            ChatAsked,
+            ChatCompletionRequest,
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             "response_format",
             ["excludes structured_outputs"],
         ),
-        (CompletionAsked, {"structured_outputs": {}}, "structured_outputs", ["at least 1"]),
-        (CompletionAsked, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", ["at most 1"]),
+        (CompletionRequest, {"structured_outputs": {}}, "structured_outputs", ["at least 1"]),
         (
-            CompletionAsked,
+            CompletionRequest,
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs",
+            ["at most 1"],
+        ),
+        (
+            CompletionRequest,
             {"structured_outputs": {"json": 3}},
             "structured_outputs.json",
             ["3", "dictionary"],
         ),
-        (CompletionAsked, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", ["at least 1"]),
-        (CompletionAsked, {"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices", ["not permitted"]),
-        (ChatAsked, dict.fromkeys("zyxwvutsrqpfedcbah", 1), "a", ["'a' is an unknown parameter"]),
+        (CompletionRequest, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", ["at least 1"]),
+        (
+            CompletionRequest,
+            {"structured_outputs": {"choices": ["a"]}},
+            "structured_outputs.choices",
+            ["not permitted"],
+        ),
+        (ChatCompletionRequest, dict.fromkeys("zyxwvutsrqpfedcbah", 1), "a", ["'a' is an unknown parameter"]),
     ],
 )
 def test_refusals(kind, change, param, words):
@@ -148,10 +178,16 @@ def test_refusals(kind, change, param, words):
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        (CompletionAsked, {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}),
-        (ChatAsked, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [], "annotations": []}]}),
-        (ChatAsked, {"tools": [], "response_format": {"type": "text"}, "frequency_penalty": 0, "user": "me"}),
-        (ChatAsked, {"stop": None, "store": False, "stream_options": None, "prompt_cache_key": "x"}),
+        (CompletionRequest, {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}),
+        (
+            ChatCompletionRequest,
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [], "annotations": []}]},
+        ),
+        (
+            ChatCompletionRequest,
+            {"tools": [], "response_format": {"type": "text"}, "frequency_penalty": 0, "user": "me"},
+        ),
+        (ChatCompletionRequest, {"stop": None, "store": False, "stream_options": None, "prompt_cache_key": "x"}),
     ],
 )
 def test_neutral_values_are_accepted(kind, change):
@@ -169,7 +205,7 @@ def test_neutral_values_are_accepted(kind, change):
     ids=["digits", "token", "word", "long name"],
 )
 def test_values_that_are_too_large(change):
-    assert refusal(CompletionAsked, f'{{"model": "m", "prompt": "x", {change}}}'.encode())
+    assert refusal(CompletionRequest, f'{{"model": "m", "prompt": "x", {change}}}'.encode())
 
 
 #: Values of each type of JSON, and the types that each parameter takes, by their first letters.
@@ -207,9 +243,9 @@ OUTSIDE = {
     "top_p": [0, 1.1],
 }
 KINDS = RIGHT | {
-    TokenizeAsked: {"prompt": "x"},
-    DetokenizeAsked: {"tokens": [7]},
-    ResponsesAsked: {"model": "m", "input": "x"},
+    TokenizeRequest: {"prompt": "x"},
+    DetokenizeRequest: {"tokens": [7]},
+    ResponsesRequest: {"model": "m", "input": "x"},
 }
 
 
@@ -221,7 +257,13 @@ def test_every_parameter_of_a_wrong_type_or_out_of_range(kind):
     for name in sorted(names):
         wrong = [value for letter in TYPED if letter not in TYPES.get(name, "sbiflo") for value in TYPED[letter]]
         for value in wrong + OUTSIDE.get(name, []) * (kind in RIGHT):
-            if name == "max_tokens" and value == 0 or name == "logprobs" and value is True and kind is ChatAsked:
+            if (
+                name == "max_tokens"
+                and value == 0
+                or name == "logprobs"
+                and value is True
+                and kind is ChatCompletionRequest
+            ):
                 continue
             with pytest.raises(ApiError) as refused:
                 parse(kind, json.dumps(KINDS[kind] | {name: value}).encode())
@@ -235,6 +277,6 @@ def test_parameters_are_those_of_openai():
     own |= {"stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "return_token_ids"}
     own |= {"prompt_logprobs", "structured_outputs"}
     of_chats = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
-    assert set(ChatAsked.model_fields) - ChatAsked.known == own | of_chats
-    assert set(CompletionAsked.model_fields) - CompletionAsked.known == own
-    assert set(NEUTRAL) <= ChatAsked.known | CompletionAsked.known
+    assert set(ChatCompletionRequest.model_fields) - ChatCompletionRequest.openai_fields == own | of_chats
+    assert set(CompletionRequest.model_fields) - CompletionRequest.openai_fields == own
+    assert set(NEUTRAL) <= ChatCompletionRequest.openai_fields | CompletionRequest.openai_fields

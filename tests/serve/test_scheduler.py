@@ -13,9 +13,9 @@ import ag
 from ag.engine.block_pool import PoolFullError
 from ag.errors import UserError
 from ag.serve import Request, Scheduler
-from ag.serve.admission import Need
+from ag.serve.admission import BlockNeed
 from ag.serve.sampler import processors
-from ag.serve.scheduler import Busy
+from ag.serve.scheduler import QueueFullError
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 from tests.support.served import alone, finish, options, read, text
@@ -71,8 +71,10 @@ def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, nam
         assert found == wanted[: len(found)]
         assert stream.reason == "cancelled" or (len(found) == len(wanted) and stream.reason in ("stop", "length"))
     counts = scheduler.counts
-    assert {request.policy for request in requests} > {None} and [*scheduler._batches.values()] == [scheduler._main]
-    assert counts.reused and counts.ended.total() == count and 0 < counts.ended["cancelled"] <= count // 5
+    assert {request.policy for request in requests} > {None} and [*scheduler._batches.values()] == [
+        scheduler._default_batch
+    ]
+    assert counts.cached and counts.num_ended.total() == count and 0 < counts.num_ended["cancelled"] <= count // 5
     assert pool.free < pool.capacity and pool.has(lambda: pool.capacity)  # prefixes give way
 
 
@@ -95,7 +97,7 @@ def test_a_preempted_answer_loses_no_token(tiny_llama, tiny_tokenizer, monkeypat
     model, policy, draw = model_for(tiny_llama, name), POLICIES[name], random.Random(1)
     pool = pool_of(model, 86 if name == "full" else 40)
     scheduler = Scheduler(model, tiny_tokenizer, policy, pool)
-    monkeypatch.setattr(scheduler._main.admission, "need", lambda request: Need(0, 0))
+    monkeypatch.setattr(scheduler._default_batch.admission, "need", lambda request: BlockNeed(0, 0))
     requests = [Request(tokens=text(draw, 40), max_tokens=60) for _ in range(8)]
     streams = [stream for request in requests for stream in scheduler.submit(request)]
     finish(scheduler)
@@ -110,7 +112,7 @@ def test_a_step_without_room_for_copies_loses_no_token(tiny_llama, tiny_tokenize
     model, policy, draw = model_for(tiny_llama, "every"), ag.policy("h2o", 48, "every"), random.Random(9)
     pool, broken = pool_of(model, 44), []
     scheduler = Scheduler(model, tiny_tokenizer, policy, pool)
-    monkeypatch.setattr(scheduler._main.admission, "need", lambda request: Need(0, 0))
+    monkeypatch.setattr(scheduler._default_batch.admission, "need", lambda request: BlockNeed(0, 0))
     preempt = scheduler._preempt
     monkeypatch.setattr(
         scheduler, "_preempt", lambda batch, error: (broken.append(batch.cache.broken), preempt(batch, error))
@@ -143,7 +145,7 @@ def test_drafts_change_no_answer(tiny_llama, tiny_tokenizer, name):
             for _ in range(5):
                 scheduler.step()
             if number == 3:
-                scheduler._preempt(scheduler._main, PoolFullError("full"))
+                scheduler._preempt(scheduler._default_batch, PoolFullError("full"))
         finish(scheduler)
         found.append([read(stream) for stream in streams])
         assert scheduler.counts.preempted and pool.free == pool.capacity
@@ -162,7 +164,7 @@ def test_a_budget_of_one_token_is_not_that_of_everything(tiny_llama, tiny_tokeni
     ]
     streams = [stream for request in requests for stream in scheduler.submit(request)]
     finish(scheduler)
-    assert [stream.kept for stream in streams] == [1, 1 / 40]
+    assert [stream.kept_share for stream in streams] == [1, 1 / 40]
 
 
 def test_no_drafts_under_a_policy_that_cannot_reject_them(tiny_llama, tiny_tokenizer):
@@ -210,7 +212,7 @@ def test_several_answers_share_a_prompt(tiny_llama, tiny_tokenizer):
     assert len({tuple(token.id for token in answer) for answer in found[0]}) == 3
     for answer in found[0]:
         for token in answer:
-            (_, first), (_, second) = token.best
+            (_, first), (_, second) = token.top_logprobs
             assert first >= second and token.logprob <= first <= 0
 
 
@@ -277,10 +279,10 @@ def test_an_error_ends_one_request_only(tiny_llama, tiny_tokenizer, monkeypatch)
     (broken,) = scheduler.submit(Request(tokens=[200, 5], max_tokens=6))  # not in the vocabulary
     undrawn = scheduler.submit(Request(tokens=[7, 8], temperature=1.0, n=2))
     for answer in scheduler._waiting[-1]:
-        monkeypatch.setattr(answer.sampler, "_draw", "no generator")
+        monkeypatch.setattr(answer.sampler, "_generator", "no generator")
     (late,) = scheduler.submit(Request(tokens=[7, 8], max_tokens=6, temperature=1.0, ignore_eos=True))
     scheduler.step()
-    monkeypatch.setattr(scheduler._running[-1].sampler, "_draw", "no generator")
+    monkeypatch.setattr(scheduler._running[-1].sampler, "_generator", "no generator")
     finish(scheduler)
     for stream in [*undrawn, late]:
         with pytest.raises(TypeError):
@@ -348,7 +350,7 @@ def test_what_is_refused(tiny_llama, tiny_tokenizer):
         scheduler.submit(Request(tokens=[7] * 400, max_tokens=20, n=9))
     for _ in range(2):
         scheduler.submit(Request(tokens=[7], max_tokens=1))
-    with refuses(Busy, "2 requests"):
+    with refuses(QueueFullError, "2 requests"):
         scheduler.submit(Request(tokens=[7], max_tokens=1))
     finish(scheduler)
     assert pool.free == pool.capacity
@@ -362,17 +364,18 @@ def test_snapshots(tiny_llama, tiny_tokenizer):
     )
     for tokens in (40, 70, 30):
         scheduler.submit(Request(tokens=text(draw, tokens), max_tokens=9))
-    assert scheduler.snapshot().waiting == 3 and scheduler.snapshot().blocks == pool.capacity
+    assert scheduler.snapshot().num_waiting == 3 and scheduler.snapshot().blocks == pool.capacity
     now[0] = 13.0
     scheduler.step()
     seen = scheduler.snapshot()
-    assert (seen.waiting, seen.reading, len(seen.running)) == (1, 1, 1)
+    assert (seen.num_waiting, seen.num_prefilling, len(seen.running)) == (1, 1, 1)
     (first,) = seen.running
-    assert (first.number, first.prompt, first.written, first.seconds) == (0, 40, 2, 3.0)
-    assert first.held == (24.0,) * 2
-    assert (seen.counts.prompts, seen.counts.tokens, seen.counts.started, seen.counts.first_seconds) == (40, 2, 1, 3.0)
+    assert (first.index, first.num_prompt_tokens, first.num_generated, first.seconds) == (0, 40, 2, 3.0)
+    assert first.cached == (24.0,) * 2
+    counts = seen.counts
+    assert (counts.prompts, counts.tokens, counts.num_started, counts.ttft_seconds) == (40, 2, 1, 3.0)
     assert seen.free == pool.free and seen.block_nbytes * seen.blocks == pool.nbytes
     finish(scheduler)
     last = scheduler.snapshot()
-    assert (last.running, last.free, last.counts.ended) == ((), pool.capacity, {"length": 3})
+    assert (last.running, last.free, last.counts.num_ended) == ((), pool.capacity, {"length": 3})
     assert seen.counts.tokens == 2 and last.counts.tokens == 27

@@ -126,7 +126,7 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(tiny, served):
     client, _, service = served
     text = answer_of(tiny, "tell me", 60)
     before = text[: text.index(text[20:23])]
-    ended = service.scheduler.counts.ended["stop"]
+    ended = service.scheduler.counts.num_ended["stop"]
     fields = {
         "model": "tiny",
         "prompt": "tell me",
@@ -141,7 +141,7 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(tiny, served):
     assert "".join(piece.text for piece in pieces) == before and pieces[-1].finish_reason == "stop"
     offsets = [offset for piece in pieces for offset in piece.logprobs.text_offset]
     assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] < len(before)
-    assert service.scheduler.counts.ended["stop"] == ended + 2  # not as cancelled answers
+    assert service.scheduler.counts.num_ended["stop"] == ended + 2  # not as cancelled answers
 
 
 def test_what_else_ends_an_answer(tiny, client):
@@ -218,7 +218,7 @@ def test_each_of_the_most_probable_tokens_has_its_name(fallback, best):
         [stream] = service.scheduler.submit(request)
         names, logprobs, named = choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
         for place, token in enumerate(stream):
-            values = dict(token.best) | {token.id: token.logprob}
+            values = dict(token.top_logprobs) | {token.id: token.logprob}
             # as near as two batches of other sizes are
             assert [*named[place].values()] == pytest.approx([*values.values()], rel=1e-4)
             assert named[place][names[place]] == logprobs[place] == pytest.approx(token.logprob, rel=1e-4)
@@ -431,7 +431,7 @@ def test_time_limits(tiny_llama):
         while not scheduler.snapshot().running:
             time.sleep(0.01)
         second = pool.submit(http.post, "/v1/completions", json=fields)
-        while not scheduler.snapshot().waiting:
+        while not scheduler.snapshot().num_waiting:
             time.sleep(0.01)
         now[0] = 6.0
         waited = second.result()
@@ -481,7 +481,7 @@ def test_a_slow_reader_does_not_block_the_scheduler(scheduler):
 
     async def work(service, made):
         slow = Connection(made, BODY | NEVER | {"max_tokens": 60, "stream": True}, reads=False)
-        await until(lambda: scheduler.counts.ended["length"] == 1 and not scheduler.busy)
+        await until(lambda: scheduler.counts.num_ended["length"] == 1 and not scheduler.busy)
         free = scheduler.pool.free
         assert len(slow.sent) == 1
         slow.reads.set()
@@ -501,17 +501,17 @@ def test_a_client_that_leaves_ends_its_answer(tiny):
     async def work(service, made):
         running, waiting = Connection(made, fields | {"stream": True}), Connection(made, fields)
         coming = Connection(made, b"{", whole=False)
-        await until(lambda: scheduler.counts.tokens > 3 and scheduler.snapshot().waiting and service.open == 3)
+        await until(lambda: scheduler.counts.tokens > 3 and scheduler.snapshot().num_waiting and service.open == 3)
         for left in (coming, waiting, running):
             left.leave()
             await left.answer
         last = Connection(made, BODY)
         await last.answer
-        await until(lambda: scheduler.counts.ended.total() == 3)
+        await until(lambda: scheduler.counts.num_ended.total() == 3)
         return last.status, service.open
 
     assert in_loop(scheduler, work) == (200, 0)
-    assert scheduler.counts.ended == {"cancelled": 2, "length": 1} and scheduler.counts.tokens < 400
+    assert scheduler.counts.num_ended == {"cancelled": 2, "length": 1} and scheduler.counts.tokens < 400
     idle(scheduler)
 
 
@@ -560,12 +560,12 @@ def test_the_end_of_the_server_cuts_answers_to_what_was_written(scheduler, caplo
     async def work(service, made):
         body = BODY | NEVER | {"max_tokens": 450}
         whole, stream = Connection(made, body | {"n": 1}), Connection(made, body | {"stream": True})
-        await until(lambda: scheduler.counts.tokens > 3 and scheduler.snapshot().waiting)
+        await until(lambda: scheduler.counts.tokens > 3 and scheduler.snapshot().num_waiting)
         scheduler.batch = 9  # the stream runs too
-        await until(lambda: len(scheduler._running) == 2 and min(x.written for x in scheduler._running) > 3)
+        await until(lambda: len(scheduler._running) == 2 and min(x.num_generated for x in scheduler._running) > 3)
         scheduler.batch = 2
         several = Connection(made, body | {"prompt": ["a", "b"], "n": 1})
-        await until(lambda: scheduler.snapshot().waiting)
+        await until(lambda: scheduler.snapshot().num_waiting)
         signalled = Server(service, uvicorn.Config(made))
         signalled.handle_exit(signal.SIGTERM, None)
         assert not await signalled.on_tick(1)
@@ -586,7 +586,7 @@ def test_the_end_of_the_server_cuts_answers_to_what_was_written(scheduler, caplo
     *_, last = [json.loads(x) for x in pieces.decode().replace("data: ", "").split("\n\n") if x and x != "[DONE]"]
     assert last["choices"][0]["finish_reason"] == "length" and pieces.endswith(b"data: [DONE]\n\n")
     assert json.loads(error)["error"]["type"] == "server_error"
-    assert scheduler.counts.ended == {"timeout": 2, "error": 2}
+    assert scheduler.counts.num_ended == {"timeout": 2, "error": 2}
     assert "SIGTERM: 3 open requests have 24 s" in caplog.text
 
 
@@ -656,7 +656,7 @@ def test_the_log_says_how_answers_ended_that_were_not_complete(tiny, monkeypatch
         await until(lambda: not scheduler.busy)
         failing = Connection(made, body)
         await until(lambda: scheduler._running)
-        monkeypatch.setattr(scheduler._main, "next", None)
+        monkeypatch.setattr(scheduler._default_batch, "step_runner", None)
         await failing.answer
 
     in_loop(scheduler, work)
@@ -708,9 +708,9 @@ def test_what_prometheus_and_the_page_read(served):
     idle(service.scheduler)
     now, text = http.get("/live").json(), http.get("/metrics").text
     assert (now["model"], now["policy"], now["status"], now["running"]) == ("tiny", "h2o 0.5", "ok", [])
-    assert now["tokens"] == before["tokens"] + 4 and now["ended"] == before["ended"] + 1
+    assert now["tokens"] == before["tokens"] + 4 and now["num_ended"] == before["num_ended"] + 1
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(figures["ag_answer_tokens_total"]) == now["tokens"]
     assert float(figures['ag_blocks{state="free"}']) == now["free"] and 'ag_answers{state="waiting"}' in figures
-    assert float(figures["ag_time_to_first_token_seconds_count"]) == now["started"]
+    assert float(figures["ag_time_to_first_token_seconds_count"]) == now["num_started"]
     assert float(figures['ag_answers_ended_total{reason="length"}']) > 0 and "process_open_fds" in figures

@@ -80,7 +80,7 @@ def test_answers_are_those_of_each_request_alone(model, grammars, name, drafts):
         for _ in range(draw.randrange(5)):
             scheduler.step()
         if number % 3 == 2 and len(scheduler._running) > 1:
-            scheduler._preempt(scheduler._main, PoolFullError("full"))
+            scheduler._preempt(scheduler._default_batch, PoolFullError("full"))
     finish(scheduler)
     for kind, request, stream in streams:
         found = read(stream)
@@ -89,7 +89,7 @@ def test_answers_are_those_of_each_request_alone(model, grammars, name, drafts):
         if kind and stream.reason == "stop":
             assert KINDS[kind][1](said(found)), (kind, said(found))
     counts = scheduler.counts
-    assert counts.preempted and counts.reused and bool(drafts) == bool(counts.accepted)
+    assert counts.preempted and counts.cached and bool(drafts) == bool(counts.accepted)
     assert {kind for kind, _, stream in streams if stream.reason == "stop"} >= {*KINDS}
 
 
@@ -127,7 +127,7 @@ def test_a_text_is_spelled_by_tokens_of_text(tiny_llama, tokenizer, text):
             [stream] = scheduler.submit(Request(tokens=[7], grammar=made(kind, grammar), temperature=temperature))
             finish(scheduler)
             tokens = [*stream]
-            written = "".join(token.text for token in tokens) + stream.text.rest()
+            written = "".join(token.text for token in tokens) + stream.detokenizer.flush()
             assert (written.removeprefix("y"), stream.reason) == (expected, "stop")
             assert not {token.id for token in tokens} & {*scheduler.vocabulary.special.values()}
 

@@ -12,7 +12,7 @@ import ag  # noqa: E402
 from ag.commands.serve import ServeConfig  # noqa: E402
 from ag.config.recipes import resolve  # noqa: E402
 from ag.serve import Request, Scheduler  # noqa: E402
-from ag.serve.start import serving  # noqa: E402
+from ag.serve.start import load_service  # noqa: E402
 from tests.support.asked import asked  # noqa: E402
 from tests.support.gates_for import gates_for  # noqa: E402
 from tests.support.http_server import TEMPLATE, VOCABULARY, byte_tokenizer, said, saved  # noqa: E402
@@ -217,7 +217,7 @@ def export(tiny, tmp_path_factory):
 def test_clients_read_no_path(export, keys, label):
     """In no answer and in no error, on no route; a path of a request is refused, right or wrong."""
     keys = {name: value.format(export) for name, value in keys.items()}
-    scheduler = serving(resolve(ServeConfig, {"model": str(export), "memory": "4MiB"} | keys)).scheduler
+    scheduler = load_service(resolve(ServeConfig, {"model": str(export), "memory": "4MiB"} | keys)).scheduler
     body, told = {"model": "tiny", "prompt": "abc def " * 9, "max_tokens": 2, "temperature": 0}, []
     with asked(scheduler) as (_, http, _):
         for path in ("/live", "/metrics", "/v1/models", "/v1/models/tiny", "/version", "/health", "/", "/none"):

@@ -128,9 +128,9 @@ def test_turns_whose_thoughts_are_dropped_share_what_is_the_same(ask):
     assert "<think>I have to look." in texts[1] and "<think>I have to look." not in texts[2]
     for answer, request in zip(answers, requests, strict=True):
         reader = Detokenizer(scheduler.vocabulary)  # which gives out whole characters
-        expected = "".join(map(reader.add, alone(scheduler.model, scheduler.policy, request))) + reader.rest()
+        expected = "".join(map(reader.add, alone(scheduler.model, scheduler.policy, request))) + reader.flush()
         assert answer.json()["choices"][0]["message"]["content"] == expected
         assert answer.json()["usage"]["prompt_tokens"] == len(request.tokens)
     shared = len("tool: rain\nsystem: ") + len(system["content"])
-    assert shared > 64 and scheduler.counts.reused >= 6 * (shared // 16 * 16)
-    assert scheduler.counts.prompts + scheduler.counts.reused == sum(len(request.tokens) for request in requests)
+    assert shared > 64 and scheduler.counts.cached >= 6 * (shared // 16 * 16)
+    assert scheduler.counts.prompts + scheduler.counts.cached == sum(len(request.tokens) for request in requests)

@@ -109,4 +109,4 @@ def answers_of_shared_beginnings(
     streams = [stream for request in requests for stream in scheduler.submit(request)]
     finish(scheduler)
     assert [read(stream) for stream in streams] == [alone(model, policy, request) for request in requests]
-    assert bool(scheduler.counts.reused) == shares
+    assert bool(scheduler.counts.cached) == shares

@@ -33,7 +33,7 @@ class Cell:
     """One policy at one budget on one task."""
 
     key: str  # hash of everything that determines the result; equal in every run
-    label: str  # name of the policy in tables; see ag.config.spec.named
+    label: str  # name of the policy in tables; see ag.config.spec.specs_by_name
     policy: Policy
     task: Task
     model: str  # hub id or folder
