@@ -133,9 +133,12 @@ class Source:
         config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # the GGUF holds it rounded to float32
         with torch.device("meta"):  # a second copy of the weights would take as much memory again
             model = type(read)(config).eval()  # save_pretrained refuses a model from a GGUF
-        model.load_state_dict(read.state_dict(), assign=True)
-        for name, module in read.named_modules():
-            model.get_submodule(name)._buffers.update(module._buffers)
+        weights = read.state_dict()
+        model.load_state_dict(weights, assign=True)
+        for name, buffer in read.named_buffers():
+            if name not in weights:
+                owner, _, key = name.rpartition(".")
+                model.get_submodule(owner).register_buffer(key, buffer, persistent=False)
         model.tie_weights()
         found = AutoTokenizer.from_pretrained(work, gguf_file="whole.gguf")
         parts = json.loads(found.backend_tokenizer.to_str())
