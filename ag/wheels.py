@@ -133,11 +133,14 @@ class Source:
         config = loaded.config
         del config.quantization_config
         config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # the GGUF stores it rounded to float32
-        with torch.device("meta"):  # a second copy of the weights would double the memory
+        with torch.device("meta"):  # a second copy of the weights would take as much memory again
             model = type(loaded)(config).eval()  # save_pretrained refuses a model from a GGUF
-        model.load_state_dict(loaded.state_dict(), assign=True)
-        for name, module in loaded.named_modules():
-            model.get_submodule(name)._buffers.update(module._buffers)
+        weights = loaded.state_dict()
+        model.load_state_dict(weights, assign=True)
+        for name, buffer in loaded.named_buffers():
+            if name not in weights:
+                owner, _, key = name.rpartition(".")
+                model.get_submodule(owner).register_buffer(key, buffer, persistent=False)
         model.tie_weights()
         loaded_tokenizer = AutoTokenizer.from_pretrained(work, gguf_file="whole.gguf")
         parts = json.loads(loaded_tokenizer.backend_tokenizer.to_str())
