@@ -324,7 +324,7 @@ class Layer:
         keep = self.visible(store, index, token_indices, query, flags=not dense)
         kept = keep.sum(-1).cpu()
         if bool((kept < store.held[self.index] - coming).any()):
-            store.compact(self.index, keep, kept)
+            store.compact(self.index, keep, kept, spare=1 if batch.step else 0)  # the block of a step's token is kept
             store.held[self.index] += coming
             batch.memo["expired"] = True
         self.open_to = int(kept.max())

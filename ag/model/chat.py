@@ -63,9 +63,9 @@ class Chat:
         text = ""
         try:
             text = Path(path).read_text(encoding="utf-8")
-            told = json.loads(text)
-            json.dumps(told, ensure_ascii=False).encode()  # half of a surrogate pair is no character
-            row = {"messages": told} if isinstance(told, list) else told
+            options = json.loads(text)
+            json.dumps(options, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+            row = {"messages": options} if isinstance(options, list) else options
             messages = [for_template(message) for message in row["messages"]]
             if not messages or not all(isinstance(message.get("role"), str) for message in messages):
                 raise ValueError("a message has no role, or there is none")
@@ -93,22 +93,22 @@ class Chat:
     def tokens(self, tokenizer: Any) -> tuple[list[int], Offsets, Mask | None]:
         """Return the tokens of the text, their offsets, and the template's marks of the assistant's tokens, or None."""
         marked = is_marked(tokenizer, self.variables.get("tools"))
-        told: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": marked}
-        out = self._apply(tokenizer, **told, tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False})
+        options: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": marked}
+        out = self._apply(tokenizer, **options, tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False})
         marks = np.array(out["assistant_masks"], dtype=np.bool_) if marked else None
         return out["input_ids"], np.array(out["offset_mapping"]).reshape(-1, 2), marks
 
-    def _apply(self, tokenizer: Any, **told: Any) -> Any:
+    def _apply(self, tokenizer: Any, **options: Any) -> Any:
         if tokenizer.chat_template is None:
             raise UserError(
                 f"The tokenizer {tokenizer.name_or_path} has no chat template: give a text in place of a chat, or a "
                 "model with a template, such as an instruct version."
             )
         own = inspect.signature(tokenizer.apply_chat_template).parameters
-        if wrong := sorted(self.variables.keys() & own.keys() - VARIABLES):
-            raise UserError(f"{wrong[0]}: expected a variable of the chat template, such as enable_thinking.")
+        if mismatch := sorted(self.variables.keys() & own.keys() - VARIABLES):
+            raise UserError(f"{mismatch[0]}: expected a variable of the chat template, such as enable_thinking.")
         try:
-            return tokenizer.apply_chat_template(self.messages, **told, **self.variables)
+            return tokenizer.apply_chat_template(self.messages, **options, **self.variables)
         except (TemplateError, TypeError, ValueError, NotImplementedError) as error:
             raise UserError(f"The chat template of the model refuses this: {error}.") from error
         except OverflowError as error:  # an older transformers looks for the token before the text
@@ -119,10 +119,10 @@ def _rows(text: str) -> int:
     """Return the number of rows of JSON lines; 0 for any other text, one JSON value included."""
     lines = [line for line in text.splitlines() if line.strip()]
     try:
-        whole = all(isinstance(json.loads(line), dict | list) for line in lines)
+        is_json_lines = all(isinstance(json.loads(line), dict | list) for line in lines)
     except (ValueError, RecursionError):
         return 0
-    return len(lines) if whole and len(lines) > 1 else 0
+    return len(lines) if is_json_lines and len(lines) > 1 else 0
 
 
 def for_template(message: Mapping[str, Any]) -> Message:
@@ -193,14 +193,14 @@ def spans(tokenizer: Any, chat: Chat, parts: Collection[str], opened: bool = Tru
             )
     if not tokenizer.is_fast:
         raise UserError(f"protect={next(iter(parts))}: {type(tokenizer).__name__} does not say where tokens are.")
-    found = _Rendered(tokenizer, chat, opened, otherwise="protect spans of tokens such as 0-40")
+    rendered = _Rendered(tokenizer, chat, opened, otherwise="protect spans of tokens such as 0-40")
     roles = [message["role"] for message in chat.messages]
-    found.check([turn for turn, role in enumerate(roles) if "template" in parts or role in parts], ["content"])
-    of_part = np.full(len(found.text), "template", dtype=object)
-    for said, places in zip(found.said, found.places, strict=True):
-        if len(places) and said.kind != "call":
-            of_part[places[0] : places[-1] + 1] = roles[said.turn]
-    offsets = tokenizer(found.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    rendered.check([turn for turn, role in enumerate(roles) if "template" in parts or role in parts], ["content"])
+    of_part = np.full(len(rendered.text), "template", dtype=object)
+    for message_text, characters in zip(rendered.texts, rendered.text_characters, strict=True):
+        if len(characters) and message_text.kind != "call":
+            of_part[characters[0] : characters[-1] + 1] = roles[message_text.turn]
+    offsets = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     return runs(np.array([bool(set(of_part[slice(*offset)]) & set(parts)) for offset in offsets], dtype=np.bool_))
 
 
@@ -213,14 +213,14 @@ def assistant_tokens(tokenizer: Any, chat: Chat, turns: Collection[int]) -> tupl
     Raises:
         UserError: the template refuses the chat, or changes or repeats the words of a turn.
     """
-    found = _Rendered(tokenizer, chat, opened=False, otherwise=UNKNOWN)
-    found.check(turns, ["content", "call"])
+    rendered = _Rendered(tokenizer, chat, opened=False, otherwise=UNKNOWN)
+    rendered.check(turns, ["content", "call"])
     for turn in turns:
-        if not any(said.letters for said in found.said if said.turn == turn and said.kind != "thought"):
-            raise found.refused(turn, "has all that turn {} says among its own strings")
+        if not any(x.letters for x in rendered.texts if x.turn == turn and x.kind != "thought"):
+            raise rendered.refused(turn, "has all that turn {} says among its own strings")
     ids, offsets, marks = chat.tokens(tokenizer)
-    own = found.by_turns(turns, offsets) if marks is None else found.by_marks(turns, offsets, marks)
-    found.check_tokens(turns, offsets, own)
+    own = rendered.by_turns(turns, offsets) if marks is None else rendered.by_marks(turns, offsets, marks)
+    rendered.check_tokens(turns, offsets, own)
     return ids, own
 
 
@@ -230,7 +230,7 @@ def runs(mask: Mask) -> list[tuple[int, int]]:
     return [(first, last) for first, last in edges.tolist()]
 
 
-class Said(NamedTuple):
+class MessageText(NamedTuple):
     """A text of a message."""
 
     turn: int
@@ -244,14 +244,14 @@ class _Rendered:
     def __init__(self, tokenizer: Any, chat: Chat, opened: bool, otherwise: str) -> None:
         self.tokenizer, self.chat, self.otherwise = tokenizer, chat, otherwise
         self.text = chat.text(tokenizer, opened)
-        self.said: list[Said] = []
+        self.texts: list[MessageText] = []
         self.stays = _stays(str(tokenizer.get_chat_template(tools=chat.variables.get("tools"))))
         self.hidden = [self._hide(turn, message) for turn, message in enumerate(chat.messages)]
         self.cover = replace(chat, messages=self.hidden).text(tokenizer, opened)
         self.symbols = self._symbols(self.cover)
-        turns = np.array([said.turn for said in self.said] + [-1])  # -1 for letters of the template
+        turns = np.array([message_text.turn for message_text in self.texts] + [-1])  # -1 for letters of the template
         self.turn_of = turns[self.symbols]
-        self.places = [np.flatnonzero(self.symbols == symbol) for symbol in range(len(self.said))]
+        self.text_characters = [np.flatnonzero(self.symbols == symbol) for symbol in range(len(self.texts))]
 
     def _hide(self, turn: int, message: Message) -> Message:
         """Return a message with symbols for its letters."""
@@ -263,17 +263,17 @@ class _Rendered:
                 return [hide(inner, kind) for inner in value]
             if not isinstance(value, str):
                 return value
-            symbol, pieces = chr(SYMBOL + len(self.said)), self.stays.split(value)
-            self.said.append(Said(turn, "".join(pieces[::2]), kind))
+            symbol, pieces = chr(SYMBOL + len(self.texts)), self.stays.split(value)
+            self.texts.append(MessageText(turn, "".join(pieces[::2]), kind))
             pieces[::2] = [symbol * len(letters) for letters in pieces[::2]]
             return "".join(pieces)
 
         def hide_call(call: Any) -> Any:
-            inner, before = call.get("function", call) if isinstance(call, dict) else None, len(self.said)
+            inner, num_texts = call.get("function", call) if isinstance(call, dict) else None, len(self.texts)
             if not isinstance(inner, dict):
                 return call
             inner = inner | {"arguments": hide(inner.get("arguments"), "call")}
-            if not any(said.letters for said in self.said[before:]):  # only the name shows the place of the call
+            if not any(x.letters for x in self.texts[num_texts:]):  # only the name shows the place of the call
                 inner |= {"name": hide(inner.get("name"), "call")}
             return {**call, "function": inner} if "function" in call else inner
 
@@ -292,29 +292,30 @@ class _Rendered:
     def _symbols(self, text: str) -> npt.NDArray[np.int64]:
         """Return for each letter the index of the text that its symbol replaces, -1 for letters of the template."""
         symbols = _codes(text) - SYMBOL
-        return np.where((symbols >= 0) & (symbols < len(self.said)), symbols, -1)
+        return np.where((symbols >= 0) & (symbols < len(self.texts)), symbols, -1)
 
-    def check(self, turns: Collection[int], kinds: Collection[str]) -> None:
+    def check(self, turns: Collection[int], text_kinds: Collection[str]) -> None:
         """Refuse a template that changes the words of turns; it may leave out their beginning, as of thoughts."""
-        both = min(len(self.text), len(self.cover))
-        same = (_codes(self.text)[:both] == _codes(self.cover)[:both]) | (self.symbols[:both] >= 0)
+        shared_length = min(len(self.text), len(self.cover))
+        equal = _codes(self.text)[:shared_length] == _codes(self.cover)[:shared_length]
+        same = equal | (self.symbols[:shared_length] >= 0)
         if not same.all() or len(self.text) != len(self.cover):
-            before = self.turn_of[: both if same.all() else int(same.argmin())]
-            turn = int(before[before >= 0][-1]) if (before >= 0).any() else 0
+            turns_before = self.turn_of[: shared_length if same.all() else int(same.argmin())]
+            turn = int(turns_before[turns_before >= 0][-1]) if (turns_before >= 0).any() else 0
             raise self.refused(turn, "writes other words around turn {} when that turn says other words")
-        for said, places in zip(self.said, self.places, strict=True):
-            written = "".join(self.text[at] for at in places)
-            whole = said.letters.endswith(written) if written else not said.letters
-            if said.turn in turns and said.kind in kinds and not whole:
-                raise self.refused(said.turn, "changes what turn {} says")
+        for message_text, characters in zip(self.texts, self.text_characters, strict=True):
+            written = "".join(self.text[at] for at in characters)
+            is_unchanged = message_text.letters.endswith(written) if written else not message_text.letters
+            if message_text.turn in turns and message_text.kind in text_kinds and not is_unchanged:
+                raise self.refused(message_text.turn, "changes what turn {} says")
 
     def by_marks(self, turns: Collection[int], offsets: Offsets, marks: Mask) -> Mask:
         """Return the template's marks of some turns."""
         own = marks.copy()
         for first, behind in runs(marks):
             inside = self.turn_of[offsets[first, 0] : offsets[behind - 1, 1]]
-            before = self.turn_of[: offsets[first, 0]]
-            of = set(inside[inside >= 0]) or set(before[before >= 0][-1:])
+            turns_before = self.turn_of[: offsets[first, 0]]
+            of = set(inside[inside >= 0]) or set(turns_before[turns_before >= 0][-1:])
             own[first:behind] = bool(of & set(turns))
         return own
 
@@ -324,29 +325,29 @@ class _Rendered:
         own = np.zeros(len(offsets), dtype=np.bool_)
         for turn in turns:
             letters = np.flatnonzero(self.turn_of == turn)
-            begin, said = self._begin(turn, int(letters[0])), int(letters[-1]) + 1
-            end = said + _common(self._behind(turn, said, turn + 1, opened=False), self.cover[said:])
-            own |= (ends > begin) & ((starts < said) | (ends <= end))
+            begin, text_end = self._begin(turn, int(letters[0])), int(letters[-1]) + 1
+            end = text_end + _common(self._behind(turn, text_end, turn + 1, opened=False), self.cover[text_end:])
+            own |= (ends > begin) & ((starts < text_end) | (ends <= end))
         return own
 
     def _begin(self, turn: int, first: int) -> int:
         """Return the index behind the opening of a turn."""
         if not turn:
             return first
-        said = np.flatnonzero(self.symbols[:first] >= 0)
-        before = int(said[-1]) + 1 if len(said) else 0
+        text_positions = np.flatnonzero(self.symbols[:first] >= 0)
+        start = int(text_positions[-1]) + 1 if len(text_positions) else 0
         # a template may open an answer with more than the rendered turn has there, such as a tag of thoughts
-        opening = self._behind(turn, before, turn, opened=True)
-        common = _common(opening, self.cover[before:])
-        if common < len(opening) and common <= _common(opening, self._behind(turn, before, turn, opened=False)):
+        opening = self._behind(turn, start, turn, opened=True)
+        common = _common(opening, self.cover[start:])
+        if common < len(opening) and common <= _common(opening, self._behind(turn, start, turn, opened=False)):
             raise self.refused(turn, "begins turn {} otherwise than it opens an answer")
-        return before + common
+        return start + common
 
     def _behind(self, turn: int, at: int, messages: int, opened: bool) -> str:
         """Return the text behind the letter before ``at`` in a rendering of the first messages alone."""
         part = replace(self.chat, messages=self.hidden[:messages]).text(self.tokenizer, opened)
-        said = np.flatnonzero(self._symbols(part) >= 0)
-        behind = int(said[-1]) + 1 if len(said) else 0
+        text_positions = np.flatnonzero(self._symbols(part) >= 0)
+        behind = int(text_positions[-1]) + 1 if len(text_positions) else 0
         if part[behind - 1 : behind] != self.cover[at - 1 : at]:
             raise self.refused(turn, "changes what comes before turn {} when others follow")
         return part[behind:]
@@ -354,31 +355,31 @@ class _Rendered:
     def check_tokens(self, turns: Collection[int], offsets: Offsets, own: Mask) -> None:
         """Refuse a mask that lacks words of the turns, or has words of other messages."""
 
-        def held(tokens: Mask) -> Mask:
+        def covered_characters(tokens: Mask) -> Mask:
             steps = np.zeros(len(self.text) + 1, dtype=np.int64)
             np.add.at(steps, offsets[tokens, 0], 1)
             np.add.at(steps, offsets[tokens, 1], -1)
             return np.cumsum(steps)[:-1] > 0
 
         taught = np.isin(self.turn_of, list(turns))
-        needed = np.array([said.kind != "thought" for said in self.said] + [False])[self.symbols]
-        if (wrong := held(own) & (self.turn_of >= 0) & ~taught).any():
-            raise self.refused(int(self.turn_of[wrong][0]), "would put loss on what turn {} says")
-        if (wrong := held(~own) & needed & taught).any():
-            raise self.refused(int(self.turn_of[wrong][0]), "leaves some of what turn {} says without loss")
+        needed = np.array([message_text.kind != "thought" for message_text in self.texts] + [False])[self.symbols]
+        if (mismatch := covered_characters(own) & (self.turn_of >= 0) & ~taught).any():
+            raise self.refused(int(self.turn_of[mismatch][0]), "would put loss on what turn {} says")
+        if (mismatch := covered_characters(~own) & needed & taught).any():
+            raise self.refused(int(self.turn_of[mismatch][0]), "leaves some of what turn {} says without loss")
 
-    def refused(self, turn: int, what: str) -> UserError:
+    def refused(self, turn: int, problem: str) -> UserError:
         """Return the error for a turn of a template."""
-        return UserError(f"the chat template {what.format(turn + 1)}, {self.otherwise}")
+        return UserError(f"the chat template {problem.format(turn + 1)}, {self.otherwise}")
 
 
 def _codes(text: str) -> npt.NDArray[np.int64]:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4").astype(np.int64)
 
 
-def _common(one: str, other: str) -> int:
+def _common(first: str, second: str) -> int:
     """Return the length of the common beginning of two texts."""
-    return len(commonprefix([one, other]))
+    return len(commonprefix([first, second]))
 
 
 @lru_cache(maxsize=8)

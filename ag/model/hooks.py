@@ -423,7 +423,7 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
                 how = as_they_came(positions, padding, tokens.shape[1])
             else:
                 how = right_aligned(columns, positions)
-            named["attention_mask"] = masks_by_type(mask, how.there)
+            named["attention_mask"] = masks_by_type(mask, how.valid)
         interceptor.columns, interceptor.arranged = columns, how if attachment.hybrid else None
         interceptor.attended = [0] * len(attachment.modules)
         named["position_ids"] = how.positions

@@ -80,10 +80,10 @@ class States(Cache):
         layers = dict(enumerate(self.kept))
         for name, state in tensors.items():
             index, kind, number = name.split(".")
-            layer, place = layers[int(index)], int(number)
+            layer, state_number = layers[int(index)], int(number)
             update = {"conv_states": layer.update_conv_state, "recurrent_states": layer.update_recurrent_state}[kind]
-            update(state, place)
-            layer.has_previous_state[place] = True
+            update(state, state_number)
+            layer.has_previous_state[state_number] = True
 
     def record(self, on: bool) -> None:
         """Keep all inputs of convolutions that come from now on, for :meth:`crop`, or those that later ones need."""
@@ -107,8 +107,8 @@ class States(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all states, with what is kept to go back."""
-        kinds = [kind for layer in self.kept for kind in (layer.conv_states, layer.recurrent_states)]
-        return sum(x.nbytes for kind in kinds for x in kind.values() if x is not None)
+        states_of_layers = [kind for layer in self.kept for kind in (layer.conv_states, layer.recurrent_states)]
+        return sum(x.nbytes for kind in states_of_layers for x in kind.values() if x is not None)
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
@@ -128,25 +128,25 @@ class States(Cache):
         self.crop()
         part.crop()
         for layer, other in zip(self.kept, part.kept, strict=True):
-            for before, after in (
+            for old_states, new_states in (
                 (layer.conv_states, other.conv_states),
                 (layer.recurrent_states, other.recurrent_states),
             ):
-                for number, x in after.items():
+                for number, x in new_states.items():
                     if x is not None:
-                        whole = before[number]
-                        whole = x.new_zeros(batch, *x.shape[1:]) if whole is None else whole
-                        after[number] = whole.index_copy(0, rows.to(x.device), x)
+                        state = old_states[number]
+                        state = x.new_zeros(batch, *x.shape[1:]) if state is None else state
+                        new_states[number] = state.index_copy(0, rows.to(x.device), x)
         self.layers = part.layers
 
     def join(self, other: States) -> None:
         """Append the sequences of other states of the same model."""
         self.crop()
         other.crop()
-        for mine, theirs in zip(self.kept, other.kept, strict=True):
+        for mine, other_layer in zip(self.kept, other.kept, strict=True):
             for name in ("conv_states", "recurrent_states"):
-                rows, more = getattr(mine, name), getattr(theirs, name)
-                rows.update({n: torch.cat([x, more[n]]) for n, x in rows.items() if x is not None})
+                rows, added = getattr(mine, name), getattr(other_layer, name)
+                rows.update({n: torch.cat([x, added[n]]) for n, x in rows.items() if x is not None})
 
 
 class HoldsStates(Cache):
@@ -184,7 +184,7 @@ class HoldsStates(Cache):
         if self.states is not None:
             self.states.crop(columns)
 
-    def check_going_back(self, what: str, columns: int | None, seen: int) -> None:
+    def check_going_back(self, operation: str, columns: int | None, num_columns: int) -> None:
         """Refuse to take ``columns`` of those seen back where states do not; None means unequal numbers of tokens.
 
         Raises:
@@ -193,13 +193,15 @@ class HoldsStates(Cache):
         states, model = self.states, type(self.decoder).__name__
         if states is not None and not states.go_back:
             raise UserError(
-                f"{what}: {model} has layers of linear attention, whose states cannot go back: expected no token to be "
+                f"{operation}: {model} has layers of linear attention, whose states cannot go back: expected no token "
+                "to be "
                 "taken back; call cache.reset() and read the text again."
             )
-        recorded = 0 if states is None else states.recorded(seen)
+        recorded = 0 if states is None else states.recorded(num_columns)
         if states is not None and (columns is None or columns > recorded):
             raise UserError(
-                f"{what}: the convolutions of {model} go back by columns of all sequences, here {recorded} at most: "
+                f"{operation}: the convolutions of {model} go back by columns of all sequences, here {recorded} at "
+                "most: "
                 "expected crop(-n), and cache.activate_past_recording() before those columns; else call cache.reset() "
                 "and read the text again."
             )
@@ -214,7 +216,7 @@ class Arranged(NamedTuple):
 
     columns: Tensor | None  # [b, w], which columns of the call are read, -1 on padding; None means all as they came
     positions: Tensor | None  # [..., b or 1, w], of these columns; None means that the model counts them
-    there: Tensor | None  # [b, w] bool, which columns are tokens; None means all
+    valid: Tensor | None  # [b, w] bool, which columns are tokens; None means all
     order: Tensor | None = None  # [b, w], where the left-aligned tokens of a sequence stand; None means in every column
     rows: Tensor | None = None  # [b], the sequences of the batch that have a token; None means all
     batch: int = 0  # sequences of the batch, where some have no token
@@ -240,8 +242,8 @@ def as_they_came(positions: Tensor | None, mask: Tensor | None, length: int) -> 
         mask: ``[B, T or more]``, nonzero on tokens, with padding on either side; None means that all are tokens.
         length: columns of the pass.
     """
-    there = None if mask is None or length == 1 or bool(mask[:, -length:].all()) else mask[:, -length:].bool()
-    return Arranged(None, positions, None if there is None else there.contiguous())
+    valid = None if mask is None or length == 1 or bool(mask[:, -length:].all()) else mask[:, -length:].bool()
+    return Arranged(None, positions, None if valid is None else valid.contiguous())
 
 
 def right_aligned(columns: Tensor, positions: Tensor | None) -> Arranged:
@@ -257,36 +259,37 @@ def right_aligned(columns: Tensor, positions: Tensor | None) -> Arranged:
         if positions is not None:
             positions = positions.expand(*positions.shape[:-2], batch, width)[..., rows.to(positions.device), :]
         columns, counts = columns[rows], counts[rows]
-    before = width - counts[:, None]
-    if not bool(before.any()):
+    num_padding = width - counts[:, None]
+    if not bool(num_padding.any()):
         return Arranged(columns, positions, None, None, rows, batch)
-    places = torch.arange(width, device=columns.device)
-    columns = columns.gather(1, (places - before) % width)
+    columns_in_row = torch.arange(width, device=columns.device)
+    columns = columns.gather(1, (columns_in_row - num_padding) % width)
     if positions is not None:
-        given = positions.expand(*positions.shape[:-2], len(columns), width)
-        positions = given.gather(-1, ((places - before) % width).to(given.device).expand_as(given))
-    return Arranged(columns, positions, columns >= 0, (places + before) % width, rows, batch)
+        positions = positions.expand(*positions.shape[:-2], len(columns), width)
+        source = ((columns_in_row - num_padding) % width).to(positions.device)
+        positions = positions.gather(-1, source.expand_as(positions))
+    return Arranged(columns, positions, columns >= 0, (columns_in_row + num_padding) % width, rows, batch)
 
 
-def masks_by_type(attention: Tensor, there: Tensor | None) -> dict[str, Tensor | None]:
+def masks_by_type(attention: Tensor, valid: Tensor | None) -> dict[str, Tensor | None]:
     """Return the masks of a pass by the type of layer, as hybrid models take them.
 
     Args:
         attention: what layers that attend get.
-        there: ``[b, w]`` bool, which columns of the pass are tokens; None means all.
+        valid: ``[b, w]`` bool, which columns of the pass are tokens; None means all.
     """
-    return {**dict.fromkeys(ATTENTION, attention), **dict.fromkeys(IN_TURN, there)}
+    return {**dict.fromkeys(ATTENTION, attention), **dict.fromkeys(IN_TURN, valid)}
 
 
 def looking_ahead(masks: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Return the masks ``[B or 1, 1, T, S]`` of a model by type of layer if some token sees a later one, else none."""
-    given = {kind: mask for kind, mask in masks.items() if isinstance(mask, Tensor) and mask.ndim == 4}
-    for mask in given.values():
+    mask_tensors = {kind: mask for kind, mask in masks.items() if isinstance(mask, Tensor) and mask.ndim == 4}
+    for mask in mask_tensors.values():
         length, columns = mask.shape[-2:]
-        later = torch.ones(length, columns, dtype=torch.bool, device=mask.device).triu(columns - length + 1)
-        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        if bool((seen & later).any()):
-            return given
+        future = torch.ones(length, columns, dtype=torch.bool, device=mask.device).triu(columns - length + 1)
+        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        if bool((visible & future).any()):
+            return mask_tensors
     return {}
 
 

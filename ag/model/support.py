@@ -27,7 +27,8 @@ from ag.model.structure import (
 )
 
 TRIED, OTHER = (4, 2), 100.0  # tokens of the parts of a text by which states are tried, and the size of other states
-FAR, TOLERANCE = 100, 0.05  # places between two queries, and how much of a query's length rounding may change
+PROBE_DISTANCE = 100  # positions between two queries
+TOLERANCE = 0.05  # share of a query's length that rounding may change
 
 
 def check_attention(model: nn.Module) -> None:
@@ -49,15 +50,15 @@ def check_attention(model: nn.Module) -> None:
             f"{type(decoder).__name__}: layers that do not attend reach into the cache of transformers "
             f"{transformers.__version__}: expected 5.23 or newer; pip install -U transformers."
         )
-    kinds = getattr(decoder.config, "layer_types", None) or ATTENTION[:1] * len(decoder.layers)
+    types = getattr(decoder.config, "layer_types", None) or ATTENTION[:1] * len(decoder.layers)
     shared = shared_layers(decoder.config)
     for index in sorted([*attention_layers(decoder.config), *shared]):
         module: Any = attention_of(decoder.layers[index])
         if module is None:
             module = getattr(decoder.layers[index], "self_attn", decoder.layers[index])
             does = "computes its attention without the attention interface of transformers"
-        elif kinds[index] not in (*ATTENTION, "hybrid"):
-            does = f"is of the type {kinds[index]}: expected {' or '.join(ATTENTION)}"
+        elif types[index] not in (*ATTENTION, "hybrid"):
+            does = f"is of the type {types[index]}: expected {' or '.join(ATTENTION)}"
         elif getattr(module, "is_causal", True) is False:
             does = "lets tokens see later ones: expected causal attention"
         elif getattr(module, "is_kv_shared_layer", False) and index not in shared:
@@ -80,7 +81,7 @@ def _is_cache_of_its_own(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ != Cache.__module__
 
 
-def check_rotations(decoder: Any, what: str, instead: str) -> None:
+def check_rotations(decoder: Any, operation: str, instead: str) -> None:
     """Raise unless queries and keys of every layer can be rotated to other places: whole ones, by fixed frequencies.
 
     ``what`` needs it, and ``instead`` says what to do; the decoder is instrumented.
@@ -92,7 +93,7 @@ def check_rotations(decoder: Any, what: str, instead: str) -> None:
     if attachment.unturned is None:
         attachment.unturned = _unturned(decoder)
     if attachment.unturned:
-        raise UnsupportedModelError(f"{what}: {type(decoder).__name__} {attachment.unturned}. {instead}")
+        raise UnsupportedModelError(f"{operation}: {type(decoder).__name__} {attachment.unturned}. {instead}")
 
 
 def several_positions(decoder: Any) -> bool:
@@ -100,11 +101,11 @@ def several_positions(decoder: Any) -> bool:
     return "mrope_section" in (getattr(decoder.config, "rope_parameters", None) or {})
 
 
-def check_one_position_per_token(decoder: Any, what: str) -> None:
+def check_one_position_per_token(decoder: Any, operation: str) -> None:
     """Raise ``UserError`` for what takes the length of a sequence for its next position, where it is another one."""
     if several_positions(decoder):
         raise UserError(
-            f"{what}: tokens of {type(decoder).__name__} have several positions (time, height, width), so that the "
+            f"{operation}: tokens of {type(decoder).__name__} have several positions (time, height, width): the "
             "next one of a text does not follow from its length; leave this out, or use a model with one position a "
             "token."
         )
@@ -113,10 +114,10 @@ def check_one_position_per_token(decoder: Any, what: str) -> None:
 def check_turns(decoder: Any, positions: str) -> None:
     """Raise ``UserError`` unless all layers can rotate anew: by one RoPE, see :func:`check_rotations`, no windows."""
     check_rotations(decoder, f"positions={positions}", "Use positions=original.")
-    kinds = decoder.rotary_emb.rope_type
-    if isinstance(kinds, dict):
+    types = decoder.rotary_emb.rope_type
+    if isinstance(types, dict):
         raise UnsupportedModelError(
-            f"positions={positions}: {type(decoder).__name__} rotates keys by several RoPEs ({', '.join(kinds)}); "
+            f"positions={positions}: {type(decoder).__name__} rotates keys by several RoPEs ({', '.join(types)}); "
             "expected one for all layers. Use positions=original."
         )
     window = getattr(decoder.config, "sliding_window", None)
@@ -144,25 +145,30 @@ def _read_in_two_parts(decoder: Any) -> bool:
     """Tell whether the second part of a text depends on the states of each kind of layers."""
     config, device, draw = decoder.config, device_of(decoder), torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (1, sum(TRIED)), generator=draw).to(device)
-    places, called = torch.arange(sum(TRIED), device=device)[None], cache_argument(type(decoder))
+    token_positions, called = torch.arange(sum(TRIED), device=device)[None], cache_argument(type(decoder))
 
     def read(part: slice, states: Cache) -> Tensor:
-        given = {"input_ids": ids[:, part], "position_ids": places[:, part], called: states, "use_cache": True}
-        hidden: Tensor = decoder(**given).last_hidden_state
+        inputs = {
+            "input_ids": ids[:, part],
+            "position_ids": token_positions[:, part],
+            called: states,
+            "use_cache": True,
+        }
+        hidden: Tensor = decoder(**inputs).last_hidden_state
         return hidden
 
-    states, rest = DynamicCache(config=config), slice(TRIED[0], None)
+    states, second_part = DynamicCache(config=config), slice(TRIED[0], None)
     read(slice(TRIED[0]), states)
-    want, kinds = read(rest, copy.deepcopy(states)), dict[Any, list[int]]()
+    want, types = read(second_part, copy.deepcopy(states)), dict[Any, list[int]]()
     for index, layer in enumerate(states.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            kinds.setdefault((type(decoder.layers[index]), config.layer_types[index]), []).append(index)
-    for layers, name in itertools.product(kinds.values(), ("conv_states", "recurrent_states")):
+            types.setdefault((type(decoder.layers[index]), config.layer_types[index]), []).append(index)
+    for layers, name in itertools.product(types.values(), ("conv_states", "recurrent_states")):
         other = copy.deepcopy(states)
         changed = [x for index in layers for x in getattr(other.layers[index], name).values() if x is not None]
         for x in changed:  # large, so that what follows moves by more than rounding
             x.copy_(OTHER * torch.randn(x.shape, generator=draw))
-        if changed and torch.equal(read(rest, other), want):
+        if changed and torch.equal(read(second_part, other), want):
             return False
     return True
 
@@ -175,24 +181,24 @@ def _unturned(decoder: Any) -> str:
     if several_positions(decoder):
         return "rotates each key by several positions; expected one for each token"
     rotary: Any = getattr(decoder, "rotary_emb", None)
-    kinds = getattr(rotary, "rope_type", None)
+    types = getattr(rotary, "rope_type", None)
     apply = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
     if apply is None or not {"q", "k", "cos", "sin"} <= {*inspect.signature(apply).parameters}:
         return "rotates keys by a function of its own; expected apply_rotary_pos_emb(q, k, cos, sin)"
-    places = attention_layers(decoder.config)
+    token_positions = attention_layers(decoder.config)
     for index, attention in enumerate(attentions_of(decoder)):
-        name = decoder.config.layer_types[places[index]] if isinstance(kinds, dict) else ""
-        kind = kinds.get(name) if isinstance(kinds, dict) else kinds
+        name = decoder.config.layer_types[token_positions[index]] if isinstance(types, dict) else ""
+        kind = types.get(name) if isinstance(types, dict) else types
         if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
-            found = f"{kind or 'no'} RoPE"
-            return f"rotates keys by {found}; expected fixed frequencies (default, linear, llama3, yarn)"
+            label = f"{kind or 'no'} RoPE"
+            return f"rotates keys by {label}; expected fixed frequencies (default, linear, llama3, yarn)"
         q = _probed(decoder, index, attention)
         turned = 2 * len(getattr(rotary, f"{name}_inv_freq" if name else "inv_freq"))
         if q.shape[-1] != turned:
             return f"rotates {turned} of a key's {q.shape[-1]} dimensions; expected all"
-        near, far = q[:, :, :1].float(), q[:, :, 1:].float()
-        moved = rotate(decoder, near, torch.full((1, 1, 1), FAR, device=q.device), layer=index)
-        if torch.linalg.vector_norm(moved - far) > TOLERANCE * torch.linalg.vector_norm(far):
+        first_query, second_query = q[:, :, :1].float(), q[:, :, 1:].float()
+        moved = rotate(decoder, first_query, torch.full((1, 1, 1), PROBE_DISTANCE, device=q.device), layer=index)
+        if torch.linalg.vector_norm(moved - second_query) > TOLERANCE * torch.linalg.vector_norm(second_query):
             return (
                 f"does not rotate the keys of layer {index} as those of others; expected the same RoPE in every layer"
             )
@@ -201,16 +207,16 @@ def _unturned(decoder: Any) -> str:
 
 @torch.no_grad()
 def _probed(decoder: Any, index: int, attention: Any) -> Tensor:
-    """Return the queries ``[1, H, 2, D]`` that attention makes of one hidden state at the places 0 and ``FAR``."""
+    """Return queries ``[1, H, 2, D]`` of one hidden state at positions 0 and ``PROBE_DISTANCE``."""
     weight, device = decoder.get_input_embeddings().weight, device_of(attention)
     drawn = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0))
     hidden = drawn.to(device, weight.dtype).expand(-1, 2, -1)
-    places = torch.tensor([[0, FAR]], device=device)
+    token_positions = torch.tensor([[0, PROBE_DISTANCE]], device=device)
     probe, names = _Probe(), inspect.signature(type(attention).forward).parameters
     attention(
         hidden_states=hidden,
-        position_embeddings=rope_of(decoder, index)[0](hidden, places),
-        position_ids=places,
+        position_embeddings=rope_of(decoder, index)[0](hidden, token_positions),
+        position_ids=token_positions,
         attention_mask=None,
         gating=probe,
         **({"shared_kv_states": {}} if "shared_kv_states" in names else {}),

@@ -253,7 +253,7 @@ def test_without_a_compiler_pytorch_takes_over_and_says_so_once(fresh, caplog):
     assert torch.equal(out, reference.paged_attention(*arguments)[0])
     (line,) = [record.getMessage() for record in caplog.records if "paged_attention" in record.getMessage()]
     assert line.startswith("paged_attention: reference (triton: ")
-    assert line.endswith("; cpp: there is no C++ compiler (install g++))")
+    assert line.endswith("; cpp: there is no C++ compiler)")
     fresh.setenv("AG_KERNELS", "cpp")
     with pytest.raises(UserError, match=r"AG_KERNELS=cpp: paged_attention .*C\+\+"):
         paged_attention(*arguments)

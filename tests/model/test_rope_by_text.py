@@ -146,13 +146,13 @@ def test_answers_of_a_server_are_those_of_each_request_alone(name, tiny_tokenize
     model = tiny(name, **MODELS[name] | more)
     draw, policy = random.Random(0), ag.policy("h2o", 24)
     scheduler = Scheduler(model, tiny_tokenizer, policy, ag.Pool(model, 1 << 21), prefill_tokens=24)
-    scheduler.context = None if name == "llama" else scheduler.context  # transformers reads beyond it
+    scheduler.context_length = None if name == "llama" else scheduler.context_length  # transformers reads beyond it
     system = served.text(draw, 70)
     requests = [Request(tokens=system + served.text(draw, more), max_tokens=6) for more in (5, 60, 9, 64, 7)]
     streams = [stream for request in requests for stream in scheduler.submit(request)]
     served.finish(scheduler)
     assert [served.read(stream) for stream in streams] == [served.alone(model, policy, x) for x in requests]
-    assert scheduler.counts.reused
+    assert scheduler.counts.cached
     with refuses(UserError, str(changes + 1), "RoPE"):
         scheduler.submit(Request(tokens=system, max_tokens=28))
 
