@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import Qwen2Config
 
 import ag
 from ag.compare import main
@@ -15,24 +16,38 @@ from ag.config.recipes import RECIPES, load_config
 from ag.config.schema import Config
 from ag.gates import export
 from ag.gates.export import ExportError
+from ag.model.base import hub_name
+from ag.model.geometry import fingerprint
 from tests.support.refused import refuses
 
 NAMES = exports.shipped()
-MOST = 3 * 2**20
+MOST = {"qwen2.5-coder-0.5b": 5 * 2**20, "smollm2": 3 * 2**20}
+SHARES_OF = {"qwen2.5-coder-0.5b": 0.55, "smollm2": 0.3}  # of tokens that the flags alone keep, at least
+RECIPES_OF = {"qwen2.5-coder-0.5b": "remember", "smollm2": "smollm2_remember"}
 
 
 def test_each_is_small_and_what_its_recipe_trains() -> None:
-    assert NAMES == ["smollm2"]
-    for name in NAMES:
-        assert sum(file.stat().st_size for file in export.local(name).iterdir()) <= MOST
-        recipe = load_config(RECIPES / "fit" / f"{name}_remember.yaml", Config)
+    assert list(MOST) == NAMES
+    for name, most in MOST.items():
+        assert sum(file.stat().st_size for file in export.local(name).iterdir()) <= most
+        assert export.read_info(name)["base_model"]["name"] == hub_name(name)
+        recipe = load_config(RECIPES / "fit" / f"{RECIPES_OF[name]}.yaml", Config)
         gates = ag.AttentionGates.from_pretrained(name)
-        assert gates.calibration.boundary(0.35) < 0 < gates.calibration.boundary(0.3)  # what the flags alone keep
+        kept = SHARES_OF[name]
+        assert gates.calibration.boundary(kept + 0.05) < 0 < gates.calibration.boundary(kept)
         assert gates.config.kind == "mlp"  # has no heads
         assert replace(gates.config, head_dim=recipe.gate.head_dim) == recipe.gate
         assert recipe.export.weights == "int8" == export.read_info(name)["weights"]
     with refuses(ExportError, "smolm2", "did you mean smollm2?"):
         ag.policy("gates:smolm2")
+
+
+def test_those_of_qwen_serve_the_model_of_the_hub() -> None:
+    """Its configuration there ties the embeddings, and names a window that it does not use."""
+    sizes = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+    window = {"sliding_window": 32768, "use_sliding_window": False, "max_window_layers": 24}
+    hub = Qwen2Config(**sizes, **window, intermediate_size=4864, vocab_size=151936, tie_word_embeddings=True)
+    assert fingerprint(hub) == export.read_info("qwen2.5-coder-0.5b")["base_model"]["fingerprint"]
 
 
 @pytest.mark.slow
