@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from ag.config.gate import GateConfig as GateConfig
     from ag.engine import EvictionCache as EvictionCache
     from ag.engine import Policy as Policy
-    from ag.engine import policy as policy
     from ag.engine.block_pool import Pool as Pool
     from ag.engine.block_pool import PoolFullError as PoolFullError
+    from ag.engine.policy import policy as policy
     from ag.engine.step_runner import StepRunner as StepRunner
     from ag.errors import BudgetWarning as BudgetWarning
     from ag.errors import UserError as UserError

@@ -20,7 +20,7 @@ from ag.engine.shown import Keys
 from ag.kernels.attention_stats import attention_stats
 from ag.kernels.softmax import PLAIN, Softmax
 
-Result = TypeVar("Made")
+Result = TypeVar("Result")
 
 BLOCK = 64  # queries visited at once
 COLUMNS = 1024  # by how many at a time a table of all tokens grows
@@ -113,7 +113,8 @@ class ScorerInputs:
     @cached_property
     def key_valid(self) -> Tensor:
         """``[B, Hkv, N]`` bool, the slots that hold a token which some later query sees."""
-        return self.keys.valid if self.sliding_window is None else self.keys.valid & ~self.expired
+        expired = self.expired
+        return self.keys.valid if expired is None else self.keys.valid & ~expired
 
     @property
     def expired(self) -> Tensor | None:

@@ -180,7 +180,7 @@ def table(records: list[Record]) -> list[Record]:
     quotient of measurements of the same document and round. Bytes are means over documents, right after the prompt;
     ``all bytes`` adds to keys and values what is remembered beside them. Nats are means over documents.
     """
-    from ag.bench.measure import paired  # loads torch, which no help needs
+    from ag.bench.measure import median_ratio  # loads torch, which no help needs
 
     full = {side: _figures(records, "full", side) for side in ("ag", "kvpress")}
     rows = []
@@ -193,12 +193,12 @@ def table(records: list[Record]) -> list[Record]:
                     "contestant": f"{name}, {side}",
                     "kept": fmean(mine["kept"]),
                     "prefill s": median(mine["prefill"]),
-                    "prefill over kvpress": paired(mine["prefill"], theirs["prefill"]),
+                    "prefill over kvpress": median_ratio(mine["prefill"], theirs["prefill"]),
                     "ms/token": 1000 * median(mine["token"]),
-                    "ms/token over kvpress": paired(mine["token"], theirs["token"]),
+                    "ms/token over kvpress": median_ratio(mine["token"], theirs["token"]),
                     "KV bytes": round(fmean(mine["kv_bytes"])),
                     "all bytes": round(fmean(mine["all_bytes"])),
-                    "all bytes over kvpress": paired(mine["all_bytes"], theirs["all_bytes"]),
+                    "all bytes over kvpress": median_ratio(mine["all_bytes"], theirs["all_bytes"]),
                     "nats": fmean(mine["nats"]),
                     "nats over full": fmean(mine["nats"]) - fmean(full[side]["nats"]),
                 }

@@ -177,7 +177,8 @@ class RowScorer(Scorer):
 
     def reduce(self, inputs: ScorerInputs, heads: Tensor) -> Tensor:
         """Turn ``[B, H, N]`` into one score per KV head, ``[B, Hkv, N]``."""
-        return heads.unflatten(1, (inputs.keys.shape[1], -1)).mean(2)
+        by_group: Tensor = heads.unflatten(1, (inputs.keys.shape[1], -1))
+        return by_group.mean(2)
 
     def pool(self, inputs: ScorerInputs, score: Tensor, before_window: bool = True) -> Tensor:
         """Smooth a score ``[B, *, N]`` over neighbours in the cache; a plain scorer returns it as it is."""

@@ -156,12 +156,12 @@ def leaderboard(comparison: Comparison) -> Table:
         task_summaries = {result.summary.task: result.summary for result in results}
         cells = [Cell(name, name)]
         for task in summaries:
-            summary = task_summaries.get(task)
-            if summary is None or summary.mean is None or summary.kept is None:
-                cells.append(Cell("" if summary is None else "none"))
+            own = task_summaries.get(task)
+            if own is None or own.mean is None or own.kept is None:
+                cells.append(Cell("" if own is None else "none"))
             else:
-                fewer = "" if summary.n == num_samples[task] else f", n = {summary.n}"
-                cells.append(Cell(f"{summary.mean:.4f}", summary.mean, f"{100 * summary.kept:.0f} %{fewer}"))
+                fewer = "" if own.n == num_samples[task] else f", n = {own.n}"
+                cells.append(Cell(f"{own.mean:.4f}", own.mean, f"{100 * own.kept:.0f} %{fewer}"))
         for metric in averaged:
             means = [summary.mean for summary in task_summaries.values() if summary.metric == metric]
             measured_means = [mean for mean in means if mean is not None]
