@@ -81,7 +81,7 @@ def test_what_is_refused(machines, monkeypatch):
         with refuses(UserError, "CPU 2", "2 machines", "cpus=2"):
             list(cluster.share([1], partial(Doubles, 0), cluster.Room(cpus=2)))
         monkeypatch.setattr(cluster, "versions", lambda *names: dict.fromkeys(names, "0.1"))
-        with refuses(UserError, "torch", "0.1", "same versions"):
+        with refuses(UserError, "torch", "0.1", "equal versions"):
             list(cluster.share([1], partial(Doubles, 0), cluster.Room()))
 
 

@@ -34,12 +34,12 @@ from ag.evaluate.tasks.perplexity import Continuation
 @dataclass(frozen=True, kw_only=True)
 class Oldest(Scorer):
     def score(self, seen):
-        return -seen.key_ranks.float()
+        return -seen.key_indices.float()
 
 @dataclass(frozen=True, kw_only=True)
 class Flat(Scorer):
     def score(self, seen):
-        return seen.key_ranks.float()[:, 0]
+        return seen.key_indices.float()[:, 0]
 
 class Mine(Continuation):
     pass

@@ -36,12 +36,12 @@ def test_what_is_refused(words, expected, capsys):
 def test_memory_that_no_pool_can_take_is_told_as_it_was_given(memory, tmp_path, tiny_llama):
     """Fewer bytes than a block has; more than a process can address, where the machine was not asked before."""
     pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
-    from ag.serve.start import serving
+    from ag.serve.start import load_service
     from tests.support.http_server import saved
 
     folder = saved(tiny_llama(), tmp_path)
     with refuses(UserError, f"memory={memory}", "give"):
-        serving(ServeConfig(model=str(folder), policy="full", memory=memory))
+        load_service(ServeConfig(model=str(folder), policy="full", memory=memory))
 
 
 def test_a_share_is_a_budget():

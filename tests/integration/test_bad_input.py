@@ -99,7 +99,7 @@ def test_disk_full_while_exporting(fails: Fails, tmp_path: Path, monkeypatch: py
     assert "export: the export could not be written ([Errno 28] No space left on device)" in message
     [run] = runs(tmp_path / "runs")
     left = {path.name for path in run.iterdir()}
-    assert left - {"figures"} == {"config.yaml", "metrics.csv", "checkpoints"}
+    assert left - {"figures", "lock"} == {"config.yaml", "metrics.csv", "checkpoints"}
     assert fit.main([f"resume={run}"]) == 0  # when there is room again
     assert (run / "export" / "adapter" / "adapter_model.safetensors").is_file()
 

@@ -123,7 +123,7 @@ def test_rows_count_the_samples_that_protect_more_than_the_budget(config, quiet,
     assert comparison.results[1].summary.kept == pytest.approx(32 / 40)
     table = (comparison.folder / "table.md").read_text()
     [row] = [line for line in table.splitlines() if line.startswith("| snapkv | 0.1 |")]
-    assert row.split(" | ")[2:4] == ["80.0%", "6 of 6"] and "\nover budget: samples in which" in table
+    assert row.split(" | ")[2:4] == ["80.0%", "6 of 6"] and "\nover budget: samples with" in table
     quiet.print(printed(comparison))
     assert "*80.0%" in quiet.file.getvalue() and "* over budget: there are" in quiet.file.getvalue()
     assert "warning" not in quiet.file.getvalue() and capsys.readouterr().err == ""
@@ -339,7 +339,7 @@ def test_flags_are_found_again_that_were_called_gates(config, quiet, tiny_llama,
     now = compare(config(policies=["full", f"flags:{path}"], budgets=[]), quiet)
     assert now.results[1].summary.policy == f"ag.policy('flags:{path}')"
     assert now.results[1].values() == before.results[1].values() and now.results[1].is_gated and not now.hidden
-    with refuses(UserError, "'ppl: a'", "'ppl: b'", "the same"):
+    with refuses(UserError, "'ppl: a'", "'ppl: b'", "one cell"):
         list_cells(config(policies=["full", f"a=flags:{path}", f"b=gates:{path}"], budgets=[]))
 
 
