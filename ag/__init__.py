@@ -39,7 +39,7 @@ _PUBLIC = {
     "attach": "ag.gates.attach",
     "detach": "ag.gates.attach",
     "load_base": "ag.model.base",
-    "policy": "ag.engine",
+    "policy": "ag.engine.policy",
 }
 
 
