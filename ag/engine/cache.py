@@ -93,9 +93,9 @@ class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its laye
         self.sharing = [index for index in range(len(self.heads)) if index not in windowed]
         if self.gates is not None and self.policy.budget is not None:
             self.sharing = self.gates.layer_indices
-        self.chunk, sequence_indices = chunk_size(config), attention_layers(config)
+        self.chunk, attending_layers = chunk_size(config), attention_layers(config)
         self.goes_on = states_go_on(self.decoder)
-        self.readers = [sequence_indices.index(source) for source in shared_layers(config).values()]
+        self.readers = [attending_layers.index(source) for source in shared_layers(config).values()]
         self.reset()
 
     def reset(self) -> None:

@@ -45,10 +45,9 @@ def fitted(model: nn.Module, gates: AttentionGates, wanting: Policy) -> Policy:
     num_ungated = sum(index not in windowed for index in range(first))
     if num_ungated and wanting.budget is not None:
         warnings.warn(
-            f"{wanting!r}: {num_ungated} of {gates.fingerprint['num_layers']} layers have no gate (gate.first_layer="
-            f"{first}) "
-            "and keep all their tokens; the budget is that of the layers with a gate. Train gates with "
-            "gate.first_layer=0 for a budget of all layers.",
+            f"{wanting!r}: {num_ungated} of {gates.fingerprint['num_layers']} layers have no gate "
+            f"(gate.first_layer={first}) and keep all their tokens; the budget is that of the layers with a gate. "
+            "Train gates with gate.first_layer=0 for a budget of all layers.",
             BudgetWarning,
             stacklevel=2,
         )

@@ -90,7 +90,7 @@ class Evictor:
         ``held`` of the stores counts the new tokens already. ``sliding_window`` is that of the layers that share the
         budget; None means that they have none.
         """
-        for store in stores if self._counts_decode else ():
+        for store in stores if self._counts_decode and self.policy.steps is not None else ():
             if not store.stacked:
                 store.stack_records()
             shape, device = (*store.held.shape, store.slots), store.table.device
