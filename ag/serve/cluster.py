@@ -32,12 +32,20 @@ from ag.config.recipes import resolve
 from ag.continuation import read_policy
 from ag.errors import UserError
 from ag.serve.answers import request_id
-from ag.serve.app import Endpoints, api_error
+from ag.serve.app import STOPPING, Endpoints, api_error
 from ag.serve.metrics import Status, label_replicas
 from ag.serve.prompts import policy_text
 from ag.serve.scheduler import QueueTimeoutError, StoppedError
 from ag.serve.snapshot import sum_snapshots
-from ag.serve.start import DRAIN_SECONDS, announce, listen, load_service, set_up_log, with_environment_key
+from ag.serve.start import (
+    CLOSE_SECONDS,
+    DRAIN_SECONDS,
+    announce,
+    listen,
+    load_service,
+    set_up_log,
+    with_environment_key,
+)
 from ag.versions import versions
 
 try:
@@ -97,6 +105,10 @@ class Replica:
             async for part in parts:
                 yield part
 
+    async def end_answers(self) -> None:
+        """End every answer now, with the text that it has so far; refuse new ones."""
+        self._service.scheduler.stop(STOPPING)
+
     async def status(self) -> tuple[str, Status]:
         """Return the name and the status of this replica."""
         return str(serve.get_replica_context().replica_id.unique_id), await self._service.status()
@@ -140,6 +152,12 @@ class Front(Endpoints):
         """Refuse new requests; returns the number of open ones."""
         self.draining = True
         return self.open
+
+    async def end_answers(self) -> int:
+        """End the open answers of all replicas with the text that they have so far; returns their number."""
+        number = self.open
+        await self._replicas.broadcast("end_answers").results_async(timeout_s=STATUS_SECONDS, return_exceptions=True)
+        return number
 
     async def ask(self, path: str, body: bytes) -> AsyncGenerator[Message | bytes]:
         """Forward the body of a request to a replica, and yield the parts of its response."""
@@ -297,7 +315,10 @@ def run_on(address: str, config: ServeConfig) -> int:
 
 
 def _serve_until_signal(serve_app: serve.Application, ready: Callable[[], None]) -> None:
-    """Run an application until SIGTERM or Ctrl-C. Then refuse new requests and finish the open requests."""
+    """Run an application until SIGTERM or Ctrl-C. Then refuse new requests and finish the open requests.
+
+    Requests that are open after ``DRAIN_SECONDS`` end with the text that they have so far.
+    """
     try:
         front = serve.run(serve_app, name=APP)
     except RuntimeError:
@@ -320,6 +341,16 @@ def _serve_until_signal(serve_app: serve.Application, ready: Callable[[], None])
     ready()
     stop.wait()
     logger.info("%s: open requests have %.0f s", *names, DRAIN_SECONDS)
-    end = time.monotonic() + DRAIN_SECONDS
-    while any(front.broadcast("drain").results(timeout_s=STATUS_SECONDS)) and time.monotonic() < end:
+    if not _drained(front, DRAIN_SECONDS):
+        logger.info("%d requests cut", sum(front.broadcast("end_answers").results(timeout_s=STATUS_SECONDS)))
+        _drained(front, CLOSE_SECONDS)
+
+
+def _drained(front: DeploymentHandle[Front], seconds: float) -> bool:
+    """Wait until no request is open, and return whether that is so within a time."""
+    end = time.monotonic() + seconds
+    while any(front.broadcast("drain").results(timeout_s=STATUS_SECONDS)):
+        if time.monotonic() > end:
+            return False
         time.sleep(0.1)
+    return True

@@ -16,14 +16,20 @@ try:
     import uvicorn
 
     from ag.serve.app import STOPPING, Service
-    from ag.serve.start import DRAIN_SECONDS, announce, listen, load_service, set_up_log, with_environment_key
+    from ag.serve.start import (
+        CLOSE_SECONDS,
+        DRAIN_SECONDS,
+        announce,
+        listen,
+        load_service,
+        set_up_log,
+        with_environment_key,
+    )
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     raise UserError(f"ag.serve needs {missing}: pip install 'ag[serve]'.") from error
 
 logger = logging.getLogger("ag.serve")
-
-CLOSE_SECONDS = 2  # for open connections, after the last completion
 
 
 def run(invocation: Invocation[ServeConfig]) -> int:

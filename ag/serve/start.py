@@ -27,6 +27,7 @@ logger = logging.getLogger("ag.serve")
 REQUEST = 4096  # tokens of the example request in the log's first line; fewer if the context is shorter
 ANSWER = 8  # one eighth of the example request is its completion
 DRAIN_SECONDS = 24.0  # for running completions after SIGTERM; orchestrators kill after 30
+CLOSE_SECONDS = 2  # for open connections, after the last completion
 
 
 def load_service(config: ServeConfig) -> Service:

@@ -320,3 +320,26 @@ def test_sigterm_lets_answers_end_and_refuses_new_requests(served):
     assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
     assert process.wait(60) == 0
     until(lambda: not any(one.is_running() for one in running))
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_an_answer_that_is_cut_at_the_end_has_its_text(tiny, tmp_path):
+    """The server's time for open answers is over: a stream and a whole answer end with what was written."""
+    environment = {ray_worker.PYTHON: started(), "AG_API_KEY": KEY, "AG_DRAIN_SECONDS": "0.5"}
+    folder, body = saved(tiny, tmp_path), {"prompt": "x", "max_tokens": LONG} | NEVER
+    script = Path(replicas.__file__)
+    with (
+        server(folder, "cluster=local", "replicas=1", *KEYS, script=script, **environment) as (address, process),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        whole = pool.submit(post, address, body)
+        stream = pool.submit(post, address, body | {"stream": True})
+        until(lambda: figures(address, "ag_answers").total() == 2)
+        process.send_signal(signal.SIGTERM)
+        whole, events = whole.result().json(), streamed(stream.result())
+        assert process.wait(60) == 0
+    tokens = whole["usage"]["completion_tokens"]
+    assert 0 < tokens < LONG and whole["choices"][0]["finish_reason"] == "length" and whole["choices"][0]["text"]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert "".join(event["choices"][0]["text"] for event in events)
