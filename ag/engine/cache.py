@@ -1,41 +1,43 @@
-"""The cache that evicts: hand it to ``model.generate(past_key_values=...)``."""
+"""The cache that evicts: hand it to ``model.generate(past_key_values=...)``.
+
+An :class:`EvictionCache` has a setup (what it was made for, ``setup.py``), a state (what it holds, ``cache_state.py``)
+and an interceptor, the forward pass that a model's hooks call (``forward_pass.py``).
+"""
 
 from __future__ import annotations
 
-import copy
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ag.config.spec import PolicySpec
 from ag.engine import saved
-from ag.engine.block_pool import BlockPool, Pool
-from ag.engine.checks import attached, check_add, check_needs, fitted
-from ag.engine.evictor import Evictor
-from ag.engine.held import CacheQueries
-from ag.engine.kv_store import stores_of
-from ag.engine.layer import Layer
+from ag.engine.block_pool import Pool
+from ag.engine.cache_state import CacheState
+from ag.engine.forward_pass import ForwardPass
 from ag.engine.policy import Option, Policy, policy
-from ag.engine.positions import ROTATIONS
-from ag.engine.reconstruction import ReconstructionPass
-from ag.engine.sequences import SequenceState
+from ag.engine.report import Report, layer_nbytes, report, share_held, visible_token_indices
+from ag.engine.setup import CacheSetup
 from ag.errors import UserError
-from ag.model.geometry import attention_layers, chunk_size, fingerprint, kv_heads, shared_layers
-from ag.model.hooks import decoder_of, device_of, instrument
-from ag.model.hybrid import HoldsStates, States
-from ag.model.support import check_attention, check_one_position_per_token, states_go_on
+from ag.gates.gate import AttentionGates
+from ag.model.hybrid import States
+from ag.model.support import check_one_position_per_token
 
 
-class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its layers are no layers of transformers
+class EvictionCache(Cache):
     """A key-value cache that evicts: evicted keys and values leave memory, per sequence and KV head.
 
     The first forward pass is the prompt. By the policy's schedule tokens are evicted after the prompt, within it block
     by block, or also while decoding.
+
+    A token counts as held if some later query may see it; the tokens of the last pass may be taken back. The memory of
+    tokens that left a sliding window, or are neither flagged by a gate nor recent, is freed a few tokens later.
 
     Args:
         model: causal language model, plain or PEFT-wrapped; the cache works with this one only.
@@ -61,62 +63,23 @@ class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its laye
         pool: Pool | None = None,
         **options: Option,
     ) -> None:
-        Cache.__init__(self, layers=[])
         if isinstance(spec, Policy) and (budget is not None or options):
             raise UserError(f"{spec!r} has its budget and options already; give them to ag.policy.")
-        self.policy = spec if isinstance(spec, Policy) else policy(spec, budget, schedule, **options)
-        self.gates = self.policy.gates
-        if self.policy.by_gates and self.gates is None:
-            self.gates = attached(model, self.policy)
-        check_attention(model)
-        self.decoder = decoder_of(model)
-        if pool is not None:
-            pool.check(self.decoder)
-            self.policy = self.policy.held_as(pool.kv_dtype)
-        if self.gates is not None:
-            self.modules = [self.gates]
-            self.policy = fitted(model, self.gates, self.policy)
-        self.rope = instrument(model).rope
-        check_needs(self.policy, self.decoder)
-        turned = ROTATIONS.get(self.policy.positions)
-        self.rotation = None if turned is None else turned(self.decoder)
-        config = self.decoder.config
-        self.heads, windowed = kv_heads(config), fingerprint(config)["windowed_layers"]
-        if pool is None:
-            kind_held = self.decoder.dtype if self.rotation is None else self.rotation.dtype(self.decoder.dtype)
-            like = torch.empty(0, dtype=kind_held, device=device_of(self.decoder.layers[0]))
-            self.pool = BlockPool(self.heads, like, self.policy.kv_dtype)
-        else:
-            self.pool = pool
-        if self.rotation is not None:
-            self.rotation.check(self.pool)
-        self.sharing = [index for index in range(len(self.heads)) if index not in windowed]
-        if self.gates is not None and self.policy.budget is not None:
-            self.sharing = self.gates.layer_indices
-        self.chunk, attending_layers = chunk_size(config), attention_layers(config)
-        self.goes_on = states_go_on(self.decoder)
-        self.readers = [attending_layers.index(source) for source in shared_layers(config).values()]
-        self.reset()
+        chosen = spec if isinstance(spec, Policy) else policy(spec, budget, schedule, **options)
+        #: What the cache is made for; forks share it.
+        self.setup = CacheSetup.of(model, chosen, pool)
+        super().__init__(layers=[DynamicLayer() for _ in self.setup.heads])  # they stay empty
+        self._take(CacheState(self.setup))
+
+    def _take(self, state: CacheState) -> None:
+        """Hold a state."""
+        self.state = state
+        #: The forward pass, which the hooks of the model call.
+        self.interceptor = ForwardPass(state)
 
     def reset(self) -> None:
         """Forget everything: the next tokens are a new prompt, of any batch size."""
-        gates, kind = self.gates, None
-        if gates is not None:
-            kind = torch.bool if self.policy.budget is None else torch.float32
-        self.store_of = stores_of(self.pool, self.heads, kind, self.rotation)
-        self.stores = [*dict.fromkeys(self.store_of)]
-        self.states = States.of(self.decoder.config)
-        self.sequences = SequenceState(self.policy, self.chunk, None if self.states is None else self.goes_on)
-        numbers = [layer.number for layer in self.heads]
-        self.evictor = None if self.policy.budget is None else Evictor(self.policy, self.sharing, numbers)
-        rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
-        self.reconstruction = None if rereader is None else ReconstructionPass(rereader)
-        gated_layers = () if gates is None else gates.layer_indices
-        self.layers = [
-            Layer(self.policy, self.decoder, index, gates if index in gated_layers else None, self.readers.count(index))
-            for index in range(len(self.heads))
-        ]
-        self.batch, self._new, self.broken, self._length, self.kind = None, None, False, 0, None
+        self.interceptor.reset()
 
     def __repr__(self) -> str:
         """Return one line: the policy, and the share and bytes that are held."""
@@ -125,18 +88,9 @@ class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its laye
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Fork: another continuation of the same text, which shares the blocks."""
-        self.note_mode()
         new = object.__new__(type(self))  # copy.copy would ask __reduce__
-        vars(new).update(vars(self), batch=None)
-        new.sequences = copy.deepcopy(self.sequences, {id(self.policy): self.policy})
-        forks = {store: store.fork() for store in self.stores}
-        new.stores, new.store_of = [*forks.values()], [forks[store] for store in self.store_of]
-        new.layers = [layer.fork() for layer in self.layers]
-        if self.evictor is not None:
-            new.evictor = self.evictor.fork()
-        if self.reconstruction is not None:
-            new.reconstruction = self.reconstruction.fork()
-        new.states = copy.deepcopy(self.states)
+        vars(new).update(vars(self))
+        new._take(self.state.fork())
         return new
 
     def __reduce__(self) -> NoReturn:
@@ -147,7 +101,7 @@ class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its laye
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the cache behind a prompt to one safetensors file, which takes its name when it is whole.
+        """Write the cache after a prompt to one safetensors file, which takes its name when it is whole.
 
         Args:
             path: of the file; an earlier saved cache there is replaced.
@@ -156,9 +110,9 @@ class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its laye
             UserError: before the end of a prompt, where something else is in the way, or for a policy that
                 :func:`ag.policy` cannot make again.
         """
-        self.check_whole()
-        self.look()
-        saved.save(self, path)
+        self.state.check_whole()
+        self.state.check_scores()
+        saved.save(self.state, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Self:
@@ -173,6 +127,118 @@ class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its laye
             UserError: when the file is no whole saved cache of this schema, or of another model or other gates.
         """
         return saved.load(cls, path, model)
+
+    # ---- what it holds
+
+    @property
+    def policy(self) -> Policy:
+        """The policy, as its gates were trained."""
+        return self.setup.policy
+
+    @property
+    def gates(self) -> AttentionGates | None:
+        """The gates of the policy; None means that it has none."""
+        return self.setup.gates
+
+    @property
+    def valid(self) -> Tensor:
+        """``[B, seen]`` bool, False on padding."""
+        return self.state.sequences.mask
+
+    @property
+    def seen_tokens(self) -> int:
+        """Columns of the input that went by, padding and evicted tokens included."""
+        return self.state.sequences.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks that are taken, and of the memory of gates; states of other layers do not count."""
+        state = self.state
+        blocks = sum(store.num_blocks() for store in state.stores)
+        block_nbytes = self.setup.pool.block_nbytes(state.stores[0].gate_type)
+        return blocks * block_nbytes + sum(layer.gate_memory.nbytes for layer in state.layers)
+
+    @property
+    def over_budget(self) -> Tensor:
+        """``[B]`` bool on the CPU: sequences that hold more than the budget because they protect more."""
+        noted = None if self.state.evictor is None else self.state.evictor.budgets.over_budget
+        return torch.zeros(len(self.state.sequences), dtype=torch.bool) if noted is None else noted
+
+    @property
+    def scoring_seconds(self) -> float:
+        """Seconds spent on scores and decisions; on a card the host waits for the last of them."""
+        return sum(layer.watch.seconds for layer in self.state.layers)
+
+    def kept_positions(self, layer: int) -> list[list[Tensor]]:
+        """Return which of its tokens each sequence holds in each KV head of a layer, counted from 0, ascending.
+
+        Padding is not counted: the first generated token of a prompt of 10 tokens is token 10.
+        """
+        token_indices = visible_token_indices(self.state, layer)
+        return [[row[row >= 0].sort().values for row in sequence] for sequence in token_indices]
+
+    def held_tokens(self) -> Tensor:
+        """Return the tokens per KV head that each layer holds of each sequence, ``[B, L]`` float32 on the CPU."""
+        layers = range(len(self.state.layers))
+        held = [visible_token_indices(self.state, layer) >= 0 for layer in layers]
+        return torch.stack([x.sum(-1).float().mean(1).cpu() for x in held], 1)
+
+    def kept_share(self, *, prompt: bool = False) -> float:
+        """Return the share of the (token, KV head) pairs seen so far that is still held, over all layers and sequences.
+
+        Args:
+            prompt: count the tokens of the prompt alone, without those that followed it.
+        """
+        return share_held(self.state, prompt)
+
+    def layer_nbytes(self) -> list[int]:
+        """Return the bytes of each layer's blocks and of its gate's memory; shared blocks count for each."""
+        return layer_nbytes(self.state)
+
+    def report(self, kinds: Mapping[str, Tensor] = MappingProxyType({})) -> Report:
+        """Return what each layer and head holds, what it costs, and the time that scoring took.
+
+        Args:
+            kinds: columns ``[B, T]`` bool of the text by a name, such as ``{"image": ids == image_token_id}``, of
+                which the report says how much is held.
+
+        Raises:
+            UserError: for columns of another shape than the batch and the text.
+        """
+        return report(self.state, kinds)
+
+    # ---- before a pass
+
+    def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
+        """Announce the text that is to come, whole or in parts: the prompt, or the same text grown longer.
+
+        ``model.generate`` calls it. Without it the first forward pass is the prompt. While a prompt is being read, the
+        rest of it may become another one. What comes must have the padding that is announced here.
+
+        Args:
+            valid: ``[B, T]`` bool, False on padding.
+            tokens: ids ``[B, T]``, or those of the new tokens alone; None means that they are not known.
+
+        Raises:
+            UserError: when the text does not go on from the one seen.
+        """
+        self.interceptor.expect(valid, tokens)
+
+    def protect(self, spans: Sequence[Any]) -> None:
+        """Keep tokens whatever the policy decides, until :meth:`reset`: a system prompt, say.
+
+        They count in the budget, like sinks. A model's sliding window hides them in its layers all the same. Another
+        call replaces this one.
+
+        Args:
+            spans: pairs (index of the first token, index after the last) of each sequence's own tokens, counted from 0,
+                or for each sequence a list of such pairs.
+
+        Raises:
+            UserError: for something else than such pairs, lists for another number of sequences, or tokens of which
+                some heads may have lost the key, as they were not protected when something was evicted.
+        """
+        self.state.sequences.protect(spans)
 
     # ---- going back
 
@@ -189,32 +255,13 @@ class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its laye
         """
         if isinstance(tokens_to_remove, Sequence):
             if any(tokens_to_remove):
-                check_one_position_per_token(self.decoder, f"crop({[*tokens_to_remove]})")
-            remove: int | Sequence[int] = tokens_to_remove
-        else:
-            remove = -operator.index(tokens_to_remove)
-            if remove < 0:
-                raise UserError(f"crop({-remove}): expected a negative number: crop(-n) forgets the last n columns.")
-        columns = self.sequences.equal_columns(remove)
-        if columns == 0 or not self.seen_tokens:
-            return self.crop_states(0)
-        self.check_whole()
-        self.look()
-        self.check_going_back("crop", columns, self.seen_tokens)
-        self.note_mode()
-        tokens = self.sequences.crop(remove)
-        self.crop_states(columns or 0)
-        if self.rotation is not None:
-            self.rotation.crop(self.store_of, self.sequences.num_tokens + tokens, self.sequences.num_tokens)
-        left = self.sequences.num_tokens
-        if any(layer.removes for layer in self.layers):
-            for layer in self.layers:
-                layer.crop(self.store_of[layer.index], tokens, left)
-        else:
-            for store in self.stores:
-                store.truncate(tokens)
-        for layer in self.layers:
-            layer.gate_memory.crop(left)
+                check_one_position_per_token(self.setup.decoder, f"crop({[*tokens_to_remove]})")
+            self.state.crop(tokens_to_remove)
+            return
+        columns = -operator.index(tokens_to_remove)
+        if columns < 0:
+            raise UserError(f"crop({-columns}): expected a negative number: crop(-n) forgets the last n columns.")
+        self.state.crop(columns)
 
     def rewind(self, input_ids: Tensor) -> int:
         """Go back to where a text parts from the one that was read, so that ``model.generate`` takes it from there.
@@ -226,12 +273,14 @@ class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its laye
 
         Returns:
             How many of its columns are held. 0 means that none is in common, that RoPE has other frequencies for a text
-            of that length, or that what was evicted or recorded behind it cannot come back (:meth:`crop`); then the
+            of that length, or that what was evicted or recorded after it cannot come back (:meth:`crop`); then the
             cache is as after :meth:`reset`, and reads the text anew.
         """
-        rope, tokens = self.rope, torch.tensor(input_ids.shape[1])
-        outgrown = rope is not None and bool(rope.outgrows(self.text_lengths, tokens).any())
-        common = 0 if self.broken or outgrown else self.sequences.ids.common(input_ids, self.seen_tokens)
+        rope, tokens = self.setup.rope, torch.tensor(input_ids.shape[1])
+        outgrown = rope is not None and bool(rope.outgrows(self.state.sequences.text_len, tokens).any())
+        common = 0
+        if not (self.state.broken or outgrown):
+            common = self.state.sequences.ids.common(input_ids, self.seen_tokens)
         if common:
             try:
                 self.crop(common - self.seen_tokens)
@@ -243,7 +292,7 @@ class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its laye
 
     def activate_past_recording(self) -> None:
         """Prepare for drafts that :meth:`crop` takes back; refuse a policy that may evict what is then wanted back."""
-        self.check_going_back("drafts", 0, self.seen_tokens)
+        self.state.check_going_back("drafts", 0)
         if not self.is_croppable:
             reason = "repeats a prompt before anything follows it"
             if self.policy.steps is not None:
@@ -252,14 +301,14 @@ class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its laye
                 f"{self.policy!r} {reason}; generate without an assistant model and prompt lookup, or use another "
                 "policy with the schedule prefill."
             )
-        if self.states is not None:
-            self.states.record(True)
+        if self.state.states is not None:
+            self.state.states.record(True)
 
     @property
     def is_croppable(self) -> bool:
         """Whether drafts can be taken back; ``model.generate`` reads it after the prompt."""
-        evicts_later = self.policy.rereads or self.policy.steps is not None
-        return (self.states is None or self.states.go_back) and (self.policy.scorer is None or not evicts_later)
+        states, evicts_later = self.state.states, self.policy.rereads or self.policy.steps is not None
+        return (states is None or states.go_back) and (self.policy.scorer is None or not evicts_later)
 
     # ---- other sequences
 
@@ -268,25 +317,12 @@ class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its laye
         if not self.seen_tokens:
             return
         device = indices.device if isinstance(indices, Tensor) else None
-        sequence_indices = torch.arange(len(self.sequences), device=device)[indices, ...].cpu()
-        self.look()
-        self.note_mode()
-        self.sequences.select(sequence_indices)
-        for store in self.stores:
-            store.select(sequence_indices)
-        for layer in self.layers:
-            layer.select(sequence_indices)
-        if self.states is not None:
-            self.states.select(sequence_indices)
-        if self.reconstruction is not None:
-            self.reconstruction.select(sequence_indices)
-        if self.evictor is not None:
-            self.evictor.budgets.select(sequence_indices)
+        self.state.select(torch.arange(len(self.state.sequences), device=device)[indices, ...].cpu())
 
     def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
         """Repeat each sequence, all equally often, or each by its number in a tensor ``[B]``."""
         if self.seen_tokens:
-            self.batch_select_indices(torch.arange(len(self.sequences)).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(len(self.state.sequences)).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make the sequences those at ``beam_idx``."""
@@ -298,7 +334,7 @@ class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its laye
         Raises:
             UserError: when one is not there.
         """
-        count = len(self.sequences)
+        count = len(self.state.sequences)
         strange = [index for index in sequences if not 0 <= index < count]
         if strange:
             raise UserError(
@@ -320,25 +356,74 @@ class EvictionCache(CacheQueries, HoldsStates):  # type: ignore[misc] # its laye
         Raises:
             UserError: when ``other`` has another model, policy or gates, or no prompt; nothing changes then.
         """
-        check_add(self, other)
-        if not len(self.sequences):
-            vars(self).update(vars(copy.deepcopy(other)))
-            other.reset()
-            return
-        self.look()
-        other.look()
-        kinds_of_pass = [each.kind for each in (self, other) if each.kind is not None]
-        self.kind = max(kinds_of_pass, key=lambda kind: kind[2], default=None)  # of inference mode, where one is
-        self.note_mode()
-        num_sequences = len(self.sequences)
-        self.sequences.add(other.sequences)
-        for store, added_store in zip(self.stores, other.stores, strict=True):
-            store.add(added_store)
-        for layer, added_layer in zip(self.layers, other.layers, strict=True):
-            layer.observation_window.join(added_layer.observation_window)
-            layer.gate_memory.join(added_layer.gate_memory)
-        if self.states is not None and other.states is not None:
-            self.states.join(other.states)
-        if self.evictor is not None and other.evictor is not None:
-            self.evictor.budgets.join(other.evictor.budgets, num_sequences, len(self.sequences) - num_sequences)
+        self.state.check_add(other.state)
+        if len(self.state.sequences):
+            self.state.add(other.state)
+        else:
+            self._take(other.state.fork())
         other.reset()
+
+    # ---- for transformers
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they are: they are stored when the attention function has them."""
+        if not self.state.broken:
+            raise UserError(
+                "This cache was made for another model, or ag.detach(model) was called since; make one with "
+                "EvictionCache(model, ...), or attach the gates again."
+            )
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns seen, which drive positions: within a pass those before it."""
+        batch = self.interceptor.batch
+        within = batch.token_indices.shape[1] if self.state.broken and batch is not None else 0
+        return self.seen_tokens - within
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return the sizes of a mask over everything seen."""
+        return self.seen_tokens + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: there is no limit."""
+        return -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether tokens were read."""
+        return self.seen_tokens > 0
+
+    is_compileable = property(lambda self: False)
+    get_max_cache_shape = get_max_length  # the name before transformers 5.20
+
+    # layers that do not attend read and write states in transformers' own cache layers
+
+    @property
+    def _states(self) -> States:
+        assert self.state.states is not None
+        return self.state.states
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return what a layer that does not attend keeps for its convolution; None before its first token."""
+        return self._states.get_conv_state(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the next inputs of such a convolution."""
+        return self._states.update_conv_state(*args, **kwargs)
+
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return the recurrent state of a layer that does not attend; None before its first token."""
+        return self._states.get_recurrent_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the next recurrent state of such a layer."""
+        return self._states.update_recurrent_state(*args, **kwargs)
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether such a layer has read something."""
+        return self._states.has_previous_state(*args, **kwargs)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return whether the inputs of a convolution are kept, so that tokens can be taken back."""
+        states = self.state.states
+        return states is not None and bool(states.is_recording_past(layer_idx))

@@ -1,160 +1,224 @@
-"""The state of a cache that later passes depend on, as tensors, numbers, and tuples and dicts of these."""
+"""What a cache holds between forward passes, and what becomes of it when sequences are copied, cut or joined."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ag.engine.forward import Forward
-from ag.engine.kv_store import KVStore
-from ag.engine.layer import EXPIRED, Layer
+from ag.engine.evictor import Evictor
+from ag.engine.kv_store import KVStore, stores_of
+from ag.engine.layer import Layer
+from ag.engine.reconstruction import ReconstructionPass
 from ag.engine.sequences import SequenceState
-from ag.engine.stopwatch import Stopwatch
+from ag.engine.setup import CacheSetup
 from ag.errors import UserError
+from ag.gates.attach import alike
+from ag.model.hybrid import States
+from ag.model.support import check_one_position_per_token
+
+#: The types of weights and of autocast (None means off) of a pass, and whether it is under inference mode.
+PassKind = tuple[torch.dtype, torch.dtype | None, bool]
 
 
-def check_ready(cache: Forward) -> None:
-    """Refuse a cache that is not behind a prompt."""
-    state, name = cache.sequences, type(cache).__name__
-    if not state.columns:
-        raise UserError(f"{name}.save: nothing was read yet: expected a prompt; save the cache after it.")
-    if not state.ready:
-        raise UserError(
-            f"{name}.save: {state.num_tokens.tolist()} of {state.prompt_len.tolist()} tokens of prompts were read so "
-            "far: expected all; save the cache after them."
+class CacheState:
+    """What a cache holds: lengths of sequences, their rows of keys and values, and what each layer remembers.
+
+    Args:
+        setup: what the cache is made for.
+    """
+
+    #: Lengths of the sequences, and which tokens may be evicted or taken back.
+    sequences: SequenceState
+    #: The rows, one store for the layers of each kind of KV heads; and the store of each layer.
+    stores: list[KVStore]
+    store_of: list[KVStore]
+    layers: list[Layer]
+    #: Decides which tokens are evicted; None means that the policy has no budget.
+    evictor: Evictor | None
+    #: States of layers that do not attend; None means that the model has no such layers.
+    states: States | None
+    #: Lets the model repeat the prompt; None means that the policy needs no repetition.
+    reconstruction: ReconstructionPass | None
+    #: How what is held was computed; None means that no pass was made yet.
+    kind: PassKind | None
+    #: Whether a forward pass began and has not ended; after an error within it only :meth:`reset` helps.
+    broken: bool
+
+    def __init__(self, setup: CacheSetup) -> None:
+        self.setup = setup
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: the next tokens are a new prompt, of any batch size."""
+        setup, policy = self.setup, self.setup.policy
+        gates, gate_type = setup.gates, None
+        if gates is not None:
+            gate_type = torch.bool if policy.budget is None else torch.float32
+        self.store_of = stores_of(setup.pool, setup.heads, gate_type, setup.rotation)
+        self.stores = [*dict.fromkeys(self.store_of)]
+        self.states = States.of(setup.decoder.config)
+        self.sequences = SequenceState(policy, setup.chunk, None if self.states is None else setup.goes_on)
+        numbers = [heads.number for heads in setup.heads]
+        self.evictor = None if policy.budget is None else Evictor(policy, setup.budget_layers, numbers)
+        rereader = None if policy.scorer is None else policy.scorer.rereader
+        self.reconstruction = None if rereader is None else ReconstructionPass(rereader)
+        gated_layers = () if gates is None else gates.layer_indices
+        self.layers = [
+            Layer(policy, setup.decoder, index, gates if index in gated_layers else None, setup.readers[index])
+            for index in range(len(setup.heads))
+        ]
+        self.broken, self.kind = False, None
+
+    # ---- checks
+
+    def check_whole(self) -> None:
+        """Refuse to go on where the last forward pass did not end, as after Ctrl-C or an error, until :meth:`reset`."""
+        if self.broken:
+            raise UserError(
+                "EvictionCache: a forward pass was broken off by an error or Ctrl-C, or runs in another thread: some "
+                "layers have its tokens, and others have not; call cache.reset() and read the text again."
+            )
+
+    def check_scores(self) -> None:
+        """Check that the scores of the last steps were finite; see :meth:`ag.engine.evictor.Evictor.end_pass`."""
+        if self.evictor is not None:
+            self.evictor.raise_if_nonfinite()
+
+    def check_going_back(self, operation: str, columns: int | None) -> None:
+        """Refuse to take ``columns`` back where states of layers do not; None means unequal numbers of tokens.
+
+        Raises:
+            UserError: for linear attention and state spaces, and for inputs of convolutions that were not recorded.
+        """
+        states, model = self.states, type(self.setup.decoder).__name__
+        if states is None:
+            return
+        if not states.go_back:
+            raise UserError(
+                f"{operation}: {model} has layers of linear attention, whose states cannot go back: expected no token "
+                "to be taken back; call cache.reset() and read the text again."
+            )
+        recorded = states.recorded(self.sequences.columns)
+        if columns is None or columns > recorded:
+            raise UserError(
+                f"{operation}: the convolutions of {model} go back by columns of all sequences, here {recorded} at "
+                "most: expected crop(-n), and cache.activate_past_recording() before those columns; else call "
+                "cache.reset() and read the text again."
+            )
+
+    def note_mode(self) -> None:
+        """Note that tensors change under inference mode, and can be changed there alone from now on."""
+        if self.kind is not None and torch.is_inference_mode_enabled():
+            self.kind = (*self.kind[:2], True)
+
+    # ---- other sequences, and fewer tokens
+
+    def fork(self) -> CacheState:
+        """Return the state of another continuation of the same text, which shares the blocks."""
+        self.note_mode()
+        new = copy.copy(self)
+        new.sequences = copy.deepcopy(self.sequences, {id(self.setup.policy): self.setup.policy})
+        forks = {store: store.fork() for store in self.stores}
+        new.stores, new.store_of = [*forks.values()], [forks[store] for store in self.store_of]
+        new.layers = [layer.fork() for layer in self.layers]
+        new.evictor = None if self.evictor is None else self.evictor.fork()
+        new.reconstruction = None if self.reconstruction is None else self.reconstruction.fork()
+        new.states = copy.deepcopy(self.states)
+        return new
+
+    def crop(self, remove: int | Sequence[int]) -> None:
+        """Forget the newest tokens; see :meth:`ag.engine.cache.EvictionCache.crop`.
+
+        Args:
+            remove: columns of all sequences; or of each sequence how many of its tokens.
+        """
+        columns = self.sequences.equal_columns(remove)
+        if columns == 0 or not self.sequences.columns:
+            if self.states is not None:
+                self.states.crop(0)
+            return
+        self.check_whole()
+        self.check_scores()
+        self.check_going_back("crop", columns)
+        self.note_mode()
+        removed_tokens = self.sequences.crop(remove)
+        if self.states is not None:
+            self.states.crop(columns or 0)
+        left, rotation = self.sequences.num_tokens, self.setup.rotation
+        if rotation is not None:
+            rotation.crop(self.store_of, left + removed_tokens, left)
+        if any(layer.removes for layer in self.layers):
+            for layer in self.layers:
+                layer.crop(self.store_of[layer.index], removed_tokens, left)
+        else:
+            for store in self.stores:
+                store.truncate(removed_tokens)
+        for layer in self.layers:
+            layer.gate_memory.crop(left)
+
+    def select(self, sequence_indices: Tensor) -> None:
+        """Make the sequences those at some indices, ``[B']`` long on the CPU; repeated ones share their blocks."""
+        self.check_scores()
+        self.note_mode()
+        self.sequences.select(sequence_indices)
+        for store in self.stores:
+            store.select(sequence_indices)
+        for layer in self.layers:
+            layer.select(sequence_indices)
+        if self.states is not None:
+            self.states.select(sequence_indices)
+        if self.reconstruction is not None:
+            self.reconstruction.select(sequence_indices)
+        if self.evictor is not None:
+            self.evictor.budgets.select(sequence_indices)
+
+    def add(self, other: CacheState) -> None:
+        """Append the sequences of another state, which :meth:`check_add` has accepted; that state is empty then."""
+        self.check_scores()
+        other.check_scores()
+        kinds_of_pass = [state.kind for state in (self, other) if state.kind is not None]
+        self.kind = max(kinds_of_pass, key=lambda kind: kind[2], default=None)  # of inference mode, where one is
+        self.note_mode()
+        num_sequences = len(self.sequences)
+        self.sequences.add(other.sequences)
+        for store, added_store in zip(self.stores, other.stores, strict=True):
+            store.add(added_store)
+        for layer, added_layer in zip(self.layers, other.layers, strict=True):
+            layer.observation_window.join(added_layer.observation_window)
+            layer.gate_memory.join(added_layer.gate_memory)
+        if self.states is not None and other.states is not None:
+            self.states.join(other.states)
+        if self.evictor is not None and other.evictor is not None:
+            self.evictor.budgets.join(other.evictor.budgets, num_sequences, len(self.sequences) - num_sequences)
+
+    def check_add(self, other: CacheState) -> None:
+        """Refuse a state whose sequences cannot be appended."""
+        setup, added = self.setup, other.setup
+        same = (
+            ("model", setup.decoder is added.decoder),
+            ("policy", setup.policy == added.policy),
+            ("gates", alike(setup.gates, added.gates)),
+            ("pool", setup.pool is added.pool),
+            ("data types", self.kind is None or other.kind is None or self.kind[:2] == other.kind[:2]),
         )
-
-
-def state_of(cache: Forward) -> dict[str, Any]:
-    """Return all that later passes depend on: tensors, numbers, and tuples and dicts of these."""
-    return {
-        "sequences": _state_of_sequences(cache.sequences),
-        "held": [store.held for store in cache.stores],
-        "owned": [store.owned for store in cache.stores],
-        "layers": {str(part.index): _state_of_layer(cache.store_of[part.index], part) for part in cache.layers},
-        "budgets": None if cache.evictor is None else cache.evictor.budgets.state_dict(),
-        "states": None if cache.states is None else cache.states.tensors,
-    }
-
-
-def _state_of_layer(store: KVStore, part: Layer) -> dict[str, Any]:
-    columns, pool_index = _rows(store, part.index)
-    slots = int(store.held[part.index].max())
-    return {
-        "tokens": {name: x[pool_index] for name, x in columns.items()},
-        "records": {name: x[..., :slots] for name, x in store.records[part.index].items()},
-        "lookback": part.observation_window.state_dict(),
-        "gate_memory": part.gate_memory.state_dict(),
-        "window": part.window,
-        "chunk": part.chunk,
-        "seconds": part.watch.seconds,
-    }
-
-
-def restore(cache: Forward, state: Mapping[str, Any]) -> None:
-    """Give a fresh cache its state; raises where parts do not fit each other, before a kernel works in them."""
-    layers, batch = state["layers"], len(state["sequences"]["num_tokens"])
-    _restore_sequences(cache.sequences, state["sequences"])
-    cache.sequences.step_token_indices = cache.sequences.step_token_indices.to(cache.pool.device)
-    _require("layers", [*layers] == [str(part.index) for part in cache.layers])
-    for store, lengths, owned in zip(cache.stores, state["held"], state["owned"], strict=True):
-        for name, counts in (("held", lengths), ("owned", owned)):
-            _require(name, counts.dtype == torch.long and counts.shape == (len(layers), batch, store.kv_heads))
-        _require(
-            "held", bool(((lengths >= 0) & (lengths <= cache.sequences.num_tokens[:, None] * store.layer_mask)).all())
-        )
-        needed = -(-lengths // store.block)
-        _require("owned", bool(((owned >= needed) & (owned <= needed + EXPIRED // store.block + 2)).all()))
-        store.start(batch)
-        store.allocate(slice(None), owned)
-        store.held.copy_(lengths)
-        store.lengths.copy_(lengths)
-    for part, saved in zip(cache.layers, layers.values(), strict=True):
-        _restore_layer(cache, part, _moved(saved, cache.pool.device))
-    _require("states", (state["states"] is None) == (cache.states is None))
-    if cache.states is not None:
-        _require("states", all(len(x) == batch for x in state["states"].values()))
-        cache.states.load(_moved(state["states"], cache.pool.device))
-    _require("budgets", (state["budgets"] is None) == (cache.evictor is None))
-    if cache.evictor is not None:
-        cache.evictor.budgets.load_state_dict(_moved(state["budgets"], cache.pool.device))
-        over = cache.evictor.budgets.over_budget
-        _require("over_budget", over is None or over.shape == (batch,))
-
-
-def _restore_layer(cache: Forward, part: Layer, saved: Mapping[str, Any]) -> None:
-    store = cache.store_of[part.index]
-    slots = int(store.held[part.index].max())
-    columns, pool_index = _rows(store, part.index)
-    for name, column in columns.items():
-        x = saved["tokens"][name]
-        _require(name, (x.dtype, *x.shape) == (column.dtype, len(pool_index), *column.shape[1:]))
-        column[pool_index] = x
-    token_indices = store.token_indices(part.index)
-    filled = torch.arange(slots, device=token_indices.device) < store.lengths[part.index][..., None]
-    length = cache.sequences.num_tokens.to(token_indices.device)[:, None, None]
-    _require("token_indices", bool(((token_indices >= 0) & (token_indices < length))[filled].all()))
-    ordered = token_indices.sort(dim=-1).values
-    _require("token_indices", not bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()))
-    for name, x in saved["records"].items():
-        _require(name, len(x) == len(cache.sequences) and x.shape[-1] == slots)
-    store.put_records(part.index, saved["records"])
-    part.observation_window.load_state_dict(saved["lookback"])
-    part.gate_memory.load_state_dict(saved["gate_memory"])
-    for name in ("window", "chunk"):
-        _require(name, saved[name] is None or type(saved[name]) is int)
-    part.window, part.chunk = saved["window"], saved["chunk"]
-    part.hides = part.window is not None or part.flagged is not None
-    part.watch, part.open_to = Stopwatch(float(saved["seconds"])), slots
-
-
-def _state_of_sequences(sequences: SequenceState) -> dict[str, Any]:
-    names = (*sequences.VECTORS, "mask", "step_token_indices", "own_positions", "by_column", "protected")
-    return {name: getattr(sequences, name) for name in names} | {"ids": sequences.ids.ids}
-
-
-def _restore_sequences(sequences: SequenceState, state: Mapping[str, Any]) -> None:
-    names = _state_of_sequences(sequences).keys()
-    if state.keys() != names:
-        raise KeyError(*(state.keys() ^ names))
-    mask, tokens, marks, ids = (state[name] for name in ("mask", "num_tokens", "protected", "ids"))
-    _require("mask", mask.dtype == torch.bool and mask.ndim == 2)
-    _require("num_tokens", bool((mask.sum(1) == tokens).all()))
-    for name in sequences.VECTORS:
-        x = state[name]
-        _require(name, x.dtype == torch.long and x.shape == tokens.shape and bool((x >= 0).all()))
-        _require(name, name == "text_len" or bool((x <= tokens).all()))
-    _require("step_token_indices", bool((state["step_token_indices"] == tokens[:, None] - 1).all()))
-    _require("protected", marks is None or (marks.dtype == torch.bool and len(marks) == len(tokens)))
-    _require("ids", ids is None or (ids.dtype == torch.long and ids.ndim == 2 and len(ids) == len(tokens)))
-    for name in ("own_positions", "by_column"):
-        _require(name, isinstance(state[name], bool))
-    for name in names - {"ids"}:
-        setattr(sequences, name, state[name])
-    sequences.ids.ids = ids
-
-
-def _require(name: str, fits: bool) -> None:
-    if not fits:
-        raise ValueError(name)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Return a value with its tensors on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(_moved(x, device) for x in value)
-    return {key: _moved(x, device) for key, x in value.items()} if isinstance(value, dict) else value
-
-
-def _rows(store: KVStore, layer: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return a layer's columns by name, flat over slots, and the places of a layer's tokens in them, row after row."""
-    pages, pool_indices = store.pages(layer), store.pool_indices(layer)
-    filled = torch.arange(pool_indices.shape[-1], device=pool_indices.device) < store.lengths[layer][..., None]
-    columns = {"keys": pages.keys, "values": pages.values, "token_indices": pages.token_indices}
-    columns |= {} if pages.gate is None else {"gate": pages.gate}
-    return {name: x.flatten(0, 1) for name, x in columns.items()}, pool_indices[filled]
+        for property_name, fits in same:
+            if not fits:
+                raise UserError(
+                    f"add: the caches ({setup.policy!r} and {added.policy!r}) differ in {property_name}: expected two "
+                    "of one model, policy and gates, made with the same pool=ag.Pool(model, nbytes), and read in one "
+                    "type."
+                )
+        if other is self or not len(other.sequences):
+            raise UserError("add: expected another cache that has read its prompt; read it first.")
+        for state in (self, other):
+            check_one_position_per_token(state.setup.decoder, "add")
+            state.check_whole()
+            state.sequences.check_positions_skip_padding("add")
+            if len(state.sequences) and not state.sequences.ready:
+                raise UserError(
+                    f"add: {state.sequences.num_tokens.tolist()} of {state.sequences.prompt_len.tolist()} tokens of "
+                    "prompts were read so far: expected all; add the cache after them."
+                )

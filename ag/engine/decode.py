@@ -12,7 +12,6 @@ from transformers.generation.streamers import BaseStreamer
 from ag.engine.cache import EvictionCache
 from ag.engine.step_runner import StepRunner
 from ag.errors import UserError
-from ag.model.hooks import interceptor_in
 
 
 @torch.no_grad()
@@ -40,8 +39,8 @@ def decode(
     Returns:
         The text ``[B, T + n]``; behind the end of a sequence padding.
     """
-    cache = interceptor_in(prepared)
-    if not isinstance(cache, EvictionCache):
+    cache = next((value for value in prepared.values() if isinstance(value, EvictionCache)), None)
+    if cache is None:
         raise UserError("custom_generate=decode: no ag.EvictionCache came with it; give past_key_values=cache.")
     mode = generation_config.get_generation_mode(prepared.get("assistant_model")).value
     refused = {

@@ -65,13 +65,13 @@ def read_prompt(
     plain = position_ids is None and (attention_mask is None or bool(attention_mask.all()))
     together: dict[str, list[EvictionCache]] = defaultdict(list)  # by what the model rotates their tokens by
     for cache in caches:
-        if cache.prompt_sees == "dense":
+        if cache.setup.prompt_sees == "dense":
             together["" if plain else cache.policy.positions].append(cache)
     shared: dict[EvictionCache, Tensor] = {}
     for group in together.values():
         shared |= dict.fromkeys(group, read({"gating": Together(group), "use_cache": False}))
         for cache in group[1:]:
-            cache.states = copy.deepcopy(group[0].states)
+            cache.state.states = copy.deepcopy(group[0].state.states)
     return [(cache, shared[cache] if cache in shared else read({"past_key_values": cache})) for cache in caches]
 
 
@@ -90,37 +90,37 @@ class Together(Interceptor):
     """Several empty caches that read the same forward pass, in which nothing is evicted before its end."""
 
     def __init__(self, caches: list[EvictionCache]) -> None:
-        self.caches, states = caches, caches[0].states
+        self.caches, states = caches, caches[0].state.states
         self.states = states
         for cache in caches:  # while they read
-            cache.states = states
-        self.modules = [module for cache in caches for module in cache.modules]
+            cache.state.states = states
+        self.modules = [module for cache in caches for module in cache.interceptor.modules]
         # a repetition does not depend on the budget, but it attends to codes where keys are held so
         shared_results: dict[KVDtype, dict[KVzip, Measured]] = defaultdict(dict)
         for cache in caches:
-            if cache.reconstruction is not None:
-                cache.reconstruction.shared_results = shared_results[cache.policy.kv_dtype]
+            if cache.state.reconstruction is not None:
+                cache.state.reconstruction.shared_results = shared_results[cache.policy.kv_dtype]
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Begin a pass of each cache."""
         for cache in self.caches:
-            cache.begin(decoder, attention_mask, tokens)
+            cache.interceptor.begin(decoder, attention_mask, tokens)
 
     def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield the columns and positions of each pass, which are the same for all caches."""
-        for first, *_ in zip(*(cache.passes(position_ids) for cache in self.caches), strict=True):
-            self.text_lengths = self.caches[0].text_lengths
+        for first, *_ in zip(*(cache.interceptor.passes(position_ids) for cache in self.caches), strict=True):
+            self.text_lengths = self.caches[0].interceptor.text_lengths
             yield first
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gates of each cache."""
         for cache in self.caches:
-            cache.enter_layer(layer, hidden)
+            cache.interceptor.enter_layer(layer, hidden)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend once, and hand the result to each cache."""
         output = call.dense(None, left_padded=False)  # blocks are left-aligned
         shared_results = Attended(**vars(call), output=output)
         for cache in self.caches:
-            cache.attend(shared_results)
+            cache.interceptor.attend(shared_results)
         return output

@@ -6,12 +6,13 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ag.engine.forward_batch import ForwardBatch
 from ag.engine.scorers.kvzip import KVzip
 from ag.engine.sequences import SequenceState
 from ag.engine.stopwatch import Stopwatch
@@ -20,6 +21,9 @@ from ag.kernels.attention_stats import attention_stats
 from ag.kernels.pages import read
 from ag.model.hooks import AttentionCall, Interceptor
 from ag.model.projection import output_weight, projected_norms
+
+if TYPE_CHECKING:
+    from ag.engine.cache_state import CacheState
 
 
 class Measured(NamedTuple):
@@ -86,8 +90,12 @@ class ReconstructionPass:
         return len(self._ids) > 0 and state.ready
 
     @torch.no_grad()
-    def run(self, cache: Any) -> None:
-        """Let the model repeat the prompt that an :class:`ag.EvictionCache` holds, whole and nothing else, and evict.
+    def run(self, state: CacheState, batch: ForwardBatch) -> None:
+        """Let the model repeat the prompt that a cache holds, whole and nothing else, and evict.
+
+        Args:
+            state: of the cache.
+            batch: the last pass of the prompt.
 
         Raises:
             UserError: where something follows the prompt already, or the model would not see it while it repeats it.
@@ -95,44 +103,44 @@ class ReconstructionPass:
         """
         measured = self.shared_results.get(self.scorer)
         if measured is None:
-            measured = self.shared_results[self.scorer] = self.measure(cache)
+            measured = self.shared_results[self.scorer] = self.measure(state, batch)
         self.shared_results = {}
-        self._evict(cache, measured)
+        self._evict(state, batch, measured)
         self._ids, self._next, self._calls = self._ids[:0], self._next[:0], {}
 
     @torch.no_grad()
-    def measure(self, cache: Any) -> Measured:
+    def measure(self, state: CacheState, batch: ForwardBatch) -> Measured:
         """Return the largest attention that the repetition pays each token; the cache is as before."""
-        state, watch = cache.sequences, Stopwatch()
-        if bool((state.num_tokens > state.prompt_len).any()):
+        sequences, setup, watch = state.sequences, state.setup, Stopwatch()
+        if bool((sequences.num_tokens > sequences.prompt_len).any()):
             raise UserError(
-                f"{cache.policy!r} repeats a prompt before anything follows it, and {state.num_tokens.tolist()} tokens "
-                f"came with prompts of {state.prompt_len.tolist()}; generate without an assistant model and prompt "
-                "lookup."
+                f"{setup.policy!r} repeats a prompt before anything follows it, and {sequences.num_tokens.tolist()} "
+                f"tokens came with prompts of {sequences.prompt_len.tolist()}; generate without an assistant model and "
+                "prompt lookup."
             )
-        prompts = [ids[valid].tolist() for ids, valid in zip(self._ids.cpu(), state.mask.cpu(), strict=True)]
+        prompts = [ids[valid].tolist() for ids, valid in zip(self._ids.cpu(), sequences.mask.cpu(), strict=True)]
         chunks = [self.scorer.inputs(ids) for ids in prompts]
-        self._check_reach(cache, [max((len(ids) for _, ids in row), default=0) for row in chunks])
-        batch, tokens, device = len(prompts), max(map(len, prompts)), cache.pool.device
+        self._check_reach(state, [max((len(ids) for _, ids in row), default=0) for row in chunks])
+        tokens, device = max(map(len, prompts)), setup.pool.device
         kind = {"dtype": torch.float32, "device": device}
-        scores = {n: torch.zeros(batch, cache.heads[n].number, tokens, **kind) for n in cache.sharing}
+        scores = {n: torch.zeros(len(prompts), setup.heads[n].number, tokens, **kind) for n in setup.budget_layers}
         with watch.running(device):
             for parts in zip_longest(*chunks, fillvalue=(range(0), [])):
-                repetition = Repetition(cache, self.scorer, [chunk for chunk, _ in parts], scores)
+                repetition = Repetition(state, batch, self.scorer, [chunk for chunk, _ in parts], scores)
                 repetition.read([ids for _, ids in parts], self._next)
         return Measured(scores, watch.seconds)
 
-    def _check_reach(self, cache: Any, repeated: list[int]) -> None:
+    def _check_reach(self, state: CacheState, repeated: list[int]) -> None:
         """Refuse prompts of which repetitions of ``repeated`` tokens would see a part alone, or see it elsewhere."""
-        windows = [cache.layers[layer].window for layer in cache.sharing]
+        windows = [state.layers[layer].window for layer in state.setup.budget_layers]
         reach = min((size for size in windows if size is not None), default=None)
         reason = f"the model attends within a window of {reach} tokens, which hides"
-        if cache.policy.positions == "interpolated":
-            reach = cache.decoder.config.max_position_embeddings
+        if state.setup.policy.positions == "interpolated":
+            reach = state.setup.decoder.config.max_position_embeddings
             reason = (
                 f"positions=interpolated squeezes what is beyond the model's context of {reach} tokens, as would be"
             )
-        for prompt, num_repeated in zip(cache.sequences.prompt_len.tolist(), repeated, strict=True):
+        for prompt, num_repeated in zip(state.sequences.prompt_len.tolist(), repeated, strict=True):
             if reach is not None and num_repeated and prompt + num_repeated > reach:
                 raise UserError(
                     f"kvzip: {reason} a prompt of {prompt} tokens for its repetition of up to {num_repeated}; use a "
@@ -140,65 +148,72 @@ class ReconstructionPass:
                     "chunk, a shorter prompt or another policy."
                 )
 
-    def _evict(self, cache: Any, measured: Measured) -> None:
+    def _evict(self, state: CacheState, batch: ForwardBatch, measured: Measured) -> None:
         """Decide and evict, layer by layer."""
-        assert cache.batch is not None and cache.batch.prompts.capacity is not None and cache.evictor is not None
-        everyone = torch.ones(len(cache.sequences), dtype=torch.bool)
-        batch = replace(cache.batch, fresh=False, evict=everyone)
+        assert batch.prompts.capacity is not None and state.evictor is not None
+        everyone = torch.ones(len(state.sequences), dtype=torch.bool)
+        batch = replace(batch, fresh=False, evict=everyone)
         for layer, scores in measured.scores.items():
-            part, call = cache.layers[layer], self._calls[layer]
+            part, call = state.layers[layer], self._calls[layer]
             part.watch = Stopwatch(part.watch.seconds + measured.seconds / len(measured.scores))
-            part.evict_later(call, batch, cache.store_of, cache.evictor, {"repeated": scores})
+            part.evict_later(call, batch, state.store_of, state.evictor, {"repeated": scores})
         for layer in measured.scores:
-            cache.store_of[layer].records[layer] = {}
-        cache.sequences.note_eviction(everyone, cache.batch.prompts.capacity)
+            state.store_of[layer].records[layer] = {}
+        state.sequences.note_eviction(everyone, batch.prompts.capacity)
 
 
 class Repetition(Interceptor):
     """A forward pass in which the model repeats a chunk of each prompt, and its measurement.
 
     Args:
-        cache: holds the prompts, whole.
+        state: of the cache that holds the prompts, whole.
+        last_batch: the last pass of the prompts.
         scorer: of the policy.
         places: by sequence, the tokens that are repeated.
         scores: the largest attention of each token so far, which it updates.
     """
 
-    def __init__(self, cache: Any, scorer: KVzip, chunks: list[range], scores: dict[int, Tensor]) -> None:
-        self.cache, self.scorer, self.scores = cache, scorer, scores
-        self.states, self.text_lengths = copy.deepcopy(cache.states), cache.text_lengths
+    def __init__(
+        self,
+        state: CacheState,
+        last_batch: ForwardBatch,
+        scorer: KVzip,
+        chunks: list[range],
+        scores: dict[int, Tensor],
+    ) -> None:
+        self.state, self.batch, self.scorer, self.scores = state, last_batch, scorer, scores
+        self.states, self.text_lengths = copy.deepcopy(state.states), state.sequences.text_len
         rows = [torch.tensor([*range(min(scorer.sinks, chunk.start)), *chunk], dtype=torch.long) for chunk in chunks]
-        device = cache.pool.device
+        device = state.setup.pool.device
         #: Token indices of the sinks and the chunk, ``[B, P]``.
         self._paid = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
         self._norms: Tensor | None = None  # of what the layer at hand reads, [B, T]
 
     def read(self, rows: list[list[int]], following: Tensor) -> None:
         """Let the model read a row of tokens behind each prompt, at positions that go on from ``following`` ``[B]``."""
-        cache, state, device = self.cache, self.cache.sequences, self.cache.pool.device
+        sequences, device = self.state.sequences, self.state.setup.pool.device
         ids = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
         counts, columns = torch.tensor([len(row) for row in rows]), torch.arange(ids.shape[1])
         valid = columns < counts[:, None]
-        assert cache.batch is not None
         self.batch = replace(
-            cache.batch,
-            token_indices=(state.num_tokens[:, None] + columns).where(valid, -1).to(device),
+            self.batch,
+            token_indices=(sequences.num_tokens[:, None] + columns).where(valid, -1).to(device),
             columns=None,
             counts=counts,
-            num_tokens=state.num_tokens + counts,
-            longest=int((state.num_tokens + counts).max()),
+            num_tokens=sequences.num_tokens + counts,
+            longest=int((sequences.num_tokens + counts).max()),
             is_prefill=False,
             ends_prompt=False,
             fresh=False,
             memo={},
         )
         position_ids = (following.to(device)[:, None] + columns.to(device)).where(valid.to(device), 0)
-        cache.decoder(input_ids=ids.to(device), position_ids=position_ids, gating=self, use_cache=False)
+        self.state.setup.decoder(input_ids=ids.to(device), position_ids=position_ids, gating=self, use_cache=False)
 
     def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield one pass, which goes on behind the prompt by what the cache's keys are rotated by."""
-        turns = self.cache.rotation
-        rotated = None if turns is None else turns.positions(self.batch, self.cache.stores)
+        rotation = self.state.setup.rotation
+        rotated = None if rotation is None else rotation.positions(self.batch, self.state.stores)
         yield None, position_ids if rotated is None else rotated
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
@@ -208,17 +223,17 @@ class Repetition(Interceptor):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend to the prompt and the repetition so far, measure, and forget the repetition."""
-        cache, layer = self.cache, call.layer
+        state, layer = self.state, call.layer
         out: Tensor
-        out, _, call = cache.layers[layer].read(call, self.batch, cache.store_of[layer])
+        out, _, call = state.layers[layer].read(call, self.batch, state.store_of[layer])
         if layer in self.scores:
             self._measure(call)
-        cache.store_of[layer].truncate(self.batch.counts, slice(layer, layer + 1), spare=0)
+        state.store_of[layer].truncate(self.batch.counts, slice(layer, layer + 1), spare=0)
         return out
 
     def _measure(self, call: AttentionCall) -> None:
         """Measure the attention of a repetition's queries to the chunk that they repeat."""
-        store, heads, paid, own = self.cache.store_of[call.layer], call.k.shape[1], self._paid, self.batch.token_indices
+        store, heads, paid, own = self.state.store_of[call.layer], call.k.shape[1], self._paid, self.batch.token_indices
         token_indices, valid = torch.cat([paid, own], 1), torch.cat([paid, own], 1) >= 0
         # nothing was evicted: the slot of a token is its index
         slots = token_indices.clamp_min(0)[:, None].expand(-1, heads, -1)

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
+from ag.engine.cache_state import CacheState
+from ag.engine.layer import Layer
+from ag.errors import UserError
+
 
 @dataclass(frozen=True)
 class Report:
@@ -12,7 +19,7 @@ class Report:
 
     Attributes:
         policy: repr of the policy.
-        tokens: tokens that went by, those behind the prompt too, summed over sequences, padding not counted.
+        tokens: tokens that went by, those after the prompt too, summed over sequences, padding not counted.
         kept: by layer and KV head, tokens still held, summed over sequences.
         nbytes: by layer, bytes allocated for keys and values.
         seconds: by layer, time spent on scores and decisions.
@@ -63,3 +70,78 @@ class Report:
                 "protected (sinks, recent, window) than the budget allows, and stays"
             )
         return "\n".join(lines)
+
+
+def report(state: CacheState, kinds: Mapping[str, Tensor]) -> Report:
+    """Return the report of a cache; see :meth:`ag.engine.cache.EvictionCache.report`."""
+    layers, evictor = range(len(state.layers)), state.evictor
+    over_budget = None if evictor is None else evictor.budgets.over_budget
+    return Report(
+        policy=repr(state.setup.policy),
+        tokens=int(state.sequences.num_tokens.sum()),
+        over_budget=0 if over_budget is None else int(over_budget.sum()),
+        kept=[(visible_token_indices(state, layer) >= 0).sum((0, 2)).tolist() for layer in layers],
+        nbytes=layer_nbytes(state),
+        seconds=[layer.watch.seconds for layer in state.layers],
+        plain_nbytes=sum(_plain_nbytes(state, layer) for layer in state.layers),
+        state_nbytes=0 if state.states is None else state.states.nbytes,
+        kinds={name: _share_of(state, name, columns) for name, columns in kinds.items()},
+    )
+
+
+def visible_token_indices(state: CacheState, layer: int) -> Tensor:
+    """Return a layer's token indices ``[B, Hkv, N]``, -1 on free slots and for tokens that no later query sees."""
+    store = state.store_of[layer]
+    pool_indices, token_indices = store.ledger(layer)
+    visible = state.layers[layer].visible(store, pool_indices, token_indices, state.sequences.settled)
+    return token_indices.masked_fill(~visible, -1)
+
+
+def share_held(state: CacheState, prompt: bool) -> float:
+    """Return the share of the (token, KV head) pairs of all tokens, or of those of prompts, that is still held."""
+    sequences = state.sequences
+    lengths = sequences.prompt_len if prompt else sequences.num_tokens
+    lengths = lengths.minimum(sequences.num_tokens)
+    num_held = 0
+    for layer in range(len(state.layers)):
+        token_indices = visible_token_indices(state, layer)
+        end = lengths.to(token_indices.device)[:, None, None]
+        num_held += int(((token_indices >= 0) & (token_indices < end)).sum())
+    total = int(lengths.sum()) * sum(store.kv_heads for store in state.store_of)
+    return num_held / total if total else 1.0
+
+
+def layer_nbytes(state: CacheState) -> list[int]:
+    """Return the bytes of each layer's blocks and of its gate's memory; shared blocks count for each."""
+    size = state.setup.pool.block_nbytes(state.stores[0].gate_type)
+    blocks = [int(store.owned[layer].sum()) for layer, store in enumerate(state.store_of)]
+    return [n * size + layer.gate_memory.nbytes for n, layer in zip(blocks, state.layers, strict=True)]
+
+
+def _plain_nbytes(state: CacheState, layer: Layer) -> int:
+    """Return the bytes of transformers' own cache for the same columns: in a window, all but the next token's."""
+    columns = state.sequences.columns
+    columns = columns if layer.window is None else min(columns, layer.window - 1)
+    number, key, value = state.store_of[layer.index].head_shape
+    return len(state.sequences) * columns * number * (key + value) * state.setup.pool.dtype.itemsize
+
+
+def _share_of(state: CacheState, name: str, columns: Tensor) -> float:
+    """Return the share of the tokens in some columns ``[B, T]`` bool that is held, over all layers and heads."""
+    valid, num_columns = state.sequences.mask, state.sequences.columns
+    if columns.ndim != 2 or len(columns) != len(valid) or columns.shape[1] > num_columns:
+        raise UserError(
+            f"report: {name} {tuple(columns.shape)}: expected columns of the text {tuple(valid.shape)}, or of its "
+            "beginning."
+        )
+    new_valid = valid[:, : columns.shape[1]]
+    token_indices = (new_valid.cumsum(1) - 1).where(new_valid & columns.to(new_valid.device), -1)
+    counted = torch.zeros(len(valid), num_columns + 1, dtype=torch.bool, device=valid.device)
+    counted.scatter_(1, token_indices.where(token_indices >= 0, num_columns), True)
+    counted[:, -1] = False  # which took the other columns, and stands for free slots
+    num_held = 0
+    for layer in range(len(state.layers)):
+        held = visible_token_indices(state, layer)
+        num_held += int(counted.to(held.device).gather(1, held.where(held >= 0, num_columns).flatten(1)).sum())
+    total = int(counted.sum()) * sum(store.kv_heads for store in state.store_of)
+    return num_held / total if total else 1.0

@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ag.engine.cache_state import check_ready, restore, state_of
-from ag.engine.forward import Forward
+from ag.engine.cache_state import CacheState
 from ag.engine.policy import Policy, policy
+from ag.engine.setup import CacheSetup
+from ag.engine.state_dict import check_ready, restore, state_of
 from ag.errors import UserError
 from ag.files import replacing
 from ag.gates.gate import AttentionGates
@@ -31,10 +32,17 @@ from ag.versions import versions
 SCHEMA = 11
 FORMAT = "ag.EvictionCache"
 
-C = TypeVar("C", bound=Forward)
+
+class Stateful(Protocol):
+    """A cache with a state."""
+
+    state: CacheState
 
 
-def save(cache: Forward, path: str | os.PathLike[str]) -> None:
+C = TypeVar("C", bound=Stateful)
+
+
+def save(cache: CacheState, path: str | os.PathLike[str]) -> None:
     """Write a cache; see :meth:`ag.engine.cache.EvictionCache.save`."""
     target, tensors = Path(path), dict[str, Tensor]()
     _check_replaceable(target)
@@ -42,9 +50,9 @@ def save(cache: Forward, path: str | os.PathLike[str]) -> None:
     state = _packed("", state_of(cache), tensors)
     head = {
         "versions": versions("ag", "torch", "transformers"),
-        "base_model": _base(cache),
-        "policy": _words(cache),
-        "gates": None if cache.gates is None else _digest(cache.gates),
+        "base_model": _base(cache.setup),
+        "policy": _words(cache.setup),
+        "gates": None if cache.setup.gates is None else _digest(cache.setup.gates),
         "state": state,
     }
     metadata = {"format": FORMAT, "schema": str(SCHEMA), "cache": json.dumps(head)}
@@ -66,14 +74,15 @@ def load(kind: Callable[[nn.Module, Policy], C], path: str | os.PathLike[str], m
                 policy_words["spec"], policy_words["budget"], policy_words["schedule"], **policy_words["options"]
             )
         cache = kind(model, loaded_policy)
-        model_base, digest = _base(cache), None if cache.gates is None else _digest(cache.gates)
+        setup = cache.state.setup
+        model_base, digest = _base(setup), None if setup.gates is None else _digest(setup.gates)
         with _readable(file):
             _check_base(file, head["base_model"], model_base)
             if digest != head["gates"]:
                 raise UserError(
                     f"{file}: the cache was made with other gates than those that {loaded_policy!r} gives here."
                 )
-            restore(cache, _unpacked(head["state"], read))
+            restore(cache.state, _unpacked(head["state"], read))
     return cache
 
 
@@ -110,14 +119,14 @@ def _unpacked(packed: Any, read: Callable[[str], Tensor]) -> Any:
 # ---- policy, model, gates
 
 
-def _words(cache: Forward) -> dict[str, Any]:
+def _words(setup: CacheSetup) -> dict[str, Any]:
     """Return the arguments by which :func:`ag.policy` makes the policy again."""
-    cache_policy, options = cache.policy, dict(cache.policy.options)
+    cache_policy, options = setup.policy, dict(setup.policy.options)
     inner = getattr(cache_policy.scorer, "inner", cache_policy.scorer)
     for name in () if inner is None else inner.needs.from_tokenizer:
         options |= {} if (text := getattr(inner, name)) is None else {name: text}
     remade = policy(str(cache_policy.spec), cache_policy.budget, cache_policy.schedule, **options)
-    remade = remade if cache.gates is None else remade.trained_with(cache.gates)
+    remade = remade if setup.gates is None else remade.trained_with(setup.gates)
     if any(
         getattr(remade, f.name) != getattr(cache_policy, f.name)
         for f in fields(Policy)
@@ -134,10 +143,10 @@ def _words(cache: Forward) -> dict[str, Any]:
     }
 
 
-def _base(cache: Forward) -> dict[str, Any]:
+def _base(setup: CacheSetup) -> dict[str, Any]:
     """Return the geometry and type of the model, and its name for the reader."""
-    config = cache.decoder.config
-    return {"name": config.name_or_path or "", "dtype": str(cache.decoder.dtype), "fingerprint": fingerprint(config)}
+    config = setup.decoder.config
+    return {"name": config.name_or_path or "", "dtype": str(setup.decoder.dtype), "fingerprint": fingerprint(config)}
 
 
 def _digest(gates: AttentionGates) -> str:

@@ -79,7 +79,7 @@ class SequenceState:
         return self.columns > 0 and bool((self.num_tokens >= self.prompt_len).all())
 
     def expect(self, mask: Tensor, tokens: Tensor | None) -> None:
-        """Note the text ``[B, T]`` bool to come; see :meth:`ag.engine.forward.Forward.expect`."""
+        """Note the text ``[B, T]`` bool to come; see :meth:`ag.engine.cache.EvictionCache.expect`."""
         num_columns, columns = self.columns, mask.shape[1]
         num_given = columns if tokens is None else tokens.shape[1]
         check_mask_width(num_given, columns, num_columns)
@@ -93,7 +93,7 @@ class SequenceState:
         self.ids.end(tokens, len(self))
 
     def protect(self, spans: Sequence[Any]) -> None:
-        """Protect tokens; see :meth:`ag.engine.forward.Forward.protect`."""
+        """Protect tokens; see :meth:`ag.engine.cache.EvictionCache.protect`."""
         each = spans if any(isinstance(x, list) for x in spans) else [spans]
         marks = pad_sequence([marked(x) for x in each], batch_first=True)
         if self.columns:

@@ -66,36 +66,37 @@ class StepRunner:
         Raises:
             UserError: before a prompt was read, for several tokens of a sequence, or for other positions.
         """
-        cache = self.cache
-        if tokens.ndim != 2 or tokens.shape[1] != 1 or not cache.sequences.ready:
+        sequences, interceptor = self.cache.state.sequences, self.cache.interceptor
+        decoder = self.cache.setup.decoder
+        if tokens.ndim != 2 or tokens.shape[1] != 1 or not sequences.ready:
             raise UserError(
-                f"StepRunner: tokens {list(tokens.shape)} after {cache.sequences.columns} columns: expected [B, 1] "
+                f"StepRunner: tokens {list(tokens.shape)} after {sequences.columns} columns: expected [B, 1] "
                 "behind a prompt; read that by model(ids, past_key_values=cache)."
             )
-        check_one_position_per_token(cache.decoder, "StepRunner")
-        cache.sequences.check_positions_skip_padding("StepRunner")
-        cache.begin(cache.decoder, None, tokens)
-        cache.prepared = True  # the device's part follows
+        check_one_position_per_token(decoder, "StepRunner")
+        sequences.check_positions_skip_padding("StepRunner")
+        interceptor.begin(decoder, None, tokens)
+        interceptor.prepared = True  # the device's part follows
         try:
             logits = self._step(tokens)
         finally:
-            cache.prepared = False
-        cache.end_pass()
+            interceptor.prepared = False
+        interceptor.end_pass()
         return logits
 
     def _step(self, tokens: Tensor) -> Tensor:
         kind = None if torch.is_grad_enabled() else self._kind()
         if self._record is None or kind is None:
             return self._run(tokens)
-        cache = self.cache
-        state = cache.sequences
-        memory = *(store.memory for store in cache.stores), state.step_token_indices, state.protected
+        state, pool = self.cache.state, self.cache.setup.pool
+        sequences = state.sequences
+        memory = *(store.memory for store in state.stores), sequences.step_token_indices, sequences.protected
         if [*map(id, memory)] != [*map(id, self._memory)]:
             self._recorded.clear()
             self._memory, self._tokens = memory, tokens.clone()
-        elif cache.pool.version != self._version:  # the pool's memory moved, as when it grew
+        elif pool.version != self._version:  # the pool's memory moved, as when it grew
             self._recorded = dict.fromkeys(self._recorded)
-        self._version = cache.pool.version
+        self._version = pool.version
         self._tokens.copy_(tokens)
         if kind not in self._recorded:  # makes what is made once, such as records
             self._recorded[kind] = None
@@ -106,29 +107,30 @@ class StepRunner:
             found = self._recorded[kind] = self._record(lambda: self._run(self._tokens))
         else:
             found[1]()
-            for part in cache.layers:
-                part.gate_memory.stepped()
+            for layer in state.layers:
+                layer.gate_memory.stepped()
         return found[0]
 
     def _kind(self) -> Hashable | None:
         """Return the kind of the step at hand in the same memory; None means that it cannot be recorded."""
-        cache, batch, policy, evictor = self.cache, self.cache.batch, self.cache.policy, self.cache.evictor
+        state, setup, batch = self.cache.state, self.cache.setup, self.cache.interceptor.batch
         assert batch is not None
+        policy, evictor = setup.policy, state.evictor
         evicts = batch.evict is not None
         acts = policy.steps is not None
         if evictor is not None and acts and not (evictor.scorer.needs.steady and (evictor.counted or not evicts)):
             return None
-        gates = tuple(part.gate_memory.step_key() for part in cache.layers)
-        if None in gates or policy.positions != "original" or cache.states is not None or cache.chunk is not None:
+        gates = tuple(layer.gate_memory.step_key() for layer in state.layers)
+        if None in gates or policy.positions != "original" or state.states is not None or setup.chunk is not None:
             return None
-        if cache.rope is not None and not cache.rope.steady(cache.text_lengths):
+        if setup.rope is not None and not setup.rope.steady(state.sequences.text_len):
             return None
         return evicts, -(-batch.longest // COLUMNS) if acts else 0, gates
 
     def _run(self, tokens: Tensor) -> Tensor:
         out = self.model(
             input_ids=tokens,
-            position_ids=self.cache.sequences.step_token_indices,
+            position_ids=self.cache.state.sequences.step_token_indices,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,

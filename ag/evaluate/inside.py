@@ -65,7 +65,7 @@ def record(
 
 def kept_mask(cache: EvictionCache) -> NDArray[np.bool_]:
     """Return the mask `[L, Hkv, T]` of the tokens in a cache with one sequence."""
-    layers = [cache.kept_positions(layer)[0] for layer in range(len(cache.layers))]
+    layers = [cache.kept_positions(layer)[0] for layer in range(len(cache.state.layers))]
     mask = np.zeros((len(layers), len(layers[0]), cache.seen_tokens), dtype=bool)
     for layer, heads in enumerate(layers):
         for head, token_indices in enumerate(heads):

@@ -92,7 +92,11 @@ class EvictingLM(HFLM):
         if cut:
             log.warning("%d of %d contexts do not fit the model: their first tokens are cut.", cut, len(requests))
         single = sum(all(len(requests[index][2]) == 1 for index in members) for members in groups.values())
-        if single and self.policy.spec.evicts and engine.EvictionCache(self.model, self.policy).prompt_sees == "dense":
+        if (
+            single
+            and self.policy.spec.evicts
+            and engine.EvictionCache(self.model, self.policy).setup.prompt_sees == "dense"
+        ):
             log.warning(
                 "%d of %d contexts have continuations of one token, which %r predicts before it evicts: as with a full "
                 "cache. schedule=blocks:m evicts before.",

@@ -1,7 +1,8 @@
 """How an interceptor takes part in the forward pass of a Hugging Face model.
 
-An *interceptor* (:class:`Interceptor`: the gates of a training step, or an eviction cache) arrives as a keyword
-argument: ``gating``, or the name that the model gives a cache (:func:`cache_argument`). The decoder's forward gives it
+An *interceptor* (:class:`Interceptor`: the gates of a training step, or the forward pass of an eviction cache) arrives
+as the keyword argument ``gating``, or as the attribute ``interceptor`` of the model's cache, which is an ordinary
+``Cache`` of transformers. The decoder's forward gives it
 the padding, and runs the tokens in the blocks that it yields; a hook on each attention module gives it the hidden
 states; the attention function gives it q, k and v. After a pass every layer must have attended once.
 
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerationMixin
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -261,8 +263,15 @@ def _masks_windows(decoder: Any) -> bool:
 
 def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
     """Return the interceptor among the keyword arguments of a forward pass, gates before a cache; None without one."""
-    given = kwargs.get("gating")
-    return next((x for x in (given, *kwargs.values()) if isinstance(x, Interceptor)), None)
+    gating: Interceptor | None = kwargs.get("gating")
+    if gating is not None:
+        return gating
+    return next((value.interceptor for value in kwargs.values() if _intercepts(value)), None)
+
+
+def _intercepts(value: Any) -> bool:
+    """Return whether an argument is a cache that has an interceptor."""
+    return isinstance(value, Cache) and hasattr(value, "interceptor")
 
 
 def _cache_argument(model: Any) -> str:
@@ -275,7 +284,7 @@ cache_argument: Callable[[Any], str] = functools.cache(_cache_argument)
 
 def _renamed(model: type[nn.Module], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return keyword arguments in which an interceptor that came as a cache has the name that the model gives it."""
-    given = next((x for x in ("cache", "past_key_values") if isinstance(kwargs.get(x), Interceptor)), None)
+    given = next((x for x in ("cache", "past_key_values") if _intercepts(kwargs.get(x))), None)
     if given is None or given == (name := cache_argument(model)):
         return kwargs
     rest = {key: value for key, value in kwargs.items() if key not in (given, name)}
@@ -512,7 +521,7 @@ def _with_states(
     states = interceptor.states
     assert states is not None
     here = interceptor.states = states if how.rows is None else states.at(how.rows)
-    if not isinstance(named.get(cache), Interceptor):
+    if not _intercepts(named.get(cache)):
         named |= {cache: here, "use_cache": True}
     output = forward(**named)
     if how.rows is not None and how.columns is not None and bool((how.columns >= 0).any()):

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from ag.errors import UserError
 from ag.model.geometry import ATTENTION, has_other_layers
 
 IN_TURN = ("linear_attention", "conv")  # types of the other layers, by which models take masks
@@ -147,68 +146,6 @@ class States(Cache):
             for name in ("conv_states", "recurrent_states"):
                 rows, added = getattr(mine, name), getattr(other_layer, name)
                 rows.update({n: torch.cat([x, added[n]]) for n, x in rows.items() if x is not None})
-
-
-class HoldsStates(Cache):
-    """A cache whose layers that do not attend read and write the states of another one."""
-
-    states: States | None
-    decoder: Any
-
-    def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return what a layer that does not attend keeps for its convolution; None before its first token."""
-        return self._kept().get_conv_state(*args, **kwargs)
-
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the next inputs of such a convolution."""
-        return self._kept().update_conv_state(*args, **kwargs)
-
-    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return the recurrent state of a layer that does not attend; None before its first token."""
-        return self._kept().get_recurrent_state(*args, **kwargs)
-
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the next recurrent state of such a layer."""
-        return self._kept().update_recurrent_state(*args, **kwargs)
-
-    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether such a layer has read something."""
-        return self._kept().has_previous_state(*args, **kwargs)
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """Return whether the inputs of a convolution are kept, so that tokens can be taken back."""
-        return self.states is not None and bool(self.states.is_recording_past(layer_idx))
-
-    def crop_states(self, columns: int) -> None:
-        """Take the newest columns of the states back, and forget what no later one needs."""
-        if self.states is not None:
-            self.states.crop(columns)
-
-    def check_going_back(self, operation: str, columns: int | None, num_columns: int) -> None:
-        """Refuse to take ``columns`` of those seen back where states do not; None means unequal numbers of tokens.
-
-        Raises:
-            UserError: for linear attention and state spaces, and for inputs of convolutions that were not recorded.
-        """
-        states, model = self.states, type(self.decoder).__name__
-        if states is not None and not states.go_back:
-            raise UserError(
-                f"{operation}: {model} has layers of linear attention, whose states cannot go back: expected no token "
-                "to be "
-                "taken back; call cache.reset() and read the text again."
-            )
-        recorded = 0 if states is None else states.recorded(num_columns)
-        if states is not None and (columns is None or columns > recorded):
-            raise UserError(
-                f"{operation}: the convolutions of {model} go back by columns of all sequences, here {recorded} at "
-                "most: "
-                "expected crop(-n), and cache.activate_past_recording() before those columns; else call cache.reset() "
-                "and read the text again."
-            )
-
-    def _kept(self) -> States:
-        assert self.states is not None
-        return self.states
 
 
 class Arranged(NamedTuple):

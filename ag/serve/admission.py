@@ -40,9 +40,10 @@ class Admission:
 
     def __init__(self, cache: EvictionCache, config: PretrainedConfig, max_chunk: int) -> None:
         self.policy, self.max_chunk = cache.policy, max_chunk
-        self._rows = [(store.kv_heads, store.block) for store in cache.store_of]  # per layer: KV heads, block size
+        #: By layer, the number of KV heads and the tokens of a block.
+        self._rows = [(store.kv_heads, store.block) for store in cache.state.store_of]
         self._sliding_windows = sliding_windows(config)
-        self._budget_layers = set(cache.sharing)
+        self._budget_layers = set(cache.setup.budget_layers)
         self._by_flags = self.policy.by_gates and self.policy.budget is None
         self._uniform = isinstance(self.policy.allocator, Uniform) and not self._by_flags
         # sums over earlier prompts: tokens per KV head that flags kept, and all tokens
@@ -51,8 +52,8 @@ class Admission:
     def record_kept_share(self, cache: EvictionCache, tokens: int) -> None:
         """Record how much of a prompt of ``tokens`` tokens the flags kept."""
         if self._by_flags:
-            rows = len(cache.sequences) * sum(store.kv_heads for store in cache.store_of)
-            self._kept_tokens += sum(float(store.held.sum()) for store in cache.stores) / rows
+            rows = len(cache.state.sequences) * sum(store.kv_heads for store in cache.state.store_of)
+            self._kept_tokens += sum(float(store.held.sum()) for store in cache.state.stores) / rows
             self._prompt_tokens += tokens
 
     def need(self, request: Request) -> BlockNeed:

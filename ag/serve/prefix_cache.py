@@ -97,7 +97,7 @@ class PrefixCache:
         return True
 
     def _count(self) -> None:
-        blocks = [torch.zeros(0).long(), *(store.blocks() for x in self._prefixes for store in x.cache.stores)]
+        blocks = [torch.zeros(0).long(), *(store.blocks() for x in self._prefixes for store in x.cache.state.stores)]
         self._blocks, self._uses = torch.cat(blocks).unique(return_counts=True)
 
 

@@ -73,7 +73,7 @@ class _Completion:
 
     def key(self) -> Tensor:
         """Return the key of ``token_ids``, see :mod:`ag.serve.prefix_cache`."""
-        rope, num_prompt = self.batch.cache.rope, torch.tensor(len(self.request.tokens))
+        rope, num_prompt = self.batch.cache.setup.rope, torch.tensor(len(self.request.tokens))
         frequencies = 0 if rope is None else int(rope.set_of(num_prompt))
         return key_of(self.token_ids, self.request.protected_mask(), frequencies)
 
@@ -117,7 +117,7 @@ class _Batch:
     ) -> None:
         self.policy, self.cache = policy, EvictionCache(model, policy, pool=pool)
         self.step_runner = StepRunner(model, self.cache)
-        croppable = self.cache.is_croppable and self.cache.states is None  # rejected drafts differ by sequence
+        croppable = self.cache.is_croppable and self.cache.state.states is None  # rejected drafts differ by sequence
         self.max_drafts = prompt_lookup if croppable else 0
         self.running: list[_Completion] = []  # in order of the cache's sequences
         self.whole_prompt = _needs_whole_prompt(self.cache)
@@ -201,7 +201,7 @@ class Scheduler:
         A RoPE with other frequencies for long texts rotates a text by the frequencies of its prompt. A completion
         cannot outgrow them; its last token is never read.
         """
-        rope = self._default_batch.cache.rope
+        rope = self._default_batch.cache.setup.rope
         if rope is None or num_prompt > rope.changes:
             return self.context_length
         return rope.changes + 1 if self.context_length is None else min(self.context_length, rope.changes + 1)
@@ -637,9 +637,9 @@ class Scheduler:
         newest, job = oldest_first[-1], self._prefill_job
         if job is not None and job.completions[0].submitted_at >= newest.submitted_at:
             self._requeue_prompt(job, error)
-            if not batch.cache.broken:
+            if not batch.cache.state.broken:
                 return
-        broken = batch.cache.broken
+        broken = batch.cache.state.broken
         preempted = [completion for completion in oldest_first if completion.batch is batch] if broken else [newest]
         is_alone = len(oldest_first) == 1 and job is None
         self._remove(preempted)
@@ -731,14 +731,14 @@ class Scheduler:
 
 def _cached_tokens(cache: EvictionCache) -> list[list[float]]:
     """Return the cached tokens of each sequence, by layer, as a mean over KV heads."""
-    return [store.held[layer].float().mean(1).tolist() for layer, store in enumerate(cache.store_of)]
+    return [store.held[layer].float().mean(1).tolist() for layer, store in enumerate(cache.state.store_of)]
 
 
 def _needs_whole_prompt(cache: EvictionCache) -> bool:
     """Return whether prompts must be read in one pass: chunks would be evicted differently, read slowly, or refused."""
-    if cache.sequences.goes_on is False:
+    if cache.state.sequences.goes_on is False:
         return True
     if cache.gates is None:
         return False
-    moves = cache.policy.positions == "slot" and cache.prompt_sees == "sparse"
+    moves = cache.policy.positions == "slot" and cache.setup.prompt_sees == "sparse"
     return cache.gates.config.scope == "prompt" or moves

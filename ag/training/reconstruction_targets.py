@@ -49,18 +49,18 @@ class ReconstructionTargets(Observing):
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Begin the pass of the cache too."""
         super().begin(decoder, attention_mask, tokens)
-        self._cache.begin(decoder, None if self.valid is None else self.valid.long(), tokens)
+        self._cache.interceptor.begin(decoder, None if self.valid is None else self.valid.long(), tokens)
 
     def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield one pass, and let the model repeat the rows after it."""
-        self._columns, _ = next(self._cache.passes(position_ids))
+        self._columns, _ = next(self._cache.interceptor.passes(position_ids))
         yield None, position_ids
         self._collect_scores()
 
     def record(self, call: AttentionCall, out: Tensor) -> None:
         """Store keys and values for the repetition."""
         q, k, v, output = (self._left_aligned(x) for x in (call.q, call.k, call.v, out))
-        self._cache.attend(Attended(**vars(call) | {"q": q, "k": k, "v": v}, output=output))
+        self._cache.interceptor.attend(Attended(**vars(call) | {"q": q, "k": k, "v": v}, output=output))
 
     def _left_aligned(self, x: Tensor) -> Tensor:
         """Return ``[B, H, T, D]`` with the columns that the cache reads."""
@@ -71,8 +71,9 @@ class ReconstructionTargets(Observing):
 
     def _collect_scores(self) -> None:
         """Let the model repeat the rows, and take the scores."""
-        assert self._cache.reconstruction is not None
-        self.scores = self._cache.reconstruction.measure(self._cache).scores
+        state, batch = self._cache.state, self._cache.interceptor.batch
+        assert state.reconstruction is not None and batch is not None
+        self.scores = state.reconstruction.measure(state, batch).scores
         self._cache.reset()
         for layer, scores in self.scores.items():
             if str(layer) in self.gates.layers:

@@ -26,7 +26,7 @@ def test_evicted_memory_is_free(tiny_llama, monkeypatch, copying):
     cache = ag.EvictionCache(model, "gates")
     step(model, cache, ids, torch.ones_like(ids))
     after = storages()
-    address_space = {x.untyped_storage().data_ptr() for x in cache.pool.columns() if cache.pool._reserved}
+    address_space = {x.untyped_storage().data_ptr() for x in cache.setup.pool.columns() if cache.setup.pool._reserved}
     new = sum(size for place, size in after.items() if place not in {*before, *address_space})
     new += cache.nbytes if address_space else 0  # of which blocks are taken
     slots = cache.nbytes // (2 * 16 * 4)
@@ -44,8 +44,8 @@ def test_a_pool_that_copies_is_made_for_a_prompt_that_stays(tiny_llama, monkeypa
     model = tiny_llama()
     cache = ag.EvictionCache(model, *given)
     step(model, cache, row(200)[None], torch.ones(1, 200, dtype=torch.long))
-    assert cache.pool.capacity == cache.pool.num_used
-    assert (cache.pool.version == 1) == once
+    assert cache.setup.pool.capacity == cache.setup.pool.num_used
+    assert (cache.setup.pool.version == 1) == once
 
 
 FRESH = "cache.reset()"
@@ -147,7 +147,7 @@ def test_uneven_heads_are_not_gathered(tiny_llama, monkeypatch):
         cache = ag.EvictionCache(model, *policy)
         with torch.no_grad():
             model(ids, past_key_values=cache)
-            assert any(len(set(held.flatten().tolist())) > 1 for held in cache.stores[0].held)
+            assert any(len(set(held.flatten().tolist())) > 1 for held in cache.state.stores[0].held)
             with monkeypatch.context() as patch:
                 patch.setattr(layer, "read", lambda *_: pytest.fail("the layer was gathered"))
                 for _ in range(3):

@@ -157,7 +157,7 @@ def test_padding_behind_a_shorter_answer(llama):
     """It was read as text: the mask of the next turn is refused until the cache is told."""
     cache, text, mask = ag.EvictionCache(llama, "full"), IDS[:2, :32], torch.ones(2, 32, dtype=torch.long)
     llama.generate(text[:, :20], past_key_values=cache, **GREEDY | {"max_new_tokens": 6})
-    text = torch.cat([cache.sequences.ids.ids[:, :25], text[:, 25:]], 1)
+    text = torch.cat([cache.state.sequences.ids.ids[:, :25], text[:, 25:]], 1)
     mask[1, 22:25] = 0
     with refuses(UserError, "column 22", "sequence 1", "cache.crop"):
         llama.generate(text, attention_mask=mask, past_key_values=cache, **GREEDY)

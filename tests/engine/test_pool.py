@@ -274,8 +274,8 @@ def test_a_fork_without_room_for_copies_keeps_what_no_query_sees(tiny_llama, tin
             held = columns(fork)
             got = model(token[None, None], past_key_values=fork).logits
             hold(got, model(token[None, None], past_key_values=want).logits.double(), of_logits(model))
-            longer += int(fork.stores[0].held.max()) > int(want.stores[0].held.max())
-    assert longer and not fork.broken and columns(fork) == held
+            longer += int(fork.state.stores[0].held.max()) > int(want.state.stores[0].held.max())
+    assert longer and not fork.state.broken and columns(fork) == held
 
 
 @torch.no_grad()
@@ -290,6 +290,6 @@ def test_where_address_space_is_limited_a_pool_grows_by_copying(tiny_llama, monk
     monkeypatch.setattr("ag.engine.block_pool.mmap.mmap", refused)
     monkeypatch.setattr("ag.engine.block_pool.FIRST", 4)
     cache = ag.EvictionCache(model, "full")
-    assert cache.pool.capacity == 4
+    assert cache.setup.pool.capacity == 4
     assert torch.equal(model(text, past_key_values=cache).logits, want)
-    assert cache.pool.capacity >= 36
+    assert cache.setup.pool.capacity >= 36

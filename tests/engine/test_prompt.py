@@ -82,7 +82,7 @@ def test_a_reread_is_of_what_is_held(tiny_llama, monkeypatch):
     """Of codes where codes are attended to: scores are those that the cache has alone, to the bit."""
     model, ids = tiny_llama().eval(), torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
     found, evict = [], ReconstructionPass._evict
-    monkeypatch.setattr(ReconstructionPass, "_evict", lambda *args: found.append(args[2].scores[1]) or evict(*args))
+    monkeypatch.setattr(ReconstructionPass, "_evict", lambda *args: found.append(args[3].scores[1]) or evict(*args))
     wanted = [ag.policy("kvzip", 0.5, chunk=16, kv_dtype=kind) for kind in ("float", "int8", "float")]
     read_prompt(model, wanted, ids)
     for one in wanted:
@@ -104,7 +104,7 @@ def test_memory_goes_with_the_cache(tiny_llama, spec):
         ((cache, _),) = read_prompt(model, [policy], torch.randint(3, 128, (1, 60)))
         with torch.no_grad():
             model(torch.tensor([[5]]), past_key_values=cache)
-        held = weakref.ref(cache.pool)
+        held = weakref.ref(cache.setup.pool)
         del cache
         assert held() is None
     finally:

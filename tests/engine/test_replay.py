@@ -64,7 +64,7 @@ def read(model, given, options, lengths, gates=None):
 
 
 def plain_step(model, cache, tokens):
-    return model(tokens, position_ids=cache.sequences.num_tokens[:, None], past_key_values=cache).logits[:, -1]
+    return model(tokens, position_ids=cache.state.sequences.num_tokens[:, None], past_key_values=cache).logits[:, -1]
 
 
 def tokens(batch, number):
@@ -74,9 +74,9 @@ def tokens(batch, number):
 def check_same(mine, plain):
     """Two caches hold the same."""
     for name in ("num_tokens", "num_held", "evicted_at"):
-        assert torch.equal(getattr(mine.sequences, name), getattr(plain.sequences, name))
+        assert torch.equal(getattr(mine.state.sequences, name), getattr(plain.state.sequences, name))
     assert columns(mine) == columns(plain)
-    for ours, theirs in zip(mine.stores, plain.stores, strict=True):
+    for ours, theirs in zip(mine.state.stores, plain.state.stores, strict=True):
         assert torch.equal(ours.held, theirs.held) and torch.equal(ours.lengths, theirs.lengths)
         assert torch.equal(ours.lengths.long(), ours.held)
         for noted, wanted in zip(ours.records, theirs.records, strict=True):
@@ -115,7 +115,7 @@ def test_a_pool_that_grows_by_copying(models, monkeypatch):
     for number in range(steps):
         given = tokens(1, number)
         assert torch.equal(step(given), plain_step(model, plain, given))
-        versions.add(cache.pool.version)
+        versions.add(cache.setup.pool.version)
     check_same(cache, plain)
     assert len(record.tapes) >= len(versions) > 2
     assert record.replays + len(record.tapes) == steps - 2  # the first of each kind, which evicts or not
@@ -141,11 +141,11 @@ def test_what_happens_to_the_cache_in_between(models):
     cache, plain = read(model, given, options, [40, 31], gates)
     step = StepRunner(model, cache, record)
     between = [
-        lambda one: model(tokens(2, 99), position_ids=one.sequences.num_tokens[:, None], past_key_values=one),
+        lambda one: model(tokens(2, 99), position_ids=one.state.sequences.num_tokens[:, None], past_key_values=one),
         copy.deepcopy,  # whose blocks are shared from now on
         lambda one: model(
             tokens(2, 98).expand(-1, 3),
-            position_ids=one.sequences.num_tokens[:, None] + torch.arange(3),
+            position_ids=one.state.sequences.num_tokens[:, None] + torch.arange(3),
             past_key_values=one,
         ),
         lambda one: one.batch_select_indices(torch.tensor([1, 0, 1])),
@@ -155,10 +155,10 @@ def test_what_happens_to_the_cache_in_between(models):
     kept = []
     for number, happens in enumerate(between):
         for part in range(5):
-            new = tokens(len(cache.sequences), 10 * number + part)
+            new = tokens(len(cache.state.sequences), 10 * number + part)
             assert torch.equal(step(new), plain_step(model, plain, new)), (number, part)
         check_same(cache, plain)
         kept.append([happens(each) for each in (cache, plain)])
     assert len(record.tapes) >= 4 and record.replays >= 2 * len(between)
     check_same(*kept[1])
-    assert kept[1][0].sequences.columns == 40 + 2 * 5 + 1
+    assert kept[1][0].state.sequences.columns == 40 + 2 * 5 + 1

@@ -158,14 +158,19 @@ def test_reset_forgets_all_that_was_recorded(llama, name):
     cache = run(llama, policy, ROWS, PROMPTS).cache
     assert any(x > 0 for x in cache.report().seconds)
     cache.reset()
-    assert (cache.evictor.budgets.settled, cache.batch, cache.seen_tokens, cache.nbytes) == ({}, None, 0, 0)
-    for layer, new in zip(cache.layers, EvictionCache(llama, policy).layers, strict=True):
+    assert (cache.state.evictor.budgets.settled, cache.interceptor.batch, cache.seen_tokens, cache.nbytes) == (
+        {},
+        None,
+        0,
+        0,
+    )
+    for layer, new in zip(cache.state.layers, EvictionCache(llama, policy).state.layers, strict=True):
         assert vars(layer) | {"watch": layer.watch.seconds} == vars(new) | {"watch": 0.0}
     again = feed(cache, llama, [ROWS[1]], [[23], *[[1]] * STEPS])
     assert again.held == run(llama, policy, [ROWS[1]], [23]).held
     cache = run(llama, make(name, "prefill"), ROWS, PROMPTS).cache  # which remembers nothing, as nothing more goes
-    assert not any(cache.stores[0].records)
-    assert not any(x.observation_window.queries or x.gate_memory for x in cache.layers)
+    assert not any(cache.state.stores[0].records)
+    assert not any(x.observation_window.queries or x.gate_memory for x in cache.state.layers)
 
 
 @pytest.mark.parametrize(
@@ -239,10 +244,10 @@ def test_heads_that_are_evicted_alike_hold_the_same_slots(tiny_llama, name, sche
         caches[0].add(caches[1])
         for cache in (caches[0], copied):
             for _ in range(8):
-                tokens = torch.full((len(cache.sequences), 1), 5)
+                tokens = torch.full((len(cache.state.sequences), 1), 5)
                 model(tokens, past_key_values=cache)
             for layer in range(3):
-                token_indices = cache.stores[0].token_indices(layer)
+                token_indices = cache.state.stores[0].token_indices(layer)
                 assert torch.equal(token_indices, token_indices[:, :1].expand_as(token_indices))
 
 
@@ -253,8 +258,8 @@ def test_recents_are_of_the_mean_where_layers_get_unequal_budgets(tiny_llama, sp
     model, held = tiny_llama(num_hidden_layers=4), []
     for counted in (True, False):
         cache = ag.EvictionCache(model, spec, 16, "every")
-        assert cache.evictor._counts_decode
-        cache.evictor._counts_decode = counted
+        assert cache.state.evictor._counts_decode
+        cache.state.evictor._counts_decode = counted
         model(row(80)[None], past_key_values=cache)
         for token in row(20, 1):
             model(token[None, None], past_key_values=cache)

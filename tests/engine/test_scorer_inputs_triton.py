@@ -28,7 +28,7 @@ def decoded(model, *policy, mask=None, guard=None):
         for t in range(PROMPT, PROMPT + NEW):
             step = {"attention_mask": real[:, : t + 1], "past_key_values": cache}
             logits.append(model(IDS[:, t : t + 1], **step).logits[:, 0])
-    return torch.stack(logits), [cache.kept_positions(layer) for layer in range(len(cache.layers))]
+    return torch.stack(logits), [cache.kept_positions(layer) for layer in range(len(cache.state.layers))]
 
 
 def same(held):

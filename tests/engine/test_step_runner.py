@@ -86,10 +86,10 @@ def test_the_host_reads_nothing_of_the_device_in_a_step(model, name):
     step = StepRunner(model, cache)
     for number in range(3):
         step(tokens(2, number))
-    (store,) = cache.stores
-    there = [*cache.pool.columns(), store.table, store.lengths, cache.sequences.step_token_indices]
-    there += [cache.sequences.mask, *model.parameters(), *(x for part in store.records for x in part.values())]
-    there += [] if cache.evictor is None else cache.evictor._scores.values()
+    (store,) = cache.state.stores
+    there = [*cache.setup.pool.columns(), store.table, store.lengths, cache.state.sequences.step_token_indices]
+    there += [cache.state.sequences.mask, *model.parameters(), *(x for part in store.records for x in part.values())]
+    there += [] if cache.state.evictor is None else cache.state.evictor._scores.values()
     with DeviceMemory(there).running() as seen:
         assert seen.has(step(tokens(2, 3)))
         for number in range(4, 3 + evictor.CHECK_INTERVAL):
@@ -98,7 +98,9 @@ def test_the_host_reads_nothing_of_the_device_in_a_step(model, name):
     if name == "full":  # heads that compete ask how many of their tokens stayed: a read is noticed
         cache = EvictionCache(model, "h2o@heads", 20, "every")
         model(row(40)[None], past_key_values=cache)
-        with DeviceMemory([cache.stores[0].lengths, *cache.pool.columns(), *model.parameters()]).running() as seen:
+        with DeviceMemory(
+            [cache.state.stores[0].lengths, *cache.setup.pool.columns(), *model.parameters()]
+        ).running() as seen:
             StepRunner(model, cache)(tokens(1, 0))
         assert seen.reads.count("cpu") >= 3  # once a layer
 
@@ -110,7 +112,7 @@ def test_scores_that_are_not_finite_are_found_within_sixteen_steps(model):
     step = StepRunner(model, cache, record)
     for number in range(20):
         step(tokens(1, number))
-    cache.stores[0].records[1]["sums"][:, :, 6:8] = float("nan")
+    cache.state.stores[0].records[1]["sums"][:, :, 6:8] = float("nan")
     with refuses(NonFiniteScoreError, "H2O", "layer 1", "finite"):
         for number in range(evictor.CHECK_INTERVAL):
             step(tokens(1, number))
@@ -148,7 +150,7 @@ def test_the_decoding_loop_is_that_of_transformers(model, policy, given):
         text = model.generate(input_ids=ids, attention_mask=mask, **options)
         longer = torch.cat([mask, torch.ones(3, text.shape[1] + 2 - 20, dtype=torch.long)], 1)
         text = model.generate(input_ids=F.pad(text, (0, 2), value=7), attention_mask=longer, **options)
-        found.append((text.tolist(), columns(cache), cache.sequences.num_tokens.tolist()))
+        found.append((text.tolist(), columns(cache), cache.state.sequences.num_tokens.tolist()))
     assert found[0] == found[1]
     assert len({tuple(row) for row in found[0][0]}) == 3
 

@@ -99,11 +99,11 @@ def test_a_decoding_step_does_not_wait(tiny_llama, triton_only, card, policy):
     places, new = mask.sum(1, keepdim=True), tokens(2, 1)
     for index in range(3):  # what they launch is compiled
         step(model, cache, new, position_ids=places + index)
-    blocks = cache.stores[0].owned.clone()
+    blocks = cache.state.stores[0].owned.clone()
     with no_waiting():
         for index in range(3, STEPS):
             step(model, cache, new, position_ids=places + index)
-    assert cache.seen_tokens == 40 + STEPS and bool((cache.stores[0].owned > blocks).all())
+    assert cache.seen_tokens == 40 + STEPS and bool((cache.state.stores[0].owned > blocks).all())
     assert policy == "full" or cache.kept_share() < 1
 
 
@@ -128,7 +128,7 @@ def test_a_step_that_evicts_does_not_wait(tiny_llama, triton_only, card, policy)
     with no_waiting():
         for _ in range(NEW):
             step(model, cache, new)
-    assert cache.stores[0].lengths[0].tolist() == [[20, 20]] * 2
+    assert cache.state.stores[0].lengths[0].tolist() == [[20, 20]] * 2
 
 
 def test_evicted_memory_is_free(tiny_llama, card):

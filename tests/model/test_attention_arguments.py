@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import ag
+from ag.engine.forward_pass import ForwardPass
 from ag.model.geometry import attention_layers
 from ag.model.hooks import HARMLESS, IMPLEMENTATION
 from ag.model.hybrid import States
@@ -74,7 +75,7 @@ def check_attention(model_type: str, args: tuple[Any, ...], kwargs: dict[str, An
     module, *tensors = args
     name, given = f"{model_type}: {type(module).__name__}", dict(kwargs)
     site = given.pop("ag_site")
-    assert isinstance(given.pop("ag_interceptor"), ag.EvictionCache)
+    assert isinstance(given.pop("ag_interceptor"), ForwardPass)
     if len(args) < len(FIRST):
         tensors.append(given.pop("attention_mask"))
     assert len(tensors) == 4, f"{name} gives {len(args)} arguments in order: expected {FIRST}"

@@ -348,7 +348,7 @@ def test_convolutions_take_drafts_back(name, tmp_path):
     assert any(taken) and torch.equal(got, model.generate(row, past_key_values=plain, **words()))
     turn = torch.cat([got, row[:, :9]], 1)
     assert torch.equal(*(model.generate(turn, past_key_values=one, **words()) for one in (cache, plain)))
-    assert not cache.states.recording and cache.states.nbytes == plain.states.nbytes
+    assert not cache.state.states.recording and cache.state.states.nbytes == plain.state.states.nbytes
 
 
 @pytest.mark.parametrize(("name", "why"), [("qwen3_5_text", "cannot go back"), ("lfm2", "activate_past_recording")])
@@ -427,7 +427,7 @@ def test_counts_of_llama4_behind_the_border_of_a_chunk():
     model(rows()[0][None], past_key_values=cache)
     for token in range(8):
         model(torch.tensor([[5 + token]]), past_key_values=cache)
-        assert all(torch.equal(store.held, store.lengths.cpu()) for store in cache.stores)
+        assert all(torch.equal(store.held, store.lengths.cpu()) for store in cache.state.stores)
 
 
 @torch.no_grad()

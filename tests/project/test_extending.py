@@ -65,7 +65,9 @@ def held(model, policy, length=40):
     with torch.no_grad():
         model(ids, past_key_values=full)
         model(ids, past_key_values=cache)
-    return cache, [read(full.stores[0].pages(layer), full.stores[0].ledger(layer)[0][0]) for layer in range(3)]
+    return cache, [
+        read(full.state.stores[0].pages(layer), full.state.stores[0].ledger(layer)[0][0]) for layer in range(3)
+    ]
 
 
 def test_scorer_page(example, tiny_llama):

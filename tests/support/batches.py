@@ -53,5 +53,5 @@ def step(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> Tensor:
 
 def columns(cache: Any) -> list[list[list[list[int]]]]:
     """The tokens that are held, by layer, sequence and head."""
-    layers = range(len(cache.layers))
+    layers = range(len(cache.state.layers))
     return [[[head.tolist() for head in heads] for heads in cache.kept_positions(i)] for i in layers]

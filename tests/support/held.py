@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import ag
+from ag.engine.forward_pass import ForwardPass
 from ag.engine.kv_store import KVStore
 from ag.engine.layer import Layer
 from ag.engine.policy import Policy
@@ -64,13 +65,13 @@ class Run:
 @contextmanager
 def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
     """Record every arrival of tokens at the layers of a cache; KVzip's repetitions of a prompt do not count."""
-    arrivals: list[list[Arrival]] = [[] for _ in cache.layers]
+    arrivals: list[list[Arrival]] = [[] for _ in cache.state.layers]
     read = Layer.read
 
     def recording(layer: Layer, call: Any, batch: Any, store: KVStore, *others: Any) -> Any:
         found = read(layer, call, batch, store, *others)  # nothing goes within it
-        here = batch is cache.batch  # and no repetition of kvzip's, of which nothing stays
-        if here and any(layer is part for part in cache.layers):
+        here = batch is cache.interceptor.batch  # and no repetition of kvzip's, of which nothing stays
+        if here and any(layer is part for part in cache.state.layers):
             new = [
                 [token_index for token_index in token_indices if token_index >= 0]
                 for token_indices in batch.token_indices.tolist()
@@ -158,14 +159,14 @@ def check(model: Any, rows: Sequence[Tensor], result: Run) -> None:
 def observed_calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[AttentionCall, Tensor]]]:
     """Record q, k, v of each attention call from now on, by layer, and which of them are tokens."""
     calls: dict[int, list[tuple[AttentionCall, Tensor]]] = defaultdict(list)
-    attend: Callable[[ag.EvictionCache, AttentionCall], Tensor] = ag.EvictionCache.attend
+    attend: Callable[[ForwardPass, AttentionCall], Tensor] = ForwardPass.attend
 
-    def recorded(self: ag.EvictionCache, call: AttentionCall) -> Tensor:
+    def recorded(self: ForwardPass, call: AttentionCall) -> Tensor:
         assert self.batch is not None
         calls[call.layer].append((call, self.batch.token_indices >= 0))
         return attend(self, call)
 
-    monkeypatch.setattr(ag.EvictionCache, "attend", recorded)
+    monkeypatch.setattr(ForwardPass, "attend", recorded)
     return calls
 
 

@@ -222,7 +222,7 @@ class Worker:
         )
 
     def _prefill(self, cell: Cell) -> str:
-        return EvictionCache(self.model, cell.policy).prompt_sees
+        return EvictionCache(self.model, cell.policy).setup.prompt_sees
 
 
 def _num_common_samples(outcomes_by_cell: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:

@@ -1,0 +1,300 @@
+"""A forward pass of a cache: its methods stand in the order in which a model's hooks call them.
+
+:meth:`ForwardPass.begin` turns the attention mask into token indices and takes blocks. :meth:`ForwardPass.passes` cuts
+the new tokens into passes, such as the chunks of a prompt. Within a pass each layer calls
+:meth:`ForwardPass.enter_layer`, which runs its gate, and :meth:`ForwardPass.attend`, which stores the new keys, attends
+and scores. :meth:`ForwardPass.end_pass` evicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ag.engine.block_pool import PoolFullError
+from ag.engine.cache_state import CacheState, PassKind
+from ag.engine.forward_batch import ForwardBatch
+from ag.engine.masks import check_frequencies
+from ag.errors import UserError
+from ag.model.hooks import AttentionCall, Interceptor
+from ag.model.hybrid import States
+
+
+class ForwardPass(Interceptor):
+    """The forward passes of a cache; a model's hooks call it.
+
+    Args:
+        state: of the cache.
+    """
+
+    def __init__(self, state: CacheState) -> None:
+        self.state, self.setup = state, state.setup
+        gates = self.setup.gates
+        self.modules = () if gates is None else [gates]
+        #: Whether :class:`ag.engine.step_runner.StepRunner` does the host's part of the pass at hand.
+        self.prepared = False
+        #: The pass at hand; None before the first one.
+        self.batch: ForwardBatch | None = None
+        self._new: Tensor | None = None  # [B, T] bool, which columns of the forward pass at hand are tokens
+        self._length = 0  # columns of the forward pass at hand
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.state.reset()
+        self.batch, self._new, self._length = None, None, 0
+
+    @property
+    def states(self) -> States | None:  # type: ignore[override]
+        """States of layers that do not attend; None means that the model has no such layers."""
+        return self.state.states
+
+    @states.setter
+    def states(self, states: States | None) -> None:
+        self.state.states = states
+
+    @property
+    def text_lengths(self) -> Tensor:  # type: ignore[override]
+        """``[B]`` long on the host, by which a RoPE may choose frequencies: the tokens of each text as it began."""
+        return self.state.sequences.text_len
+
+    @property
+    def seen_tokens(self) -> int:
+        """Columns that went by in earlier passes."""
+        return self.state.sequences.columns
+
+    # ---- before and after model.generate
+
+    def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
+        """Announce the whole text; see :meth:`ag.engine.cache.EvictionCache.expect`."""
+        self.state.check_whole()
+        self.state.sequences.expect(valid.bool(), tokens)
+
+    def saw(self, tokens: Tensor | None) -> None:
+        """Note the text ``[B, T]`` after generation; None means that it is not known."""
+        self.state.sequences.saw(tokens)
+        if self.state.states is not None:  # drafts end
+            self.state.states.record(False)
+        self.state.check_scores()
+
+    # ---- begin
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
+        """Turn the mask of a forward pass into token indices; see :class:`ag.model.hooks.Interceptor`.
+
+        A pass that cannot go on, or for which the pool has no room (``PoolFullError``), changes nothing.
+        """
+        if self.prepared:
+            return
+        state, setup = self.state, self.setup
+        if decoder is not setup.decoder:
+            raise UserError("This cache was made for another model; make one with EvictionCache(model, ...).")
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                "EvictionCache: a CUDA graph of a forward pass would write every later token where the captured one "
+                "went; use ag.StepRunner(model, cache), which records steps, capture parts of the model without the "
+                "cache, or use torch.compile(model), which leaves it out."
+            )
+        if state.broken:
+            state.check_whole()
+        sequences, (batch, length) = state.sequences, tokens.shape[:2]
+        fresh, ready = not sequences.columns, sequences.ready
+        device = tokens.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        kind = next(decoder.parameters()).dtype, autocast, torch.is_inference_mode_enabled()
+        if not fresh and state.kind is not None and state.kind != kind:
+            _check_kind(state.kind, kind)
+        state.kind = kind
+        if not ready:
+            self._check_prompt(tokens)
+        new = sequences.extend(attention_mask, batch, length, tokens.device)
+        if setup.rope is not None:
+            check_frequencies(setup.rope, sequences, new, type(decoder).__name__)
+        if fresh:
+            for store in state.stores:
+                store.start(batch)
+        elif setup.pool.fixed:
+            self._check_room(new)
+        state.broken, self._length = True, length  # broken until the end of the last pass
+        if fresh and setup.policy.budget is None and setup.gates is None:  # all that comes stays
+            setup.pool.reserve(sum(store.demand(new.sum(1).cpu()) for store in state.stores))
+        if length == 1 and ready and (attention_mask is None or bool(new.all())):  # a step: all layers get room at once
+            self.batch = step = sequences.step()
+            for store in state.stores:
+                store.make_room(slice(None), step.counts)
+            if state.evictor is not None:
+                state.evictor.begin_step(step, state.stores, state.layers[setup.budget_layers[0]].window)
+        else:
+            self._new = new
+
+    def _check_prompt(self, tokens: Tensor) -> None:
+        """Refuse a part of a prompt for gates that read it whole, and note the ids for a policy that repeats them."""
+        sequences, gates, length = self.state.sequences, self.setup.gates, tokens.shape[1]
+        num_columns, announced = sequences.columns, sequences.announced
+        if gates is not None and gates.config.scope == "prompt" and not num_columns and length < announced:
+            raise UserError(
+                f"{self.setup.policy!r}: gates of gate.scope=prompt read the prompt in one forward pass, and {length} "
+                f"of {announced} tokens came; leave prefill_chunk_size out, or use gates of gate.scope=causal."
+            )
+        if self.state.reconstruction is not None:
+            self.state.reconstruction.note(tokens, num_columns)
+
+    def _check_room(self, new: Tensor) -> None:
+        """Refuse a forward pass before it begins, where the pool has no room for its tokens ``[B, T]`` bool."""
+        stores, sequences, policy = self.state.stores, self.state.sequences, self.setup.policy
+        counts = new.sum(1).cpu()
+        if policy.block is not None and not sequences.ready:  # a chunk is evicted before the next one comes
+            block = policy.block
+            capacity = 0 if policy.budget is None else policy.capacity(sequences.prompt_len)
+            until_evicted = (block - sequences.num_tokens % block).maximum(capacity + block - sequences.num_held)
+            counts = counts.minimum(until_evicted)
+        # keys that are rotated again are written anew
+        evicts = self.setup.rotation is not None or sequences.may_evict(counts)
+        # fewer copies are needed once nothing else refers to the blocks
+        if not self.setup.pool.has(lambda: sum(store.demand(counts, evicts) for store in stores)):
+            sequences.take_back(new)
+            needed = sum(store.demand(counts, evicts) for store in stores)
+            raise self.setup.pool.full(f"{int(counts.max())} tokens of each of {len(counts)} sequences need", needed)
+
+    # ---- passes
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Yield the columns and positions of each pass, and end it; see :class:`ag.model.hooks.Interceptor`."""
+        state, new = self.state, self._new
+        self._new = None
+        for number, batch in enumerate([self.batch] if new is None else state.sequences.batches(new)):
+            assert batch is not None
+            if number:
+                self.end_pass()
+            self.batch, state.broken = batch, True
+            positions = self._positions(position_ids, batch)
+            if state.reconstruction is not None and batch.is_prefill:
+                state.reconstruction.follow(batch.token_indices, positions)
+            yield batch.columns, positions
+        if state.reconstruction is not None and state.reconstruction.due(state.sequences):
+            self._repeat_prompt()
+        if not self.prepared:
+            self.end_pass()
+
+    def _positions(self, position_ids: Tensor | None, batch: ForwardBatch) -> Tensor | None:
+        """Return the positions that the model rotates the tokens of a pass by; None means those of their columns."""
+        sequences, rotation = self.state.sequences, self.setup.rotation
+        rotated = None if rotation is None else rotation.positions(batch, self.state.stores)
+        if rotated is not None:
+            return rotated
+        plain = position_ids is None and batch.step and bool((sequences.num_tokens == sequences.columns).all())
+        if sequences.own_positions or plain:  # of a step in the same memory each time
+            return batch.token_indices if batch.step else batch.token_indices.clamp_min(0)
+        sequences.by_column = position_ids is None
+        if position_ids is None:  # columns, as transformers counts; by now the cache has seen those of this pass
+            first = sequences.columns - self._length
+            position_ids = torch.arange(first, sequences.columns, device=batch.token_indices.device)[None]
+        if batch.columns is None:
+            return position_ids
+        columns_read = batch.columns.clamp_min(0).expand(*position_ids.shape[:-2], -1, -1)
+        return position_ids.expand(*position_ids.shape[:-2], len(batch.columns), -1).gather(-1, columns_read)
+
+    def _repeat_prompt(self) -> None:
+        """Let the model repeat the prompt, and evict by that."""
+        assert self.state.reconstruction is not None and self.batch is not None
+        try:
+            self.state.reconstruction.run(self.state, self.batch)
+        except PoolFullError:
+            if self.state.sequences.columns == self._length:  # the text can be read again
+                self.reset()
+            raise
+
+    # ---- a layer
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Apply the gate that reads this layer's input to the new tokens."""
+        batch, gates = self.batch, self.setup.gates
+        assert batch is not None
+        if gates is None or not (batch.is_prefill or self.setup.policy.asks_later(gates)):
+            return
+        target = layer + gates.config.layer_offset
+        if str(target) in gates.layers:
+            self.state.layers[target].judge(hidden, batch)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Store the new keys and values of a layer, attend, and let the policy score.
+
+        Raises:
+            UserError: where gradients would go through it, or the keys are of a type that the pool does not hold.
+        """
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
+            raise UserError(
+                "EvictionCache: gradients do not go through a cache; run the model under torch.no_grad(), or train "
+                "without past_key_values."
+            )
+        batch, state, setup = self.batch, self.state, self.setup
+        assert batch is not None
+        held_type, computed_type = setup.pool.dtype, torch.promote_types(call.k.dtype, call.v.dtype)
+        if torch.promote_types(held_type, computed_type) != held_type:
+            raise UserError(
+                f"EvictionCache: the model computed keys of {call.k.dtype} and values of {call.v.dtype}, which "
+                f"{held_type}, the type of its weights, does not hold: use it without torch.autocast, or load it in "
+                "that type."
+            )
+        evictor = state.evictor if call.layer in setup.budget_layers else None
+        if not (batch.is_prefill or setup.policy.steps is not None):
+            evictor = None
+        if state.reconstruction is not None and batch.is_prefill:
+            state.reconstruction.look(call)
+        try:
+            return state.layers[call.layer].run(call, batch, state.store_of, evictor)
+        except PoolFullError:
+            if state.sequences.columns == self._length:  # the text can be read again
+                tokens, num_blocks = int(batch.counts.max()), sum(store.num_blocks() for store in state.stores)
+                needed = (num_blocks + 1) * len(state.layers) // max(call.layer, 1)
+                self.reset()
+                raise setup.pool.full(f"a prompt of {tokens} tokens needs more than", needed) from None
+            raise
+
+    # ---- end
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def end_pass(self) -> None:
+        """End a pass after its last layer: evict, and remove tokens that no later query sees."""
+        batch, state, policy, gates = self.batch, self.state, self.setup.policy, self.setup.gates
+        assert batch is not None
+        if state.evictor is not None:
+            state.evictor.end_pass(batch)
+        if batch.step:
+            for layer in state.layers:
+                if layer.hides:
+                    layer.expire(batch, state.store_of[layer.index])
+        if batch.ends_prompt:
+            self.setup.pool.trim()
+            if policy.steps is None:  # nothing is scored again
+                for store in state.stores:
+                    store.records = [{} for _ in state.layers]
+                for layer in state.layers:
+                    layer.observation_window.reset()
+        sequences, span = state.sequences, 0 if gates is None else gates.config.window
+        if "expired" in batch.memo:
+            sequences.evicted_at = sequences.settled.maximum(sequences.evicted_at)
+        if span and any(layer.gate_memory for layer in state.layers):  # which hold the newest tokens alone
+            settled = sequences.settled.where(sequences.settled >= span, 0)
+            sequences.evicted_at = settled.maximum(sequences.evicted_at)
+        state.broken = False
+
+
+def _check_kind(old_kind: PassKind, new_kind: PassKind) -> None:
+    """Refuse a pass in other types, or outside of the inference mode, than those of the held tokens."""
+    if old_kind[:2] != new_kind[:2]:
+        texts = [f"{weights}, autocast {autocast or 'off'}" for weights, autocast, _ in (old_kind, new_kind)]
+        raise UserError(
+            f"EvictionCache: what is held was computed in {texts[0]}, and the model now computes in {texts[1]}: go "
+            "on as before, or call cache.reset() and read the text again."
+        )
+    if old_kind[2]:
+        raise UserError(
+            "EvictionCache: a context was read, copied or cropped under torch.inference_mode(), whose tensors "
+            "cannot be changed outside of it: go on under torch.inference_mode(), or use torch.no_grad()."
+        )

@@ -1,0 +1,177 @@
+"""What a cache is made for: a model, a policy, its gates and a pool, with the checks that they fit each other."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ag.engine.block_pool import BlockPool, Pool
+from ag.engine.policy import Policy
+from ag.engine.positions import ROTATIONS, Turned
+from ag.errors import BudgetWarning, UserError
+from ag.gates.attach import attached_gates, check_geometry, move_to_layers
+from ag.gates.gate import AttentionGates
+from ag.model.geometry import KVHeads, attention_layers, chunk_size, fingerprint, kv_heads, shared_layers
+from ag.model.hooks import attentions_of, decoder_of, device_of, instrument
+from ag.model.projection import output_projection
+from ag.model.rope import RopeByText
+from ag.model.support import check_attention, check_one_position_per_token, check_rotations, states_go_on
+
+
+@dataclass(frozen=True, eq=False)
+class CacheSetup:
+    """What a cache is made for. None of it changes afterwards, and forks of a cache share it.
+
+    Attributes:
+        policy: of the cache, as its gates were trained.
+        decoder: the model's stack of layers.
+        gates: of the policy; None means that it has none.
+        pool: has the blocks of the keys and values.
+        heads: of each layer, the number and the sizes of its KV heads.
+        budget_layers: indices of the layers that share the budget: under gates those that have one, else those without
+            a sliding window where others have one.
+        rotation: rotates keys and queries again; None means that they stay at their places in the text.
+        rope: chooses the frequencies of a text; None means that they do not depend on its length.
+        chunk: tokens of the chunks of a text within which some layers attend; None means that no layer does.
+        goes_on: whether layers that keep states go on from them in a pass of several tokens.
+        readers: of each layer, how many later layers of the model read its keys and values.
+    """
+
+    policy: Policy
+    decoder: Any
+    gates: AttentionGates | None
+    pool: BlockPool
+    heads: list[KVHeads]
+    budget_layers: list[int]
+    rotation: Turned | None
+    rope: RopeByText | None
+    chunk: int | None
+    goes_on: bool
+    readers: list[int]
+
+    @classmethod
+    def of(cls, model: nn.Module, policy: Policy, pool: Pool | None) -> CacheSetup:
+        """Check that a model, a policy and a pool fit each other, and hook into the model.
+
+        Args:
+            model: causal language model, plain or PEFT-wrapped.
+            policy: of the cache; ``gates`` without a path takes those attached to the model.
+            pool: None means a pool for this cache alone.
+
+        Raises:
+            UnsupportedModelError: when the model class cannot take a custom attention function.
+            UserError: when the gates or the pool were made for another model, or no gates are attached.
+        """
+        gates = policy.gates
+        if policy.by_gates and gates is None:
+            gates = _attached(model, policy)
+        check_attention(model)
+        decoder: Any = decoder_of(model)
+        if pool is not None:
+            pool.check(decoder)
+            policy = policy.held_as(pool.kv_dtype)
+        if gates is not None:
+            policy = _fitted(model, gates, policy)
+        rope = instrument(model).rope
+        _check_needs(policy, decoder)
+        turned = ROTATIONS.get(policy.positions)
+        rotation = None if turned is None else turned(decoder)
+        config = decoder.config
+        heads, windowed = kv_heads(config), fingerprint(config)["windowed_layers"]
+        if pool is None:
+            held_type = decoder.dtype if rotation is None else rotation.dtype(decoder.dtype)
+            like = torch.empty(0, dtype=held_type, device=device_of(decoder.layers[0]))
+            pool = BlockPool(heads, like, policy.kv_dtype)
+        if rotation is not None:
+            rotation.check(pool)
+        budget_layers = [index for index in range(len(heads)) if index not in windowed]
+        if gates is not None and policy.budget is not None:
+            budget_layers = gates.layer_indices
+        attending = attention_layers(config)
+        sources = [attending.index(source) for source in shared_layers(config).values()]
+        readers = [sources.count(index) for index in range(len(heads))]
+        return cls(
+            policy=policy,
+            decoder=decoder,
+            gates=gates,
+            pool=pool,
+            heads=heads,
+            budget_layers=budget_layers,
+            rotation=rotation,
+            rope=rope,
+            chunk=chunk_size(config),
+            goes_on=states_go_on(decoder),
+            readers=readers,
+        )
+
+    @property
+    def prompt_sees(self) -> Literal["dense", "sparse", "blocks"]:
+        """What later tokens of a prompt see of earlier ones: all, those the gates leave, or those that blocks left."""
+        if self.policy.block is not None:
+            return "blocks"
+        if self.gates is not None and self.policy.budget is None:
+            return self.gates.config.prefill
+        return "dense"
+
+
+def _attached(model: nn.Module, policy: Policy) -> AttentionGates:
+    """Return the gates attached to a model, for a policy that names none."""
+    gates = attached_gates(model)
+    if gates is None:
+        spec = policy.spec
+        raise UserError(
+            f"Policy '{spec}': no gates are attached; call ag.attach(model, gates) or name {spec.scorer}:PATH."
+        )
+    return gates
+
+
+def _fitted(model: nn.Module, gates: AttentionGates, policy: Policy) -> Policy:
+    """Put gates beside the layers of a model, and return the policy as they were trained."""
+    check_geometry(model, gates)
+    if gates.adapter is not None:
+        gates.adapter.check(model, times=1)
+    move_to_layers(model, gates)
+    if gates.config.scope == "prompt" and policy.block is not None:
+        raise UserError(
+            f"{policy!r}: gates of gate.scope=prompt read a prompt in one forward pass; use the schedule prefill, or "
+            "gates of gate.scope=causal."
+        )
+    first, windowed = gates.config.first_layer, gates.fingerprint["windowed_layers"]
+    num_ungated = sum(index not in windowed for index in range(first))
+    if num_ungated and policy.budget is not None:
+        warnings.warn(
+            f"{policy!r}: {num_ungated} of {gates.fingerprint['num_layers']} layers have no gate "
+            f"(gate.first_layer={first}) and keep all their tokens; the budget is that of the layers with a gate. "
+            "Train gates with gate.first_layer=0 for a budget of all layers.",
+            BudgetWarning,
+            stacklevel=2,
+        )
+    return policy.trained_with(gates)
+
+
+def _check_needs(policy: Policy, decoder: Any) -> None:
+    """Refuse a model on several devices, and one that does not show what the scorer of a policy needs."""
+    devices = sorted({str(device_of(layer)) for layer in decoder.layers})
+    if len(devices) > 1:
+        raise UserError(
+            f"EvictionCache: layers of the model lie on {', '.join(devices)}: expected one device, as one pool holds "
+            "the keys and values of all layers; load the model onto one."
+        )
+    if policy.scorer is None:
+        return
+    if policy.rereads:
+        check_one_position_per_token(decoder, repr(policy))
+        if not states_go_on(decoder):
+            raise UserError(
+                f"{policy!r}: a prompt is repeated in passes of several tokens, and {type(decoder).__name__} has "
+                "layers that forget in such a pass what they read before it: expected a policy without a repetition; "
+                "use another policy."
+            )
+    if policy.scorer.needs.rotations:
+        check_rotations(decoder, repr(policy), "Use another policy.")
+    for attention in attentions_of(decoder) if policy.scorer.needs.output_projection else ():
+        output_projection(attention)

@@ -1,0 +1,160 @@
+"""The state of a cache that later passes depend on, as tensors, numbers, and tuples and dicts of these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ag.engine.cache_state import CacheState
+from ag.engine.kv_store import KVStore
+from ag.engine.layer import EXPIRED, Layer
+from ag.engine.sequences import SequenceState
+from ag.engine.stopwatch import Stopwatch
+from ag.errors import UserError
+
+
+def check_ready(cache: CacheState) -> None:
+    """Refuse a cache that has not read its prompt."""
+    state, name = cache.sequences, "EvictionCache"
+    if not state.columns:
+        raise UserError(f"{name}.save: nothing was read yet: expected a prompt; save the cache after it.")
+    if not state.ready:
+        raise UserError(
+            f"{name}.save: {state.num_tokens.tolist()} of {state.prompt_len.tolist()} tokens of prompts were read so "
+            "far: expected all; save the cache after them."
+        )
+
+
+def state_of(cache: CacheState) -> dict[str, Any]:
+    """Return all that later passes depend on: tensors, numbers, and tuples and dicts of these."""
+    return {
+        "sequences": _state_of_sequences(cache.sequences),
+        "held": [store.held for store in cache.stores],
+        "owned": [store.owned for store in cache.stores],
+        "layers": {str(part.index): _state_of_layer(cache.store_of[part.index], part) for part in cache.layers},
+        "budgets": None if cache.evictor is None else cache.evictor.budgets.state_dict(),
+        "states": None if cache.states is None else cache.states.tensors,
+    }
+
+
+def _state_of_layer(store: KVStore, part: Layer) -> dict[str, Any]:
+    columns, pool_index = _rows(store, part.index)
+    slots = int(store.held[part.index].max())
+    return {
+        "tokens": {name: x[pool_index] for name, x in columns.items()},
+        "records": {name: x[..., :slots] for name, x in store.records[part.index].items()},
+        "lookback": part.observation_window.state_dict(),
+        "gate_memory": part.gate_memory.state_dict(),
+        "window": part.window,
+        "chunk": part.chunk,
+        "seconds": part.watch.seconds,
+    }
+
+
+def restore(cache: CacheState, state: Mapping[str, Any]) -> None:
+    """Give a fresh cache its state; raises where parts do not fit each other, before a kernel works in them."""
+    layers, batch = state["layers"], len(state["sequences"]["num_tokens"])
+    _restore_sequences(cache.sequences, state["sequences"])
+    cache.sequences.step_token_indices = cache.sequences.step_token_indices.to(cache.setup.pool.device)
+    _require("layers", [*layers] == [str(part.index) for part in cache.layers])
+    for store, lengths, owned in zip(cache.stores, state["held"], state["owned"], strict=True):
+        for name, counts in (("held", lengths), ("owned", owned)):
+            _require(name, counts.dtype == torch.long and counts.shape == (len(layers), batch, store.kv_heads))
+        _require(
+            "held", bool(((lengths >= 0) & (lengths <= cache.sequences.num_tokens[:, None] * store.layer_mask)).all())
+        )
+        needed = -(-lengths // store.block)
+        _require("owned", bool(((owned >= needed) & (owned <= needed + EXPIRED // store.block + 2)).all()))
+        store.start(batch)
+        store.allocate(slice(None), owned)
+        store.held.copy_(lengths)
+        store.lengths.copy_(lengths)
+    for part, saved in zip(cache.layers, layers.values(), strict=True):
+        _restore_layer(cache, part, _moved(saved, cache.setup.pool.device))
+    _require("states", (state["states"] is None) == (cache.states is None))
+    if cache.states is not None:
+        _require("states", all(len(x) == batch for x in state["states"].values()))
+        cache.states.load(_moved(state["states"], cache.setup.pool.device))
+    _require("budgets", (state["budgets"] is None) == (cache.evictor is None))
+    if cache.evictor is not None:
+        cache.evictor.budgets.load_state_dict(_moved(state["budgets"], cache.setup.pool.device))
+        over = cache.evictor.budgets.over_budget
+        _require("over_budget", over is None or over.shape == (batch,))
+
+
+def _restore_layer(cache: CacheState, part: Layer, saved: Mapping[str, Any]) -> None:
+    store = cache.store_of[part.index]
+    slots = int(store.held[part.index].max())
+    columns, pool_index = _rows(store, part.index)
+    for name, column in columns.items():
+        x = saved["tokens"][name]
+        _require(name, (x.dtype, *x.shape) == (column.dtype, len(pool_index), *column.shape[1:]))
+        column[pool_index] = x
+    token_indices = store.token_indices(part.index)
+    filled = torch.arange(slots, device=token_indices.device) < store.lengths[part.index][..., None]
+    length = cache.sequences.num_tokens.to(token_indices.device)[:, None, None]
+    _require("token_indices", bool(((token_indices >= 0) & (token_indices < length))[filled].all()))
+    ordered = token_indices.sort(dim=-1).values
+    _require("token_indices", not bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()))
+    for name, x in saved["records"].items():
+        _require(name, len(x) == len(cache.sequences) and x.shape[-1] == slots)
+    store.put_records(part.index, saved["records"])
+    part.observation_window.load_state_dict(saved["lookback"])
+    part.gate_memory.load_state_dict(saved["gate_memory"])
+    for name in ("window", "chunk"):
+        _require(name, saved[name] is None or type(saved[name]) is int)
+    part.window, part.chunk = saved["window"], saved["chunk"]
+    part.hides = part.window is not None or part.flagged is not None
+    part.watch, part.open_to = Stopwatch(float(saved["seconds"])), slots
+
+
+def _state_of_sequences(sequences: SequenceState) -> dict[str, Any]:
+    names = (*sequences.VECTORS, "mask", "step_token_indices", "own_positions", "by_column", "protected")
+    return {name: getattr(sequences, name) for name in names} | {"ids": sequences.ids.ids}
+
+
+def _restore_sequences(sequences: SequenceState, state: Mapping[str, Any]) -> None:
+    names = _state_of_sequences(sequences).keys()
+    if state.keys() != names:
+        raise KeyError(*(state.keys() ^ names))
+    mask, tokens, marks, ids = (state[name] for name in ("mask", "num_tokens", "protected", "ids"))
+    _require("mask", mask.dtype == torch.bool and mask.ndim == 2)
+    _require("num_tokens", bool((mask.sum(1) == tokens).all()))
+    for name in sequences.VECTORS:
+        x = state[name]
+        _require(name, x.dtype == torch.long and x.shape == tokens.shape and bool((x >= 0).all()))
+        _require(name, name == "text_len" or bool((x <= tokens).all()))
+    _require("step_token_indices", bool((state["step_token_indices"] == tokens[:, None] - 1).all()))
+    _require("protected", marks is None or (marks.dtype == torch.bool and len(marks) == len(tokens)))
+    _require("ids", ids is None or (ids.dtype == torch.long and ids.ndim == 2 and len(ids) == len(tokens)))
+    for name in ("own_positions", "by_column"):
+        _require(name, isinstance(state[name], bool))
+    for name in names - {"ids"}:
+        setattr(sequences, name, state[name])
+    sequences.ids.ids = ids
+
+
+def _require(name: str, fits: bool) -> None:
+    if not fits:
+        raise ValueError(name)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a value with its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_moved(x, device) for x in value)
+    return {key: _moved(x, device) for key, x in value.items()} if isinstance(value, dict) else value
+
+
+def _rows(store: KVStore, layer: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Return a layer's columns by name, flat over slots, and the places of a layer's tokens in them, row after row."""
+    pages, pool_indices = store.pages(layer), store.pool_indices(layer)
+    filled = torch.arange(pool_indices.shape[-1], device=pool_indices.device) < store.lengths[layer][..., None]
+    columns = {"keys": pages.keys, "values": pages.values, "token_indices": pages.token_indices}
+    columns |= {} if pages.gate is None else {"gate": pages.gate}
+    return {name: x.flatten(0, 1) for name, x in columns.items()}, pool_indices[filled]
