@@ -123,8 +123,9 @@ class Arena:
 
         parts: Iterable[tuple[Tensor | None, Tensor | None]] = [(None, None)]
         if isinstance(cache, EvictionCache):
-            cache.begin(decoder, None, torch.zeros(batch, length, dtype=torch.long, device=self.device))
-            parts = cache.passes(None)
+            tokens_of_prompt = torch.zeros(batch, length, dtype=torch.long, device=self.device)
+            cache.interceptor.begin(decoder, None, tokens_of_prompt)
+            parts = cache.interceptor.passes(None)
         for columns, _ in parts:
             tokens = length if columns is None else columns.shape[1]
             for attention_index, index in enumerate(attention_layers(decoder.config)):
@@ -135,7 +136,8 @@ class Arena:
                     blind = scorer is None or isinstance(scorer, Random)
                     q = k[:, :1].expand(-1, size["num_heads"], -1, -1) if blind else draw(size["num_heads"], tokens)
                     attention = attention_of(decoder.layers[index])
-                    cache.attend(_Unattended(attention, attention_index, q, k, v, size["head_dim"] ** -0.5, None))
+                    scaling = size["head_dim"] ** -0.5
+                    cache.interceptor.attend(_Unattended(attention, attention_index, q, k, v, scaling, None))
 
     def decode(self, cache: Cache, token: Tensor, contestant: Contestant = FULL) -> Iterator[Tensor]:
         """Generate greedily; yield each token ``[B, 1]``."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from ag.engine.evictor import Evictor
 from ag.engine.kv_store import KVStore, stores_of
 from ag.engine.layer import Layer
-from ag.engine.reconstruction import ReconstructionPass
+from ag.engine.recorded_prompt import RecordedPrompt
 from ag.engine.sequences import SequenceState
 from ag.engine.setup import CacheSetup
 from ag.errors import UserError
@@ -40,8 +40,8 @@ class CacheState:
     evictor: Evictor | None
     #: States of layers that do not attend; None means that the model has no such layers.
     states: States | None
-    #: Lets the model repeat the prompt; None means that the policy needs no repetition.
-    reconstruction: ReconstructionPass | None
+    #: The prompt, for a policy that lets the model repeat it; None means that the policy needs no repetition.
+    recorded_prompt: RecordedPrompt | None
     #: How what is held was computed; None means that no pass was made yet.
     kind: PassKind | None
     #: Whether a forward pass began and has not ended; after an error within it only :meth:`reset` helps.
@@ -64,7 +64,7 @@ class CacheState:
         numbers = [heads.number for heads in setup.heads]
         self.evictor = None if policy.budget is None else Evictor(policy, setup.budget_layers, numbers)
         rereader = None if policy.scorer is None else policy.scorer.rereader
-        self.reconstruction = None if rereader is None else ReconstructionPass(rereader)
+        self.recorded_prompt = None if rereader is None else RecordedPrompt(rereader)
         gated_layers = () if gates is None else gates.layer_indices
         self.layers = [
             Layer(policy, setup.decoder, index, gates if index in gated_layers else None, setup.readers[index])
@@ -125,7 +125,7 @@ class CacheState:
         new.stores, new.store_of = [*forks.values()], [forks[store] for store in self.store_of]
         new.layers = [layer.fork() for layer in self.layers]
         new.evictor = None if self.evictor is None else self.evictor.fork()
-        new.reconstruction = None if self.reconstruction is None else self.reconstruction.fork()
+        new.recorded_prompt = None if self.recorded_prompt is None else self.recorded_prompt.fork()
         new.states = copy.deepcopy(self.states)
         return new
 
@@ -170,8 +170,8 @@ class CacheState:
             layer.select(sequence_indices)
         if self.states is not None:
             self.states.select(sequence_indices)
-        if self.reconstruction is not None:
-            self.reconstruction.select(sequence_indices)
+        if self.recorded_prompt is not None:
+            self.recorded_prompt.select(sequence_indices)
         if self.evictor is not None:
             self.evictor.budgets.select(sequence_indices)
 

@@ -17,6 +17,7 @@ from ag.engine.block_pool import PoolFullError
 from ag.engine.cache_state import CacheState, PassKind
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.masks import check_frequencies
+from ag.engine.reconstruction import evict_by_repetition
 from ag.errors import UserError
 from ag.model.hooks import AttentionCall, Interceptor
 from ag.model.hybrid import States
@@ -46,7 +47,7 @@ class ForwardPass(Interceptor):
         self.batch, self._new, self._length = None, None, 0
 
     @property
-    def states(self) -> States | None:  # type: ignore[override]
+    def states(self) -> States | None:
         """States of layers that do not attend; None means that the model has no such layers."""
         return self.state.states
 
@@ -138,8 +139,8 @@ class ForwardPass(Interceptor):
                 f"{self.setup.policy!r}: gates of gate.scope=prompt read the prompt in one forward pass, and {length} "
                 f"of {announced} tokens came; leave prefill_chunk_size out, or use gates of gate.scope=causal."
             )
-        if self.state.reconstruction is not None:
-            self.state.reconstruction.note(tokens, num_columns)
+        if self.state.recorded_prompt is not None:
+            self.state.recorded_prompt.note(tokens, num_columns)
 
     def _check_room(self, new: Tensor) -> None:
         """Refuse a forward pass before it begins, where the pool has no room for its tokens ``[B, T]`` bool."""
@@ -171,10 +172,10 @@ class ForwardPass(Interceptor):
                 self.end_pass()
             self.batch, state.broken = batch, True
             positions = self._positions(position_ids, batch)
-            if state.reconstruction is not None and batch.is_prefill:
-                state.reconstruction.follow(batch.token_indices, positions)
+            if state.recorded_prompt is not None and batch.is_prefill:
+                state.recorded_prompt.follow(batch.token_indices, positions)
             yield batch.columns, positions
-        if state.reconstruction is not None and state.reconstruction.due(state.sequences):
+        if state.recorded_prompt is not None and state.recorded_prompt.due(state.sequences):
             self._repeat_prompt()
         if not self.prepared:
             self.end_pass()
@@ -199,9 +200,9 @@ class ForwardPass(Interceptor):
 
     def _repeat_prompt(self) -> None:
         """Let the model repeat the prompt, and evict by that."""
-        assert self.state.reconstruction is not None and self.batch is not None
+        assert self.batch is not None
         try:
-            self.state.reconstruction.run(self.state, self.batch)
+            evict_by_repetition(self.state, self.batch)
         except PoolFullError:
             if self.state.sequences.columns == self._length:  # the text can be read again
                 self.reset()
@@ -244,8 +245,8 @@ class ForwardPass(Interceptor):
         evictor = state.evictor if call.layer in setup.budget_layers else None
         if not (batch.is_prefill or setup.policy.steps is not None):
             evictor = None
-        if state.reconstruction is not None and batch.is_prefill:
-            state.reconstruction.look(call)
+        if state.recorded_prompt is not None and batch.is_prefill:
+            state.recorded_prompt.look(call)
         try:
             return state.layers[call.layer].run(call, batch, state.store_of, evictor)
         except PoolFullError:

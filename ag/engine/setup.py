@@ -82,12 +82,11 @@ class CacheSetup:
         rotation = None if turned is None else turned(decoder)
         config = decoder.config
         heads, windowed = kv_heads(config), fingerprint(config)["windowed_layers"]
-        if pool is None:
-            held_type = decoder.dtype if rotation is None else rotation.dtype(decoder.dtype)
-            like = torch.empty(0, dtype=held_type, device=device_of(decoder.layers[0]))
-            pool = BlockPool(heads, like, policy.kv_dtype)
+        held_type = decoder.dtype if rotation is None else rotation.dtype(decoder.dtype)
+        like = torch.empty(0, dtype=held_type, device=device_of(decoder.layers[0]))
+        blocks = BlockPool(heads, like, policy.kv_dtype) if pool is None else pool
         if rotation is not None:
-            rotation.check(pool)
+            rotation.check(blocks)
         budget_layers = [index for index in range(len(heads)) if index not in windowed]
         if gates is not None and policy.budget is not None:
             budget_layers = gates.layer_indices
@@ -98,7 +97,7 @@ class CacheSetup:
             policy=policy,
             decoder=decoder,
             gates=gates,
-            pool=pool,
+            pool=blocks,
             heads=heads,
             budget_layers=budget_layers,
             rotation=rotation,

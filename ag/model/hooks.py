@@ -266,12 +266,8 @@ def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
     gating: Interceptor | None = kwargs.get("gating")
     if gating is not None:
         return gating
-    return next((value.interceptor for value in kwargs.values() if _intercepts(value)), None)
-
-
-def _intercepts(value: Any) -> bool:
-    """Return whether an argument is a cache that has an interceptor."""
-    return isinstance(value, Cache) and hasattr(value, "interceptor")
+    caches = (value for value in kwargs.values() if isinstance(value, Cache))
+    return next((cache.interceptor for cache in caches if hasattr(cache, "interceptor")), None)
 
 
 def _cache_argument(model: Any) -> str:
@@ -284,7 +280,7 @@ cache_argument: Callable[[Any], str] = functools.cache(_cache_argument)
 
 def _renamed(model: type[nn.Module], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return keyword arguments in which an interceptor that came as a cache has the name that the model gives it."""
-    given = next((x for x in ("cache", "past_key_values") if _intercepts(kwargs.get(x))), None)
+    given = next((x for x in ("cache", "past_key_values") if hasattr(kwargs.get(x), "interceptor")), None)
     if given is None or given == (name := cache_argument(model)):
         return kwargs
     rest = {key: value for key, value in kwargs.items() if key not in (given, name)}
@@ -443,7 +439,7 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
             lengths = interceptor.text_lengths
             lengths = torch.full(tokens.shape[:1], tokens.shape[1]) if lengths is None else lengths
             run = partial(_with_rope, forward, attachment.rope, lengths, how)
-        keeps = interceptor.states is not None
+        keeps = attachment.hybrid and interceptor.states is not None
         output = _with_states(run, named, cache, interceptor, how) if keeps else run(**named)
         parts.append(_Part(how.rows, how.columns, output))
         if any(times != 1 for times in interceptor.attended):
@@ -521,7 +517,7 @@ def _with_states(
     states = interceptor.states
     assert states is not None
     here = interceptor.states = states if how.rows is None else states.at(how.rows)
-    if not _intercepts(named.get(cache)):
+    if not hasattr(named.get(cache), "interceptor"):
         named |= {cache: here, "use_cache": True}
     output = forward(**named)
     if how.rows is not None and how.columns is not None and bool((how.columns >= 0).any()):

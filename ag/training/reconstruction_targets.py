@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import policy
 from ag.engine.prompt import Attended
+from ag.engine.reconstruction import measure_repetition
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Observing
@@ -72,8 +73,8 @@ class ReconstructionTargets(Observing):
     def _collect_scores(self) -> None:
         """Let the model repeat the rows, and take the scores."""
         state, batch = self._cache.state, self._cache.interceptor.batch
-        assert state.reconstruction is not None and batch is not None
-        self.scores = state.reconstruction.measure(state, batch).scores
+        assert batch is not None
+        self.scores = measure_repetition(state, batch).scores
         self._cache.reset()
         for layer, scores in self.scores.items():
             if str(layer) in self.gates.layers:

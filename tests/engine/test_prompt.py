@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import ag
+from ag.engine import reconstruction
 from ag.engine.cache import EvictionCache
 from ag.engine.prompt import read_prompt
-from ag.engine.reconstruction import ReconstructionPass
 from ag.model.hooks import decoder_of
 from tests.support.batches import columns
 from tests.support.bounds import hold, of_logits, of_pass
@@ -81,8 +81,8 @@ def test_together_is_as_alone_whatever_keys_are_rotated_by(tiny_llama, given):
 def test_a_reread_is_of_what_is_held(tiny_llama, monkeypatch):
     """Of codes where codes are attended to: scores are those that the cache has alone, to the bit."""
     model, ids = tiny_llama().eval(), torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
-    found, evict = [], ReconstructionPass._evict
-    monkeypatch.setattr(ReconstructionPass, "_evict", lambda *args: found.append(args[3].scores[1]) or evict(*args))
+    found, evict = [], reconstruction._evict
+    monkeypatch.setattr(reconstruction, "_evict", lambda *args: found.append(args[2].scores[1]) or evict(*args))
     wanted = [ag.policy("kvzip", 0.5, chunk=16, kv_dtype=kind) for kind in ("float", "int8", "float")]
     read_prompt(model, wanted, ids)
     for one in wanted:

@@ -83,6 +83,23 @@ def test_no_import_goes_round(modules):
     assert not [name for name, others in tasks.items() if any("evaluate.comparison" in other for other in others)]
 
 
+def test_no_class_is_spread_over_files():
+    """A class that stands beneath one other class alone, in another file, and is never used itself, is a part of it."""
+    trees = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+    home, children, used = {}, {}, set()
+    for path, tree in trees.items():
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        home |= {node.name: path for node in classes}
+        for node in classes:
+            for base in node.bases:
+                children.setdefault(ast.unparse(base).partition("[")[0], set()).add(path)
+        as_base = {id(name) for node in classes for base in node.bases for name in ast.walk(base)}
+        used |= {(node.id, path) for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in as_base}
+    assert len(home) > 150 and "Scorer" in children
+    alone = {name for name, paths in children.items() if len(paths) == 1 and name in home and home[name] not in paths}
+    assert alone - {name for name, path in used if path != home.get(name)} == set()
+
+
 def test_the_package_itself_loads_nothing():
     """`import ag` costs what Python costs: its public names are loaded when they are used."""
     code = "import sys, ag; print(*[name for name in sys.modules if name.startswith('ag.') or name == 'torch'])"
