@@ -33,8 +33,8 @@ from ag.files import locked
 from ag.gates import export
 from ag.gates.gate import AttentionGates, gate_kind
 from ag.model import base as models
-from ag.model.hooks import decoder_of
 from ag.model.quiet import quiet
+from ag.model.structure import decoder_of
 from ag.model.support import check_attention
 from ag.run_on_cluster import run_on_cluster
 from ag.training import needs

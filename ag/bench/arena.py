@@ -30,8 +30,8 @@ from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.model.base import load_base
 from ag.model.geometry import attention_layers, fingerprint
-from ag.model.hooks import AttentionCall, cache_argument, decoder_of
-from ag.model.structure import attention_of
+from ag.model.interceptor import AttentionCall, cache_argument
+from ag.model.structure import attention_of, decoder_of
 
 CALIBRATION_TOKENS = 8192
 GATES_SHARE = 0.03  # largest size of gates, as a share of the model's parameters

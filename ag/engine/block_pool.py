@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ag.errors import UserError
 from ag.kernels.codes import Format, KVDtype
 from ag.model.geometry import KVHeads, fingerprint, kv_heads
-from ag.model.hooks import decoder_of, device_of
+from ag.model.structure import decoder_of, device_of
 
 BLOCK = 16  # tokens of a block; more where other heads of the model are larger
 FIRST = 256  # blocks with which a pool that grows by copying begins

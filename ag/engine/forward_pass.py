@@ -19,8 +19,8 @@ from ag.engine.forward_batch import ForwardBatch
 from ag.engine.masks import check_frequencies
 from ag.engine.reconstruction import evict_by_repetition
 from ag.errors import UserError
-from ag.model.hooks import AttentionCall, Interceptor
 from ag.model.hybrid import States
+from ag.model.interceptor import AttentionCall, Interceptor
 
 
 class ForwardPass(Interceptor):
@@ -83,7 +83,7 @@ class ForwardPass(Interceptor):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
-        """Turn the mask of a forward pass into token indices; see :class:`ag.model.hooks.Interceptor`.
+        """Turn the mask of a forward pass into token indices; see :class:`ag.model.interceptor.Interceptor`.
 
         A pass that cannot go on, or for which the pool has no room (``PoolFullError``), changes nothing.
         """
@@ -163,7 +163,7 @@ class ForwardPass(Interceptor):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Yield the columns and positions of each pass, and end it; see :class:`ag.model.hooks.Interceptor`."""
+        """Yield the columns and positions of each pass, and end it; see :class:`ag.model.interceptor.Interceptor`."""
         state, new = self.state, self._new
         self._new = None
         for number, batch in enumerate([self.batch] if new is None else state.sequences.batches(new)):

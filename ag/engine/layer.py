@@ -30,8 +30,9 @@ from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.kv_append import kv_append
 from ag.kernels.paged_attention import paged_attention
 from ag.kernels.pages import read
-from ag.model.hooks import AttentionCall, rotate
+from ag.model.interceptor import AttentionCall
 from ag.model.projection import output_weight
+from ag.model.rope import rotate
 
 EXPIRED = 64  # tokens that a row may hold beyond what a later query sees, before they are removed
 

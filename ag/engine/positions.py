@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ag.errors import UserError
-from ag.model.hooks import AttentionCall, rotate
+from ag.model.interceptor import AttentionCall
+from ag.model.rope import rotate
 from ag.model.support import check_turns
 
 if TYPE_CHECKING:

@@ -18,7 +18,9 @@ from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
 from ag.gates.memory import has_gaps
 from ag.kernels.codes import KVDtype
-from ag.model.hooks import AttentionCall, Interceptor, check_end, decoder_of
+from ag.model.interceptor import AttentionCall, Interceptor
+from ag.model.structure import decoder_of
+from ag.model.support import check_end
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from ag.engine.stopwatch import Stopwatch
 from ag.errors import UserError
 from ag.kernels.attention_stats import attention_stats
 from ag.kernels.pages import read
-from ag.model.hooks import AttentionCall, Interceptor
+from ag.model.interceptor import AttentionCall, Interceptor
 from ag.model.projection import output_weight, projected_norms
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ag.engine.scorers.kvzip import KVzip
 from ag.engine.sequences import SequenceState
 from ag.errors import UserError
-from ag.model.hooks import AttentionCall
+from ag.model.interceptor import AttentionCall
 
 
 class Measured(NamedTuple):

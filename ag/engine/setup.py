@@ -16,9 +16,10 @@ from ag.errors import BudgetWarning, UserError
 from ag.gates.attach import attached_gates, check_geometry, move_to_layers
 from ag.gates.gate import AttentionGates
 from ag.model.geometry import KVHeads, attention_layers, chunk_size, fingerprint, kv_heads, shared_layers
-from ag.model.hooks import attentions_of, decoder_of, device_of, instrument
+from ag.model.hooks import instrument
 from ag.model.projection import output_projection
 from ag.model.rope import RopeByText
+from ag.model.structure import attentions_of, decoder_of, device_of
 from ag.model.support import check_attention, check_one_position_per_token, check_rotations, states_go_on
 
 

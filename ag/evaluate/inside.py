@@ -17,7 +17,9 @@ from ag.engine import EvictionCache, Policy, read_prompt
 from ag.evaluate.tasks import Sample
 from ag.gates.gate import AttentionGate
 from ag.kernels.softmax import weigh
-from ag.model.hooks import AttentionCall, Interceptor, decoder_of, instrument
+from ag.model.hooks import instrument
+from ag.model.interceptor import AttentionCall, Interceptor
+from ag.model.structure import decoder_of
 
 CONTEXT = 4  # number of tokens before a token that its text may depend on
 

@@ -10,7 +10,8 @@ from torch import nn
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
-from ag.model.hooks import Attachment, attentions_of, decoder_of, device_of, instrument, restore
+from ag.model.hooks import Attachment, instrument, restore
+from ag.model.structure import attentions_of, decoder_of, device_of
 from ag.model.support import check_attention
 
 

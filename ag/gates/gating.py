@@ -15,8 +15,8 @@ from ag.gates.memory import has_gaps
 from ag.kernels.attention_stats import attention_stats
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
-from ag.model.hooks import AttentionCall, Interceptor
 from ag.model.hybrid import States
+from ag.model.interceptor import AttentionCall, Interceptor
 
 
 class Gating(Interceptor):

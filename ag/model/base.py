@@ -210,7 +210,7 @@ def _ask_hub(name: str, revision: str | None) -> None:
     """Ask the hub for the configuration of a model, unless it is in the cache; transformers would ask for a minute.
 
     Raises:
-        ModelError: the hub does not answer, has no such model, or does not give it to this user.
+        ModelError: the hub does not answer, does not have the model, or does not give it to this user.
     """
     try:
         snapshot_download(name, revision=revision, allow_patterns=["config.json"], etag_timeout=HUB_TIMEOUT)
@@ -228,7 +228,7 @@ def _refused(name: str, error: Exception) -> ModelError:
 
 
 def licence(name: str, gated: bool = False) -> str:
-    """Return what a model of a gated repository asks for; nothing for others.
+    """Return the terms of a gated repository; nothing for others.
 
     Args:
         name: hub id.
@@ -240,7 +240,7 @@ def licence(name: str, gated: bool = False) -> str:
 
 
 def check_device(device: torch.device | str) -> None:
-    """Refuse what is no device of torch, or a GPU that this machine does not have, before weights are read.
+    """Refuse a text that names no torch device, or a GPU that this machine lacks, before weights are read.
 
     Raises:
         ModelError: naming the value, what was expected and the fix.
@@ -358,9 +358,9 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Set the dropout of a frozen model to 0, but for that of its adapters.
+    """Set the dropout of a frozen model to 0; its adapters keep theirs.
 
-    Gates learn from what the model computes, which two passes would compute in different ways.
+    Gates learn from the model's outputs. With dropout two passes would give different ones.
     """
     if any(parameter.requires_grad and ".lora_" not in name for name, parameter in model.named_parameters()):
         return

@@ -1,8 +1,8 @@
 """Chats: messages for templates, the tokens of the assistant, and the spans of the parts of a chat.
 
 The place of a message in the rendered text is found without a search: the chat is rendered once more with the letters
-of each message replaced by a symbol. The two renderings have to agree in all other letters. So the words of a message
-are not taken for those of the template or of another message.
+of each message replaced by a symbol. The two renderings have to agree in all other letters. So words of a message are
+never mistaken for words of the template or of another message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ag.errors import UserError
 Part = Literal["template", "system"]
 Message = dict[str, Any]
 Mask = npt.NDArray[np.bool_]
-Offsets = npt.NDArray[np.int64]  # of each token the place of its first letter, and of the one behind its last, [T, 2]
+Offsets = npt.NDArray[np.int64]  # for each token, where its first letter stands and where its last letter ends, [T, 2]
 
 VARIABLES = {"tools", "documents"}  # arguments of apply_chat_template that are variables of the template
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message that a template may leave out
@@ -45,7 +45,7 @@ class Chat:
 
     Attributes:
         messages: messages of :func:`for_template`.
-        variables: variables of the chat template, such as ``tools`` or ``enable_thinking``.
+        variables: variables of the chat template, for example ``tools`` or ``enable_thinking``.
         continued: True if the text ends within the last message, which an answer then continues.
     """
 
@@ -205,7 +205,7 @@ def spans(tokenizer: Any, chat: Chat, parts: Collection[str], opened: bool = Tru
 
 
 def assistant_tokens(tokenizer: Any, chat: Chat, turns: Collection[int]) -> tuple[list[int], Mask]:
-    """Return the tokens of a chat, and a mask of those that the assistant says in some turns.
+    """Return the tokens of a chat, and a mask that is True where the assistant speaks in some turns.
 
     The mask follows the marks of the template where it has some. Otherwise a turn is the text between the opening of
     an answer and the next message. In both cases the tokens hold all words of these turns, and none of another message.
@@ -234,12 +234,12 @@ class MessageText(NamedTuple):
     """A text of a message."""
 
     turn: int
-    letters: str  # those that a symbol replaces
+    letters: str  # the letters that a symbol replaces
     kind: Literal["content", "thought", "call"]
 
 
 class _Rendered:
-    """A chat rendered by its template (``text``), and the same with symbols for the words of messages (``cover``)."""
+    """A chat rendered by its template (``text``), and with symbols for the words of messages (``cover``)."""
 
     def __init__(self, tokenizer: Any, chat: Chat, opened: bool, otherwise: str) -> None:
         self.tokenizer, self.chat, self.otherwise = tokenizer, chat, otherwise
@@ -320,7 +320,7 @@ class _Rendered:
         return own
 
     def by_turns(self, turns: Collection[int], offsets: Offsets) -> Mask:
-        """Return the tokens of the words of some turns, with those that close the turn."""
+        """Return the tokens of the words of some turns, and the tokens that close each turn."""
         starts, ends = offsets.T
         own = np.zeros(len(offsets), dtype=np.bool_)
         for turn in turns:
@@ -331,12 +331,12 @@ class _Rendered:
         return own
 
     def _begin(self, turn: int, first: int) -> int:
-        """Return the index behind the opening of a turn."""
+        """Return the index after the opening of a turn."""
         if not turn:
             return first
         text_positions = np.flatnonzero(self.symbols[:first] >= 0)
         start = int(text_positions[-1]) + 1 if len(text_positions) else 0
-        # a template may open an answer with more than the rendered turn has there, such as a tag of thoughts
+        # a template may open an answer with more than the rendered turn has there, for example a tag of thoughts
         opening = self._behind(turn, start, turn, opened=True)
         common = _common(opening, self.cover[start:])
         if common < len(opening) and common <= _common(opening, self._behind(turn, start, turn, opened=False)):
@@ -344,7 +344,7 @@ class _Rendered:
         return start + common
 
     def _behind(self, turn: int, at: int, messages: int, opened: bool) -> str:
-        """Return the text behind the letter before ``at`` in a rendering of the first messages alone."""
+        """Return the text that follows the letter before ``at`` in a rendering of the first messages alone."""
         part = replace(self.chat, messages=self.hidden[:messages]).text(self.tokenizer, opened)
         text_positions = np.flatnonzero(self._symbols(part) >= 0)
         behind = int(text_positions[-1]) + 1 if len(text_positions) else 0
@@ -386,8 +386,8 @@ def _common(first: str, second: str) -> int:
 def _stays(template: str) -> re.Pattern[str]:
     """Return a pattern of the letters that no symbol replaces.
 
-    These are blanks, which templates strip, characters that JSON escapes, and strings of the template, such as
-    ``</think>``, which it may search for.
+    These are blanks, which templates strip, characters that JSON escapes, and strings that the template may search for
+    (``</think>``).
     """
     strings = {
         token.value.strip()

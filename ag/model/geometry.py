@@ -12,7 +12,8 @@ from ag.errors import UserError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-#: Types of layers that attend by a cache of keys and values: to all, the newest, or those of the same chunk of a text.
+#: Types of layers that attend by a cache of keys and values: to all keys, to the newest keys, or to keys in their own
+#: chunk of a text.
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -30,7 +31,7 @@ def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
     ``num_kv_heads`` is the number in the layers that may have gates, or a list of numbers where these differ.
 
     Raises:
-        UserError: when the configuration is not that of a decoder with attention heads.
+        UserError: when the configuration describes no decoder with attention heads.
     """
     text = model_config.get_text_config()
     try:

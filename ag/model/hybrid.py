@@ -1,7 +1,7 @@
 """Hybrid models: layers that keep a state of fixed size beside layers that attend.
 
 Linear attention, state spaces and convolutions read the columns of a pass in turn. Padding before the first token of a
-text leaves their states empty; padding behind it would move convolutions on and let states decay. So a pass reads the
+text leaves their states empty; padding after it would move convolutions on and let states decay. So a pass reads the
 tokens of each sequence right-aligned, and leaves out sequences that have none in it. Sequences that have states share a
 pass if it has equal numbers of their tokens (``in_turn`` of ag/engine/parts.py).
 """
@@ -20,11 +20,11 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from ag.model.geometry import ATTENTION, has_other_layers
 
-IN_TURN = ("linear_attention", "conv")  # types of the other layers, by which models take masks
+IN_TURN = ("linear_attention", "conv")  # types of layers that keep states; models take one mask for each type
 
 
 class States(Cache):
-    """What the layers that do not attend keep of the tokens that went by, in transformers' own cache layers.
+    """The states of layers that do not attend, in transformers' own cache layers.
 
     Keys and values of attention are handed on, and not kept.
 
@@ -34,7 +34,7 @@ class States(Cache):
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(layers=DynamicCache(config=config).layers)
-        #: Whether these are inputs of convolutions alone, of which the newest can be taken back.
+        #: Whether all states are inputs of convolutions. Then the newest inputs can be taken back.
         self.go_back = {*config.layer_types} <= {*ATTENTION, "conv"}
 
     @classmethod
@@ -85,7 +85,7 @@ class States(Cache):
             layer.has_previous_state[state_number] = True
 
     def record(self, on: bool) -> None:
-        """Keep all inputs of convolutions that come from now on, for :meth:`crop`, or those that later ones need."""
+        """Keep all inputs of convolutions from now on, for :meth:`crop`; or the newest, which later tokens need."""
         self.crop()
         for layer in self.kept:
             layer.record_past = on
@@ -105,7 +105,7 @@ class States(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states, with what is kept to go back."""
+        """Bytes of all states, inputs that are kept to go back included."""
         states_of_layers = [kind for layer in self.kept for kind in (layer.conv_states, layer.recurrent_states)]
         return sum(x.nbytes for kind in states_of_layers for x in kind.values() if x is not None)
 
@@ -139,7 +139,7 @@ class States(Cache):
         self.layers = part.layers
 
     def join(self, other: States) -> None:
-        """Append the sequences of other states of the same model."""
+        """Append the sequences of another cache of this model."""
         self.crop()
         other.crop()
         for mine, other_layer in zip(self.kept, other.kept, strict=True):
@@ -187,7 +187,7 @@ def right_aligned(columns: Tensor, positions: Tensor | None) -> Arranged:
     """Arrange a pass over the next tokens of each sequence.
 
     Args:
-        columns: ``[B, w]``, the columns of each sequence's tokens, left-aligned, -1 behind them.
+        columns: ``[B, w]``, the columns of each sequence's tokens, left-aligned, then -1.
         positions: ``[..., B or 1, w]``, of these tokens; None means that the model counts them.
     """
     (batch, width), counts, rows = columns.shape, (columns >= 0).sum(1), None

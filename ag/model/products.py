@@ -2,8 +2,8 @@
 
 PyTorch (MKL) multiplies the states of one token with a weight on one core, slower than memory allows: most of a
 decoding step on a CPU: there linear layers compute by :func:`ag.kernels.gemv.gemv`, on all threads. RMS norms of
-transformers are six operations, of which each costs its launch, and become one. From the first such pass on these
-layers have another ``forward``, which checks whether the current thread is in such a pass.
+transformers are six operations with a launch each, and become one. From the first step on these layers have another
+``forward``, which checks whether the current thread is in a step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ThreadedLayers:
         self.known.clear()
 
     def begin(self, modules: list[nn.Module], tokens: Tensor) -> None:
-        """Let the layers compute in the other way until the forward pass ends, if it has one token of each sequence.
+        """Let the layers use the fast products until the forward pass ends, if it has one token of each sequence.
 
         Args:
             modules: the modules of the pass, the model among them.
@@ -86,7 +86,7 @@ class ThreadedLayers:
 
 
 def _install(module: nn.Module) -> None:
-    """Replace the ``forward`` of the layers of a module, but for those that another library replaced (accelerate)."""
+    """Replace the ``forward`` of the layers of a module, unless another library (accelerate) has replaced it."""
     for layer in module.modules():
         if "forward" in vars(layer):
             continue
@@ -118,7 +118,7 @@ def _is_rms_norm(kind: Any) -> bool:
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:
-    """Compute a norm in one operation; on a CPU in float32 alone, where the result is the same."""
+    """Compute a norm in one operation; on a CPU in float32 alone: there the result is equal."""
     fits = not torch.compiler.is_compiling() and here.norms
     if fits and (x.is_cuda or x.dtype == norm.weight.dtype == torch.float32):
         return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)

@@ -1,4 +1,4 @@
-"""Norms of values behind a layer's output projection: what a token's value adds to the residual stream."""
+"""Norms of values after a layer's output projection: the size of a token's contribution to the residual stream."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def projected_norms(v: Tensor, weight: Tensor, order: int) -> Tensor:
     for start in range(0, v.shape[2], TOKENS):
         part = slice(start, start + TOKENS)
         for head, matrix in enumerate(weight):
-            rows = v[:, head // group, part, : len(matrix)]  # without the zeros behind heads that are smaller
+            rows = v[:, head // group, part, : len(matrix)]  # without the zeros that pad smaller heads
             out[:, head, part] = torch.linalg.vector_norm(rows @ matrix, ord=order, dim=-1)
     return out

@@ -27,7 +27,7 @@ from ag.model.structure import USE_ANOTHER, UnsupportedModelError
 #: that the longest position of the pass decides, as in transformers.
 LENGTHS: ContextVar[Tensor | None] = ContextVar("LENGTHS", default=None)
 SETS = 64  # most sets of frequencies that are kept
-FURTHER = 1000  # times the length of a text: a place at which is tried whether rotations change in size
+FURTHER = 1000  # times the length of a text: a position where rotations are tried for a change in size
 
 
 def rope_of(decoder: Any, layer: int) -> tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], float]:
@@ -70,7 +70,8 @@ def changing_length(decoder: Any) -> int | None:
     """Return the length of a text beyond which a decoder's RoPE takes other frequencies; None means that it does not.
 
     Raises:
-        UnsupportedModelError: for such a RoPE beside others, or one that cannot be told the length of a text.
+        UnsupportedModelError: for a RoPE of changing frequencies beside others, or one that cannot be told the length
+            of a text.
     """
     rotary: Any = getattr(decoder, "rotary_emb", None)
     kinds = getattr(rotary, "rope_type", None)
@@ -119,7 +120,7 @@ class RopeByText:
         return (lengths <= self.changes) & (tokens > self.changes)
 
     def steady(self, lengths: Tensor) -> bool:
-        """Return whether texts of these lengths are rotated by the same tensors each time, all by the same ones."""
+        """Return whether texts of these lengths are all rotated by one set of tensors, at each step."""
         scaled = any(size is not None for _, size in self._sets.values())
         return self.rotary.rope_type == "longrope" and not scaled and len(self.set_of(lengths).unique()) == 1
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ag.errors import UserError
 from ag.model.geometry import attention_layers
 
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # of transformers, by which a model finds its attention function
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # of transformers: with it a model finds its attention function
 USE_ANOTHER = "use a model such as Llama, Mistral, Qwen2 or Qwen3."
 
 
@@ -34,7 +34,7 @@ def decoder_of(model: nn.Module) -> Any:
 
     Raises:
         UnsupportedModelError: when there is none, or it does not use the attention interface.
-        UserError: for something that is no model, such as its name.
+        UserError: for something that is no model, for example a model's name.
     """
     if not isinstance(model, nn.Module):
         raise UserError(

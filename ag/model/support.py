@@ -6,7 +6,8 @@ import copy
 import inspect
 import itertools
 import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -15,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLa
 
 from ag.errors import UserError
 from ag.model.geometry import ATTENTION, attention_layers, has_other_layers, shared_layers
-from ag.model.hooks import AttentionCall, Interceptor, cache_argument, causal_attention, check_adapter
+from ag.model.interceptor import AttentionCall, Interceptor, cache_argument, causal_attention
 from ag.model.rope import rope_of, rotate
 from ag.model.structure import (
     USE_ANOTHER,
@@ -26,7 +27,10 @@ from ag.model.structure import (
     device_of,
 )
 
-TRIED, OTHER = (4, 2), 100.0  # tokens of the parts of a text by which states are tried, and the size of other states
+TRIED, OTHER = (
+    (4, 2),
+    100.0,
+)  # tokens of the two parts of a text that tries states, and the size of states to start from
 PROBE_DISTANCE = 100  # positions between two queries
 TOLERANCE = 0.05  # share of a query's length that rounding may change
 
@@ -130,7 +134,7 @@ def check_turns(decoder: Any, positions: str) -> None:
 
 @torch.no_grad()
 def states_go_on(decoder: Any) -> bool:
-    """Tell whether layers that keep states go on from them in a pass of several tokens, as those of Jamba do not.
+    """Tell whether layers that keep states go on from them in a pass of several tokens; Jamba's do not.
 
     That is tried once for each kind of layers: the second part of a text must come out otherwise if the states of a
     kind were others before it. The decoder is instrumented.
@@ -174,7 +178,7 @@ def _read_in_two_parts(decoder: Any) -> bool:
 
 
 def _unturned(decoder: Any) -> str:
-    """Say why :func:`ag.model.hooks.rotate` does not do what the model's RoPE does; empty where it does.
+    """Say how :func:`ag.model.rope.rotate` differs from the model's RoPE; empty where they agree.
 
     Layers are tried: some models rotate in some of their layers only, or a part of each key, which no name tells.
     """
@@ -233,3 +237,66 @@ class _Probe(Interceptor):
         """Keep the queries."""
         self.q = call.q
         return call.v.repeat_interleave(call.q.shape[1] // call.v.shape[1], 1)
+
+
+# ---- of one forward pass
+
+
+def check_adapter(model: Any) -> None:
+    """Refuse an active adapter of PEFT that puts keys, values or embeddings of its own before the text."""
+    config = getattr(model, "active_peft_config", None)
+    if config is not None and config.is_prompt_learning:
+        raise UnsupportedModelError(
+            f"The model has an adapter of the type {config.peft_type.value}, whose tokens, or a cache of PEFT's, come "
+            "before the text: expected LoRA, or another type that adapts weights."
+        )
+
+
+def check_end(mask: Tensor) -> None:
+    """Refuse a mask under which the text of some sequence ends before the last column."""
+    if mask.ndim != 2 or not bool(mask[:, -1:].all()):
+        raise UserError(
+            f"attention_mask {tuple(mask.shape)}: expected [B, T] without padding in its last column, from which a "
+            'text is continued; give tokenizer(..., padding_side="left").'
+        )
+
+
+def check_pass(decoder: Any, named: Mapping[str, Any]) -> None:
+    """Refuse a pass that asks for what an interceptor cannot give, before anything has changed."""
+    kind, mask = type(decoder).__name__, named.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise UserError(f"{kind}: an attention_mask {shape}: expected [B, T], nonzero on real tokens.")
+    if named.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
+        raise UserError(
+            f"{kind}: output_attentions=True: the matrix of attention weights is not computed under gates or an "
+            "eviction cache; leave it out, or use a cache of transformers."
+        )
+    if "gating" in named:
+        return
+    if named.get("use_cache") is False:
+        raise UserError(f"{kind}: use_cache=False came with an eviction cache; leave one of the two out.")
+    checkpoints = any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in decoder.layers)
+    if torch.is_grad_enabled() and checkpoints:
+        raise UserError(
+            f"{kind}: layers that train under gradient checkpointing drop their cache; call model.eval() before a pass "
+            "with an eviction cache, or leave gradient checkpointing out."
+        )
+
+
+def refuse_masks(decoder: Any) -> NoReturn:
+    """Refuse tokens that see later ones where these come in another pass, or under flags."""
+    raise UserError(
+        f"{type(decoder).__name__}: tokens of an image see later ones: expected the whole prompt in one pass, dense, "
+        "with all its images; leave prefill_chunk_size and the schedule blocks out, and give images before the answer."
+    )
+
+
+def refuse_unreached(decoder: Any, attended: list[int]) -> NoReturn:
+    """Refuse a pass where some layer did not attend exactly once under the interceptor."""
+    index = next(index for index, times in enumerate(attended) if times != 1)
+    does = f"{type(decoder._ag_attachment.modules[index]).__name__} attends "
+    does += f"twice in layer {index}" if attended[index] else f"without the gates or the cache in layer {index}"
+    if max(attended) == 0:
+        does = f"{type(decoder).__name__} does not hand keyword arguments on to its layers"
+    raise UnsupportedModelError(f"{does}: expected one attention a layer under gates or a cache; {USE_ANOTHER}")

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag.gates.gate import AffineGate, MLPGate
-from ag.model.hooks import AttentionCall, lm_logits
+from ag.model.interceptor import AttentionCall
+from ag.model.structure import lm_logits
 from ag.training import losses
 from ag.training.gated_loss import Batch
 from ag.training.replay import CachedPrompt, ReplayLoss, ResponsePass, in_window

@@ -15,7 +15,8 @@ from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating, Observing
 from ag.kernels.gated_attention.masks import sink_mask
 from ag.model.base import without_dropout
-from ag.model.hooks import decoder_of, instrument
+from ag.model.hooks import instrument
+from ag.model.structure import decoder_of
 from ag.training import losses
 from ag.training.objectives import REGRESS, objective
 from ag.training.reconstruction_targets import ReconstructionTargets

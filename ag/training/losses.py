@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating, Observing
-from ag.model.hooks import lm_head, lm_logits
+from ag.model.structure import lm_head, lm_logits
 
 Mean = Literal["soft", "hard"]
 

@@ -46,8 +46,7 @@ from ag.gates.gate import AttentionGate, AttentionGates
 from ag.model import base as models
 from ag.model import configurations, random_base
 from ag.model.geometry import attention_layers, fingerprint, kv_heads
-from ag.model.hooks import decoder_of
-from ag.model.structure import attention_of
+from ag.model.structure import attention_of, decoder_of
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 GIB = 1 << 30

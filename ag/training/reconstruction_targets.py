@@ -14,8 +14,9 @@ from ag.engine.reconstruction import measure_repetition
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Observing
-from ag.model.hooks import AttentionCall, decoder_of
 from ag.model.hybrid import States
+from ag.model.interceptor import AttentionCall
+from ag.model.structure import decoder_of
 
 
 class ReconstructionTargets(Observing):

@@ -28,7 +28,9 @@ from ag.errors import UserError
 from ag.files import replacing
 from ag.gates.gate import AttentionGates
 from ag.model.geometry import shared_layers, sliding_windows
-from ag.model.hooks import AttentionCall, Interceptor, UnsupportedModelError, decoder_of, instrument
+from ag.model.hooks import instrument
+from ag.model.interceptor import AttentionCall, Interceptor
+from ag.model.structure import UnsupportedModelError, decoder_of
 from ag.training import losses
 from ag.training.gated_loss import Batch, GatedLoss, LossTerms, loss_terms
 from ag.training.reconstruction_targets import ReconstructionTargets

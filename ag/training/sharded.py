@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ag.gates.gate import AttentionGates
-from ag.model.hooks import decoder_of
+from ag.model.structure import decoder_of
 
 
 class ShardedStrategy(ModelParallelStrategy):

@@ -10,7 +10,7 @@ from ag.engine.cache import EvictionCache
 from ag.engine.prompt import read_prompt
 from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
-from ag.model.hooks import decoder_of
+from ag.model.structure import decoder_of
 from tests.support.batches import columns, padded, positions, read
 from tests.support.bounds import hold, of_logits, of_pass
 from tests.support.dense import masked

@@ -13,7 +13,7 @@ from ag.engine.block_pool import Pool
 from ag.engine.cache import EvictionCache
 from ag.engine.evictor import Evictor
 from ag.errors import UserError
-from ag.model.hooks import UnsupportedModelError
+from ag.model.structure import UnsupportedModelError
 from tests.support.batches import row
 from tests.support.bounds import hold, of_logits, of_pass
 from tests.support.dense import forward

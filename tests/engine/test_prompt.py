@@ -10,7 +10,7 @@ import ag
 from ag.engine import reconstruction
 from ag.engine.cache import EvictionCache
 from ag.engine.prompt import read_prompt
-from ag.model.hooks import decoder_of
+from ag.model.structure import decoder_of
 from tests.support.batches import columns
 from tests.support.bounds import hold, of_logits, of_pass
 from tests.support.gates_for import gates_for

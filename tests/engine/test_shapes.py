@@ -5,7 +5,7 @@ import torch
 from transformers.modeling_utils import AttentionInterface
 
 import ag
-from ag.model.hooks import UnsupportedModelError
+from ag.model.structure import UnsupportedModelError
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
 from tests.support.held import run

@@ -12,7 +12,7 @@ import torch
 import ag
 from ag import fit
 from ag.callbacks.steps import Throughput
-from ag.model.hooks import decoder_of
+from ag.model.structure import decoder_of
 from tests.support.gates_for import gates_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]

@@ -14,8 +14,8 @@ from ag import EvictionCache
 from ag.engine import read_prompt
 from ag.errors import UserError
 from ag.gates.attach import attached_gates
-from ag.model.hooks import cache_argument
 from ag.model.hybrid import States
+from ag.model.interceptor import cache_argument
 from ag.model.structure import UnsupportedModelError, decoder_of
 from ag.model.support import states_go_on
 from ag.training.reconstruction_targets import ReconstructionTargets

@@ -14,7 +14,7 @@ import pytest
 from transformers import DynamicCache, GenerationMixin
 
 import ag
-from ag.model.hooks import cache_argument
+from ag.model.interceptor import cache_argument
 
 
 def _with_eviction(own: Callable[..., Any]) -> Callable[..., Any]:

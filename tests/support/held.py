@@ -19,7 +19,7 @@ from ag.engine.forward_pass import ForwardPass
 from ag.engine.kv_store import KVStore
 from ag.engine.layer import Layer
 from ag.engine.policy import Policy
-from ag.model.hooks import AttentionCall
+from ag.model.interceptor import AttentionCall
 from tests.support.batches import columns, padded, step
 from tests.support.bounds import hold, of_pass
 from tests.support.dense import masked

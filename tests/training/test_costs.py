@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ag.model.hooks import AttentionCall
+from ag.model.interceptor import AttentionCall
 from ag.training import costs
 from ag.training.costs import THRESHOLD_OFFSETS, CostRecorder
 from ag.training.replay import CachedPrompt

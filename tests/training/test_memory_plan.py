@@ -15,7 +15,7 @@ from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.model import base as models
-from ag.model.hooks import decoder_of
+from ag.model.structure import decoder_of
 from ag.training.memory_plan import plan, report
 from ag.training.module import GatedLM
 from tests.support.refused import refuses

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ag.engine import EvictionCache
-from ag.model.hooks import decoder_of, lm_logits
+from ag.model.structure import decoder_of, lm_logits
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from ag.evaluate.tasks.follow import distance, feed, score
 from ag.evaluate.tasks.held_out import held_out, held_out_texts
 from ag.gates.attach import attached_gates
 from ag.gates.gate import AttentionGates
-from ag.model.hooks import lm_logits
+from ag.model.structure import lm_logits
 
 COMPARED = 64  # one token of this number in a book is compared with a full cache
 LETTERS = 32  # characters tokenised per token, more than texts have on average

@@ -35,7 +35,7 @@ from ag.evaluate.tasks.ruler import (
     sample_depths,
     sample_sentences,
 )
-from ag.model.hooks import lm_logits
+from ag.model.structure import lm_logits
 
 QUESTION_KINDS = ("key", "key", "latest", "updated", "variable", "variable")  # of the questions of a conversation
 

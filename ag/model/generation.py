@@ -1,0 +1,64 @@
+"""``model.generate`` of an instrumented model: it announces the text to the cache, and hands the cache on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerationMixin
+
+from ag.model.interceptor import interceptor_in, with_cache_argument
+from ag.model.support import check_adapter, check_end
+
+
+def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate, and announce the text and the end of the prompt to the cache, which chunks and drafts do not show."""
+    cache, kwargs = interceptor_in(kwargs), with_cache_argument(type(model), kwargs)
+    given = (kwargs.get("inputs_embeds"), *args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
+    tokens: Tensor | None = next((x for x in given if x is not None), None)
+    if cache is None or tokens is None:
+        return type(model).generate(model, *args, **kwargs)
+    check_adapter(getattr(model.prepare_inputs_for_generation, "__self__", model))  # PEFT puts its own method there
+    mask, ids = kwargs.get("attention_mask"), tokens if tokens.ndim == 2 else None
+    valid = _inferred(model, tokens, kwargs) if mask is None else mask.bool()
+    check_end(valid)
+    cache.expect(valid, ids)
+    text = None
+    try:
+        output = type(model).generate(model, *args, **kwargs)
+        found = getattr(output, "sequences", output)
+        text = found if ids is not None and ids.shape[1] == valid.shape[1] and isinstance(found, Tensor) else None
+        return output
+    finally:
+        cache.saw(text)
+
+
+def prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepare a pass of ``model.generate``, which must take the given cache.
+
+    Phi-3 drops its cache when the text grows beyond the length where its RoPE changes; all of it would be read again.
+    An interceptor chooses the frequencies by the text, and refuses one that outgrows them.
+    """
+    kwargs = with_cache_argument(type(model), kwargs)
+    inputs = type(model).prepare_inputs_for_generation(model, *args, **kwargs)
+    if interceptor_in(kwargs) is None or interceptor_in(inputs) is not None:
+        return inputs
+    return GenerationMixin.prepare_inputs_for_generation(model, *args, **kwargs)
+
+
+def _inferred(model: Any, tokens: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the mask ``[B, T]`` bool that transformers infers where none is given: ``pad_token_id`` is padding."""
+    pad, ends = (_setting(model, name, kwargs) for name in ("pad_token_id", "eos_token_id"))
+    known = pad is not None and pad not in (ends if isinstance(ends, list | tuple) else [ends])
+    text = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    return tokens.ne(pad) if known and tokens.ndim == 2 else text
+
+
+def _setting(model: Any, name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Return a setting of ``model.generate``: its argument, else the given configuration's value, else the model's."""
+    if name in kwargs:
+        return kwargs[name]
+    found = (getattr(config, name, None) for config in (kwargs.get("generation_config"), model.generation_config))
+    return next((x for x in found if x is not None), None)
