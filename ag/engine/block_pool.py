@@ -1,6 +1,6 @@
 """Memory for keys and values: blocks of 16 tokens of one KV head, shared by layers, sequences and caches.
 
-Where layers have heads of several sizes, blocks of the smaller ones have more tokens, so that all have as many bytes.
+All blocks have equal bytes: where layers have heads of several sizes, a block of smaller heads has more tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class BlockPool:
         self.version = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockPool:
-        """Return the same pool: copies of a cache share their blocks until one of them writes."""
+        """Return this pool itself: copies of a cache share their blocks until one of them writes."""
         return self
 
     # ---- columns
@@ -144,7 +144,7 @@ class BlockPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a fixed pool, free blocks included; of a pool that grows, those of the blocks that are taken."""
+        """Bytes of a fixed pool, free blocks included; of a pool that grows, the bytes of the blocks that are taken."""
         return (self.num_used if self._reserved else self.capacity) * sum(map(self._nbytes, self._shapes))
 
     # ---- blocks
@@ -222,7 +222,7 @@ class BlockPool:
         self._references.index_add_(0, blocks, torch.ones_like(blocks, dtype=torch.int32))
 
     def release(self, blocks: Tensor) -> None:
-        """Drop a reference of each of these blocks ``[n]``; those that have none left are free."""
+        """Drop a reference of each of these blocks ``[n]``; blocks without a reference are free."""
         self._references.index_add_(0, blocks, torch.full_like(blocks, -1, dtype=torch.int32))
         self._holes += int((self._references[blocks.unique()] == 0).sum())
 
@@ -306,7 +306,7 @@ class Pool(BlockPool):
         if kv_dtype not in get_args(KVDtype):
             raise UserError(f"Pool: kv_dtype={kv_dtype!r}: expected {' or '.join(get_args(KVDtype))}.")
         decoder = decoder_of(model)
-        #: Of the model.
+        #: The model's geometry.
         self.geometry = _geometry(decoder)
         like = torch.empty(0, dtype=decoder.dtype, device=device_of(decoder))
         super().__init__(kv_heads(decoder.config), like, kv_dtype, nbytes)

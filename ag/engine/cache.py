@@ -1,7 +1,7 @@
 """The cache that evicts: hand it to ``model.generate(past_key_values=...)``.
 
-An :class:`EvictionCache` has a setup (what it was made for, ``setup.py``), a state (what it holds, ``cache_state.py``)
-and an interceptor, the forward pass that a model's hooks call (``forward_pass.py``).
+An :class:`EvictionCache` has a setup (its model, policy and pool; ``setup.py``), a state (the tokens it holds;
+``cache_state.py``) and an interceptor, the forward pass that a model's hooks call (``forward_pass.py``).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class EvictionCache(Cache):
         spec: a policy or its text; see :func:`ag.policy`.
         budget: for a text: tokens per KV head, or a share of the prompt.
         schedule: for a text: when tokens are evicted.
-        pool: the blocks of any number of caches of a model; None means a pool for this cache alone. Where it is full, a
-            pass raises :class:`ag.PoolFullError`, and the cache is as before, or empty if its prompt did not fit.
+        pool: the blocks of any number of caches of a model; None means a pool for this cache alone. When it is full, a
+            pass raises :class:`ag.PoolFullError`. The cache is then as before, or empty if its prompt did not fit.
         options: for a text: hyper-parameters of its parts.
 
     Raises:
@@ -66,7 +66,7 @@ class EvictionCache(Cache):
         if isinstance(spec, Policy) and (budget is not None or options):
             raise UserError(f"{spec!r} has its budget and options already; give them to ag.policy.")
         chosen = spec if isinstance(spec, Policy) else policy(spec, budget, schedule, **options)
-        #: What the cache is made for; forks share it.
+        #: The model, the policy and the pool; forks share it.
         self.setup = CacheSetup.of(model, chosen, pool)
         super().__init__(layers=[DynamicLayer() for _ in self.setup.heads])  # they stay empty
         self._take(CacheState(self.setup))
@@ -87,7 +87,7 @@ class EvictionCache(Cache):
         return f"<{type(self).__name__} {self.policy!r}: {content if self.seen_tokens else 'empty'}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Fork: another continuation of the same text, which shares the blocks."""
+        """Fork the cache: the copy shares the blocks, and goes on with its own continuation of the text."""
         new = object.__new__(type(self))  # copy.copy would ask __reduce__
         vars(new).update(vars(self))
         new._take(self.state.fork())
@@ -116,19 +116,19 @@ class EvictionCache(Cache):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Self:
-        """Read a saved cache, with which the text goes on as with the one that was saved.
+        """Read a saved cache. The text goes on as it would have with the saved cache itself.
 
         Args:
             path: of the file.
-            model: of the same geometry and data type, and with the same weights, which are not compared. A policy
-                ``gates`` takes the gates attached to it, which are.
+            model: of equal geometry, data type and weights (weights are not compared). A policy ``gates`` takes the
+                gates attached to it, which are compared.
 
         Raises:
             UserError: when the file is no whole saved cache of this schema, or of another model or other gates.
         """
         return saved.load(cls, path, model)
 
-    # ---- what it holds
+    # ---- contents
 
     @property
     def policy(self) -> Policy:
@@ -187,7 +187,7 @@ class EvictionCache(Cache):
         """Return the share of the (token, KV head) pairs seen so far that is still held, over all layers and sequences.
 
         Args:
-            prompt: count the tokens of the prompt alone, without those that followed it.
+            prompt: count the tokens of the prompt alone.
         """
         return share_held(self.state, prompt)
 
@@ -196,11 +196,11 @@ class EvictionCache(Cache):
         return layer_nbytes(self.state)
 
     def report(self, kinds: Mapping[str, Tensor] = MappingProxyType({})) -> Report:
-        """Return what each layer and head holds, what it costs, and the time that scoring took.
+        """Return the tokens that each layer and head holds, their bytes, and the time that scoring took.
 
         Args:
-            kinds: columns ``[B, T]`` bool of the text by a name, such as ``{"image": ids == image_token_id}``, of
-                which the report says how much is held.
+            kinds: columns ``[B, T]`` bool of the text by a name, for example ``{"image": ids == image_token_id}``. The
+                report says how much of each kind is held.
 
         Raises:
             UserError: for columns of another shape than the batch and the text.
@@ -210,33 +210,33 @@ class EvictionCache(Cache):
     # ---- before a pass
 
     def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
-        """Announce the text that is to come, whole or in parts: the prompt, or the same text grown longer.
+        """Announce the coming text, whole or in parts: the prompt, or the text so far with more after it.
 
-        ``model.generate`` calls it. Without it the first forward pass is the prompt. While a prompt is being read, the
-        rest of it may become another one. What comes must have the padding that is announced here.
+        ``model.generate`` calls it. Without it the first forward pass is the prompt. While a prompt is being read, its
+        unread part may be replaced. The tokens that come must have the padding that is announced here.
 
         Args:
             valid: ``[B, T]`` bool, False on padding.
-            tokens: ids ``[B, T]``, or those of the new tokens alone; None means that they are not known.
+            tokens: ids ``[B, T]``, or the ids of the new tokens alone; None means that they are not known.
 
         Raises:
-            UserError: when the text does not go on from the one seen.
+            UserError: when the text does not begin with the text that was read.
         """
         self.interceptor.expect(valid, tokens)
 
     def protect(self, spans: Sequence[Any]) -> None:
         """Keep tokens whatever the policy decides, until :meth:`reset`: a system prompt, say.
 
-        They count in the budget, like sinks. A model's sliding window hides them in its layers all the same. Another
-        call replaces this one.
+        They count in the budget, like sinks. A model's sliding window still hides them in its layers. Another call
+        replaces this one.
 
         Args:
-            spans: pairs (index of the first token, index after the last) of each sequence's own tokens, counted from 0,
-                or for each sequence a list of such pairs.
+            spans: pairs (index of the first token, index after the last) of each sequence's own tokens, counted from 0;
+                or a list of pairs for each sequence.
 
         Raises:
-            UserError: for something else than such pairs, lists for another number of sequences, or tokens of which
-                some heads may have lost the key, as they were not protected when something was evicted.
+            UserError: for other values, for lists of another number of sequences, or for tokens that some heads may
+                have evicted already, because they were not protected then.
         """
         self.state.sequences.protect(spans)
 
@@ -246,11 +246,11 @@ class EvictionCache(Cache):
         """Forget the newest tokens, back to the last eviction at most.
 
         Args:
-            tokens_to_remove: -n for the last n columns; or for each sequence how many of its own tokens: drafts of
-                which a batch accepts unequal numbers.
+            tokens_to_remove: -n for the last n columns; or a number of tokens for each sequence, when a batch accepts
+                unequal numbers of drafts.
 
         Raises:
-            UserError: when what was evicted since, or what the scorer recorded, cannot be restored; for a positive
+            UserError: when tokens were evicted since, or the scorer's records cannot be restored; for a positive
                 number, as in transformers.
         """
         if isinstance(tokens_to_remove, Sequence):
@@ -264,17 +264,18 @@ class EvictionCache(Cache):
         self.state.crop(columns)
 
     def rewind(self, input_ids: Tensor) -> int:
-        """Go back to where a text parts from the one that was read, so that ``model.generate`` takes it from there.
+        """Go back to the last token that a text shares with the text read so far; ``model.generate`` goes on from
+        there.
 
-        A chat template may write a turn otherwise once others follow, such as without its thoughts.
+        A chat template may write a turn differently once more turns follow, for example without its thoughts.
 
         Args:
             input_ids: ``[B, T]``, the whole text that ``model.generate`` gets next.
 
         Returns:
-            How many of its columns are held. 0 means that none is in common, that RoPE has other frequencies for a text
-            of that length, or that what was evicted or recorded after it cannot come back (:meth:`crop`); then the
-            cache is as after :meth:`reset`, and reads the text anew.
+            How many of its columns are held. 0 means that the texts share none, that RoPE has other frequencies for a
+            text of that length, or that :meth:`crop` cannot go back so far. Then the cache is empty, as after
+            :meth:`reset`, and the text is read anew.
         """
         rope, tokens = self.setup.rope, torch.tensor(input_ids.shape[1])
         outgrown = rope is not None and bool(rope.outgrows(self.state.sequences.text_len, tokens).any())
@@ -291,7 +292,7 @@ class EvictionCache(Cache):
         return 0
 
     def activate_past_recording(self) -> None:
-        """Prepare for drafts that :meth:`crop` takes back; refuse a policy that may evict what is then wanted back."""
+        """Prepare for drafts that :meth:`crop` takes back; refuse a policy that may evict tokens which drafts need."""
         self.state.check_going_back("drafts", 0)
         if not self.is_croppable:
             reason = "repeats a prompt before anything follows it"
@@ -329,7 +330,7 @@ class EvictionCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def remove(self, sequences: Sequence[int]) -> None:
-        """Forget the sequences at some places in the batch, whose blocks are free then; the others move up.
+        """Forget the sequences at some places in the batch, whose blocks are free then; later sequences move up.
 
         Raises:
             UserError: when one is not there.
@@ -348,7 +349,7 @@ class EvictionCache(Cache):
             self.reset()
 
     def add(self, other: EvictionCache) -> None:
-        """Append the sequences of another cache in the same pool, which is empty then; no key is copied.
+        """Append the sequences of another cache in this pool; no key is copied, and that cache is empty then.
 
         Sequences with fewer columns get padding on their left. Each goes on at its own next position, whatever
         ``position_ids`` say; an ``attention_mask`` begins with :attr:`valid`.
@@ -396,7 +397,7 @@ class EvictionCache(Cache):
     is_compileable = property(lambda self: False)
     get_max_cache_shape = get_max_length  # the name before transformers 5.20
 
-    # layers that do not attend read and write states in transformers' own cache layers
+    # Layers that do not attend read and write their states here; transformers' own cache layers hold them.
 
     @property
     def _states(self) -> States:
@@ -404,23 +405,23 @@ class EvictionCache(Cache):
         return self.state.states
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return what a layer that does not attend keeps for its convolution; None before its first token."""
+        """Return a layer's inputs of its convolution; None before its first token."""
         return self._states.get_conv_state(*args, **kwargs)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the next inputs of such a convolution."""
+        """Take a layer's next inputs of its convolution."""
         return self._states.update_conv_state(*args, **kwargs)
 
     def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return the recurrent state of a layer that does not attend; None before its first token."""
+        """Return a layer's recurrent state; None before its first token."""
         return self._states.get_recurrent_state(*args, **kwargs)
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the next recurrent state of such a layer."""
+        """Take a layer's next recurrent state."""
         return self._states.update_recurrent_state(*args, **kwargs)
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether such a layer has read something."""
+        """Return whether a layer has a state."""
         return self._states.has_previous_state(*args, **kwargs)
 
     def is_recording_past(self, layer_idx: int) -> bool:

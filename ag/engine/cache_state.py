@@ -1,4 +1,4 @@
-"""What a cache holds between forward passes, and what becomes of it when sequences are copied, cut or joined."""
+"""The contents of a cache between forward passes, and how sequences are copied, cut and joined."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PassKind = tuple[torch.dtype, torch.dtype | None, bool]
 
 
 class CacheState:
-    """What a cache holds: lengths of sequences, their rows of keys and values, and what each layer remembers.
+    """The contents of a cache: lengths of sequences, their rows of keys and values, and the memory of each layer.
 
     Args:
-        setup: what the cache is made for.
+        setup: model, policy and pool of the cache.
     """
 
     #: Lengths of the sequences, and which tokens may be evicted or taken back.
@@ -38,11 +38,11 @@ class CacheState:
     layers: list[Layer]
     #: Decides which tokens are evicted; None means that the policy has no budget.
     evictor: Evictor | None
-    #: States of layers that do not attend; None means that the model has no such layers.
+    #: States of layers that do not attend; None means that all layers of the model attend.
     states: States | None
     #: The prompt, for a policy that lets the model repeat it; None means that the policy needs no repetition.
     recorded_prompt: RecordedPrompt | None
-    #: How what is held was computed; None means that no pass was made yet.
+    #: How the contents were computed; None means that no pass was made yet.
     kind: PassKind | None
     #: Whether a forward pass began and has not ended; after an error within it only :meth:`reset` helps.
     broken: bool
@@ -117,7 +117,7 @@ class CacheState:
     # ---- other sequences, and fewer tokens
 
     def fork(self) -> CacheState:
-        """Return the state of another continuation of the same text, which shares the blocks."""
+        """Return a copy that shares the blocks, for another continuation of the text."""
         self.note_mode()
         new = copy.copy(self)
         new.sequences = copy.deepcopy(self.sequences, {id(self.setup.policy): self.setup.policy})

@@ -29,7 +29,7 @@ def decode(
     Args:
         model: that generates.
         input_ids: ``[B, T]``, the text so far.
-        logits_processor: changes scores, such as by a temperature.
+        logits_processor: changes scores, for example by a temperature.
         stopping_criteria: find the sequences that have ended.
         generation_config: as transformers completed it.
         streamer: gets each new token.
@@ -37,7 +37,7 @@ def decode(
             ``attention_mask`` ``[B, T]`` where tokens are masked.
 
     Returns:
-        The text ``[B, T + n]``; behind the end of a sequence padding.
+        The text ``[B, T + n]``, with padding after the end of a sequence.
     """
     cache = next((value for value in prepared.values() if isinstance(value, EvictionCache)), None)
     if cache is None:

@@ -45,7 +45,7 @@ class KeepCounts(NamedTuple):
 
 
 class Evictor:
-    """Decides what each layer of a cache keeps, and evicts the other tokens.
+    """Decides which tokens each layer of a cache keeps, and evicts all others.
 
     Usually the host knows how many tokens each row keeps: a kernel then finds the best of each row, without a wait for
     the device. A decoding step does so once for all layers. If heads or layers compete, PyTorch compares their scores,
@@ -64,7 +64,7 @@ class Evictor:
         one_score = cls.second is Scorer.second and cls.protected is Scorer.protected  # limits say what is protected
         self._counts_prompt = one_score and isinstance(policy.allocator, Uniform)
         self._counts_decode = one_score and not policy.allocator.compares_heads
-        #: Whether the host counted what this step keeps; then each step runs the same operations.
+        #: Whether the host counted what this step keeps; then each step runs one fixed list of operations.
         self.counted = False
         #: Of a counted step, by store, in the same device memory in each step.
         self._step: dict[KVStore, KeepCounts] = {}
@@ -76,7 +76,7 @@ class Evictor:
         self._settled_cpu: tuple[Any, dict[int, Tensor]] = None, {}  # budgets.settled, and a copy of it on the host
 
     def fork(self) -> Evictor:
-        """Return a copy for another continuation of the same text."""
+        """Return a copy for another continuation of the text."""
         new = copy(self)
         new.budgets, new._step, new._kept, new._nonfinite = deepcopy(self.budgets), {}, {}, {}
         new._scores, new._layers_left = {}, {}
@@ -213,7 +213,7 @@ class Evictor:
         noted = self.budgets.over_budget
         noted = torch.zeros(len(over), dtype=torch.bool) if noted is None else noted
         if not noted.any():
-            warnings.warn(  # the same text for every prompt, and Python shows it once
+            warnings.warn(  # one text for every prompt, and Python shows it once
                 f"{self.policy!r} protects {int(num_protected[int(over.long().argmax())])} tokens per KV head (sinks, "
                 "recent, window, protect), more than its budget allows here, and keeps them all; give a larger budget "
                 "or protect less.",
@@ -246,7 +246,7 @@ class Evictor:
         budget, num_protected, evicting = candidates.capacity, candidates.fixed, candidates.due
         nonfinite = evicting & candidates.score.isnan().flatten(1).any(1)
         over = evicting & (num_protected > budget) & (candidates.lengths > budget)
-        if bool((nonfinite | over).any()):  # the host waits once, for what is rare
+        if bool((nonfinite | over).any()):  # the host waits once, for rare cases
             if bool(nonfinite.any()):
                 self._refuse_scores(inputs.layer)
             self._warn_over_budget(over.cpu(), num_protected.cpu())

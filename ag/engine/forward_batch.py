@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class Prompts(NamedTuple):
-    """What passes have to know of the prompts, in the same memory as long as these and the caller's spans stay."""
+    """Facts of the prompts that passes need. The tensors stay in place until the prompts or protected spans change."""
 
     lengths: Tensor  # [B] long on the host, tokens of each prompt
     protected: Tensor | None  # [B, L] bool on the host, by token index: tokens that the caller protects; None: no token
     capacity: Tensor | None  # [B] long on the host, tokens per KV head, the mean over layers; None means no budget
     lengths_there: Tensor  # the lengths on the device
-    protected_there: Tensor | None  # what is protected, on the device
+    protected_there: Tensor | None  # protected tokens, on the device
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +25,7 @@ class ForwardBatch:
     Attributes:
         token indices: ``[B, T]`` long on the device, the place of each token in its sequence; -1 where there is none.
         columns: ``[B, T]`` long, the column of each among the tokens of the model's call, -1 where there is none; None
-            means that both are the same.
+            means that column j is token j.
         counts: ``[B]`` long on the host, new tokens.
         num_tokens: ``[B]`` long on the host, tokens of each sequence, these included.
         longest: tokens of the longest sequence.
@@ -35,8 +35,8 @@ class ForwardBatch:
         ends_prompt: whether every prompt is read after them.
         fresh: whether nothing was held before.
         evict: ``[B]`` bool on the host, the sequences to evict from after these tokens; None means none.
-        step: whether it is one token of each sequence behind its prompt, in memory that is the same at each step.
-        memo: what layers worked out that is the same for all of them.
+        step: whether it is one token of each sequence after its prompt; its tensors lie at one address at each step.
+        memo: results that one layer computed and all layers share.
     """
 
     token_indices: Tensor
@@ -65,7 +65,7 @@ class ForwardBatch:
         depends on when memory was freed.
 
         Args:
-            block: tokens of the prompt between evictions; None only behind a prompt.
+            block: tokens of the prompt between evictions; None only after a prompt.
             lengths: tokens of each sequence ``[B]`` on the device, these included.
         """
         if self.is_prefill:

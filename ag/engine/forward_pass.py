@@ -1,8 +1,8 @@
-"""A forward pass of a cache: its methods stand in the order in which a model's hooks call them.
+"""A forward pass of a cache. Read it from top to bottom: a model's hooks call its methods in this order.
 
 :meth:`ForwardPass.begin` turns the attention mask into token indices and takes blocks. :meth:`ForwardPass.passes` cuts
-the new tokens into passes, such as the chunks of a prompt. Within a pass each layer calls
-:meth:`ForwardPass.enter_layer`, which runs its gate, and :meth:`ForwardPass.attend`, which stores the new keys, attends
+the new tokens into passes, for example the chunks of a prompt. Within a pass each layer calls
+meth:`ForwardPass.enter_layer`, which runs its gate, and :meth:`ForwardPass.attend`, which stores the new keys, attends
 and scores. :meth:`ForwardPass.end_pass` evicts.
 """
 
@@ -48,7 +48,7 @@ class ForwardPass(Interceptor):
 
     @property
     def states(self) -> States | None:
-        """States of layers that do not attend; None means that the model has no such layers."""
+        """States of layers that do not attend; None means that all layers of the model attend."""
         return self.state.states
 
     @states.setter
@@ -57,7 +57,7 @@ class ForwardPass(Interceptor):
 
     @property
     def text_lengths(self) -> Tensor:  # type: ignore[override]
-        """``[B]`` long on the host, by which a RoPE may choose frequencies: the tokens of each text as it began."""
+        """``[B]`` long on the host, the tokens of each text as it began; a RoPE may choose frequencies by them."""
         return self.state.sequences.text_len
 
     @property
@@ -181,16 +181,16 @@ class ForwardPass(Interceptor):
             self.end_pass()
 
     def _positions(self, position_ids: Tensor | None, batch: ForwardBatch) -> Tensor | None:
-        """Return the positions that the model rotates the tokens of a pass by; None means those of their columns."""
+        """Return the positions that the model rotates the tokens of a pass by; None means their columns."""
         sequences, rotation = self.state.sequences, self.setup.rotation
         rotated = None if rotation is None else rotation.positions(batch, self.state.stores)
         if rotated is not None:
             return rotated
         plain = position_ids is None and batch.step and bool((sequences.num_tokens == sequences.columns).all())
-        if sequences.own_positions or plain:  # of a step in the same memory each time
+        if sequences.own_positions or plain:  # a step's positions lie at one address each time
             return batch.token_indices if batch.step else batch.token_indices.clamp_min(0)
         sequences.by_column = position_ids is None
-        if position_ids is None:  # columns, as transformers counts; by now the cache has seen those of this pass
+        if position_ids is None:  # columns, as transformers counts; the cache counts this pass's columns already
             first = sequences.columns - self._length
             position_ids = torch.arange(first, sequences.columns, device=batch.token_indices.device)[None]
         if batch.columns is None:
@@ -287,7 +287,7 @@ class ForwardPass(Interceptor):
 
 
 def _check_kind(old_kind: PassKind, new_kind: PassKind) -> None:
-    """Refuse a pass in other types, or outside of the inference mode, than those of the held tokens."""
+    """Refuse a pass whose types or inference mode differ from the passes that computed the held tokens."""
     if old_kind[:2] != new_kind[:2]:
         texts = [f"{weights}, autocast {autocast or 'off'}" for weights, autocast, _ in (old_kind, new_kind)]
         raise UserError(

@@ -16,11 +16,11 @@ from ag.kernels.kv_compact import kv_compact
 from ag.kernels.pages import Pages
 from ag.model.geometry import KVHeads
 
-ROWS = "held", "owned", "shared", "table", "lengths"  # what is held of each row, [L, B, Hkv, ...]
+ROWS = "held", "owned", "shared", "table", "lengths"  # contents of each row, [L, B, Hkv, ...]
 
 
 class KVStore:
-    """Rows of tokens in the blocks of a pool, of all layers at once whose KV heads are as many and as large.
+    """Block tables of all layers with equal number and size of KV heads; one row is one (layer, sequence, KV head).
 
     Slots of a row have no order: each token is stored with its index. ``held`` counts the tokens of each row on the
     host, and ``lengths`` on the device. In models whose layers differ the rows of other layers stay empty.
@@ -78,7 +78,7 @@ class KVStore:
         self._moved()
 
     def fork(self) -> KVStore:
-        """Return a store of the same tokens, which shares all blocks until one of the two writes."""
+        """Return a copy that shares all blocks until one of the two writes."""
         new = KVStore(self.pool, self.heads, self.head_shape, self.gate_type, self.rotation)
         self.shared = self.owned.clone()
         for name in ROWS:
@@ -95,7 +95,7 @@ class KVStore:
         self.memory = object()
         self._holder[:] = self.table, self.owned, self._pages
 
-    # ---- what is held
+    # ---- contents
 
     @property
     def slots(self) -> int:
@@ -181,7 +181,7 @@ class KVStore:
     def demand(self, tokens: Tensor, evicts: bool = False) -> int:
         """Return the most blocks that a pass of ``tokens`` ``[B]`` new tokens takes before its eviction.
 
-        Where one is due (``evicts``), shared blocks are copied.
+        If an eviction is due (``evicts``), shared blocks are copied.
         """
         wide = tokens[:, None] * self.layer_mask
         fresh = (-(-(self.held + wide) // self.block) - self.owned).clamp_min(0)
@@ -295,7 +295,7 @@ class KVStore:
         return self.pages(0).token_indices[self.table].flatten(-2)
 
     def set_held(self, layers: slice, kept: Tensor, spare: int = BLOCK) -> None:
-        """Note the lengths ``[L', B, Hkv]`` after tokens went, and free the blocks behind them."""
+        """Note the lengths ``[L', B, Hkv]`` after an eviction, and free the blocks that no row needs."""
         self.held[layers] = kept
         spare = min(spare, 1) if self.pool.fixed else spare  # the next token's block stays, which would be taken again
         wanted, owned = -(-(kept + spare) // self.block), self.owned[layers]
@@ -336,7 +336,7 @@ class KVStore:
             self.shared = self.owned.clone()
 
     def add(self, other: KVStore) -> None:
-        """Append the sequences of another store of the same pool, which is empty then; no key is copied."""
+        """Append the sequences of another store of this pool, which is empty then; no key is copied."""
         width = max(self.table.shape[-1], other.table.shape[-1])
         batches = self.held.shape[1], other.held.shape[1]
         for store in (self, other):

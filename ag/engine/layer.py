@@ -34,7 +34,7 @@ from ag.model.interceptor import AttentionCall
 from ag.model.projection import output_weight
 from ag.model.rope import rotate
 
-EXPIRED = 64  # tokens that a row may hold beyond what a later query sees, before they are removed
+EXPIRED = 64  # tokens that no later query sees and a row may still hold, before they are removed
 
 
 class Layer:
@@ -59,11 +59,11 @@ class Layer:
         self.window: int | None = None
         #: Tokens of the chunks of a text within which the layer attends; None means that it has none.
         self.chunk: int | None = None
-        #: Whether later queries do not see some of what is held: a sliding window, or flags.
+        #: Whether later queries see only a part of the held tokens: a sliding window, or flags.
         self.hides = self.flagged is not None
         #: The last queries of each sequence, for scorers that look back at them.
         self.observation_window = ObservationWindow()
-        #: Tokens of the longest row when those that no query sees were last removed.
+        #: Tokens of the longest row after hidden tokens were last removed.
         self.open_to = 0
         #: Time spent on scores and decisions.
         self.watch = Stopwatch()
@@ -120,7 +120,7 @@ class Layer:
                     queries = self._look_back(queries, batch, store, last)
                 if batch.evict is not None or needs.every_query:
                     self._show(placed, batch, stores, evictor, queries, weights=weights)
-        if self.hides and not batch.step:  # behind a step the cache does it for all layers
+        if self.hides and not batch.step:  # after a step the cache does it for all layers
             self.expire(batch, store)
         return out.to(call.q.dtype)
 
@@ -303,7 +303,7 @@ class Layer:
         return self.hides or self.chunk is not None
 
     def crop(self, store: KVStore, tokens: Tensor, left: Tensor) -> None:
-        """Drop the ``tokens`` ``[B]`` newest tokens of each sequence, of which it has ``left`` ``[B]`` then."""
+        """Drop the ``tokens`` ``[B]`` newest tokens of each sequence; ``left`` ``[B]`` tokens stay."""
         if not self.removes:
             return store.truncate(tokens, slice(self.index, self.index + 1))
         token_indices = store.token_indices(self.index)
@@ -315,8 +315,8 @@ class Layer:
 
         ``store.held`` counts ``coming`` ``[B, 1]`` tokens already that are not stored yet.
         """
-        dense = self._dense(batch) and not batch.ends_prompt  # the rest of the prompt sees all tokens
-        # scorers look back at queries that see further, except behind the border of a chunk
+        dense = self._dense(batch) and not batch.ends_prompt  # later parts of the prompt see all tokens
+        # scorers look back at queries that see further, except after the border of a chunk
         if batch.is_prefill and not batch.ends_prompt and self.chunk is None:
             query = (query - self.policy.lookback).clamp_min(0)
         if self.window is None and self.chunk is None and (self.flagged is None or dense):
@@ -340,7 +340,7 @@ class Layer:
             index: places of the slots in the pool, ``[B, Hkv, N]``.
             token_indices: of their tokens, -1 on free slots.
             query: on the host.
-            flags: whether such a query sees flagged and recent tokens alone, where the layer has flags.
+            flags: whether flags act: the query sees flagged and recent tokens alone.
         """
         keep, first = token_indices >= 0, query.to(token_indices.device)[:, None, None]
         if self.window is not None:
@@ -354,7 +354,7 @@ class Layer:
     # ---- sequences
 
     def fork(self) -> Layer:
-        """Return a copy for another continuation of the same text."""
+        """Return a copy for another continuation of the text."""
         new = copy.copy(self)
         for name in ("observation_window", "gate_memory", "watch"):
             setattr(new, name, copy.deepcopy(getattr(self, name)))

@@ -29,7 +29,7 @@ def check_mask_width(num_given: int, columns: int, num_seen: int) -> None:
 
 
 def check_past(mask: Tensor, read: Tensor) -> None:
-    """Refuse a mask ``[B, T]`` that differs from the one ``[B, seen]`` that came with the columns read so far."""
+    """Refuse a mask ``[B, T]`` that differs from the mask ``[B, seen]`` of the columns read so far."""
     seen = read.shape[1]
     if not seen:
         return
@@ -50,7 +50,7 @@ def check_past(mask: Tensor, read: Tensor) -> None:
 
 
 def check_announced(prompt: Tensor, new: Tensor, seen: int) -> None:
-    """Refuse an empty prompt ``[B, T]``, and other padding in its columns ``[B, w]`` behind ``seen`` ones."""
+    """Refuse an empty prompt ``[B, T]``, and other padding in its columns ``[B, w]`` after ``seen`` columns."""
     if not bool((has_token := prompt.any(1)).all()):
         raise UserError(
             f"attention_mask: sequence {int((~has_token).long().argmax())} of the prompt is padding alone: expected at "
@@ -65,13 +65,13 @@ def check_announced(prompt: Tensor, new: Tensor, seen: int) -> None:
 
 
 def check_frequencies(rope: RopeByText, state: Any, new: Tensor, model: str) -> None:
-    """Refuse new columns ``[B, T]`` bool of a text that outgrows the frequencies by which its keys were rotated.
+    """Refuse new columns ``[B, T]`` bool of a text that outgrows the frequencies of its keys.
 
     Nothing changes then. ``state`` are the lengths of the sequences (:class:`ag.engine.sequences.SequenceState`).
     """
     old_text, tokens = rope.set_of(state.text_len), state.num_tokens + new.sum(1).cpu()
     outgrows = rope.outgrows(state.text_len, tokens)
-    if not state.ready:  # the rest of a prompt may become another one
+    if not state.ready:  # the unread part of a prompt may be replaced
         outgrows |= (rope.set_of(state.prompt_len) != old_text) & (state.num_tokens > 0)
     if bool(outgrows.any()):
         row, read = int(outgrows.long().argmax()), state.num_tokens.tolist()
@@ -85,7 +85,7 @@ def check_frequencies(rope: RopeByText, state: Any, new: Tensor, model: str) -> 
 
 
 def marked(spans: Sequence[Any]) -> Tensor:
-    """Return ``[L]`` bool, which own tokens lie in spans ``(first, behind the last)``; refuse something else."""
+    """Return ``[L]`` bool, which own tokens lie in spans ``(first, after the last)``; refuse something else."""
     for span in spans:
         is_pair = isinstance(span, tuple) and len(span) == 2 and all(isinstance(x, int) for x in span)
         if not is_pair or not 0 <= span[0] < span[1]:
@@ -100,9 +100,10 @@ def marked(spans: Sequence[Any]) -> Tensor:
 
 
 def check_protected(marks: Tensor, old_marks: Tensor | None, decided: Tensor) -> None:
-    """Refuse marks ``[B, L]`` on tokens that were not protected ``before`` when it was decided what is kept.
+    """Refuse marks ``[B, L]`` on tokens that were decided on without protection (``before``).
 
-    ``decided`` ``[B]`` is the number of such tokens of each sequence; None before means that none was protected.
+    ``decided`` ``[B]`` is how many first tokens of each sequence were decided on; None before means that none was
+    protected.
     """
     late = marks & (torch.arange(marks.shape[1]) < decided[:, None])
     if old_marks is not None:

@@ -1,4 +1,4 @@
-"""The parts in which the next tokens of a batch of sequences are read, each in a pass of its own."""
+"""Cuts the next tokens of a batch of sequences into parts; each part is read in a pass of its own."""
 
 from __future__ import annotations
 

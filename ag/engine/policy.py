@@ -1,4 +1,4 @@
-"""Policies, and how they are made of a short text such as ``snapkv+caote@pyramid``."""
+"""Policies, and how a short text makes one: ``snapkv+caote@pyramid``."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ class Policy:
 
     @cached_property
     def steps(self) -> int | None:
-        """Tokens behind the prompt between evictions; None means that nothing is evicted there."""
+        """Tokens after the prompt between evictions; None means that nothing is evicted there."""
         parts = self.schedule.split("+")
         counted = (int(part[6:]) for part in parts if part.startswith("steps:"))
         return 1 if "every" in parts else next(counted, None)
 
     @cached_property
     def rereads(self) -> bool:
-        """Whether the model repeats a prompt, by which its tokens are scored once."""
+        """Whether the model repeats a prompt, and the repetition scores its tokens once."""
         return self.scorer is not None and self.scorer.rereader is not None
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all KV heads of a layer hold the same tokens in the same slots, because all evictions agree."""
+        """Whether all KV heads of a layer hold equal tokens in equal slots, because all evictions agree."""
         return self.scorer is not None and self.scorer.alike and not self.allocator.compares_heads
 
     def asks_later(self, gates: AttentionGates | None) -> bool:
@@ -101,13 +101,13 @@ class Policy:
         return replace(self, kv_dtype=kv_dtype, options={**self.options, "kv_dtype": kv_dtype})
 
     def trained_with(self, gates: AttentionGates) -> Policy:
-        """Return the policy that ranks by these gates, and protects what they were trained to rely on."""
+        """Return the policy that ranks by these gates, and protects the tokens that training protected."""
         if self.scorer is None or not self.by_gates:
             return self
         if self.budget is None:
             gates.check_flags()
         config = gates.config
-        # a query sees itself among its recent tokens, and the newest token held is the one before the next query
+        # In training `recent_tokens` counts the query's own token. At eviction the next query is not in the cache yet.
         return replace(self, scorer=self.scorer.trained_with(config.sink_tokens, max(config.recent_tokens - 1, 0)))
 
     @property
@@ -143,7 +143,7 @@ def policy(
         spec: ``SCORER[:PATH][+WRAPPER][@ALLOCATOR]``, see :class:`ag.config.spec.PolicySpec`. Scorers: full,
             streaming_llm, h2o, scissorhands, tova, snapkv, cake, expected_attention, keydiff, kvzip, knorm, random,
             ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones, of a folder or the hub), and
-            ``flags`` or ``flags:PATH``: the same gates, whose flags decide. Wrappers: vatp, caote, fastcaote,
+            ``flags`` or ``flags:PATH``: those gates, whose flags decide. Wrappers: vatp, caote, fastcaote,
             criticalkv, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid, preference, heads,
             global. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), cake without one for
             ``cake@preference``, kvzip for ``kvzip@global``, gates with a budget for ``gates@global``, and gates
@@ -153,15 +153,16 @@ def policy(
             ``flags:PATH`` the options ``share=0.3`` and ``threshold=0.2`` move their boundary; see
             :meth:`ag.gates.gate.AttentionGates.at`.
         schedule: ``prefill``: once, after the prompt; ``blocks:m``: also within the prompt, after every m tokens, so
-            that never more than the budget and a block are held; ``every``: after every forward pass behind the prompt;
-            ``steps:n``: there, after every n tokens. Parts are joined by +, for example ``blocks:128+every``.
-        options: hyper-parameters of the parts, such as ``window=32``; see their classes. ``tau="llama2-7b-chat-4k"``
-            looks up the published temperatures of ``preference`` for a model and a budget in tokens. Of every policy:
-            ``positions="slot"`` rotates keys and queries by their slots in the cache instead of their places in the
-            text (StreamingLLM), so that a stream may run past the model's context; ``positions="interpolated"`` by
-            their places, of which the far ones are squeezed once the text is longer than the context;
-            ``kv_dtype="int8"`` holds keys and values in codes of 8 bits (:class:`ag.kernels.codes.Codes`). Scorers see
-            what these stand for, but a prompt that comes in one pass as it was computed.
+            that never more than the budget and a block are held; ``every``: after every forward pass that follows the
+            prompt; ``steps:n``: there, after every n tokens. Parts are joined by +, for example ``blocks:128+every``.
+        options: hyper-parameters of the parts, for example ``window=32``; see their classes.
+            ``tau="llama2-7b-chat-4k"`` looks up the published temperatures of ``preference`` for a model and a budget
+            in tokens. Of every policy: ``positions="slot"`` rotates keys and queries by their slots in the cache
+            instead of their places in the text (StreamingLLM), so that a stream may run past the model's context;
+            ``positions="interpolated"`` by their places, of which the far ones are squeezed once the text is longer
+            than the context; ``kv_dtype="int8"`` holds keys and values in codes of 8 bits
+            (:class:`ag.kernels.codes.Codes`). Scorers see what these stand for, but a prompt that comes in one pass as
+            it was computed.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.

@@ -48,11 +48,11 @@ class Turned:
         self.decoder = decoder
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
-        """Return float32, or what is wider."""
+        """Return float32, or the wider type."""
         return torch.promote_types(model, torch.float32)
 
     def check(self, pool: BlockPool) -> None:
-        """Refuse types in which turns add up to an error."""
+        """Refuse types whose rounding errors add up over turns."""
         kind = pool.dtype
         if pool.kv_dtype != "float" or self.dtype(kind) != kind:
             held_dtype = pool.kv_dtype if pool.kv_dtype != "float" else str(kind).removeprefix("torch.")
@@ -68,7 +68,7 @@ class Turned:
         return None
 
     def rotate_call(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
-        """Return a call in the type that is held, with queries and keys at their places among what the layer holds."""
+        """Return a call in the stored type, with queries and keys at their places among the held tokens."""
         q, k, v = (x.to(store.pool.dtype) for x in (call.q, call.k, call.v))
         return replace(call, q=q, k=k, v=v)
 
@@ -114,7 +114,7 @@ class Slots(Turned):
     counts_held = True
 
     def positions(self, batch: ForwardBatch, stores: Sequence[Any]) -> Tensor | None:
-        """Go on behind the longest row of each sequence."""
+        """Go on after the longest row of each sequence."""
         came = batch.counts if batch.step else torch.zeros_like(batch.counts)  # a step is counted beforehand
         batch.memo["behind"] = torch.stack([store.held.amax((0, 2)) for store in stores]).amax(0) - came
         columns = torch.arange(batch.token_indices.shape[1], device=batch.token_indices.device)
@@ -158,7 +158,7 @@ class Slots(Turned):
 
 
 class Interpolated(Turned):
-    """Places in the text, those of far tokens squeezed into the model's context.
+    """Places in the text; places of far tokens are squeezed into the model's context.
 
     Seen from a text's end, a token at a distance of more than half of the context is nearer, in proportion, so that the
     first token lies as far away as the context is long. While a text is no longer than the context nothing is squeezed.
@@ -177,7 +177,7 @@ class Interpolated(Turned):
         self.stride, self.num_exact = max(self.context // 16, 1), self.context // 2
 
     def positions(self, batch: ForwardBatch, stores: Sequence[Any]) -> Tensor | None:
-        """Refuse passes in which new tokens would have to be squeezed for later ones."""
+        """Refuse passes whose new tokens would have to be squeezed for later ones."""
         max_offset = self.num_exact - self.stride
         over = (batch.num_tokens > self.context) & (batch.counts > max_offset)
         if bool(over.any()):
@@ -226,7 +226,7 @@ class Interpolated(Turned):
 
 
 def _ascending(token_indices: Tensor) -> Tensor:
-    """Return the token indices of rows in order, those of free slots last."""
+    """Return the token indices of rows in order, free slots last."""
     ascending: Tensor = token_indices.masked_fill(token_indices < 0, FREE).sort(-1).values
     return ascending
 

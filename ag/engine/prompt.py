@@ -32,10 +32,9 @@ def read_prompt(
     position_ids: Tensor | None = None,
     protect: Sequence[Any] = (),
 ) -> list[tuple[EvictionCache, Tensor]]:
-    """Read a prompt into caches with different policies; those that read it densely share one forward pass.
-
-    Those that repeat it in the same way share that too. Each cache is as if it had been alone; with padding or
-    ``position_ids`` those share a pass whose ``positions`` are the same.
+    """Read a prompt into caches with different policies; policies that read it densely share one
+    forward pass, and policies that repeat it alike share the repetition. Each cache is as if it had been alone. With
+    padding or ``position_ids`` only policies of equal ``positions`` share a pass.
 
     Args:
         model: causal language model in evaluation mode.
@@ -65,7 +64,7 @@ def read_prompt(
         return states[:, -1]
 
     plain = position_ids is None and (attention_mask is None or bool(attention_mask.all()))
-    together: dict[str, list[EvictionCache]] = defaultdict(list)  # by what the model rotates their tokens by
+    together: dict[str, list[EvictionCache]] = defaultdict(list)  # by the positions of their tokens
     for cache in caches:
         if cache.setup.prompt_sees == "dense":
             together["" if plain else cache.policy.positions].append(cache)
@@ -89,7 +88,7 @@ class Attended(AttentionCall):
 
 
 class Together(Interceptor):
-    """Several empty caches that read the same forward pass, in which nothing is evicted before its end."""
+    """Several empty caches that read one forward pass; nothing is evicted before its end."""
 
     def __init__(self, caches: list[EvictionCache]) -> None:
         self.caches, states = caches, caches[0].state.states
@@ -109,7 +108,7 @@ class Together(Interceptor):
             cache.interceptor.begin(decoder, attention_mask, tokens)
 
     def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Yield the columns and positions of each pass, which are the same for all caches."""
+        """Yield the columns and positions of each pass, which all caches share."""
         for first, *_ in zip(*(cache.interceptor.passes(position_ids) for cache in self.caches), strict=True):
             self.text_lengths = self.caches[0].interceptor.text_lengths
             yield first

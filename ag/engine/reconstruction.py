@@ -70,7 +70,7 @@ def measure_repetition(state: CacheState, batch: ForwardBatch) -> Measured:
 
 
 def _check_reach(state: CacheState, repeated: list[int]) -> None:
-    """Refuse prompts of which repetitions of ``repeated`` tokens would see a part alone, or see it elsewhere."""
+    """Refuse prompts that a repetition of ``repeated`` tokens would see only in part, or at other positions."""
     windows = [state.layers[layer].window for layer in state.setup.budget_layers]
     reach = min((size for size in windows if size is not None), default=None)
     reason = f"the model attends within a window of {reach} tokens, which hides"
@@ -101,7 +101,7 @@ def _evict(state: CacheState, batch: ForwardBatch, measured: Measured) -> None:
 
 
 class Repetition(Interceptor):
-    """A forward pass in which the model repeats a chunk of each prompt, and its measurement.
+    """A forward pass that repeats a chunk of each prompt, and measures the attention to it.
 
     Args:
         state: of the cache that holds the prompts, whole.
@@ -125,7 +125,7 @@ class Repetition(Interceptor):
         device = state.setup.pool.device
         #: Token indices of the sinks and the chunk, ``[B, P]``.
         self._paid = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
-        self._norms: Tensor | None = None  # of what the layer at hand reads, [B, T]
+        self._norms: Tensor | None = None  # norms of the current layer's input, [B, T]
 
     def read(self, rows: list[list[int]], following: Tensor) -> None:
         """Let the model read a row of tokens after each prompt, at positions that go on from ``following`` ``[B]``."""
@@ -149,7 +149,7 @@ class Repetition(Interceptor):
         self.state.setup.decoder(input_ids=ids.to(device), position_ids=position_ids, gating=self, use_cache=False)
 
     def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Yield one pass, which goes on after the prompt, by what the cache's keys are rotated by."""
+        """Yield one pass. Its positions go on after the prompt, as the cache rotates its keys."""
         rotation = self.state.setup.rotation
         rotated = None if rotation is None else rotation.positions(self.batch, self.state.stores)
         yield None, position_ids if rotated is None else rotated

@@ -1,4 +1,4 @@
-"""What a cache notes of a prompt that the model repeats later, for KVzip: its ids, positions and attention calls."""
+"""A prompt that the model repeats later, for KVzip: its ids, positions and attention calls."""
 
 from __future__ import annotations
 

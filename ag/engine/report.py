@@ -1,4 +1,4 @@
-"""What a cache holds and what its decisions took, layer by layer."""
+"""The tokens, bytes and scoring times of a cache, layer by layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Report:
         nbytes: by layer, bytes allocated for keys and values.
         seconds: by layer, time spent on scores and decisions.
         over_budget: sequences that hold more than the budget, because more is protected than it allows.
-        plain_nbytes: bytes of keys and values that transformers' own cache would hold for the same columns.
+        plain_nbytes: bytes of keys and values that transformers' own cache would hold for these columns.
         state_nbytes: bytes of the states of layers that do not attend (linear attention, convolutions), beside these.
         kinds: shares of some kinds of tokens that are still held, by name.
     """
@@ -98,7 +98,7 @@ def visible_token_indices(state: CacheState, layer: int) -> Tensor:
 
 
 def share_held(state: CacheState, prompt: bool) -> float:
-    """Return the share of the (token, KV head) pairs of all tokens, or of those of prompts, that is still held."""
+    """Return the share of the (token, KV head) pairs of all tokens, or of the prompts alone, that is still held."""
     sequences = state.sequences
     lengths = sequences.prompt_len if prompt else sequences.num_tokens
     lengths = lengths.minimum(sequences.num_tokens)
@@ -119,7 +119,7 @@ def layer_nbytes(state: CacheState) -> list[int]:
 
 
 def _plain_nbytes(state: CacheState, layer: Layer) -> int:
-    """Return the bytes of transformers' own cache for the same columns: in a window, all but the next token's."""
+    """Return the bytes of transformers' own cache for these columns: in a window, all but the next token's."""
     columns = state.sequences.columns
     columns = columns if layer.window is None else min(columns, layer.window - 1)
     number, key, value = state.store_of[layer.index].head_shape
@@ -138,7 +138,7 @@ def _share_of(state: CacheState, name: str, columns: Tensor) -> float:
     token_indices = (new_valid.cumsum(1) - 1).where(new_valid & columns.to(new_valid.device), -1)
     counted = torch.zeros(len(valid), num_columns + 1, dtype=torch.bool, device=valid.device)
     counted.scatter_(1, token_indices.where(token_indices >= 0, num_columns), True)
-    counted[:, -1] = False  # which took the other columns, and stands for free slots
+    counted[:, -1] = False  # the last column took all others, and stands for free slots
     num_held = 0
     for layer in range(len(state.layers)):
         held = visible_token_indices(state, layer)

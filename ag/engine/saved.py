@@ -106,7 +106,7 @@ def _packed(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
 
 
 def _unpacked(packed: Any, read: Callable[[str], Tensor]) -> Any:
-    """Return what was packed; ``read`` gives a tensor by its name in the file."""
+    """Undo :func:`_packed`; ``read`` gives a tensor by its name in the file."""
     if isinstance(packed, list):
         return tuple(_unpacked(x, read) for x in packed)
     if not isinstance(packed, dict):
@@ -120,7 +120,7 @@ def _unpacked(packed: Any, read: Callable[[str], Tensor]) -> Any:
 
 
 def _words(setup: CacheSetup) -> dict[str, Any]:
-    """Return the arguments by which :func:`ag.policy` makes the policy again."""
+    """Return the arguments of :func:`ag.policy` that make the policy again."""
     cache_policy, options = setup.policy, dict(setup.policy.options)
     inner = getattr(cache_policy.scorer, "inner", cache_policy.scorer)
     for name in () if inner is None else inner.needs.from_tokenizer:

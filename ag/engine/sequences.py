@@ -35,7 +35,7 @@ class SequenceState:
     text_len: Tensor  # tokens of the prompt when its first part came
     #: Tokens at the last eviction; :meth:`crop` goes back no further.
     evicted_at: Tensor
-    #: Tokens that can no longer be taken back: those of the prompt, and of all passes but the last.
+    #: Tokens that can no longer be taken back: the tokens of the prompt, and of all passes but the last.
     settled: Tensor
     #: Tokens held per KV head, on average, as the schedule counts them.
     num_held: Tensor
@@ -103,7 +103,7 @@ class SequenceState:
 
     @property
     def _decided(self) -> Tensor:
-        """Of each sequence the tokens ``[B]`` of which some may be gone, or have their flags."""
+        """``[B]``: how many first tokens were decided on: some of them may be evicted, or have their flags."""
         if self.policy.budget is None:
             return self.num_tokens * self.policy.by_gates
         return self.evicted_at.where(self.num_held < self.num_tokens, 0)
@@ -136,13 +136,13 @@ class SequenceState:
         self._expected = None
         if self.ids.announced is not None:
             self.ids.begin()
-        elif ready and self.ids.ids is not None:  # what comes may be another text than the one that was generated
+        elif ready and self.ids.ids is not None:  # the next tokens may differ from the generated ones
             self.ids.cut(num_columns)
         self.mask = new if not num_columns else torch.cat([self.mask.to(new.device), new], 1)
         return new
 
     def _read(self, new: Tensor) -> None:
-        """Find the lengths of prompts of which columns ``[B, T]`` come: those announced, or else these columns."""
+        """Find the lengths of prompts whose columns ``[B, T]`` come: of the announced text, else of these columns."""
         num_columns, announced = self.columns, self._expected
         if announced is None or announced.shape[1] <= num_columns:
             announced = self._prompt if num_columns else new
@@ -160,11 +160,11 @@ class SequenceState:
         self.text_len = self.text_len if num_columns else self.prompt_len
 
     def take_back(self, new: Tensor) -> None:
-        """Undo :meth:`extend` for columns ``[B, T]`` of which no pass was made."""
+        """Undo :meth:`extend` for columns ``[B, T]`` that no pass has read."""
         self.mask = self.mask[:, : self.columns - new.shape[1]]
 
     def step(self) -> ForwardBatch:
-        """Count one token of each sequence; its token indices stand in the same memory at each step."""
+        """Count one token of each sequence; its token indices lie at one address at each step."""
         self.step_token_indices += 1
         return self._make_batch(
             self.step_token_indices, None, torch.ones_like(self.num_tokens), is_prefill=False, step=True

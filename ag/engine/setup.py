@@ -1,4 +1,4 @@
-"""What a cache is made for: a model, a policy, its gates and a pool, with the checks that they fit each other."""
+"""The model, policy, gates and pool of a cache, and the checks that they fit each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ag.model.support import check_attention, check_one_position_per_token, chec
 
 @dataclass(frozen=True, eq=False)
 class CacheSetup:
-    """What a cache is made for. None of it changes afterwards, and forks of a cache share it.
+    """The model, policy, gates and pool of a cache. They never change, and forks of a cache share them.
 
     Attributes:
         policy: of the cache, as its gates were trained.
@@ -33,8 +33,8 @@ class CacheSetup:
         gates: of the policy; None means that it has none.
         pool: has the blocks of the keys and values.
         heads: of each layer, the number and the sizes of its KV heads.
-        budget_layers: indices of the layers that share the budget: under gates those that have one, else those without
-            a sliding window where others have one.
+        budget_layers: indices of the layers that share the budget: under gates the layers with a gate, else all layers
+            without a sliding window.
         rotation: rotates keys and queries again; None means that they stay at their places in the text.
         rope: chooses the frequencies of a text; None means that they do not depend on its length.
         chunk: tokens of the chunks of a text within which some layers attend; None means that no layer does.
@@ -110,7 +110,7 @@ class CacheSetup:
 
     @property
     def prompt_sees(self) -> Literal["dense", "sparse", "blocks"]:
-        """What later tokens of a prompt see of earlier ones: all, those the gates leave, or those that blocks left."""
+        """Which earlier tokens a later token of the prompt sees: all, flagged ones, or the ones that blocks left."""
         if self.policy.block is not None:
             return "blocks"
         if self.gates is not None and self.policy.budget is None:
@@ -154,7 +154,7 @@ def _fitted(model: nn.Module, gates: AttentionGates, policy: Policy) -> Policy:
 
 
 def _check_needs(policy: Policy, decoder: Any) -> None:
-    """Refuse a model on several devices, and one that does not show what the scorer of a policy needs."""
+    """Refuse a model on several devices, and one that does not show the inputs that the scorer of a policy needs."""
     devices = sorted({str(device_of(layer)) for layer in decoder.layers})
     if len(devices) > 1:
         raise UserError(

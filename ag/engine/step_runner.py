@@ -13,7 +13,7 @@ from ag.engine.scorer_inputs import COLUMNS
 from ag.errors import UserError
 from ag.model.support import check_one_position_per_token
 
-#: Runs a function, or records it: returns what it computed, and what computes that again in the same memory.
+#: Runs a function and records it: returns its result, and a function that computes the result again in place.
 Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 log = logging.getLogger(__name__)
 
@@ -28,15 +28,15 @@ def cuda_graph(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
 
 
 class StepRunner:
-    """The forward pass of one token of each sequence behind a prompt.
+    """The forward pass of one token of each sequence after a prompt.
 
-    The host counts and takes blocks before a step. The device then runs the same operations on the same memory, of two
-    kinds: a step that evicts, and one that does not. On a card the first step of a kind runs as it is, the second one
-    is recorded as a CUDA graph, and those that follow are replayed. Steps are recorded again where the pool grew. All
+    The host counts and takes blocks before a step. The device then runs a fixed list of operations on fixed memory.
+    There are two kinds: steps that evict, and steps that do not. On a card the first step of a kind runs as it is, the
+    second is recorded as a CUDA graph, and later ones replay it. Steps are recorded again where the pool grew. All
     begins anew where rows outgrew the block table (it gets room for 128 tokens or an eighth more), sequences came or
     went, tokens were cropped, or other calls of the model read some. Steps of policies and models that cannot be
-    recorded (hybrid models, chunked attention) run as they are, as do evictions in which the host waits for the numbers
-    of tokens that stayed (heads, global).
+    recorded (hybrid models, chunked attention) run as they are. So do evictions that make the host wait for the numbers
+    of kept tokens (heads, global).
 
     Args:
         model: that the cache was made for, in evaluation mode.
@@ -61,7 +61,7 @@ class StepRunner:
             tokens: ids ``[B, 1]``, one of each sequence.
 
         Returns:
-            The logits ``[B, V]`` of those that may follow; a later call may write over them.
+            The logits ``[B, V]`` of the next token; a later call may write over them.
 
         Raises:
             UserError: before a prompt was read, for several tokens of a sequence, or for other positions.
@@ -98,7 +98,7 @@ class StepRunner:
             self._recorded = dict.fromkeys(self._recorded)
         self._version = pool.version
         self._tokens.copy_(tokens)
-        if kind not in self._recorded:  # makes what is made once, such as records
+        if kind not in self._recorded:  # the first step makes records and other tensors that are made once
             self._recorded[kind] = None
             return self._run(self._tokens)
         found = self._recorded[kind]
@@ -112,7 +112,7 @@ class StepRunner:
         return found[0]
 
     def _kind(self) -> Hashable | None:
-        """Return the kind of the step at hand in the same memory; None means that it cannot be recorded."""
+        """Return the kind of the current step; None means that it cannot be recorded."""
         state, setup, batch = self.cache.state, self.cache.setup, self.cache.interceptor.batch
         assert batch is not None
         policy, evictor = setup.policy, state.evictor

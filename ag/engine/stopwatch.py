@@ -1,4 +1,4 @@
-"""Seconds that parts of a pass take, on a CPU and on a card, which works behind the host."""
+"""Seconds that parts of a pass take, on a CPU and on a card, which works later than the host."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ OPEN = 64  # most parts whose time is not read yet
 class Stopwatch:
     """Adds up the seconds of parts of a pass.
 
-    On a card they are those between two events in its stream, which the host reads when the sum is read, or behind 64
-    others.
+    On a card they are the time between two events in its stream. The host reads them with the sum, or after 64 more.
 
     Args:
         seconds: that the sum begins with.

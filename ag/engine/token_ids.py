@@ -10,18 +10,18 @@ HOW_TO_CONTINUE = "to continue, give the whole text so far and what follows; for
 
 
 class TokenIds:
-    """Remembers token ids, so that a text that begins otherwise than the one that was read is refused."""
+    """Remembers token ids, to refuse a text that begins differently from the text that was read."""
 
     def __init__(self) -> None:
-        #: Of the text that was read, ``[B, T]``; None means that they are not known.
+        #: Ids of the text that was read, ``[B, T]``; None means that they are not known.
         self.ids: Tensor | None = None
-        #: Of the text to come, ``[B, T]``; None means that none was announced, or that its ids are not known.
+        #: Ids of the coming text, ``[B, T]``; None means that none was announced, or that its ids are not known.
         self.announced: Tensor | None = None
 
     def announce(self, tokens: Tensor | None, num_seen: int) -> None:
-        """Note the whole text ``[B, T]`` to come, of which ``seen`` columns were read; None means that it is unknown.
+        """Note the coming text ``[B, T]``, whole; its first ``seen`` columns were read; None means that it is unknown.
 
-        A text that does not begin as the one that was read is refused.
+        A text that does not begin with the text that was read is refused.
         """
         if tokens is not None and num_seen and self.ids is not None and len(self.ids) == len(tokens):
             old_ids = self.ids[:, :num_seen].to(tokens.device)
@@ -34,17 +34,17 @@ class TokenIds:
         self.announced = tokens
 
     def begin(self) -> None:
-        """Take the text that was announced for the one that is read, as its first forward pass begins."""
+        """Take the announced text for the text that is read, when its first forward pass begins."""
         self.ids, self.announced = self.announced, None
 
     def end(self, tokens: Tensor | None, batch: int) -> None:
-        """Note the text ``[B, T]`` after generation, and forget what was announced."""
+        """Note the text ``[B, T]`` after generation, and forget the announced text."""
         self.announced = None
         if tokens is not None and self.ids is not None and len(self.ids) == len(tokens) == batch:  # no beams
             self.ids = tokens
 
     def cut(self, columns: int) -> None:
-        """Keep the ids of the first ``columns`` alone, as those behind them are not known any more."""
+        """Keep the ids of the first ``columns`` alone, as later ids are not known any more."""
         self.ids = None if self.ids is None else self.ids[:, :columns]
 
     def common(self, tokens: Tensor, num_seen: int) -> int:
