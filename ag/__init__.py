@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ag.asking import ask as ask
     from ag.config.gate import GateConfig as GateConfig
     from ag.engine import EvictionCache as EvictionCache
     from ag.engine import Policy as Policy
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ag.gates.attach import detach as detach
     from ag.gates.gate import AttentionGates as AttentionGates
     from ag.gates.gating import Gating as Gating
+    from ag.loading import load as load
     from ag.model.base import load_base as load_base
 
     __version__: str
@@ -36,8 +38,10 @@ _PUBLIC = {
     "Pool": "ag.engine.block_pool",
     "PoolFullError": "ag.engine.block_pool",
     "UserError": "ag.errors",
+    "ask": "ag.asking",
     "attach": "ag.gates.attach",
     "detach": "ag.gates.attach",
+    "load": "ag.loading",
     "load_base": "ag.model.base",
     "policy": "ag.engine.policy",
 }

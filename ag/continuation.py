@@ -7,7 +7,6 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -15,27 +14,22 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ag.commands.generate import GenerateConfig
 from ag.commands.shared import SharedPolicy
-from ag.config import ModelConfig
 from ag.config.command_line import Invocation
 from ag.config.spec import specs_by_name
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.decode import decode
 from ag.engine.report import Report
 from ag.errors import BudgetWarning, UserError
-from ag.gates import export
-from ag.model import base as models
+from ag.loading import load_model
 from ag.model.chat import Chat, Part, spans
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-
-    Model = PreTrainedModel | PeftModel
-
+    from ag.loading import Model
 
 WARM_PROMPT, WARM_NEW = 256, 4  # tokens of the warm-up before the measurement
 
@@ -95,7 +89,8 @@ def table(generations: dict[str, Generation]) -> Table:
 def generate(config: GenerateConfig) -> dict[str, Generation]:
     """Return continuations by name of the policy: under the policy, then with a full cache for ``compare=true``."""
     prompt, policies, protected = config.prompt_or_chat(), _policies(config), config.spans()
-    model, tokenizer = load(config, next(iter(policies.values())).spec.path or config.gates)
+    gates = next(iter(policies.values())).spec.path or config.gates
+    model, tokenizer = load_model(gates, config.model, config.dtype, config.device, adapter=config.adapter)
     text = prompt.text(tokenizer) if isinstance(prompt, Chat) else prompt
     if isinstance(prompt, Chat) and (parts := [word for word in config.protect if word in get_args(Part)]):
         protected += spans(tokenizer, prompt, parts)
@@ -123,27 +118,6 @@ def _policies(config: GenerateConfig) -> dict[str, Policy]:
     chosen, full = read_policy(config), policy("full")
     name = "full cache" if chosen == full else next(iter(specs_by_name([config.policy_text])))
     return {name: chosen} | ({"full cache": full} if config.compare else {})
-
-
-def load(config: SharedPolicy, gates: str | None) -> tuple[Model, PreTrainedTokenizerBase]:
-    """Load the base model, with the adapter of exported gates if they have one, and the tokenizer."""
-    base = export.read_info(gates)["base_model"] if gates else {"name": "", "revision": None}
-    name = config.model or base["name"]
-    if not name:
-        raise UserError("No base model is named: give model=NAME, or gates=EXPORT of an export that names one.")
-    revision = None if config.model else models.hub_revision(base["revision"])
-    try:
-        model, tokenizer = models.load_base(ModelConfig(name, revision, config.dtype), config.device)
-    except models.ModelError as error:
-        if config.model or Path(name).is_absolute():
-            raise
-        raise models.ModelError(
-            f"gates={gates}: trained on the base model {name}, a hub id or a folder relative to where that run was "
-            f"started, and there is none here ({error}); give model=FOLDER or model=ORG/NAME."
-        ) from error
-    if gates and config.adapter and export.adapter_path(gates):
-        return export.load_adapter(model, gates), tokenizer
-    return model, tokenizer
 
 
 class _Clock(BaseStreamer):

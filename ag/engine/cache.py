@@ -264,10 +264,10 @@ class EvictionCache(Cache):
         self.state.crop(columns)
 
     def rewind(self, input_ids: Tensor) -> int:
-        """Go back to the last token that a text shares with the text read so far; ``model.generate`` goes on from
-        there.
+        """Go back to the last token that a text shares with the text read so far.
 
-        A chat template may write a turn differently once more turns follow, for example without its thoughts.
+        ``model.generate`` goes on from there. A chat template may write a turn differently once more turns follow, for
+        example without its thoughts.
 
         Args:
             input_ids: ``[B, T]``, the whole text that ``model.generate`` gets next.

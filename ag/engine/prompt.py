@@ -32,8 +32,9 @@ def read_prompt(
     position_ids: Tensor | None = None,
     protect: Sequence[Any] = (),
 ) -> list[tuple[EvictionCache, Tensor]]:
-    """Read a prompt into caches with different policies; policies that read it densely share one
-    forward pass, and policies that repeat it alike share the repetition. Each cache is as if it had been alone. With
+    """Read a prompt once into caches with different policies; each cache is as if it had been alone.
+
+    Policies that read it densely share one forward pass, and policies that repeat it alike share the repetition. With
     padding or ``position_ids`` only policies of equal ``positions`` share a pass.
 
     Args:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ag.commands.serve import KEY_VARIABLE, ServeConfig
-from ag.continuation import load, read_policy
+from ag.continuation import read_policy
 from ag.engine.block_pool import Pool
 from ag.errors import UserError, first_line
+from ag.loading import load_model
 from ag.model.base import check_device
 from ag.serve.answers import error_location
 from ag.serve.app import Service
@@ -36,7 +37,9 @@ def load_service(config: ServeConfig) -> Service:
     check_device(config.device)
     if torch.device(config.device).type == "cuda":
         config.check_memory(torch.cuda.get_device_properties(config.device).total_memory, config.device)
-    model, tokenizer = load(config, policy.spec.path or config.gates)
+    model, tokenizer = load_model(
+        policy.spec.path or config.gates, config.model, config.dtype, config.device, adapter=config.adapter
+    )
     try:
         pool = Pool(model, config.memory_bytes, policy.kv_dtype)
     except UserError as error:

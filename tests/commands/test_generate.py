@@ -10,7 +10,7 @@ from rich.console import Console
 
 import ag
 from ag.config import LoraConfig
-from ag.continuation import Generation, generate, load, table
+from ag.continuation import Generation, generate, table
 from ag.engine.report import Report
 from ag.errors import UserError
 from ag.gates import export
@@ -261,15 +261,14 @@ def test_a_window_beyond_the_budget_is_one_warning(folder, capsys):
 
 def test_an_export_with_a_relative_path_of_its_base(folder, tmp_path, monkeypatch, tiny_llama):
     """It is found in the folder of the run; elsewhere the error asks for model=."""
-    export.save(tmp_path / "moved", gates_for(tiny_llama()), base_model="./base")
-    here = config(folder, gates=str(tmp_path / "moved"))
+    moved, size = tmp_path / "moved", tiny_llama().config.hidden_size
+    export.save(moved, gates_for(tiny_llama()), base_model="./base")
     monkeypatch.chdir(folder)
-    assert load(here, here.gates)[0].config.hidden_size == tiny_llama().config.hidden_size
+    assert ag.load(str(moved)).model.config.hidden_size == size
     monkeypatch.chdir(tmp_path)
-    with refuses(UserError, f"gates={tmp_path / 'moved'}", "./base", "relative to where that run was", "model="):
-        load(here, here.gates)
-    here.model = str(folder / "base")
-    assert load(here, here.gates)[0].config.hidden_size == tiny_llama().config.hidden_size
+    with refuses(UserError, f"gates={moved}", "./base", "relative to where that run was", "model="):
+        ag.load(str(moved))
+    assert ag.load(str(moved), str(folder / "base")).model.config.hidden_size == size
 
 
 def test_labels_and_bytes_are_whole_in_80_columns():
