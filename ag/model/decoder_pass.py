@@ -1,19 +1,79 @@
-"""The forward pass of a decoder under an interceptor: one call of the model becomes one or several passes."""
+"""The functions that run in a forward pass under an interceptor, in their order.
+
+They run before the model, as its decoder, before the attention of a layer, and as its attention. One call of the model
+becomes one or several passes of its decoder.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ag.model.hybrid import Arranged, as_they_came, looking_ahead, masks_by_type, right_aligned
-from ag.model.interceptor import Interceptor, cache_argument, interceptor_in, with_cache_argument
+from ag.errors import UserError
+from ag.kernels.softmax import Softmax
+from ag.model.hybrid import Arranged, as_they_came, looking_ahead, masks_by_type, right_aligned, taken
+from ag.model.interceptor import AttentionCall, Interceptor, OwnConfig, cache_argument
+from ag.model.products import ThreadedLayers
 from ag.model.rope import RopeByText
-from ag.model.support import check_pass, refuse_masks, refuse_unreached
+from ag.model.structure import USE_ANOTHER, UnsupportedModelError, own_config
+from ag.model.support import refuse_masks, refuse_unreached
+
+#: Arguments of attention functions that do not change what an :class:`AttentionCall` computes: its own fields,
+#: positions (queries and keys are rotated already), and settings of outputs and losses.
+HARMLESS = frozenset(
+    ["dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "cache_position"]
+    + ["use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"]
+    + ["num_items_in_batch", "token_type_ids", "mm_token_type_ids"]
+)
+
+
+class Site(NamedTuple):
+    """A module that attends, and its place in the model."""
+
+    number: int  # of the module, among all that attend
+    layer: int  # whose keys and values it reads, among the layers that have some
+    shared: bool  # whether an earlier module made them
+    chunk: int | None
+    kind: str  # the type of the layer; models make one mask for each type
+    kv_heads: int
+    window: int | None  # tokens of the sliding window in the model's own mask for the layer; None means no window
+
+
+def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
+    """Return the interceptor among the keyword arguments of a forward pass, gates before a cache; None without one."""
+    gating: Interceptor | None = kwargs.get("gating")
+    if gating is not None:
+        return gating
+    caches = (value for value in kwargs.values() if isinstance(value, Cache))
+    return next((cache.interceptor for cache in caches if hasattr(cache, "interceptor")), None)
+
+
+def with_cache_argument(model: type[nn.Module], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments where an interceptor's cache has the name that the model gives it."""
+    given = next((x for x in ("cache", "past_key_values") if hasattr(kwargs.get(x), "interceptor")), None)
+    if given is None or given == (name := cache_argument(model)):
+        return kwargs
+    rest = {key: value for key, value in kwargs.items() if key not in (given, name)}
+    return rest | {name: kwargs[given]}
+
+
+def before_model(threaded: ThreadedLayers, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give the cache the name that the model knows, and let a step's products run in the threads of the kernels."""
+    renamed, interceptor = with_cache_argument(type(model), kwargs), interceptor_in(kwargs)
+    if interceptor is not None and not torch.compiler.is_compiling():
+        interceptor.padding = kwargs.get("attention_mask")
+        given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+        threaded.begin([model, *interceptor.modules], next(x for x in given if isinstance(x, Tensor)))
+    return None if renamed is kwargs else (args, renamed)
 
 
 def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -29,7 +89,7 @@ def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **k
     own = named.get("attention_mask")
     if isinstance(own, dict):  # the masks of a model for images beside text
         named["attention_mask"] = interceptor.padding
-    check_pass(decoder, named)
+    _check_pass(decoder, named)
     interceptor.masks = looking_ahead(own) if isinstance(own, dict) else {}
     if interceptor.masks and (interceptor.seen_tokens or "gating" in named):
         refuse_masks(decoder)
@@ -74,6 +134,106 @@ def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **k
             refuse_unreached(decoder, interceptor.attended)
     out = parts[0].output if parts[0].columns is None else _joined(parts, tokens)
     return out if in_words else out.to_tuple()
+
+
+def _check_pass(decoder: Any, named: Mapping[str, Any]) -> None:
+    """Refuse a pass that asks for what an interceptor cannot give, before anything has changed."""
+    kind, mask = type(decoder).__name__, named.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise UserError(f"{kind}: an attention_mask {shape}: expected [B, T], nonzero on real tokens.")
+    if named.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
+        raise UserError(
+            f"{kind}: output_attentions=True: the matrix of attention weights is not computed under gates or an "
+            "eviction cache; leave it out, or use a cache of transformers."
+        )
+    if "gating" in named:
+        return
+    if named.get("use_cache") is False:
+        raise UserError(f"{kind}: use_cache=False came with an eviction cache; leave one of the two out.")
+    checkpoints = any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in decoder.layers)
+    if torch.is_grad_enabled() and checkpoints:
+        raise UserError(
+            f"{kind}: layers that train under gradient checkpointing drop their cache; call model.eval() before a pass "
+            "with an eviction cache, or leave gradient checkpointing out."
+        )
+
+
+def before_attention(site: Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Show the interceptor the hidden states, and hand it on to the attention function."""
+    interceptor = interceptor_in(kwargs)
+    kwargs.pop("gating", None)
+    if interceptor is None:
+        return None
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    if not site.shared:
+        how = interceptor.arranged
+        interceptor.enter_layer(site.layer, hidden if how is None else how.aligned(hidden, 1))
+    return args, kwargs | {"ag_interceptor": interceptor, "ag_site": site}
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    ag_interceptor: Interceptor | None = None,
+    ag_site: Site | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of a layer by the interceptor, or by the model's own function without one."""
+    if ag_interceptor is None or ag_site is None:
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        own: Any = ALL_ATTENTION_FUNCTIONS.get_interface(own_config(module)._attn_implementation, eager)
+        result: tuple[Tensor, Tensor | None] = own(OwnConfig(module), query, key, value, attention_mask, **kwargs)
+        return result
+    said = {name for name, value in kwargs.items() if value is not None and value is not False}
+    unknown = sorted(said - HARMLESS)
+    own_mask = attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.numel() == 1)
+    if unknown or own_mask or kwargs.get("is_causal") is False:  # a mask of one number is what _decode gave
+        does = f"says {', '.join(unknown)} to its attention function" if unknown else "is not causal (is_causal=False)"
+        does = "makes a mask or a bias of its own" if own_mask else does
+        raise UnsupportedModelError(
+            f"{type(module).__name__} {does}, which gates and eviction caches leave out; {USE_ANOTHER}"
+        )
+    if key.shape[1] != ag_site.kv_heads:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends with {key.shape[1]} KV heads: expected {ag_site.kv_heads}, as its "
+            f"configuration says; {USE_ANOTHER}"
+        )
+    how, columns = ag_interceptor.arranged, ag_interceptor.columns
+    scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
+    own = ag_interceptor.masks.get(ag_site.kind)
+    if own is not None and columns is not None:
+        for dim in (2, 3):
+            own = taken(own.expand(len(columns), -1, -1, -1), columns.clamp_min(0), dim)
+    if how is not None:
+        query, key, value = (how.aligned(x, 2) for x in (query, key, value))
+    call = AttentionCall(
+        module,
+        ag_site.layer,
+        query,
+        key,
+        value,
+        scaling,
+        kwargs.get("sliding_window", ag_site.window),  # some models (Phi-3.5-MoE, Qwen2-MoE) leave it to the mask
+        Softmax(kwargs.get("softcap"), kwargs.get("s_aux")),
+        ag_site.chunk,
+        ag_site.shared,
+        own,
+    )
+    if ag_interceptor.attended is not None:
+        ag_interceptor.attended[ag_site.number] += 1
+    out = ag_interceptor.attend(call)
+    if how is not None:
+        out = how.put_back(out, 2)
+    rate = kwargs.get("dropout", 0.0)
+    return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
+
+
+# ---- several passes of a call
 
 
 class _Part(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
-from ag.model.interceptor import interceptor_in, with_cache_argument
+from ag.model.decoder_pass import interceptor_in, with_cache_argument
 from ag.model.support import check_adapter, check_end
 
 

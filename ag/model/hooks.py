@@ -1,10 +1,11 @@
-"""How an interceptor takes part in the forward pass of a Hugging Face model.
+"""Installs hooks in a Hugging Face model, so that an interceptor takes part in its forward pass; undoes it too.
 
-An *interceptor* (:class:`Interceptor`: the gates of a training step, or the forward pass of an eviction cache) arrives
-as the keyword argument ``gating``, or as the attribute ``interceptor`` of the model's cache, which is an ordinary
-``Cache`` of transformers. The decoder's forward gives it the padding, and runs the tokens in the passes that it yields
-(``decoder_pass.py``); a hook on each attention module gives it the hidden states; the attention function gives it q, k
-and v. After a pass every layer must have attended once. ``model.generate`` tells it the text (``generation.py``).
+An *interceptor* (:class:`ag.model.interceptor.Interceptor`: the gates of a training step, or the forward pass of an
+eviction cache) arrives as the keyword argument ``gating``, or as the attribute ``interceptor`` of the model's cache,
+which is an ordinary ``Cache`` of transformers. The decoder's forward gives it the padding, and runs the tokens in the
+passes that it yields; a hook on each attention module gives it the hidden states; the attention function gives it q, k
+and v (``decoder_pass.py``). After a pass every layer must have attended once. ``model.generate`` tells it the text
+(``generation.py``).
 
 Without an interceptor the model's own attention runs. Nothing global changes: each attention module gets a shallow copy
 of the configuration, whose attention implementation is ``ag``, so that recomputation under gradient checkpointing goes
@@ -16,55 +17,27 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
 
-from ag.kernels.softmax import Softmax
-from ag.model.decoder_pass import run_decoder
+from ag.model.decoder_pass import Site, attention, before_attention, before_model, run_decoder
 from ag.model.generation import generate, prepare_inputs
 from ag.model.geometry import attention_layers, chunk_size, has_other_layers, kv_heads, shared_layers
-from ag.model.hybrid import taken
-from ag.model.interceptor import AttentionCall, Interceptor, OwnConfig, interceptor_in, with_cache_argument
 from ag.model.products import ThreadedLayers
 from ag.model.rope import RopeByText, changing_length
 from ag.model.structure import (
-    USE_ANOTHER,
-    UnsupportedModelError,
     attention_of,
     decoder_of,
-    own_config,
     unwrapped,
 )
 
 IMPLEMENTATION = "ag"
 WINDOW_MASK = "create_sliding_window_causal_mask"  # of transformers
-#: Arguments of attention functions that do not change what an :class:`AttentionCall` computes: its own fields,
-#: positions (queries and keys are rotated already), and settings of outputs and losses.
-HARMLESS = frozenset(
-    ["dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "cache_position"]
-    + ["use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"]
-    + ["num_items_in_batch", "token_type_ids", "mm_token_type_ids"]
-)
-
-
-class Site(NamedTuple):
-    """A module that attends, and its place in the model."""
-
-    number: int  # of the module, among all that attend
-    layer: int  # whose keys and values it reads, among the layers that have some
-    shared: bool  # whether an earlier module made them
-    chunk: int | None
-    kind: str  # the type of the layer; models make one mask for each type
-    kv_heads: int
-    window: int | None  # tokens of the sliding window in the model's own mask for the layer; None means no window
 
 
 @dataclass
@@ -95,14 +68,14 @@ def instrument(model: nn.Module) -> Attachment:
     handles: list[Any] = []
     modules, changes = [], changing_length(decoder)
     for site, module in _sites(decoder):
-        handles.append(module.register_forward_pre_hook(partial(_before_attention, site), with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(partial(before_attention, site), with_kwargs=True))
         modules.append(module)
         module._ag_own_config = module.config
         module.config = copy.copy(module.config)
         module.config._attn_implementation = IMPLEMENTATION
     base = unwrapped(model)
     threaded = ThreadedLayers(base)
-    handles += [base.register_forward_pre_hook(partial(_before_model, threaded), with_kwargs=True), threaded]
+    handles += [base.register_forward_pre_hook(partial(before_model, threaded), with_kwargs=True), threaded]
     hybrid = has_other_layers(decoder.config)
     rope = None if changes is None else RopeByText(decoder, changes)
     handles += [] if rope is None else [rope]
@@ -157,86 +130,4 @@ def restore(model: nn.Module) -> None:
     del decoder._ag_attachment
 
 
-def _before_model(threaded: ThreadedLayers, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    renamed, interceptor = with_cache_argument(type(model), kwargs), interceptor_in(kwargs)
-    if interceptor is not None and not torch.compiler.is_compiling():
-        interceptor.padding = kwargs.get("attention_mask")
-        given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
-        threaded.begin([model, *interceptor.modules], next(x for x in given if isinstance(x, Tensor)))
-    return None if renamed is kwargs else (args, renamed)
-
-
-def _before_attention(site: Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    interceptor = interceptor_in(kwargs)
-    kwargs.pop("gating", None)
-    if interceptor is None:
-        return None
-    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    if not site.shared:
-        how = interceptor.arranged
-        interceptor.enter_layer(site.layer, hidden if how is None else how.aligned(hidden, 1))
-    return args, kwargs | {"ag_interceptor": interceptor, "ag_site": site}
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    ag_interceptor: Interceptor | None = None,
-    ag_site: Site | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the attention of a layer by the interceptor, or by the model's own function without one."""
-    if ag_interceptor is None or ag_site is None:
-        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        own: Any = ALL_ATTENTION_FUNCTIONS.get_interface(own_config(module)._attn_implementation, eager)
-        result: tuple[Tensor, Tensor | None] = own(OwnConfig(module), query, key, value, attention_mask, **kwargs)
-        return result
-    said = {name for name, value in kwargs.items() if value is not None and value is not False}
-    unknown = sorted(said - HARMLESS)
-    own_mask = attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.numel() == 1)
-    if unknown or own_mask or kwargs.get("is_causal") is False:  # a mask of one number is what _decode gave
-        does = f"says {', '.join(unknown)} to its attention function" if unknown else "is not causal (is_causal=False)"
-        does = "makes a mask or a bias of its own" if own_mask else does
-        raise UnsupportedModelError(
-            f"{type(module).__name__} {does}, which gates and eviction caches leave out; {USE_ANOTHER}"
-        )
-    if key.shape[1] != ag_site.kv_heads:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends with {key.shape[1]} KV heads: expected {ag_site.kv_heads}, as its "
-            f"configuration says; {USE_ANOTHER}"
-        )
-    how, columns = ag_interceptor.arranged, ag_interceptor.columns
-    scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
-    own = ag_interceptor.masks.get(ag_site.kind)
-    if own is not None and columns is not None:
-        for dim in (2, 3):
-            own = taken(own.expand(len(columns), -1, -1, -1), columns.clamp_min(0), dim)
-    if how is not None:
-        query, key, value = (how.aligned(x, 2) for x in (query, key, value))
-    call = AttentionCall(
-        module,
-        ag_site.layer,
-        query,
-        key,
-        value,
-        scaling,
-        kwargs.get("sliding_window", ag_site.window),  # some models (Phi-3.5-MoE, Qwen2-MoE) leave it to the mask
-        Softmax(kwargs.get("softcap"), kwargs.get("s_aux")),
-        ag_site.chunk,
-        ag_site.shared,
-        own,
-    )
-    if ag_interceptor.attended is not None:
-        ag_interceptor.attended[ag_site.number] += 1
-    out = ag_interceptor.attend(call)
-    if how is not None:
-        out = how.put_back(out, 2)
-    rate = kwargs.get("dropout", 0.0)
-    return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionInterface.register(IMPLEMENTATION, attention)

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -148,30 +147,12 @@ class Interceptor(ABC):
         """Compute the attention output ``[B, H, T, D]``."""
 
 
-def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
-    """Return the interceptor among the keyword arguments of a forward pass, gates before a cache; None without one."""
-    gating: Interceptor | None = kwargs.get("gating")
-    if gating is not None:
-        return gating
-    caches = (value for value in kwargs.values() if isinstance(value, Cache))
-    return next((cache.interceptor for cache in caches if hasattr(cache, "interceptor")), None)
-
-
 def _cache_argument(model: Any) -> str:
     """Return the name of the cache in the forward pass of a class of models: ``cache`` since transformers 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 cache_argument: Callable[[Any], str] = functools.cache(_cache_argument)
-
-
-def with_cache_argument(model: type[nn.Module], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments where an interceptor's cache has the name that the model gives it."""
-    given = next((x for x in ("cache", "past_key_values") if hasattr(kwargs.get(x), "interceptor")), None)
-    if given is None or given == (name := cache_argument(model)):
-        return kwargs
-    rest = {key: value for key, value in kwargs.items() if key not in (given, name)}
-    return rest | {name: kwargs[given]}
 
 
 def causal_attention(module: nn.Module) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ import copy
 import inspect
 import itertools
 import sys
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -258,29 +257,6 @@ def check_end(mask: Tensor) -> None:
         raise UserError(
             f"attention_mask {tuple(mask.shape)}: expected [B, T] without padding in its last column, from which a "
             'text is continued; give tokenizer(..., padding_side="left").'
-        )
-
-
-def check_pass(decoder: Any, named: Mapping[str, Any]) -> None:
-    """Refuse a pass that asks for what an interceptor cannot give, before anything has changed."""
-    kind, mask = type(decoder).__name__, named.get("attention_mask")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise UserError(f"{kind}: an attention_mask {shape}: expected [B, T], nonzero on real tokens.")
-    if named.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
-        raise UserError(
-            f"{kind}: output_attentions=True: the matrix of attention weights is not computed under gates or an "
-            "eviction cache; leave it out, or use a cache of transformers."
-        )
-    if "gating" in named:
-        return
-    if named.get("use_cache") is False:
-        raise UserError(f"{kind}: use_cache=False came with an eviction cache; leave one of the two out.")
-    checkpoints = any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in decoder.layers)
-    if torch.is_grad_enabled() and checkpoints:
-        raise UserError(
-            f"{kind}: layers that train under gradient checkpointing drop their cache; call model.eval() before a pass "
-            "with an eviction cache, or leave gradient checkpointing out."
         )
 
 

@@ -20,7 +20,7 @@ from ag.engine.prompt import read_prompt
 from ag.engine.step_runner import StepRunner
 from ag.errors import UserError
 from ag.evaluate.tasks.follow import feed
-from ag.model.hooks import HARMLESS
+from ag.model.decoder_pass import HARMLESS
 from ag.model.interceptor import cache_argument
 from ag.model.products import here
 from ag.model.structure import UnsupportedModelError, decoder_of
