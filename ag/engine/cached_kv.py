@@ -25,9 +25,9 @@ class CachedKV:
         new_keys: keys of the new tokens ``[B, Hkv, T, D]``.
         new_values: values of the new tokens ``[B, Hkv, T, Dv]``.
         shape: B, Hkv and N.
-        seen_since: ``[B]`` long: no query whose attention is read has a lower token index. Tokens that had left the
-            sliding window by then count as free slots. None: all tokens count.
-        sliding_window: the model's sliding window in the layer; None: the layer has none.
+        lengths: ``[B]`` long, tokens of each sequence so far.
+        sliding_window: the model's sliding window in the layer. None: the layer has none.
+        prefill_chunk: tokens of a prompt between evictions. None: a prompt is evicted from once.
         same_for_all_heads: whether the host knows that all KV heads hold equal tokens in equal slots.
     """
 
@@ -37,8 +37,9 @@ class CachedKV:
     new_keys: Tensor
     new_values: Tensor
     shape: tuple[int, int, int]
-    seen_since: Tensor | None
+    lengths: Tensor
     sliding_window: int | None
+    prefill_chunk: int | None
     same_for_all_heads: bool
 
     @property
@@ -68,14 +69,18 @@ class CachedKV:
 
     @cached_property
     def token_indices(self) -> Tensor:
-        """Token index of each slot ``[B, Hkv, N]`` long, negative on free slots."""
+        """Token index of each slot ``[B, Hkv, N]`` long, negative on free slots.
+
+        A token that left the sliding window before the last possible eviction has no slot: whether it is still stored
+        depends on when memory was freed. While a prompt is read that is evicted from once, all its tokens have slots.
+        """
         if self.batch.fresh:
             return self.batch.token_indices[:, None].expand(-1, self.shape[1], -1)
         token_indices = self.store.token_indices(self.layer, all_slots=self.batch.step)
-        if self.seen_since is None or self.sliding_window is None:
+        if self.sliding_window is None or (self.batch.is_prefill and self.prefill_chunk is None):
             return token_indices
-        first_seen = (self.seen_since - self.sliding_window)[:, None, None]
-        return token_indices.masked_fill(token_indices <= first_seen, -1)
+        last_expired = self.batch.first_since(self.prefill_chunk, self.lengths) - self.sliding_window
+        return token_indices.masked_fill(token_indices <= last_expired[:, None, None], -1)
 
     @cached_property
     def gates(self) -> Tensor:

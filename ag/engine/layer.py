@@ -242,9 +242,7 @@ class Layer:
     ) -> LayerReader:
         """Return the reader of the layer for this pass; it computes nothing before something is read."""
         lengths = batch.token_indices[:, -1] + 1 if batch.step else batch.num_tokens.to(call.q.device)
-        row_lengths, seen_since = store.held[self.index], None
-        if call.window is not None and not batch.fresh and not (batch.is_prefill and self.policy.block is None):
-            seen_since = batch.first_since(self.policy.block, lengths)
+        row_lengths = store.held[self.index]
         cached = CachedKV(
             store=store,
             layer=self.index,
@@ -252,8 +250,9 @@ class Layer:
             new_keys=call.k,
             new_values=call.v,
             shape=(*row_lengths.shape, store.slots if batch.step else int(row_lengths.max())),
-            seen_since=seen_since,
+            lengths=lengths,
             sliding_window=call.window,
+            prefill_chunk=self.policy.block,
             same_for_all_heads=batch.fresh or self.policy.alike,
         )
         rotated_queries, query_indices, query_valid = queries
