@@ -82,7 +82,7 @@ class CachedKV:
         last_expired = self.batch.first_since(self.prefill_chunk, self.lengths) - self.sliding_window
         return token_indices.masked_fill(token_indices <= last_expired[:, None, None], -1)
 
-    @cached_property
+    @property
     def gates(self) -> Tensor:
         """Gate output of each slot ``[B, Hkv, N]``, undefined on free slots."""
         return self.store.gates(self.layer, self._pool_indices)

@@ -195,12 +195,12 @@ class LayerReader:
             return None
         return order_slots(self.cached.token_indices.masked_fill(~self.occupied, -1))
 
-    @cached_property
+    @property
     def gate_logits(self) -> Tensor:
         """``[B, Hkv, N]`` float32, 0 on free slots."""
         return self.cached.gates.masked_fill(~self.occupied, 0.0)
 
-    @cached_property
+    @property
     def output_projection(self) -> Tensor:
         """``[H, D, M]`` float32, the output projection by query head."""
         return self.load_output_projection()
