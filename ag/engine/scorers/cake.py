@@ -41,8 +41,9 @@ class Cake(SnapKV):
     @cached_property
     def summing(self) -> SnapKV:
         """SnapKV with this window and pooling: the sums of another statistic have no mean and variance to combine."""
-        options = {"window": self.window, "kernel": self.kernel, "pooling": self.pooling}
-        return SnapKV(sinks=self.sinks, recent=self.recent, **options)  # type: ignore[arg-type]
+        return SnapKV(
+            sinks=self.sinks, recent=self.recent, window=self.window, kernel=self.kernel, pooling=self.pooling
+        )
 
     def sums(self, inputs: ScorerInputs) -> Tensor:
         """Return the indicator; while decoding, the attention of the newest query alone, as officially."""
