@@ -1,4 +1,4 @@
-"""Evict: scores and budgets become the set of tokens that each layer keeps."""
+"""Evict: scores and budgets decide which tokens each layer keeps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from ag import retention
 from ag.engine.allocators.base import Candidates, LayerBudgets
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.forward_batch import ForwardBatch
+from ag.engine.layer_reader import LayerReader, order_slots
 from ag.engine.policy import Policy
-from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers.base import Scorer
-from ag.engine.shown import in_order
 from ag.errors import BudgetWarning, UserError
 
 if TYPE_CHECKING:
@@ -35,8 +34,8 @@ class KeepCounts(NamedTuple):
     """How many tokens n layers keep of each sequence, computed on the host."""
 
     kept: Tensor  # [n, B, Hkv] long on the host
-    keep_count: Tensor  # [R] int32, the same for the kernel: R = n B Hkv rows, in a step L B Hkv
-    capacity_sinks_recent: Tensor  # [3, B] long: tokens per KV head, protected first and newest tokens
+    keep_count: Tensor  # [R] int32, kept for the kernel: R = n B Hkv rows, in a step L B Hkv
+    sinks_recent: Tensor  # [2, B] long: protected first and newest tokens
     evicting: Tensor  # [B] bool, sequences to evict from
 
     def to(self, device: torch.device) -> KeepCounts:
@@ -60,13 +59,15 @@ class Evictor:
     def __init__(self, policy: Policy, layers: list[int], kv_heads: Sequence[int]) -> None:
         assert policy.scorer is not None
         self.policy, self.scorer, self.budgets = policy, policy.scorer, LayerBudgets(layers, kv_heads)
+        #: The declared needs of the scorer: True for passes of the prompt, False for later ones.
+        self.needs = {True: self.scorer.needs, False: self.scorer.decode_needs}
         cls = type(self.scorer)
-        one_score = cls.second is Scorer.second and cls.protected is Scorer.protected  # limits say what is protected
+        one_score = cls.second is Scorer.second and cls.protected is Scorer.protected  # its limits alone protect tokens
         self._counts_prompt = one_score and isinstance(policy.allocator, Uniform)
         self._counts_decode = one_score and not policy.allocator.compares_heads
         #: Whether the host counted what this step keeps; then each step runs one fixed list of operations.
         self.counted = False
-        #: Of a counted step, by store, in the same device memory in each step.
+        #: By store, the counts of a counted step; all steps use one piece of device memory.
         self._step: dict[KVStore, KeepCounts] = {}
         self._kept: dict[KVStore, Tensor] = {}  # [L, B, Hkv] long on the host, tokens of all layers after the step
         self._scores: dict[KVStore, Tensor] = {}  # [L, B, Hkv, S] float32, scores of all layers
@@ -85,10 +86,12 @@ class Evictor:
     # ---- a pass
 
     def begin_step(self, batch: ForwardBatch, stores: Sequence[KVStore], sliding_window: int | None) -> None:
-        """Count what a decoding step keeps of all layers, and copy the counts to where the kernel reads them.
+        """Count the tokens that a decoding step keeps in all layers, and copy the counts to the kernel's memory.
 
-        ``held`` of the stores counts the new tokens already. ``sliding_window`` is that of the layers that share the
-        budget; None means that they have none.
+        Args:
+            batch: the step.
+            stores: the rows; their ``held`` counts the new tokens already.
+            sliding_window: the sliding window of the layers that share the budget. None: they have none.
         """
         for store in stores if self._counts_decode and self.policy.steps is not None else ():
             if not store.stacked:
@@ -114,62 +117,68 @@ class Evictor:
             for on_device, on_host in zip(old[1:], counts[1:], strict=True):
                 on_device.copy_(on_host, non_blocking=True)  # the host does not wait, as its memory is not pinned
 
-    def evict(self, inputs: ScorerInputs, batch: ForwardBatch, stores: Sequence[KVStore], records: Records) -> None:
-        """Let the scorer record the pass, and evict what exceeds the budget.
+    def evict(self, reader: LayerReader, batch: ForwardBatch, stores: Sequence[KVStore], records: Records) -> None:
+        """Let the scorer record the pass, and evict the tokens that exceed the budget.
 
         If layers compete, earlier layers lose tokens too. In a counted step the last layer evicts from all layers.
-        ``stores`` hold the rows of each layer. ``records`` are those of the slots that the scorer reads; it may add to
-        them.
+
+        Args:
+            reader: gives the scorer's inputs of the layer.
+            batch: the pass.
+            stores: the rows of each layer.
+            records: the scorer's records of the layer's slots; the scorer may add more.
         """
         assert batch.evict is not None
-        store, layer = stores[inputs.layer], inputs.layer
+        store, layer = stores[reader.layer], reader.layer
         counted_step = batch.step and self.counted
         if not counted_step and not (self._counts_prompt if batch.is_prefill else self._counts_decode):
-            evicting = None if bool(batch.evict.all()) else batch.evict.to(inputs.q.device)
-            keep_masks = self.decide(inputs, evicting, records)
+            evicting = None if bool(batch.evict.all()) else batch.evict.to(reader.lengths.device)
+            keep_masks = self.decide(reader, evicting, records)
             store.put_records(layer, records)
             for index, keep in keep_masks.items():
                 kept, rows = keep.sum(-1).cpu(), stores[index]
                 if bool((kept < rows.held[index]).any()):
-                    order = inputs.keys.order if index == layer else in_order(rows.token_indices(index))
+                    order = reader.slot_order if index == layer else order_slots(rows.token_indices(index))
                     by_slot = keep if order is None else torch.empty_like(keep).scatter_(-1, order, keep)
                     rows.compact(index, by_slot, kept)
             return
         if counted_step:
             counts = self._step[store]
         else:
-            counts = self._count(batch, store, [layer], inputs.sliding_window).to(inputs.q.device)
-        (inputs.capacity, sinks, recent), inputs.due = counts.capacity_sinks_recent.unbind(), counts.evicting
+            counts = self._count(batch, store, [layer], reader.sliding_window).to(reader.lengths.device)
+        sinks, recent = counts.sinks_recent.unbind()
+        inputs = reader.inputs(self.needs[not reader.decoding], records, counts.evicting)
         self.scorer.note(inputs, records)
         store.put_records(layer, records)
         score = self.scorer.score(inputs)
-        if getattr(score, "shape", None) != inputs.keys.shape:
-            self._refuse_shape("score", score, inputs)
+        if getattr(score, "shape", None) != reader.cached.shape:
+            self._refuse_shape("score", score, reader)
         if counted_step:
             self._scores[store][layer] = score
             self._layers_left[store] -= 1
             if not self._layers_left[store]:
-                self._evict_all_layers(inputs, store, counts, sinks, recent)
+                self._evict_all_layers(reader, store, counts, sinks, recent)
         elif bool((counts.kept[0] < store.held[layer]).any()):
-            protected = retention.protected_mask(inputs.positions, inputs.lengths, sinks, recent, inputs.marked)
-            score = retention.eviction_score(score.float(), protected, inputs.expired)
+            token_index, caller_protected = reader.distinct_indices, reader.caller_protected
+            protected = retention.protected_mask(token_index, reader.lengths, sinks, recent, caller_protected)
+            score = retention.eviction_score(score.float(), protected, reader.expired)
             flags = self._nonfinite.get(store)
             if flags is None or flags.shape != store.lengths.shape:
                 flags = self._nonfinite[store] = torch.zeros_like(store.lengths)
             store.compact(layer, score, counts.kept[0], nonfinite=flags[layer])
 
     def _evict_all_layers(
-        self, inputs: ScorerInputs, store: KVStore, counts: KeepCounts, sinks: Tensor, recent: Tensor
+        self, reader: LayerReader, store: KVStore, counts: KeepCounts, sinks: Tensor, recent: Tensor
     ) -> None:
-        """Evict from all layers of a store by their scores; ``seen`` is the last of these layers."""
-        token_index, window = store.all_token_indices(), inputs.sliding_window
-        protected = retention.protected_mask(token_index, inputs.lengths, sinks, recent, inputs.marked)
-        expired = None if window is None else retention.expired_mask(token_index, inputs.lengths, window)
+        """Evict from all layers of a store by their scores; ``reader`` reads the last of these layers."""
+        token_index, window = store.all_token_indices(), reader.sliding_window
+        protected = retention.protected_mask(token_index, reader.lengths, sinks, recent, reader.caller_protected)
+        expired = None if window is None else retention.expired_mask(token_index, reader.lengths, window)
         score = retention.eviction_score(self._scores[store], protected, expired)
         store.compact_all_layers(score, counts.keep_count, self._nonfinite[store])
 
     def end_pass(self, batch: ForwardBatch) -> None:
-        """Count what a step evicted, and check that scores were finite.
+        """Count the tokens after a step, and check that scores were finite.
 
         Raises:
             NonFiniteScoreError: the score of a token that competes was not finite; the message names layer and scorer.
@@ -201,11 +210,11 @@ class Evictor:
             "expected finite numbers for all tokens that compete; look at the scorer and at the weights."
         )
 
-    def _refuse_shape(self, method: str, result: object, inputs: ScorerInputs) -> NoReturn:
+    def _refuse_shape(self, method: str, result: object, reader: LayerReader) -> NoReturn:
         gave = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise UserError(
-            f"{type(self.scorer).__name__}.{method} of {self.policy!r} gave {gave} in layer {inputs.layer}: "
-            f"expected a tensor [B, Hkv, N], here {list(inputs.keys.shape)}."
+            f"{type(self.scorer).__name__}.{method} of {self.policy!r} gave {gave} in layer {reader.layer}: "
+            f"expected a tensor [B, Hkv, N], here {list(reader.cached.shape)}."
         )
 
     def _warn_over_budget(self, over: Tensor, num_protected: Tensor) -> None:
@@ -225,57 +234,58 @@ class Evictor:
     # ---- decided by PyTorch
 
     def decide(
-        self, inputs: ScorerInputs, evicting: Tensor | None = None, records: Records | None = None
+        self, reader: LayerReader, evicting: Tensor | None = None, records: Records | None = None
     ) -> dict[int, Tensor]:
         """Return keep masks ``[B, Hkv, N]`` of a layer, and of earlier layers that lose tokens to it.
 
         Tokens are in the order of their indices.
 
         Args:
-            inputs: of the layer.
-            evicting: ``[B]`` bool, sequences to evict from; None means all.
-            records: where the scorer first records the pass; None means that it records nothing.
+            reader: gives the scorer's inputs of the layer.
+            evicting: ``[B]`` bool, sequences to evict from. None: all.
+            records: the scorer's records of the layer's slots; the scorer may add more. None: there are none yet.
 
         Raises:
             NonFiniteScoreError: the score of a token that competes is not finite.
         """
         allocator = self.policy.allocator
         if evicting is None:
-            evicting = torch.ones(len(inputs.q), dtype=torch.bool, device=inputs.q.device)
-        candidates = self._candidates(inputs, evicting, records)
+            evicting = torch.ones_like(reader.lengths, dtype=torch.bool)
+        candidates = self._candidates(reader, evicting, {} if records is None else records)
         budget, num_protected, evicting = candidates.capacity, candidates.fixed, candidates.due
         nonfinite = evicting & candidates.score.isnan().flatten(1).any(1)
         over = evicting & (num_protected > budget) & (candidates.lengths > budget)
         if bool((nonfinite | over).any()):  # the host waits once, for rare cases
             if bool(nonfinite.any()):
-                self._refuse_scores(inputs.layer)
+                self._refuse_scores(reader.layer)
             self._warn_over_budget(over.cpu(), num_protected.cpu())
             candidates.capacity = retention.keep_count(budget, num_protected.where(over, 0))
-        if inputs.decoding:
-            return {inputs.layer: allocator.keep_later(inputs.layer, candidates, self.budgets)}
-        return allocator.keep(inputs.layer, candidates, self.budgets)
+        if reader.decoding:
+            return {reader.layer: allocator.keep_later(reader.layer, candidates, self.budgets)}
+        return allocator.keep(reader.layer, candidates, self.budgets)
 
-    def _candidates(self, inputs: ScorerInputs, evicting: Tensor, records: Records | None) -> Candidates:
-        scorer, keys = self.scorer, inputs.keys
+    def _candidates(self, reader: LayerReader, evicting: Tensor, records: Records) -> Candidates:
+        """Let the scorer note and score, and return the layer's tokens as candidates."""
+        scorer, allocator, shape = self.scorer, self.policy.allocator, reader.cached.shape
         if self.budgets.over_budget is None:
-            self.budgets.over_budget = torch.zeros(len(inputs.q), dtype=torch.bool)
-        budget = self.policy.capacity(inputs.prompt_lengths)
-        inputs.due, inputs.capacity = evicting, budget
-        if records is not None:
-            scorer.note(inputs, records)
-        preference = None if inputs.decoding else self.policy.allocator.wish(inputs)
+            self.budgets.over_budget = torch.zeros(len(reader.lengths), dtype=torch.bool)
+        budget = self.policy.capacity(reader.prompt_lengths)
+        inputs = reader.inputs(self.needs[not reader.decoding], records, evicting)
+        inputs.key_indices = reader.key_indices
+        scorer.note(inputs, records)
+        preference = None if reader.decoding else allocator.wish(reader.inputs(allocator.needs, records, evicting))
         score, protected = scorer.score(inputs), scorer.protected(inputs, budget)
-        for method, result in (("score", score), ("protected", protected.expand(keys.shape))):
-            if getattr(result, "shape", None) != keys.shape:
-                self._refuse_shape(method, result, inputs)
+        for method, result in (("score", score), ("protected", protected.expand(shape))):
+            if getattr(result, "shape", None) != shape:
+                self._refuse_shape(method, result, reader)
         second, first_share = scorer.second(inputs, score) or (None, 1.0)
-        expired = ~keys.valid  # sequences that are not evicted from keep expired tokens for later looks back
-        expired = expired if inputs.expired is None else expired | (inputs.expired & evicting[:, None, None])
+        expired = ~reader.occupied  # sequences that are not evicted from keep expired tokens for later looks back
+        expired = expired if reader.expired is None else expired | (reader.expired & evicting[:, None, None])
         score = retention.eviction_score(score, protected, expired)
-        if (order := keys.order) is not None:
+        if (order := reader.slot_order) is not None:
             score, second = score.gather(-1, order), None if second is None else second.gather(-1, order)
         return Candidates(
-            *(score, budget, inputs.prompt_lengths, evicting),
+            *(score, budget, reader.prompt_lengths, evicting),
             preference=preference,
             second=second,
             first_share=first_share,
@@ -284,7 +294,7 @@ class Evictor:
     # ---- counted by the host
 
     def _count(self, batch: ForwardBatch, store: KVStore, layers: list[int], sliding_window: int | None) -> KeepCounts:
-        """Return what layers keep; all of it is on the host."""
+        """Return how many tokens layers keep; all tensors are on the host."""
         row_lengths, evicting, prompts = store.held[layers], batch.evict, batch.prompts
         assert evicting is not None and prompts.capacity is not None
         budget = prompts.capacity.expand(len(layers), -1)
@@ -301,7 +311,7 @@ class Evictor:
         if sliding_window is not None:
             keep_count = keep_count.clamp_max(sliding_window)
         kept = row_lengths.minimum(keep_count[..., None]).where(evicting[:, None], row_lengths)
-        limits = torch.stack([prompts.capacity, sinks, recent])
+        limits = torch.stack([sinks, recent])
         return KeepCounts(kept, kept.flatten().int(), limits, evicting.clone())
 
     def _settled_budget(self, capacity: Tensor, layers: list[int]) -> Tensor:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -14,14 +13,14 @@ from torch import Tensor
 
 from ag import retention
 from ag.engine.block_pool import PoolFullError
+from ag.engine.cached_kv import CachedKV
 from ag.engine.evictor import Evictor
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.kv_store import KVStore
+from ag.engine.layer_reader import LayerReader
 from ag.engine.observation_window import ObservationWindow, Queries
 from ag.engine.policy import Policy
 from ag.engine.records import Records
-from ag.engine.scorer_inputs import ScorerInputs
-from ag.engine.shown import Keys
 from ag.engine.stopwatch import Stopwatch
 from ag.errors import UserError
 from ag.gates.gate import AttentionGate, AttentionGates
@@ -29,7 +28,6 @@ from ag.gates.memory import GateMemory
 from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.kv_append import kv_append
 from ag.kernels.paged_attention import paged_attention
-from ag.kernels.pages import read
 from ag.model.interceptor import AttentionCall
 from ag.model.projection import output_weight
 from ag.model.rope import rotate
@@ -114,12 +112,13 @@ class Layer:
             return out.to(call.q.dtype)
         if evictor is not None:
             with self.watch.running(out.device):
-                needs, queries = evictor.scorer.needs, (placed.q, batch.token_indices, batch.token_indices >= 0)
+                needs = evictor.needs[batch.is_prefill]
+                queries = placed.q, batch.token_indices, batch.token_indices >= 0
                 last = self.policy.lookback if batch.is_prefill else needs.lookback
                 if last:
-                    queries = self._look_back(queries, batch, store, last)
+                    queries = self._add_past_queries(queries, batch, store, last)
                 if batch.evict is not None or needs.every_query:
-                    self._show(placed, batch, stores, evictor, queries, weights=weights)
+                    self._score_and_evict(placed, batch, stores, evictor, queries, weights=weights)
         if self.hides and not batch.step:  # after a step the cache does it for all layers
             self.expire(batch, store)
         return out.to(call.q.dtype)
@@ -156,8 +155,8 @@ class Layer:
             arguments = placed.q, placed.k, placed.v, gate, valid, call.scaling, recent
             return gated_prefill(*arguments, window=call.window, softmax=call.softmax), None, placed
         free = batch.step and call.window is None and recent is None  # a new token sees all that is held
-        needs = None if evictor is None or not batch.step or call.shared else evictor.scorer.needs
-        weigh = needs is not None and needs.rows and (batch.evict is not None or needs.every_query)
+        needs = None if evictor is None or not batch.step or call.shared else evictor.needs[batch.is_prefill]
+        weigh = needs is not None and needs.step_weights and (batch.evict is not None or bool(needs.every_query))
         query_indices = None if free else batch.token_indices
         options = call.scaling, call.window, recent, call.softmax, weigh
         out, weights = paged_attention(placed.q, pages, query_indices, *options)
@@ -182,17 +181,17 @@ class Layer:
 
     # ---- observe and evict
 
-    def _look_back(self, new: Queries, batch: ForwardBatch, store: KVStore, last: int) -> Queries:
-        """Return the new queries behind the remembered ones, and remember the last of both."""
-        turns, at = store.rotation, (batch, store, self.index)
+    def _add_past_queries(self, new: Queries, batch: ForwardBatch, store: KVStore, last: int) -> Queries:
+        """Return the remembered queries followed by the new ones, and remember the ``last`` newest of them."""
+        rotation, location = store.rotation, (batch, store, self.index)
         q, token_indices, valid = new
-        q = q if turns is None else turns.to_token_index(q, *at)
+        q = q if rotation is None else rotation.to_token_index(q, *location)
         queries = self.observation_window.followed_by((q, token_indices, valid))
         self.observation_window.remember(queries, last)
         q, token_indices, valid = queries
-        return q if turns is None else turns.by_place(q, *at), token_indices, valid
+        return q if rotation is None else rotation.by_place(q, *location), token_indices, valid
 
-    def evict_later(
+    def evict_by_records(
         self,
         call: AttentionCall,
         batch: ForwardBatch,
@@ -200,14 +199,22 @@ class Layer:
         evictor: Evictor,
         known_records: Records,
     ) -> None:
-        """Evict from a prompt that was read before, by ``known`` records of its slots and its remembered queries."""
+        """Evict from a prompt that an earlier pass read.
+
+        Args:
+            call: how the layer attends, without new tokens.
+            batch: the pass.
+            stores: the rows of each layer.
+            evictor: decides which tokens are evicted.
+            known_records: records of the layer's slots that the scorer reads beside its own.
+        """
         queries = self.observation_window.queries
         assert queries is not None
         with self.watch.running(call.q.device):
-            self._show(call, batch, stores, evictor, queries, known_records=known_records)
+            self._score_and_evict(call, batch, stores, evictor, queries, known_records=known_records)
         self.observation_window.reset()
 
-    def _show(
+    def _score_and_evict(
         self,
         call: AttentionCall,
         batch: ForwardBatch,
@@ -218,73 +225,57 @@ class Layer:
         weights: Tensor | None = None,
         known_records: Records | None = None,
     ) -> None:
-        """Show the scorer the held keys and the queries, and evict where it is due."""
+        """Let the scorer note the pass, and evict from the sequences ``batch.evict``, if there are some."""
         store = stores[self.index]
-        inputs = self._scorer_inputs(call, batch, store, queries)
-        inputs.weights, slots = weights, inputs.keys.shape[-1]
-        short = {name: x[..., :slots] for name, x in store.records[self.index].items()}  # a scorer sees no free slots
-        short |= known_records or {}
-        inputs.recorded = MappingProxyType(short)
+        reader = self._reader(call, batch, store, queries, weights)
+        slots = reader.cached.shape[2]
+        records = {name: x[..., :slots] for name, x in store.records[self.index].items()}  # of no further free slots
+        records |= known_records or {}
         if batch.evict is not None:
-            evictor.evict(inputs, batch, stores, short)
-        else:
-            evictor.scorer.note(inputs, short)
-            store.put_records(self.index, short)
+            return evictor.evict(reader, batch, stores, records)
+        needs = evictor.needs[batch.is_prefill]
+        evictor.scorer.note(reader.inputs(needs, records, only_noted=True), records)
+        store.put_records(self.index, records)
 
-    def _scorer_inputs(
-        self, call: AttentionCall, batch: ForwardBatch, store: KVStore, queries: Queries
-    ) -> ScorerInputs:
+    def _reader(
+        self, call: AttentionCall, batch: ForwardBatch, store: KVStore, queries: Queries, weights: Tensor | None
+    ) -> LayerReader:
+        """Return the reader of the layer for this pass; it computes nothing before something is read."""
         lengths = batch.token_indices[:, -1] + 1 if batch.step else batch.num_tokens.to(call.q.device)
-        row_lengths, pool_indices = (
-            store.held[self.index],
-            partial(store.pool_indices, self.index, all_slots=batch.step),
-        )
-        slots = store.slots if batch.step else int(row_lengths.max())
-        # A closure over the store must not refer to the call: rows in the call's memo refer to the keys, and blocks
-        # would be free only once Python had collected cycles.
-        k, v, window = call.k, call.v, call.window
-
-        def ledger() -> tuple[Tensor, Tensor]:
-            if batch.fresh:
-                token_indices = batch.token_indices[:, None].expand(-1, k.shape[1], -1)
-            else:
-                token_indices = store.token_indices(self.index, all_slots=batch.step)
-                if window is not None and not (batch.is_prefill and self.policy.block is None):
-                    first = batch.first_since(self.policy.block, lengths)
-                    token_indices = token_indices.masked_fill(token_indices <= (first - window)[:, None, None], -1)
-            return token_indices, token_indices >= 0
-
-        keys = Keys(
-            stored=lambda: (k, v) if batch.fresh else read(store.pages(self.index), pool_indices()),
-            shape=(len(row_lengths), row_lengths.shape[1], slots),
-            ledger=ledger,
-            ordered=batch.fresh,
-            alike=batch.fresh or self.policy.alike,
-        )
-        gate = (
-            None if store.gate_type is None else store.gates(self.index, pool_indices()).masked_fill(~keys.valid, 0.0)
-        )
-        q, token_indices, valid = queries
-        return ScorerInputs(
-            keys=keys,
-            q=q,
-            query_indices=token_indices,
-            query_valid=valid,
-            new=call.q.shape[2],
+        row_lengths = store.held[self.index]
+        cached = CachedKV(
+            store=store,
+            layer=self.index,
+            batch=batch,
+            new_keys=call.k,
+            new_values=call.v,
+            shape=(*row_lengths.shape, store.slots if batch.step else int(row_lengths.max())),
             lengths=lengths,
-            longest=batch.longest,
+            sliding_window=call.window,
+            prefill_chunk=self.policy.block,
+            same_for_all_heads=batch.fresh or self.policy.alike,
+        )
+        rotated_queries, query_indices, query_valid = queries
+        return LayerReader(
+            cached=cached,
+            rotated_queries=rotated_queries,
+            query_indices=query_indices,
+            query_valid=query_valid,
+            num_new=call.q.shape[2],
+            lengths=lengths,
+            max_length=batch.longest,
             prompt_lengths=batch.prompts.lengths_there,
             scaling=call.scaling,
+            step_weights=weights,
             softmax=call.softmax,
             layer=self.index,
             sliding_window=call.window,
-            gate=gate,
-            decays=self.gates is not None and self.gates.decays,
-            marked=batch.prompts.protected_there,
+            log_retention=self.gates is not None and self.gates.decays,
+            caller_protected=batch.prompts.protected_there,
+            prompt_sums=self.observation_window.sums,
             decoding=not batch.is_prefill,
-            sums=self.observation_window.sums,
-            rotation=lambda x, offsets, span: rotate(self.decoder, x, offsets, span, self.index),
-            projection=lambda: output_weight(call.module, call.q.shape[1]),
+            rotate=partial(rotate, self.decoder, layer=self.index),
+            load_output_projection=partial(output_weight, call.module, call.q.shape[1]),
             memo=call.memo,
         )
 

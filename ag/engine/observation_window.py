@@ -1,4 +1,4 @@
-"""The last queries of each sequence, which scorers such as SnapKV look back at, and sums over all of them."""
+"""The last queries of each sequence, for scorers that look back at them (SnapKV), and sums over a prompt's queries."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ag.stateful import Attributes
 
 #: Queries ``[B, H, w, D]``, their token indices ``[B, w]``, and ``[B, w]`` bool, False on padding.
 Queries = tuple[Tensor, Tensor, Tensor]
-DIMS = 2, 1, 1  # that of the queries in each of the three
+DIMS = 2, 1, 1  # the dimension w in each of the three
 
 
 @dataclass
 class ObservationWindow(Attributes):
-    """The memory of earlier queries.
+    """The memory of earlier queries of a layer.
 
     Attributes:
-        queries: the last ones as they are before rotations by slot; None means that there are none.
+        queries: the last queries, before any rotation by slot. None: no queries.
         sums: a scorer's sums over the queries of a prompt while it is read, ``[B, ...]`` by name.
     """
 
@@ -43,7 +43,7 @@ class ObservationWindow(Attributes):
         return q, token_indices, valid
 
     def remember(self, queries: Queries, last: int) -> None:
-        """Keep the ``last`` newest ones of each sequence."""
+        """Keep the ``last`` newest queries of each sequence."""
         q, token_indices, valid = queries
         newest = torch.where(valid, token_indices, -1).argsort(dim=1, stable=True)[:, -last:]
         index = newest[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
@@ -57,8 +57,8 @@ class ObservationWindow(Attributes):
             self.queries = q, token_indices, valid
 
     def join(self, other: ObservationWindow) -> None:
-        """Append the queries of other sequences; where there are fewer, padding comes first."""
-        self.sums = {}  # prompts are read
+        """Append the queries of other sequences; padding before the fewer queries makes both equally wide."""
+        self.sums = {}  # the prompts are over
         if self.queries is None or other.queries is None:
             return
         width = max(self.queries[1].shape[1], other.queries[1].shape[1])

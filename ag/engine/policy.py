@@ -113,7 +113,7 @@ class Policy:
     @property
     def lookback(self) -> int:
         """Earlier queries of the prompt that a decision needs beside the new ones."""
-        needed = max(self.allocator.lookback, 0 if self.scorer is None else self.scorer.needs.lookback)
+        needed = max(self.allocator.needs.lookback, 0 if self.scorer is None else self.scorer.needs.lookback)
         return needed + self.rereads  # after a repetition nothing is new
 
     def capacity(self, lengths: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def _evict(state: CacheState, batch: ForwardBatch, measured: Measured) -> None:
     for layer, scores in measured.scores.items():
         part, call = state.layers[layer], state.recorded_prompt.calls[layer]
         part.watch = Stopwatch(part.watch.seconds + measured.seconds / len(measured.scores))
-        part.evict_later(call, batch, state.store_of, state.evictor, {"repeated": scores})
+        part.evict_by_records(call, batch, state.store_of, state.evictor, {"repeated": scores})
     for layer in measured.scores:
         state.store_of[layer].records[layer] = {}
     state.sequences.note_eviction(everyone, capacity)

@@ -10,9 +10,14 @@ Records = dict[str, Tensor]
 
 
 def latest(records: Records, name: str, new: Tensor, counted: Tensor, last: int) -> None:
-    """Record rows ``[B, H, w, N]``, 0 where nothing counts, after earlier ones, and keep the ``last`` of each sequence.
+    """Record rows of new queries after the recorded ones, and keep the ``last`` newest rows of each sequence.
 
-    The rows that exist, ``counted`` ``[B, w]`` bool, are a sequence's last ones.
+    Args:
+        records: of the layer.
+        name: name of the record.
+        new: rows ``[B, H, w, N]``, 0 for queries that do not exist.
+        counted: ``[B, w]`` bool, the queries that exist; padding comes first.
+        last: rows to keep.
     """
     if name in records:
         num_old = records[name].shape[2]
@@ -33,7 +38,10 @@ def fit(records: Records, slots: int) -> None:
 
 
 def concat_records(records: Records, added: Records, num_sequences: int, num_added: int) -> Records:
-    """Return the records of ``batch`` sequences and of ``more`` others with as many slots; what one side lacks is 0."""
+    """Return the records of ``num_sequences`` sequences and of ``num_added`` more, of equally many slots.
+
+    A record that one side lacks is 0 there.
+    """
     result = {}
     for name, record in {**added, **records}.items():
         empty = [record.new_zeros(count, *record.shape[1:]) for count in (num_sequences, num_added)]

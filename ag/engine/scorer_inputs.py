@@ -1,275 +1,218 @@
-"""What scorers see of a layer: attention rows and sums over queries, in float32, on demand.
-
-One object serves all parts of a policy. Nothing here has n^2 memory: all queries are visited in blocks, or by a kernel
-that sums as it goes, and whole rows exist only for a window of the last ones.
-"""
+"""The inputs of a scorer: their declaration, and the object of plain tensors that holds them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ag import retention
-from ag.engine.rows import FUSED, AttentionRows, Statistic, Values, attention
-from ag.engine.shown import Keys
-from ag.kernels.attention_stats import attention_stats
-from ag.kernels.softmax import PLAIN, Softmax
+from ag.errors import UserError
 
-Result = TypeVar("Result")
+if TYPE_CHECKING:
+    from ag.engine.rows import Statistic
 
-BLOCK = 64  # queries visited at once
-COLUMNS = 1024  # by how many at a time a table of all tokens grows
-TILE = {"cpu": 2**20, "cuda": 2**27}  # elements of a tile that fits the caches, or that keeps a GPU busy
+COLUMNS = 1024  # a table of all tokens grows by this many columns
 
 
-class Span(NamedTuple):
-    """Slots that some queries see."""
+class UndeclaredInputError(UserError, AttributeError):
+    """A scorer reads an input that its :class:`Needs` do not declare."""
 
-    start: int  # the first that some query sees
-    open_until: int  # those from the start to before this one are seen by every query
-    stop: int  # one past the last that some query sees
+
+class QueryRows(NamedTuple):
+    """One number for each pair of a query and a key."""
+
+    rows: Tensor  # [B, H, w, N] float32, the oldest query first
+    valid: Tensor  # [B, w] bool, False on padding, which comes first
+
+
+class UnrotatedQueries(NamedTuple):
+    """The new queries, and before them the earlier ones that the policy remembers."""
+
+    vectors: Tensor  # [B, H, T, D] float32, without the rotation by RoPE
+    token_indices: Tensor  # [B, T] long
+    valid: Tensor  # [B, T] bool, False on padding
+    num_new: int  # new queries, which come last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """The inputs that a scorer, a wrapper or an allocator reads, and how they are measured.
+
+    The engine computes the declared inputs, once for all parts of a policy, before it calls ``note`` and ``score``.
+    Each field down to ``attention_moments`` declares the field of :class:`ScorerInputs` that has its name.
+
+    Attributes:
+        keys: the cached keys.
+        values: the cached values.
+        key_indices: the token index of each slot.
+        occupied: the slots that hold a token.
+        key_valid: the occupied slots whose token a later query can see.
+        age: the distance of each token to the newest one.
+        slot_order: the slots in the order of their tokens.
+        gate_logits: the logits of the layer's gate.
+        queries: the queries without their rotation. They need ``rotations``.
+        output_projection: the attention's output projection, which not every model shows.
+        attention_sums: attention weights, summed over all new queries ("new") or over the last ``n`` queries of each
+            sequence. None: not needed, as in the next three.
+        attention_rows: the attention weights of this many last queries.
+        attention_logits: the logits of this many last queries.
+        attention_moments: mean and variance of the weights over this many last queries.
+        only_new: ``attention_rows`` leaves out queries that were new in an earlier pass.
+        statistic: replaces the weight in ``attention_sums`` and ``attention_rows``. None: the weight.
+        every_query: names of the inputs that ``note`` reads of every query. A pass without eviction computes only
+            these. Empty: ``note`` is called only before a score.
+        lookback: earlier queries that a decision needs beside the new ones.
+        observers: width of the observation window; an allocator may measure in it too. None: the scorer has none.
+        rotations: the scorer reads ``queries`` or calls ``rotate``; the model then needs a known RoPE.
+        steady: each step scores by equal operations on equal memory, without a wait for the device: a CUDA graph can
+            record it.
+        from_tokenizer: options that :meth:`Scorer.with_tokenizer` fills in.
+
+    Raises:
+        UserError: ``every_query`` is not a tuple of declared inputs.
+    """
+
+    keys: bool = False
+    values: bool = False
+    key_indices: bool = False
+    occupied: bool = False
+    key_valid: bool = False
+    age: bool = False
+    slot_order: bool = False
+    gate_logits: bool = False
+    queries: bool = False
+    output_projection: bool = False
+    attention_sums: int | Literal["new"] | None = None
+    attention_rows: int | None = None
+    attention_logits: int | None = None
+    attention_moments: int | None = None
+    only_new: bool = False
+    statistic: Statistic | None = None
+    every_query: tuple[str, ...] = ()
+    lookback: int = 0
+    observers: int | None = None
+    rotations: bool = False
+    steady: bool = False
+    from_tokenizer: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.every_query, tuple) and {*self.every_query} <= {*self.declared}):
+            raise UserError(
+                f"Needs(every_query={self.every_query!r}): expected a tuple with some of the inputs that these Needs "
+                f"declare, {self.declared!r}."
+            )
+
+    @cached_property
+    def declared(self) -> tuple[str, ...]:
+        """Names of the declared inputs."""
+        return tuple(name for name in DECLARABLE if getattr(self, name))
+
+    @cached_property
+    def step_weights(self) -> bool:
+        """Whether the inputs of a step are the attention weights of its one query, which attention itself can keep."""
+        return self.attention_sums in ("new", 1) and self.statistic is None
 
 
 @dataclass(kw_only=True, eq=False)
 class ScorerInputs:
-    """Queries against the keys that a layer holds, for scorers and allocators.
+    """One layer in one pass, as a scorer sees it. B sequences, H query heads, Hkv KV heads, N slots of each row.
+
+    The fields without a default are always there. The others exist only if the scorer's :class:`Needs` declare them.
 
     Attributes:
-        keys: what is held.
-        q: queries ``[B, H, T, D]``, post-RoPE: the new ones, and before them those that the policy looks back at.
-        query_indices: ``[B, T]`` long, the place of each query among its sequence's own tokens.
-        query_valid: ``[B, T]`` bool, False on padding.
-        new: how many of the queries, at the end, were not shown before.
-        lengths: ``[B]`` long, tokens that each sequence has seen, one more than the token index of its newest query.
-        longest: bound of these numbers, on the host.
-        prompt_lengths: ``[B]`` long, tokens of each prompt, to which shares of a budget refer.
-        scaling: factor of the logits.
-        weights: attention weights ``[B, H, N]`` of a single new query, 0 where it is padding; None means that they are
-            not known.
-        softmax: caps and sink logits of the model.
         layer: index of the layer.
-        sliding_window: of the model's layer, or None.
-        gate: logits ``[B, Hkv, N]`` of the layer's gate with its bias, or None; the largest number where no gate ran.
-        decays: whether these are logs of probabilities, of what is left of a token's worth after each one that comes.
-        marked: ``[B, M]`` bool, positions that the caller protects; None means none.
+        group: query heads of each KV head, ``H / Hkv``.
+        lengths: ``[B]`` long, tokens of each sequence so far, evicted tokens included.
         decoding: whether the prompt is over.
-        recorded: what the scorer noted, tensors ``[..., N]`` whose last dimension is that of the keys (tokens that came
-            since have 0); None means that there are no records.
-        sums: what the scorer summed over the queries of a prompt, ``[B, ...]`` by name, which it may change while the
-            prompt is read; None means that nothing is remembered.
-        rotation: what :meth:`turn` rotates by; None means that the model's rotations are not known.
-        projection: gives :attr:`output`; None means that it is not known.
-        memo: measurements, each made once.
-        capacity: ``[B]`` long, tokens per KV head that the budget allows, the mean over layers; None means that there
-            is no budget.
-        due: ``[B]`` bool, sequences to evict from now; None means all.
+        records: tensors ``[..., N]`` by name that the scorer noted; tokens without a record have 0. Read-only.
+        evicting: ``[B]`` bool, the sequences to evict from after this pass. None: no sequence.
+        caller_protected: ``[B, M]`` bool by token index, tokens that the caller protects. None: no token.
+        log_retention: whether ``gate_logits`` are logs of the share of a token's worth that each new token leaves.
+        scaling: factor of the attention logits.
+        sink_logits: ``[H]``, the model's sink logits. None: the model has none.
+        prompt_sums: tensors ``[B, ...]`` by name, which ``note`` may sum up over the queries of a prompt.
+        memo: results by key, each computed once for all caches that share the pass.
+        mean_over_layer: ``mean_over_layer(x)`` averages ``[B, H, N]`` over all query heads of the layer by token, and
+            returns ``[B, Hkv, N]``. A head that no longer holds a token contributes 0 for it.
+        rotate: ``rotate(x, offsets, span=1)`` rotates queries or keys ``[B, H, n, D]`` further by ``offsets`` tokens
+            ``[B, 1, n or 1]`` as the model's RoPE does, averaged over ``span`` offsets from each. Negative offsets
+            rotate back.
+        keys: ``[B, Hkv, N, D]`` in the type of the cache, undefined on free slots.
+        values: ``[B, Hkv, N, D]`` float32, 0 on free slots.
+        key_indices: ``[B, Hkv, N]`` long, the token index of each slot, undefined on free slots.
+        occupied: ``[B, Hkv, N]`` bool, the slots that hold a token.
+        key_valid: ``[B, Hkv, N]`` bool, the occupied slots whose token has not left the model's sliding window.
+        age: ``[B, Hkv, N]`` long, 0 for the newest token of a sequence, 1 for the token before it.
+        slot_order: ``[B, Hkv, N]`` long, slots by ascending token index, free slots last. None: they are in this order.
+        gate_logits: ``[B, Hkv, N]`` float32, with the gate's bias; the largest number if no gate ran on the token.
+        queries: the queries without their rotation.
+        output_projection: ``[H, D, M]`` float32, the output projection by query head, without its bias.
+        attention_sums: ``[B, H, N]`` float32.
+        attention_rows: ``[B, H, w, N]`` float32, and the queries that exist.
+        attention_logits: ``[B, H, w, N]`` float32, -inf where the query does not see the key, and the queries that
+            exist.
+        attention_moments: mean and unbiased variance, ``[B, H, N]`` float32 each.
     """
 
-    keys: Keys
-    q: Tensor
-    query_indices: Tensor
-    query_valid: Tensor
-    new: int
+    layer: int
+    group: int
     lengths: Tensor
-    longest: int
-    prompt_lengths: Tensor
+    decoding: bool
+    records: Mapping[str, Tensor]
+    evicting: Tensor | None
+    caller_protected: Tensor | None
+    log_retention: bool
     scaling: float
-    weights: Tensor | None = None
-    softmax: Softmax = PLAIN
-    layer: int = 0
-    sliding_window: int | None = None
-    gate: Tensor | None = None
-    decays: bool = False
-    marked: Tensor | None = None
-    decoding: bool = False
-    recorded: Mapping[str, Tensor] | None = None
-    sums: dict[str, Tensor] | None = None
-    rotation: Callable[[Tensor, Tensor, int], Tensor] | None = None
-    projection: Callable[[], Tensor] | None = None
-    memo: dict[Hashable, Any] = field(default_factory=dict)
-    capacity: Tensor | None = None
-    due: Tensor | None = None
+    sink_logits: Tensor | None
+    prompt_sums: dict[str, Tensor]
+    memo: dict[Hashable, Any]
+    mean_over_layer: Callable[[Tensor], Tensor]
+    rotate: Callable[..., Tensor]
+    keys: Tensor = field(init=False, repr=False)
+    values: Tensor = field(init=False, repr=False)
+    key_indices: Tensor = field(init=False, repr=False)
+    occupied: Tensor = field(init=False, repr=False)
+    key_valid: Tensor = field(init=False, repr=False)
+    age: Tensor = field(init=False, repr=False)
+    slot_order: Tensor | None = field(init=False, repr=False)
+    gate_logits: Tensor = field(init=False, repr=False)
+    queries: UnrotatedQueries = field(init=False, repr=False)
+    output_projection: Tensor = field(init=False, repr=False)
+    attention_sums: Tensor = field(init=False, repr=False)
+    attention_rows: QueryRows = field(init=False, repr=False)
+    attention_logits: QueryRows = field(init=False, repr=False)
+    attention_moments: tuple[Tensor, Tensor] = field(init=False, repr=False)
 
-    @property
-    def group(self) -> int:
-        """Query heads a KV head, G."""
-        return self.q.shape[1] // self.keys.shape[1]
+    if not TYPE_CHECKING:
 
-    @cached_property
-    def key_indices(self) -> Tensor:
-        """``[B, Hkv, N]`` long, the place of each key among its sequence's own tokens."""
-        return self.keys.token_indices.long()
+        def __getattr__(self, name: str) -> Any:
+            if name in OLD_NAMES:
+                raise UndeclaredInputError(
+                    f"inputs.{name} is now called inputs.{OLD_NAMES[name]}, which Needs declare."
+                )
+            if name not in DECLARABLE:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            raise UndeclaredInputError(
+                f"inputs.{name} is not declared: add {name} to the Needs of the part that reads it, and to every_query "
+                "if note reads it in passes that evict nothing."
+            )
 
-    @property
-    def k(self) -> Tensor:
-        """Keys ``[B, Hkv, N, D]``; anything on free slots."""
-        return self.keys.k
 
-    @cached_property
-    def key_valid(self) -> Tensor:
-        """``[B, Hkv, N]`` bool, the slots that hold a token which some later query sees."""
-        expired = self.expired
-        return self.keys.valid if expired is None else self.keys.valid & ~expired
+#: Earlier names of inputs.
+OLD_NAMES = {
+    "k": "keys",
+    "v": "values",
+    "gate": "gate_logits",
+    "output": "output_projection",
+    "recorded": "records",
+    "rows": "attention_rows",
+    "total": "attention_sums",
+    "newest": "attention_sums",
+    "turn": "rotate",
+}
 
-    @property
-    def expired(self) -> Tensor | None:
-        """``[B, Hkv or 1, N]`` bool, tokens that left the sliding window; None without one."""
-        window = self.sliding_window
-        return None if window is None else retention.expired_mask(self.positions, self.lengths, window)
-
-    @property
-    def values(self) -> Values:
-        """Values of the held keys, centred."""
-        return self.keys.values
-
-    @property
-    def v(self) -> Tensor:
-        """Values ``[B, Hkv, N, D]`` float32, 0 on free slots."""
-        return self.values.v
-
-    @cached_property
-    def age(self) -> Tensor:
-        """``[B, Hkv, N]`` long: 0 for the newest token of a sequence, 1 for the one before; any on free slots."""
-        return self.lengths[:, None, None] - 1 - self.key_indices
-
-    @property
-    def positions(self) -> Tensor:
-        """``[B, Hkv or 1, N]``, the position of each key; of one head where all hold the same."""
-        return self.keys.token_indices[:, :1] if self.keys.alike else self.keys.token_indices
-
-    @cached_property
-    def output(self) -> Tensor:
-        """The layer's output projection by query head, ``[H, D, M]`` float32, without its bias."""
-        assert self.projection is not None
-        return self.projection()
-
-    def turn(self, x: Tensor, offsets: Tensor, span: int = 1) -> Tensor:
-        """Rotate queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n or 1]``, as the model's RoPE does.
-
-        Negative places turn back. Rotations of ``span`` places, from each one on, are averaged.
-        """
-        assert self.rotation is not None
-        return self.rotation(x, offsets, span)
-
-    def over_layer(self, values: Tensor) -> Tensor:
-        """Average ``[B, H, N]`` over all query heads by token, and give it to each KV head, ``[B, Hkv, N]``.
-
-        Heads may hold different tokens; one that no longer holds a token contributes 0 for it.
-        """
-        kv_heads = self.keys.shape[1]
-        if self.keys.alike:  # nothing to look up
-            return values.mean(1, keepdim=True).expand(-1, kv_heads, -1)
-        tokens = -(-self.longest // COLUMNS) * COLUMNS
-        values = values.unflatten(1, (kv_heads, -1)).sum(2).masked_fill(~self.keys.valid, 0.0)
-        indices = self.key_indices.clamp(0, tokens - 1)
-        by_token = values.new_zeros(len(values), tokens)
-        by_token.scatter_add_(1, indices.flatten(1), values.flatten(1))
-        return (by_token[:, None].expand(-1, kv_heads, -1) / self.q.shape[1]).gather(2, indices)
-
-    def rows(self, last: int, only_new: bool = False) -> AttentionRows:
-        """Return the last ``last`` queries of each sequence, or as many as there are, oldest first.
-
-        With ``only_new`` those that were shown before are left out.
-        """
-        return self.once(("rows", last, only_new), lambda: self._last_rows(last, only_new))
-
-    def total(self, statistic: Statistic = attention) -> Tensor:
-        """Sum a statistic ``[B, H, w, N]`` over all new queries, ``[B, H, N]``."""
-        if statistic is attention and self.weights is not None:
-            return self.weights
-        return self.once(("total", statistic), lambda: self._total(statistic))
-
-    def newest(self, statistic: Statistic = attention) -> Tensor:
-        """Return a statistic of each sequence's newest query, ``[B, H, N]``."""
-        alone = self.decoding and self.q.shape[2] == 1
-        return self.total(statistic) if alone else self.rows(1).total(statistic)
-
-    def once(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """Return what ``make`` made at the first call with this key, for all policies that share the pass."""
-        if key not in self.memo:
-            self.memo[key] = make()
-        result: Result = self.memo[key]
-        return result
-
-    def _last_rows(self, last: int, only_new: bool) -> AttentionRows:
-        chosen = self.query_valid & (self.query_indices >= (self.lengths - last)[:, None])
-        if only_new:
-            chosen[:, : self.q.shape[2] - self.new] = False
-        width = min(last, self.new if only_new else self.q.shape[2])
-        order = torch.where(chosen, self.query_indices, -1).argsort(dim=1, stable=True)[:, -width:]
-        rows = self._rows(order, slice(None), Span(0, 0, self.keys.shape[2]))
-        rows.counted = chosen.gather(1, order)
-        return rows
-
-    def _total(self, statistic: Statistic) -> Tensor:
-        kind = FUSED.get(statistic)
-        if kind is not None and self.new > 1:
-            new = slice(self.q.shape[2] - self.new, None)
-            own = self.query_indices[:, new].masked_fill(~self.query_valid[:, new], -1)
-            key_indices = self.key_indices.masked_fill(~self.keys.valid, -1)
-            arguments = self.q[:, :, new], self.k, own, key_indices, self.scaling, self.sliding_window
-            sums = attention_stats(kind, *arguments, softmax=self.softmax).float()
-            return sums if kind == "sum" else sums * self.values.norms.repeat_interleave(self.group, 1)
-        total = self.q.new_zeros(*self.q.shape[:2], self.keys.shape[2], dtype=torch.float32)
-        for heads, keys, rows in self._tiles():
-            total[:, heads, keys] += rows.total(statistic)
-        return total
-
-    def _tiles(self) -> Iterator[tuple[slice, slice, AttentionRows]]:
-        """Visit the new queries in tiles; yields query heads, slots and the queries against those."""
-        batch, kv_heads, num_slots = self.keys.shape
-        tile = TILE.get(self.q.device.type, TILE["cuda"]) // (batch * self.group * max(num_slots, 1))
-        width = min(max(tile, 16), BLOCK if self.q.device.type == "cpu" else 2 * BLOCK)
-        heads, tokens = max(1, min(kv_heads, tile // width)), self.q.shape[2]
-        blocks = [slice(at, min(at + width, tokens)) for at in range(tokens - self.new, tokens, width)]
-        for block, span in zip(blocks, self._spans(blocks), strict=True):
-            for first in range(0, kv_heads if span.stop > span.start else 0, heads):
-                part = slice(first, min(first + heads, kv_heads))
-                rows = self._rows(block, part, span)
-                yield slice(first * self.group, part.stop * self.group), slice(span.start, span.stop), rows
-
-    def _spans(self, blocks: list[slice]) -> list[Span]:
-        """Return the slots that blocks of queries see; where slots are not ordered by token index, all of them."""
-        slots = self.keys.shape[2]
-        if not self.keys.ordered:
-            return [Span(0, 0, slots)] * len(blocks)
-        token_indices = [self.query_indices[:, block] for block in blocks]
-        ends = torch.stack([torch.stack([x.min(), x.max()]) for x in token_indices]).add(1).clamp_max(slots)
-        if self.sliding_window is None:
-            return [Span(0, open_until, stop) for open_until, stop in ends.tolist()]
-        starts = (ends[:, 0] - self.sliding_window).clamp_min(0).tolist()
-        return [Span(start, start, stop) for start, stop in zip(starts, ends[:, 1].tolist(), strict=True)]
-
-    def _rows(self, columns: Tensor | slice, heads: slice, span: Span) -> AttentionRows:
-        """Return the queries in ``columns`` (``[B, w]``, or a range) against the slots of a span, of some KV heads."""
-        cached, group = self.keys, self.group  # what comes of it outlives this observation
-        start, open_until, stop = span
-        keys = cached.single[:, heads, start:stop]
-        q = self.q.unflatten(1, (-1, group))[:, heads]  # [B, Hkv', G, T, D]
-        token_indices, counted = self.query_indices, self.query_valid
-        if isinstance(columns, slice):
-            q, token_indices, counted = q[..., columns, :], token_indices[:, columns], counted[:, columns]
-        else:
-            q = q.gather(3, columns[:, None, None, :, None].expand(*q.shape[:3], -1, q.shape[-1]))
-            token_indices, counted = token_indices.gather(1, columns), counted.gather(1, columns)
-        batch, kv_heads, group, width, dim = q.shape
-        s = ((q.to(keys.dtype) * self.scaling).reshape(batch, kv_heads, -1, dim) @ keys.mT).unflatten(2, (group, -1))
-        s = self.softmax.capped(s)
-        if open_until < stop:
-            distance = token_indices[:, None, :, None] - self.key_indices[:, heads, None, open_until:stop]
-            hidden = (distance < 0) | ~cached.valid[:, heads, None, open_until:stop]
-            if self.sliding_window is not None:
-                hidden = hidden | (distance >= self.sliding_window)
-            s[..., open_until - start :].masked_fill_(hidden[:, :, None], float("-inf"))
-
-        def values() -> Values:
-            return cached.values.part(heads, slice(start, stop))
-
-        first = heads.start or 0
-        softmax = self.softmax.of_heads(slice(first * group, (first + kv_heads) * group))
-        return AttentionRows(s.flatten(1, 2), values, counted, open_until - start, softmax.sinks)
+#: Names of the inputs that :class:`Needs` declares.
+DECLARABLE = tuple(field.name for field in fields(ScorerInputs) if not field.init)

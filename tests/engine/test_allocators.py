@@ -82,7 +82,11 @@ def test_pyramid_is_a_line_of_exact_total(mean, held, layers, beta):
 def test_preference_is_entropy_and_variance_of_the_prefix(shape, tau, observers):
     scene = Scene(seed=13, **shape)
     allocator = Preference(tau1=tau[0], tau2=tau[1], observers=observers)
-    got, bound = allocator.wish(scene.seen), scene.bound(allocator.wish)
+
+    def wish(reader):
+        return allocator.wish(reader.inputs(allocator.needs, {}))
+
+    got, bound = wish(scene.reader), scene.bound(wish)
     assert got.dtype == torch.float64
     for b, n in enumerate(scene.lengths):
         entropy = variance = 0.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ag
-from ag.engine import layer
+from ag.engine import cached_kv
 from ag.errors import UserError
 from tests.support.batches import columns, padded, row, step
 from tests.support.bounds import hold, of_logits
@@ -149,7 +149,7 @@ def test_uneven_heads_are_not_gathered(tiny_llama, monkeypatch):
             model(ids, past_key_values=cache)
             assert any(len(set(held.flatten().tolist())) > 1 for held in cache.state.stores[0].held)
             with monkeypatch.context() as patch:
-                patch.setattr(layer, "read", lambda *_: pytest.fail("the layer was gathered"))
+                patch.setattr(cached_kv, "read", lambda *_: pytest.fail("the layer was gathered"))
                 for _ in range(3):
                     model(ids[:, :1], past_key_values=cache)
         assert cache.seen_tokens == 63

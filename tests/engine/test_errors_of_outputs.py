@@ -5,24 +5,24 @@ import math
 import pytest
 import torch
 
-from ag.engine.rows import AttentionRows, Values, attention
+from ag.engine.rows import CentredValues, attention_rows, sum_over_queries
 from ag.engine.wrappers.obcache import joint_error, key_error, largest, value_error
 from tests.support.bounds import conditioned, hold
 from tests.support.pairs import covering
 
 UNDERFLOW = math.exp(-87)  # below which an exponential in float32 may be 0
-KINDS = {"attention": attention, "value": value_error, "key": key_error, "joint": joint_error}
+KINDS = {"attention": None, "value": value_error, "key": key_error, "joint": joint_error}
 
 
 def summed(kind, logits, counted, values):
     """Sum a statistic over the rows that count."""
-    return AttentionRows(logits, lambda: values, counted).total(KINDS[kind])
+    return sum_over_queries(attention_rows(logits, KINDS[kind], values), counted)
 
 
 def arguments(made, dtype=torch.float32):
     """Return logits, what counts and values as the operation takes them."""
     logits, counted, v = made
-    return logits.to(dtype), counted, Values.of(v.to(dtype))
+    return logits.to(dtype), counted, CentredValues.of(v.to(dtype), torch.ones(v.shape[:3], dtype=torch.bool))
 
 
 def by_definition(kind, made, places=slice(None)):

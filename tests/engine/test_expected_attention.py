@@ -63,7 +63,7 @@ def by_hand(scene, b, g, sinks, future, eps=0.0, base=50.0):
 def test_equals_loops(shape, options):
     scene, options = Scene(seed=6, **shape), {"sinks": 0, "future": 5} | options
     expected = {(b, g): by_hand(scene, b, g, **options) for b, g in scene.places()}
-    agree(scene, ExpectedAttention(**options).score, expected)
+    agree(scene, ExpectedAttention(**options), expected)
 
 
 def test_what_stays_of_the_global_layers_of_gemma_3():

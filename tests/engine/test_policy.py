@@ -148,7 +148,7 @@ def test_schedules_and_budgets():
 
 
 def decide(policy, scene):
-    return Evictor(policy, [0], [scene.seen.keys.shape[1]]).decide(scene.seen)[0]
+    return Evictor(policy, [0], [scene.kv_heads]).decide(scene.reader)[0]
 
 
 @pytest.mark.parametrize(

@@ -120,10 +120,11 @@ def test_scorers_are_shown_queries_and_keys_at_their_slots(tiny_llama):
     model(ROWS[0][None], use_cache=False)
     q, k = (x[0].view(len(ROWS[0]), -1, 16).transpose(0, 1) for x in plain[:2])
 
-    def watching(self, seen, batch, store, records):
-        if seen.layer == 0:
-            shown.append((seen.q[0], seen.query_indices[0].tolist(), seen.k[0], seen.key_indices[0]))
-        return evict(self, seen, batch, store, records)
+    def watching(self, reader, batch, store, records):
+        if reader.layer == 0:
+            queries = reader.rotated_queries[0], reader.query_indices[0].tolist()
+            shown.append((*queries, reader.keys[0], reader.key_indices[0]))
+        return evict(self, reader, batch, store, records)
 
     policy = ag.policy("snapkv@heads", 12, "blocks:3", positions="slot", **POLICIES["snapkv@heads"])
     with pytest.MonkeyPatch.context() as patch:

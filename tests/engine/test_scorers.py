@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ag
-from ag.engine.rows import AttentionRows
+from ag.engine.rows import moments_over_queries
 from ag.engine.scorers import SCORERS, RowScorer
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm, Random
@@ -19,7 +19,17 @@ from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
 from ag.engine.scorers.tova import Tova
-from tests.support.attention_by_hand import SINKS_AND_CAP, Scene, agree, by_group, pool, pooled_before, within
+from ag.engine.wrappers.caote import Caote
+from tests.support.attention_by_hand import (
+    SINKS_AND_CAP,
+    Scene,
+    agree,
+    by_group,
+    inputs_of,
+    pool,
+    pooled_before,
+    within,
+)
 from tests.support.batches import columns
 from tests.support.bounds import conditioned, hold
 
@@ -38,8 +48,14 @@ def scene(request):
     return Scene(seed=11, **SCENES[request.param])
 
 
+def scored(scorer, scene):
+    return scorer.score(scene.inputs(scorer))
+
+
 def protected_tokens(scene, scorer, capacity):
-    mask = scorer.protected(scene.seen, torch.tensor(capacity))
+    inputs = scene.inputs(scorer)
+    inputs.key_indices = scene.reader.key_indices  # as in the engine, whatever the scorer declares
+    mask = scorer.protected(inputs, torch.tensor(capacity))
     return {(b, g): [p for i, p in enumerate(scene.held[b][g]) if mask[b, g, i]] for b, g in scene.places()}
 
 
@@ -51,16 +67,16 @@ def newest(scene, count, first=0):
 
 def test_streaming_llm(scene):
     scorer = StreamingLLM(sinks=2)
-    agree(scene, scorer.score, {x: [float(p) for p in scene.held[x[0]][x[1]]] for x in scene.places()})
+    agree(scene, scorer, {x: [float(p) for p in scene.held[x[0]][x[1]]] for x in scene.places()})
     assert protected_tokens(scene, scorer, [8] * len(scene.lengths)) == newest(scene, 0, first=2)
 
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_h2o_sums_what_queries_pay(scene, window):
     wanted = by_group(scene, lambda b, h: scene.column_sums(b, h, window))
-    agree(scene, H2O(window=window).score, wanted)
+    agree(scene, H2O(window=window), wanted)
     if window is not None:
-        assert torch.equal(H2O(window=window).score(scene.seen), Scissorhands(window=window).score(scene.seen))
+        assert torch.equal(scored(H2O(window=window), scene), scored(Scissorhands(window=window), scene))
 
 
 @pytest.mark.parametrize(("recent", "counts"), [(0.5, [3, 4, 0]), (3, [3, 3, 3])])
@@ -83,18 +99,18 @@ def test_tova_averages_the_layer(scene):
                 if p in held:  # a head that no longer holds the token pays it nothing
                     paid += float(scene.dense(b, h)[0][-1, held.index(p)])
             expected[b, g].append(paid / scene.heads)
-    agree(scene, Tova().score, expected)
+    agree(scene, Tova(), expected)
 
 
 def test_tova_by_kv_head(scene):
-    agree(scene, Tova(scope="kv_head").score, by_group(scene, lambda b, h: scene.column_sums(b, h, 1)))
+    agree(scene, Tova(scope="kv_head"), by_group(scene, lambda b, h: scene.column_sums(b, h, 1)))
 
 
 @pytest.mark.parametrize(("window", "kernel", "kind"), [(3, 5, "max"), (2, 7, "avg"), (1, 1, "max")])
 def test_snapkv_pools_the_prefix_only(scene, window, kernel, kind):
     scorer = SnapKV(window=window, kernel=kernel, pooling=kind)
     sums = by_group(scene, lambda b, h: scene.column_sums(b, h, window))
-    agree(scene, scorer.score, pooled_before(scene, sums, window, kernel, kind), skip=within(scene, window))
+    agree(scene, scorer, pooled_before(scene, sums, window, kernel, kind), skip=within(scene, window))
     assert protected_tokens(scene, scorer, [9] * len(scene.lengths)) == newest(scene, window)
 
 
@@ -111,15 +127,15 @@ def test_cake_is_mean_and_unbiased_variance(scene, gamma, window):
         return result
 
     wanted = pooled_before(scene, by_group(scene, indicator), window, 5, "avg")
-    agree(scene, Cake(window=window, gamma=gamma).score, wanted, skip=within(scene, window))
+    agree(scene, Cake(window=window, gamma=gamma), wanted, skip=within(scene, window))
 
 
 @pytest.mark.parametrize("size", [0.0, 0.1, 8.0])
 def test_cakes_variance_agrees_with_float64(size):
     """A mean of squares less a squared mean would lose what the indicator is about; the weights are given."""
     logits = size * torch.randn(1, 1, 32, 130, generator=torch.Generator().manual_seed(0))
-    rows = AttentionRows(logits, lambda: None, torch.ones(1, 32, dtype=torch.bool))
-    weights = rows.a[0].double()
+    rows = logits.softmax(-1)
+    weights, (_, variances) = rows[0].double(), moments_over_queries(rows, torch.ones(1, 32, dtype=torch.bool))
 
     def variance(weights):
         return (weights - weights.mean(1, keepdim=True)).square().sum(1) / 31
@@ -127,7 +143,7 @@ def test_cakes_variance_agrees_with_float64(size):
     want = variance(weights)
     # equal terms round alike in a sum, and a square below the normal numbers is off by a step of those
     sums = 32 * EPS * (want + torch.finfo(torch.float32).smallest_normal)
-    hold(rows.moments[1][0], want, conditioned(variance, weights) + sums)
+    hold(variances[0], want, conditioned(variance, weights) + sums)
 
 
 def unit(vector):
@@ -141,7 +157,7 @@ def test_keydiff_is_the_cosine_to_the_mean_direction(scene):
         keys = [unit(scene.k[b, g, i]) for i in range(len(scene.held[b][g]))]
         mean = unit([sum(x) / len(keys) for x in zip(*keys, strict=True)])
         expected[b, g] = [-sum(x * y for x, y in zip(key, mean, strict=True)) for key in keys]
-    agree(scene, KeyDiff().score, expected)
+    agree(scene, KeyDiff(), expected)
 
 
 def softmax(values):
@@ -182,7 +198,7 @@ def test_rkv_is_importance_less_redundancy(scene, window, kernel, mix, threshold
         ]
         for b, g in scene.places()
     }
-    agree(scene, scorer.score, wanted, skip=within(scene, window) if mix else lambda b, g, p: False)
+    agree(scene, scorer, wanted, skip=within(scene, window) if mix else lambda b, g, p: False)
     assert protected_tokens(scene, scorer, [9] * len(scene.lengths)) == newest(scene, window)
 
 
@@ -191,24 +207,24 @@ def test_knorm(scene):
         (b, g): [-(sum(float(x) ** 2 for x in scene.k[b, g, i]) ** 0.5) for i in range(len(scene.held[b][g]))]
         for b, g in scene.places()
     }
-    agree(scene, KNorm().score, expected)
+    agree(scene, KNorm(), expected)
 
 
 def test_gates_are_the_logit_and_weigh_by_the_probability():
     scene = Scene(lengths=(9, 4), gate=True)
-    assert torch.equal(Gates().score(scene.seen), scene.gate)
-    assert torch.equal(Gates().weight(scene.seen, scene.gate), scene.gate.sigmoid())
+    inputs, valid = scene.inputs(Gates()), scene.reader.key_valid
+    assert torch.equal(Gates().score(inputs)[valid], scene.gate[valid])
+    assert torch.equal(Gates().weight(inputs, scene.gate), scene.gate.sigmoid())
     assert protected_tokens(scene, Gates(sinks=1, recent=2), [4, 4]) == newest(scene, 2, first=1)
 
 
 def test_random_depends_on_seed_layer_head_and_place_only():
     one, padded = Scene(lengths=(9,)), Scene(lengths=(30, 9), seed=2, padding="right", ragged=True)
-    score = Random().score(one.seen)
-    again = Random().score(padded.seen)
+    score, again = scored(Random(), one), scored(Random(), padded)
     for g in range(2):
         for slot, p in enumerate(padded.held[1][g]):
             assert float(again[1, g, slot]) == float(score[0, g, p])
-    different = [Random(seed=1).score(one.seen), Random().score(Scene(lengths=(9,), layer=1).seen), score.flip(1)]
+    different = [scored(Random(seed=1), one), scored(Random(), Scene(lengths=(9,), layer=1)), score.flip(1)]
     for other in different:
         assert not torch.eq(other, score).any()
 
@@ -218,19 +234,20 @@ def test_scores_by_query_head_are_not_negative_and_cover_every_token(name):
     """What CAOTE normalises: no window cut out, nothing below 0, the pooling over all held tokens."""
     scene = Scene(seed=9, lengths=(14, 5), ragged=True, gate=True)
     scorer = SCORERS[name]()
-    heads = scorer.heads(scene.seen)
-    assert heads.shape == (2, 4, scene.seen.k.shape[2])
+    inputs = inputs_of(Caote(inner=scorer), scene.reader)
+    heads = scorer.heads(inputs)
+    assert heads.shape == (2, 4, scene.k.shape[2])
     assert float(heads.min()) >= 0
     if isinstance(scorer, SnapKV):
         for b, g in scene.places():
             for h in scene.query_heads(g):
-                raw = scorer.raw(scene.seen)[b, h, : len(scene.held[b][g])].tolist()
+                raw = scorer.sums(inputs)[b, h, : len(scene.held[b][g])].tolist()
                 wanted = torch.tensor(pool(raw, scorer.kernel, scorer.pooling), dtype=torch.float64)
                 hold(heads[b, h, : len(raw)], wanted, 2 * (scorer.kernel + 1) * EPS * wanted)  # a mean of so many
     elif isinstance(scorer, RowScorer):
-        assert torch.equal(heads, scorer.raw(scene.seen))
+        assert torch.equal(heads, scorer.sums(inputs))
     else:  # shifted, so that the least becomes 0
-        score = scorer.score(scene.seen)
+        score = scorer.score(inputs)
         score = score.sigmoid() if isinstance(scorer, Gates) else score
         for b, g in scene.places():
             mine = score[b, g, : len(scene.held[b][g])]
@@ -242,8 +259,8 @@ def test_scores_by_query_head_are_not_negative_and_cover_every_token(name):
 class Sevenths(KNorm):
     """Protects every seventh token, which no numbers of first and newest ones say."""
 
-    def protected(self, seen, capacity):
-        return seen.key_indices % 7 == 0
+    def protected(self, inputs, capacity):
+        return inputs.key_indices % 7 == 0
 
 
 @torch.no_grad()

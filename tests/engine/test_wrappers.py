@@ -60,12 +60,13 @@ def pooled_prefix(scene, base, scores):
 def test_vatp_multiplies_by_the_norm_of_values(scene, base):
     """Before the base pools."""
     inner, _ = ROW_BASES[base]
-    score = inner.reduce(scene.seen, inner.raw(scene.seen))  # ``test_scorers`` holds it to its formula
+    inputs = scene.inputs(inner)
+    score = inner.reduce(inputs, inner.sums(inputs))  # ``test_scorers`` holds it to its formula
     scores = {(b, g): score[b, g, : len(scene.held[b][g])].tolist() for b, g in scene.places()}
     for (b, g), values in scores.items():
         for slot, value in enumerate(scene.values(b, g)):
             values[slot] *= sum(abs(float(x)) for x in value)
-    agree(scene, Vatp(inner=inner).score, pooled_prefix(scene, inner, scores), skip=within(scene, window_of(inner)))
+    agree(scene, Vatp(inner=inner), pooled_prefix(scene, inner, scores), skip=within(scene, window_of(inner)))
 
 
 # ---- OBCache
@@ -93,7 +94,7 @@ def test_obcache_sums_the_error_over_the_queries_of_its_base_and_the_group(scene
         return errors(a[-(last or 99) :], s[-(last or 99) :], scene.values(b, h // scene.group), part)
 
     wanted = pooled_prefix(scene, inner, by_group(scene, of_head, "sum"))
-    agree(scene, OBCACHE[part](inner=inner).score, wanted, skip=within(scene, window_of(inner)))
+    agree(scene, OBCACHE[part](inner=inner), wanted, skip=within(scene, window_of(inner)))
 
 
 # ---- CAOTE
@@ -128,10 +129,10 @@ def changes(scene, b, g, weights, fast=False):
 def test_caote_is_the_change_of_the_output_on_removal(scene, base, fast):
     """Of the group's concatenated outputs; under tova by KV head those are the outputs of the newest query."""
     inner, _ = ROW_BASES[base]
-    heads = inner.heads(scene.seen).double()
+    heads = inner.heads(scene.inputs(inner)).double()
     expected = {x: [*changes(scene, *x, lambda b, h: heads[b, h].tolist(), fast=fast).values()] for x in scene.places()}
     scorer = (FastCaote if fast else Caote)(inner=inner)
-    agree(scene, scorer.score, expected, skip=lambda b, g, p: fast and scene.lengths[b] < 2)
+    agree(scene, scorer, expected, skip=lambda b, g, p: fast and scene.lengths[b] < 2)
 
 
 def removal(weights, values):
@@ -161,13 +162,14 @@ def test_weights_near_one_and_values_far_from_the_origin(gap, offset):
 @pytest.mark.parametrize("base", [KNorm(), Gates()], ids=["knorm", "gates"])
 def test_caote_on_a_score_without_rows_shifts_it_to_zero(base):
     scene = Scene(seed=5, lengths=(9, 5), gate=True)
-    plain = base.weight(scene.seen, base.score(scene.seen)).double()  # of gates the probability
+    inputs = scene.inputs(base)
+    plain = base.weight(inputs, base.score(inputs)).double()  # of gates the probability
 
     def shifted(b, h):
         mine = plain[b, h // scene.group, : scene.lengths[b]]
         return (mine - mine.min()).tolist()
 
-    agree(scene, Caote(inner=base).score, {x: [*changes(scene, *x, shifted).values()] for x in scene.places()})
+    agree(scene, Caote(inner=base), {x: [*changes(scene, *x, shifted).values()] for x in scene.places()})
 
 
 # ---- CriticalKV
@@ -183,19 +185,20 @@ def projected_sizes(scene, b, g):
 @pytest.mark.parametrize("shape", [{"lengths": (11, 5, 1), "heads": 6}, {"lengths": (15, 6), "ragged": True}])
 def test_criticalkv_is_the_base_score_and_its_product(shape, base):
     scene = Scene(seed=21, gate=True, **shape)
-    seen, scorer = scene.seen, CriticalKV(inner=base)
-    plain, product = base.score(scene.seen), {}
+    scorer = CriticalKV(inner=base)
+    inputs, product = scene.inputs(scorer), {}
+    plain = base.score(scene.inputs(base))
     weight = plain.sigmoid() if isinstance(base, Gates) else plain  # the probability
     for b, g in scene.places():
         mine = weight[b, g, : len(scene.held[b][g])].tolist()
         lowest = min(0.0, *mine, 0.0)  # the product alone is of a score that is shifted
         product[b, g] = [(s - lowest + 1e-4) * u for s, u in zip(mine, projected_sizes(scene, b, g), strict=True)]
-    score = scorer.score(seen)
-    second, share = scorer.second(seen, score)
-    assert torch.equal(score[seen.key_valid], plain[seen.key_valid])
-    agree(scene, lambda seen: scorer.second(seen, scorer.score(seen))[0], product)
+    score = scorer.score(inputs)
+    second, share = scorer.second(inputs, score)
+    assert torch.equal(score[inputs.key_valid], plain[inputs.key_valid])
+    agree(scene, scorer, product, score=lambda inputs: scorer.second(inputs, scorer.score(inputs))[0])
     assert share == 0.5
-    again, _ = scorer.second(seen, score)  # remembered
+    again, _ = scorer.second(inputs, score)  # remembered
     assert torch.equal(again, second)
 
 
@@ -213,19 +216,20 @@ COMBINATIONS = [
 @pytest.mark.parametrize("scorer", COMBINATIONS)
 def test_scores_are_finite_with_masked_pairs_and_huge_logits(scorer):
     scene = Scene(seed=8, lengths=(14, 1, 6), ragged=True, dtype=torch.float16, sharp=300.0, gate=True)
-    seen = scene.seen
-    score = scorer.score(seen)
-    second, _ = scorer.second(seen, score) or (score, 1.0)
+    inputs, valid = scene.inputs(scorer), scene.reader.key_valid
+    score = scorer.score(inputs)
+    second, _ = scorer.second(inputs, score) or (score, 1.0)
     for values in (score, second):
         assert values.dtype == torch.float32
-        assert values.shape == seen.key_valid.shape
-        assert bool(values[seen.key_valid].isfinite().all())
-    assert float(second[seen.key_valid].min()) >= 0  # a first score beside it may be of any sign
+        assert values.shape == valid.shape
+        assert bool(values[valid].isfinite().all())
+    assert float(second[valid].min()) >= 0  # a first score beside it may be of any sign
 
 
 @pytest.mark.parametrize("scorer", COMBINATIONS)
 def test_free_slots_change_nothing(scorer):
     clean, dirty = (Scene(seed=8, lengths=(14, 6), ragged=True, gate=True) for _ in range(2))
-    valid = clean.seen.key_valid
+    valid = clean.reader.key_valid
     dirty._parts[1][~valid], dirty._parts[2][~valid] = 1e30, float("nan")
-    assert torch.equal(scorer.score(clean.seen)[valid], scorer.score(dirty.seen)[valid])
+    scores = [scorer.score(scene.inputs(scorer))[valid] for scene in (clean, dirty)]
+    assert torch.equal(*scores)

@@ -5,12 +5,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ag.engine.layer_reader import LayerReader
 from ag.engine.scorer_inputs import ScorerInputs
-from ag.engine.shown import Keys
+from ag.engine.scorers import Scorer
 from ag.kernels.softmax import PLAIN, Softmax
 from tests.support.bounds import ROUNDINGS, conditioned, hold
 
@@ -43,7 +46,7 @@ def turned(x: Tensor, places: Tensor, span: int = 1) -> Tensor:
 
 
 class Scene:
-    """One layer, as an observation and as plain lists in float64.
+    """One layer, as its reader shows it and as plain lists in float64.
 
     ``lengths`` are the sequences' tokens. ``ragged``: each KV head holds a random part of them (the newest always);
     ``queries``: number of the last tokens that are queries; ``sharp``: factor of the logits.
@@ -92,62 +95,74 @@ class Scene:
         slots = max(len(x) for row in self.held for x in row)
         k = torch.randn(batch, kv_heads, slots, dim, generator=make) * 5  # free slots hold anything finite
         v = torch.randn(batch, kv_heads, slots, dim, generator=make) * 5
-        token_indices = torch.randint(0, longest, (batch, kv_heads, slots), generator=make)
-        valid = torch.zeros(batch, kv_heads, slots, dtype=torch.bool)
+        token_indices = torch.full((batch, kv_heads, slots), -1)
         tokens_k = torch.randn(batch, kv_heads, longest, dim, generator=make)
         tokens_v = torch.randn(batch, kv_heads, longest, dim, generator=make)
         for b in range(batch):
             for g in range(kv_heads):
                 for slot, p in enumerate(self.held[b][g]):
                     k[b, g, slot], v[b, g, slot] = tokens_k[b, g, p], tokens_v[b, g, p]
-                    token_indices[b, g, slot], valid[b, g, slot] = p, True
+                    token_indices[b, g, slot] = p
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         self.q, self.k, self.v = q.double(), k.double(), v.double()
         self.gate = torch.rand(batch, kv_heads, slots, generator=make).logit() if gate else None
         self.output = torch.randn(heads, dim, 11, generator=make)  # of the output projection, by query head
-        self._parts = (q, k, v, self.scaling, query_indices, token_indices, query_valid, valid)
+        self._parts = (q, k, v, query_indices, token_indices, query_valid)
         self._layer = layer
         self._dense: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
-    def seen(self) -> ScorerInputs:
-        """The scene as an observation, a new one each time: scorers record in it what they saw."""
-        return self.observed(*self.operands)
+    def reader(self) -> LayerReader:
+        """The reader of the layer, a new one each time: it remembers what it computed."""
+        return self.reader_of(*self.operands)
+
+    def inputs(self, scorer: Scorer) -> ScorerInputs:
+        """The inputs of a scorer that has noted the pass."""
+        return inputs_of(scorer, self.reader)
 
     @property
     def operands(self) -> list[Tensor]:
         """What scores are made of: q, k, v, the output projection, and the gate's logits where there are any."""
         return [*self._parts[:3], self.output, *([] if self.gate is None else [self.gate])]
 
-    def observed(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, gate: Tensor | None = None) -> ScorerInputs:
-        """The scene with other operands."""
-        scaling, query_indices, token_indices, query_valid, valid = self._parts[3:]
-        return ScorerInputs(
-            keys=Keys(
-                stored=lambda: (k, v),
-                shape=valid.shape,
-                ledger=lambda: (token_indices, valid),
-                ordered=not self._ragged,
-            ),
-            q=q,
+    def reader_of(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, gate: Tensor | None = None) -> LayerReader:
+        """The reader of a layer with other operands."""
+        query_indices, token_indices, query_valid = self._parts[3:]
+        cached: Any = SimpleNamespace(
+            keys=k,
+            values=v,
+            token_indices=token_indices,
+            gates=gate,
+            shape=token_indices.shape,
+            in_order=not self._ragged,
+            same_for_all_heads=False,
+        )
+        return LayerReader(
+            cached=cached,
+            rotated_queries=q,
             query_indices=query_indices,
             query_valid=query_valid,
-            new=q.shape[2],
+            num_new=q.shape[2],
             lengths=torch.tensor(self.lengths),
-            longest=max(self.lengths),
+            max_length=max(self.lengths),
             prompt_lengths=torch.tensor(self.lengths),
-            scaling=scaling,
+            scaling=self.scaling,
+            step_weights=None,
             softmax=self.softmax,
             layer=self._layer,
             sliding_window=self.window,
-            gate=gate,
-            rotation=turned,
-            projection=lambda: output,
+            log_retention=False,
+            caller_protected=None,
+            prompt_sums={},
+            decoding=False,
+            rotate=turned,
+            load_output_projection=lambda: output,
+            memo={},
         )
 
-    def bound(self, score: Callable[[ScorerInputs], Tensor]) -> Tensor:
-        """How far a score ``[B, Hkv, N]`` in float32 may be from the right one."""
-        return conditioned(lambda *operands: score(self.observed(*operands)), *self.operands)
+    def bound(self, compute: Callable[[LayerReader], Tensor]) -> Tensor:
+        """How far a tensor that float32 computes from the layer may be from the right one."""
+        return conditioned(lambda *operands: compute(self.reader_of(*operands)), *self.operands)
 
     def places(self) -> list[tuple[int, int]]:
         """Every (sequence, KV head)."""
@@ -209,14 +224,28 @@ def pool(values: Sequence[float], kernel: int, kind: str) -> list[float]:
     return result
 
 
+def inputs_of(scorer: Scorer, reader: LayerReader) -> ScorerInputs:
+    """The inputs that the engine gives a scorer: what it declares, and the records that it notes first."""
+    records: dict[str, Tensor] = {}
+    inputs = reader.inputs(scorer.needs, records)
+    scorer.note(inputs, records)
+    return inputs
+
+
 def agree(
     scene: Scene,
-    score: Callable[[ScorerInputs], Tensor],
+    scorer: Scorer,
     expected: dict[tuple[int, int], Sequence[float]],
     skip: Callable[[int, int, int], bool] = lambda b, g, p: False,
+    score: Callable[[ScorerInputs], Tensor] | None = None,
 ) -> int:
-    """Assert that a score ``[B, Hkv, N]`` is ``expected[b, g]`` on every held slot that is not skipped."""
-    got, bound, compared = score(scene.seen), scene.bound(score), 0
+    """Assert that a scorer's score ``[B, Hkv, N]`` is ``expected[b, g]`` on every held slot that is not skipped.
+
+    ``score`` computes another of its numbers from its inputs.
+    """
+    compute = scorer.score if score is None else score
+    bound = scene.bound(lambda reader: compute(inputs_of(scorer, reader)))
+    got, compared = compute(scene.inputs(scorer)), 0
     for b, g in scene.places():
         slots = [slot for slot, p in enumerate(scene.held[b][g]) if not skip(b, g, p)]
         want = torch.tensor([expected[b, g][slot] for slot in slots], dtype=torch.float64)

@@ -44,14 +44,14 @@ class Scripted(Evictor):
         super().__init__(ag.policy(f"knorm@{allocator}", budget=1, **options), [*range(len(brought))], heads)
         self._script: list[Candidates] = brought
 
-    def _candidates(self, seen: Any, due: Any, records: Any) -> Candidates:
-        candidates: Candidates = self._script[seen.layer]
+    def _candidates(self, reader: Any, evicting: Any, records: Any) -> Candidates:
+        candidates: Candidates = self._script[reader.layer]
         return candidates
 
     def show(self, layer: int) -> dict[int, Tensor]:
         """Show one layer; return the masks."""
-        seen: Any = SimpleNamespace(layer=layer, decoding=False, q=self._script[layer].score)
-        return self.decide(seen)
+        reader: Any = SimpleNamespace(layer=layer, decoding=False, lengths=self._script[layer].prompt)
+        return self.decide(reader)
 
     def run(self, watch: Callable[[list[list[list[int]]]], object] = lambda held: None) -> list[list[list[int]]]:
         """Show all layers; return the tokens that each head of each layer holds at the end."""

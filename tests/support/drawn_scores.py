@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ag.engine.scorer_inputs import ScorerInputs
+from ag.engine.scorer_inputs import Needs, ScorerInputs
 from ag.engine.scorers import SCORERS
 from ag.engine.scorers.base import Scorer
 
@@ -35,11 +35,13 @@ class Drawn(Scorer):
 
     seed: int = 0
     lowered: int | None = None
+    needs = Needs(key_indices=True)
 
     def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the number drawn for the token index of each token."""
-        places, height = numbers(self.seed, inputs.layer, inputs.k.shape[1])
-        scores = (places - height).expand(len(inputs.k), -1, -1).gather(2, inputs.key_indices.clamp(0, RANKS - 1)) / 16
+        batch, heads, _ = inputs.key_indices.shape
+        places, height = numbers(self.seed, inputs.layer, heads)
+        scores = (places - height).expand(batch, -1, -1).gather(2, inputs.key_indices.clamp(0, RANKS - 1)) / 16
         return scores - 16.0 * (inputs.layer == self.lowered)
 
 

@@ -12,22 +12,23 @@ import torch
 from torch import Tensor
 
 from ag import retention
-from ag.engine.scorer_inputs import ScorerInputs
+from ag.engine.scorer_inputs import Needs, ScorerInputs
 from ag.stateful import Attributes
 
 
 @dataclass
 class Candidates:
-    """The tokens that one layer brings to a decision, in the order of their positions.
+    """The tokens of one layer that a decision compares, in the order of their indices.
 
     Attributes:
         score: ``[B, Hkv, N]`` float32, see :func:`ag.retention.eviction_score`; -inf also where there is no token.
         capacity: ``[B]`` long, tokens per KV head on average over layers.
-        prompt: ``[B]`` long, own tokens of each prompt, of which less may be held.
-        due: ``[B]`` bool, sequences to evict from; the others keep all.
-        preference: ``[B]`` float64, the layer's preference where the allocator measures one.
-        second: ``[B, Hkv, N]`` float32, decides over the rest of a head's tokens; None means that there is one score.
-        first_share: share of a head's tokens that ``score`` decides over where there are two.
+        prompt: ``[B]`` long, tokens of each prompt without padding; some may be evicted already.
+        due: ``[B]`` bool, sequences to evict from; all other sequences keep all tokens.
+        preference: ``[B]`` float64, the layer's preference. None: the allocator measures none.
+        second: ``[B, Hkv, N]`` float32, chooses a head's tokens after ``score`` has chosen a share. None: ``score``
+            chooses all.
+        first_share: share of a head's tokens that ``score`` chooses if there is a second score.
     """
 
     score: Tensor
@@ -40,7 +41,7 @@ class Candidates:
 
     @cached_property
     def valid(self) -> Tensor:
-        """``[B, Hkv, N]`` bool, tokens that may stay."""
+        """``[B, Hkv, N]`` bool, tokens that can be kept."""
         return self.score > -retention.INF
 
     @property
@@ -59,7 +60,7 @@ class Candidates:
         return self.score.isfinite().sum(-1).amax(1)
 
     def keep(self, count: Tensor) -> Tensor:
-        """Return the mask of ``count`` ``[B]`` or ``[B, Hkv]`` tokens in each head, and of all where nothing is due."""
+        """Return the mask of the best ``count`` ``[B]`` or ``[B, Hkv]`` tokens of each head; of all if none is due."""
         count = count.view(len(count), -1).expand(self.score.shape[:2]).where(self.due[:, None], self.score.shape[-1])
         if self.second is None:
             return retention.keep_mask(self.score, count) & self.valid
@@ -67,11 +68,11 @@ class Candidates:
         return retention.keep_mask(retention.eviction_score(self.second, sure, ~self.valid), count) & self.valid
 
     def as_many(self, kept: Tensor) -> Tensor:
-        """Return as many tokens of each head as ``kept`` ``[B, Hkv, N]`` has, which one score chose, by both scores."""
+        """Return a mask by both scores with the number of tokens that ``kept`` ``[B, Hkv, N]`` has of each head."""
         return kept if self.second is None else self.keep(kept.sum(-1))
 
     def after(self, kept: Tensor) -> Candidates:
-        """Return the candidates that ``kept`` leaves, which close up in their order."""
+        """Return only the candidates in ``kept``, in their order."""
         order = (~kept).byte().argsort(dim=-1, stable=True)[..., : int(kept.sum(-1).max())]
         score = self.score.masked_fill(~kept, -retention.INF).gather(-1, order)
         return replace(self, score=score, second=None if self.second is None else self.second.gather(-1, order))
@@ -81,15 +82,15 @@ def over_heads(parts: Sequence[Candidates], floor: float, total: Tensor) -> list
     """Keep the best of all heads of some layers by one top-k, as in Ada-KV (Feng et al. 2024).
 
     Args:
-        parts: one of each layer; of equal scores those of earlier layers, heads and tokens stay.
+        parts: candidates of each layer. If scores are equal, the earlier layer, head and token is kept.
         floor: share of its layer's capacity that every head keeps at least.
         total: ``[B]`` long, tokens to keep of all heads.
 
     Returns:
-        Of each layer ``[B, Hkv, N]`` bool; all tokens of the sequences that are not due.
+        A mask for each layer, ``[B, Hkv, N]`` bool; all tokens of the sequences that are not due.
     """
     scores = [part.score for part in parts]
-    if floor:  # the best of each head stay as if they were protected
+    if floor:  # the best tokens of each head are kept as if they were protected
         floors = [(part.capacity * floor).long()[:, None].expand(part.score.shape[:2]) for part in parts]
         sure = [retention.keep_mask(x, n) & (x > -retention.INF) for x, n in zip(scores, floors, strict=True)]
         scores = [x.masked_fill(mask, retention.INF) for x, mask in zip(scores, sure, strict=True)]
@@ -108,12 +109,12 @@ class LayerBudgets(Attributes):
     Attributes:
         layers: indices of the layers that share the budget, ascending.
         kv_heads: KV heads of each layer of the model.
-        open: by layer, candidates of which an allocator may yet take something.
-        votes: by layer, what the first score alone would keep of them, by which layers compete.
-        settled: by layer, tokens ``[B]`` kept at the end of the prompt, which also bound it while decoding: per KV
-            head, or of all heads where layers compete for them.
-        over_budget: ``[B]`` bool on the CPU, sequences that hold more than the budget because more is protected; None
-            means that nothing was decided.
+        open: by layer, the candidates that later layers may still evict.
+        votes: by layer, the open candidates that the first score alone would keep; layers compete by these.
+        settled: by layer, tokens ``[B]`` kept at the end of the prompt, which also bound the layer while decoding. They
+            count per KV head, or summed over the heads if layers compete for tokens.
+        over_budget: ``[B]`` bool on the CPU, sequences that hold more than the budget because more is protected. None:
+            no decision yet.
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {"layers": Sequence, "settled": dict, "over_budget": Tensor | None}
@@ -128,17 +129,17 @@ class LayerBudgets(Attributes):
     def settle(self, layer: int, candidates: Candidates, budget: Tensor, mean: Tensor | None = None) -> None:
         """Fix a layer budget for decoding.
 
-        A prompt that fitted leaves every layer the mean, which is the capacity; so does one that stays whole until
-        later tokens fill the budget. In blocks, a prompt that ended before the others of its batch keeps what it got.
+        If a prompt fits, or is whole until later tokens fill the budget, every layer gets the mean, the capacity. In
+        blocks, a prompt that ended earlier than other prompts of its batch keeps its budget.
         """
         fitted = (candidates.prompt <= candidates.capacity) | ~candidates.due
         budget = budget.where(~fitted, candidates.capacity if mean is None else mean)
         self.settled[layer] = budget.where(candidates.due, self.settled.get(layer, budget))
 
     def join(self, other: LayerBudgets, batch: int, added: int) -> None:
-        """Append the budgets of another batch, of ``added`` sequences, to those of ``batch`` sequences."""
+        """Append the budgets of another batch of ``added`` sequences to these budgets of ``batch`` sequences."""
         over = self.over_budget, other.over_budget
-        if any(x is not None for x in over):  # of the other batch nothing was decided yet
+        if any(x is not None for x in over):  # one batch may have no decision yet
             sizes = zip(over, (batch, added), strict=True)
             self.over_budget = torch.cat([torch.zeros(n, dtype=torch.bool) if x is None else x for x, n in sizes])
         self.settled = {layer: torch.cat([x, other.settled[layer]]) for layer, x in self.settled.items()}
@@ -167,7 +168,7 @@ class LayerBudgets(Attributes):
 class Allocator(ABC):
     """Shares the budget among layers and heads; its fields are its options."""
 
-    #: Whether what a head keeps depends on the other heads of its layer, also while decoding.
+    #: Whether the heads of a layer compete with each other, also while decoding.
     compares_heads: ClassVar[bool] = False
     #: Options beside the fields, which :meth:`completed` turns into fields.
     shorthands: ClassVar[tuple[str, ...]] = ()
@@ -177,30 +178,30 @@ class Allocator(ABC):
         """Return the fields that the given options mean, under a budget and a scorer with this window (or None)."""
         return dict(options)
 
-    @property
-    def lookback(self) -> int:
-        """Earlier queries of the prompt that a decision needs beside the new ones."""
-        return 0
+    @cached_property
+    def needs(self) -> Needs:
+        """The inputs that :meth:`wish` reads."""
+        return Needs()
 
     def wish(self, inputs: ScorerInputs) -> Tensor | None:
-        """Return the layer's preference, ``[B]`` float64; None means that layers have none."""
+        """Return the layer's preference at the end of the prompt, ``[B]`` float64. None: layers have no preference."""
         return None
 
     @abstractmethod
     def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
-        """Return masks ``[B, Hkv, N]`` of what stays of the prompt, by layer: this one, and earlier ones that give way.
+        """Return masks ``[B, Hkv, N]`` of the prompt tokens to keep, of this and of earlier layers that lose tokens.
 
-        What the layer gets is noted in ``budgets``.
+        The method notes the layer's budget in ``budgets``.
         """
 
     def keep_later(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
-        """Return the mask ``[B, Hkv, N]`` of what stays of a layer while decoding."""
+        """Return the mask ``[B, Hkv, N]`` of the tokens that a layer keeps while decoding."""
         return candidates.keep(budgets.settled[layer])
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAllocator(Allocator):
-    """An allocator that finds each layer budget by itself."""
+    """An allocator that computes the budget of each layer by itself."""
 
     @abstractmethod
     def layer_budget(self, candidates: Candidates, layer_number: int, layers: int) -> Tensor:
@@ -210,7 +211,7 @@ class LayerAllocator(Allocator):
         """
 
     def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
-        """Return what stays of the layer."""
+        """Return the mask of the layer's budget."""
         budget = self.layer_budget(candidates, budgets.layers.index(layer), len(budgets.layers))
         budgets.settle(layer, candidates, budget)
         return {layer: candidates.keep(budget)}

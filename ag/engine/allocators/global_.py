@@ -13,14 +13,14 @@ from ag.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class Global(Allocator):
-    """One top-k over layers, heads and tokens, so that scores must mean the same everywhere.
+    """One top-k over layers, heads and tokens. It needs scores that are comparable between layers.
 
-    While the prompt is read layers come one after the other; tokens that are not among the best so far are evicted at
-    once, so that at most the budget and one whole layer are held. While decoding each layer keeps the total that it had
-    at the end of the prompt, shared among its heads by one top-k.
+    Prefill decides layer by layer, and evicts at once the tokens that are not among the best so far: at most the budget
+    and one whole layer are cached. While decoding each layer keeps the total that it had at the end of the prompt,
+    shared among its heads by one top-k.
 
     Source: Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", without a floor;
-    the floor is that of ngocbh/trimkv.
+    the floor is taken from ngocbh/trimkv.
 
     Attributes:
         floor: share of the budget that every head of every layer keeps at least.
@@ -33,9 +33,10 @@ class Global(Allocator):
         require(self, "floor", 0 <= self.floor <= 1, "a share from 0 to 1")
 
     def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
-        """Return what stays of the layer and of those before it.
+        """Return the masks of the layer and of earlier layers that lose tokens.
 
-        The result is that of one decision at the end: what is not among the best so far is not among the best of all.
+        One decision at the end would keep equal tokens: a token that is not among the best so far is not among the best
+        of all.
         """
         budgets.open[layer] = budgets.votes[layer] = candidates
         ahead = sum(budgets.kv_heads[x] for x in budgets.layers if x not in budgets.open)
@@ -56,6 +57,6 @@ class Global(Allocator):
         return masks
 
     def keep_later(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
-        """Return what stays of the layer: how its total is shared among heads is decided anew each time."""
+        """Return the mask of the layer; each call shares the layer's total among its heads anew."""
         (keep,) = over_heads([candidates], self.floor, budgets.settled[layer])
         return candidates.as_many(keep)

@@ -29,10 +29,10 @@ class Heads(Allocator):
         require(self, "floor", 0 <= self.floor <= 1, "a share from 0 to 1")
 
     def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
-        """Return what stays of the layer."""
+        """Return the mask of the layer."""
         return {layer: self.keep_later(layer, candidates, budgets)}
 
     def keep_later(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
-        """Return what stays of the layer: how its budget is shared among heads is decided anew each time."""
+        """Return the mask of the layer; each call shares the layer's budget among its heads anew."""
         (keep,) = over_heads([candidates], self.floor, candidates.capacity * candidates.score.shape[1])
         return candidates.as_many(keep)

@@ -1,9 +1,10 @@
-"""CAKE's budgets: layers whose attention is spread out and moving get more, and earlier ones give way."""
+"""CAKE's budgets: layers whose attention is spread out and varies get more, and earlier layers lose tokens to them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ag.engine.allocators.base import Allocator, Candidates, LayerBudgets
 from ag.engine.allocators.rounding import largest_remainder
-from ag.engine.scorer_inputs import ScorerInputs
+from ag.engine.scorer_inputs import Needs, ScorerInputs
 from ag.errors import UserError, require
 
 #: CAKE's published temperatures (tau1, tau2), by model and tokens per layer (code antgroup/cakekv, model2tau.json).
@@ -38,7 +39,7 @@ class Preference(Allocator):
     Attributes:
         tau1: temperature of the entropy.
         tau2: temperature of the variance.
-        observers: last queries whose attention is measured; by default those of the scorer's window, where it has one.
+        observers: last queries whose attention is measured. Default: the scorer's window if it has one.
     """
 
     tau1: float = 1.0
@@ -62,10 +63,16 @@ class Preference(Allocator):
             completed["tau1"], completed["tau2"] = published_tau(str(options_given["tau"]), budget)
         return completed
 
-    @property
-    def lookback(self) -> int:
-        """All observers but the newest query."""
-        return self.observers - 1
+    @cached_property
+    def needs(self) -> Needs:
+        """The attention of the observers, and the tokens before them."""
+        return Needs(
+            attention_rows=self.observers,
+            attention_moments=self.observers,
+            occupied=True,
+            age=True,
+            lookback=self.observers - 1,
+        )
 
     def wish(self, inputs: ScorerInputs) -> Tensor:
         """Return the layer's preference, ``[B]`` float64 (section 4.1 of the paper)."""
@@ -74,9 +81,9 @@ class Preference(Allocator):
         return spread * variance.double().clamp_min(1e-12) ** (1 / self.tau2)
 
     def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
-        """Return what stays of the layer and of those before it, so that the budget and one whole layer are held.
+        """Return the masks of the layer and of earlier layers: at most the budget and one whole layer are cached.
 
-        The result is that of one decision at the end: a layer budget only falls as others come.
+        One decision at the end would keep equal tokens: a layer budget only falls from layer to layer.
         """
         budgets.open[layer] = candidates
         brought, last = [*budgets.open.values()], len(budgets.open) == len(budgets.layers)
@@ -88,7 +95,7 @@ class Preference(Allocator):
                 budgets.settle(other, open_candidates, own)
             if not is_whole[index]:
                 masks[other] = open_candidates.keep(own)
-            if other in masks:  # what leaves a sliding window goes from this layer in any case
+            if other in masks:  # this layer evicts expired tokens in any case
                 budgets.open[other] = open_candidates.after(masks[other])
         if last:
             budgets.open.clear()
@@ -121,13 +128,14 @@ def entropy_and_variance(inputs: ScorerInputs, observers: int) -> tuple[Tensor, 
 
     H is the entropy of the attention that the last queries pay the tokens before them, summed over heads and queries, V
     its variance over those queries, summed over heads and tokens. Attention to the observing tokens themselves does not
-    count, and the rest is not normalised anew.
+    count, and all other weights are not normalised anew.
     """
-    rows = inputs.rows(observers)
-    before_window = (inputs.keys.valid & (inputs.age >= observers)).repeat_interleave(inputs.group, 1)
-    a = rows.a * (rows.counted[:, None, :, None] & before_window[:, :, None])
+    weights, query_valid = inputs.attention_rows
+    _, variance = inputs.attention_moments
+    before_window = (inputs.occupied & (inputs.age >= observers)).repeat_interleave(inputs.group, 1)
+    a = weights * (query_valid[:, None, :, None] & before_window[:, :, None])
     entropy = -(a + 1e-10).log_().mul_(a).sum((1, 2, 3))
-    return entropy, (rows.moments[1] * before_window).sum((1, 2))
+    return entropy, (variance * before_window).sum((1, 2))
 
 
 def water_fill(preference: Tensor, total: Tensor, caps: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Pyramid(LayerAllocator):
         require(self, "beta", self.beta >= 1, "1 or more")
 
     def layer_budget(self, candidates: Candidates, layer_number: int, layers: int) -> Tensor:
-        """Return the tokens ``[B]`` that the layer at a place keeps."""
+        """Return the tokens ``[B]`` that the layer keeps."""
         kept = []
         for mean, fixed, prompt in zip(
             *(x.tolist() for x in (candidates.capacity, candidates.fixed, candidates.prompt)), strict=True
@@ -46,7 +46,7 @@ def pyramid(mean: int, num_cached: int, layers: int, beta: int = 20) -> list[int
 
     Args:
         mean: tokens per layer on average, protected ones not counted (T).
-        num_cached: tokens that compete in each layer, of which no layer gets more.
+        num_cached: tokens that compete in each layer; no layer gets more.
         layers: number of layers L.
         beta: steepness; the last layer gets ``mean // beta``. 1 is uniform.
     """

@@ -1,6 +1,7 @@
 """The scorers by name: to add one, write its file and a line here."""
 
-from ag.engine.scorers.base import Needs as Needs
+from ag.engine.scorer_inputs import Needs as Needs
+from ag.engine.scorer_inputs import ScorerInputs as ScorerInputs
 from ag.engine.scorers.base import RowScorer as RowScorer
 from ag.engine.scorers.base import Scorer as Scorer
 from ag.engine.scorers.cake import Cake

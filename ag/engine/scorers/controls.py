@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ag.engine.scorer_inputs import ScorerInputs
-from ag.engine.scorers.base import Needs, Scorer
+from ag.engine.scorer_inputs import Needs, ScorerInputs
+from ag.engine.scorers.base import Scorer
 
 ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # multipliers of xxHash
 
@@ -19,17 +19,17 @@ class Random(Scorer):
     """Random scores: a hash of (seed, layer, head, token index), independent of padding and batch.
 
     Attributes:
-        seed: of the hash.
+        seed: seed of the hash.
     """
 
     seed: int = 0
     alone: ClassVar[str] = "its scores are random"
-    needs = Needs(steady=True)
+    needs = Needs(key_indices=True, steady=True)
 
     def score(self, inputs: ScorerInputs) -> Tensor:
         """Return numbers in [0, 1)."""
         heads = torch.arange(inputs.key_indices.shape[1], device=inputs.key_indices.device)[:, None]
-        mixed = inputs.key_indices.long() * ODD[0] + heads * ODD[1] + (self.seed * 1000 + inputs.layer) * ODD[2]
+        mixed = inputs.key_indices * ODD[0] + heads * ODD[1] + (self.seed * 1000 + inputs.layer) * ODD[2]
         for shift in (15, 13, 16):
             mixed = mixed & 0xFFFFFFFF
             mixed = (mixed ^ (mixed >> shift)) * ODD[shift % 3]
@@ -40,9 +40,9 @@ class Random(Scorer):
 class KNorm(Scorer):
     """Keys with a small norm (Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy")."""
 
-    needs = Needs(steady=True)
+    needs = Needs(keys=True, steady=True)
 
     def score(self, inputs: ScorerInputs) -> Tensor:
         """Return ``-||k||``."""
-        norms: Tensor = torch.linalg.vector_norm(inputs.k.float(), dim=-1)
+        norms: Tensor = torch.linalg.vector_norm(inputs.keys.float(), dim=-1)
         return -norms

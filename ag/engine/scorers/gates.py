@@ -1,4 +1,4 @@
-"""Attention-Gates with a budget: the tokens with the highest gate logits stay."""
+"""Attention-Gates with a budget: the tokens with the highest gate logits are kept."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ag.engine.scorer_inputs import ScorerInputs
-from ag.engine.scorers.base import DERIVED, Needs, Scorer
+from ag.engine.scorer_inputs import Needs, ScorerInputs
+from ag.engine.scorers.base import DERIVED, Scorer
 from ag.errors import UserError, require
 
 RECENT_SHARE = 0.25
@@ -17,23 +17,23 @@ RECENT_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Gates(Scorer):
-    """The logit of the probability of the layer's gate, for a budget.
+    """The logit of the layer's gate, for a budget. Wrappers weigh by the probability.
 
-    Without a budget the flags decide; see :class:`ag.gates.gating.Gating`. Wrappers weigh by the probability. A token
-    that no gate has judged, such as a generated one under ``gate.covers=prompt``, has the largest score.
+    Without a budget the flags decide; see :class:`ag.gates.gating.Gating`. A token on which no gate ran, for example a
+    generated token under ``gate.covers=prompt``, has the largest score. A layer without a gate keeps all its tokens,
+    and has no part in the budget.
 
-    A layer without a gate keeps all its tokens, and has no part in the budget.
-
-    Of gates whose scores decay (``gate.kind=retention``) the output ``b`` is the part of a token's worth that is left
-    after each new token. A score is ``(age + 2) log b``, the age of the newest token being 0, as in the code of TRIM-KV
-    (Bui et al. 2025, ngocbh/trimkv).
+    If the scores of gates decay (``gate.kind=retention``), their output ``b`` is the share of a token's worth that
+    remains after each new token. The score is ``(age + 2) log b``, where the newest token has age 0, as in the code of
+    TRIM-KV (Bui et al. 2025, ngocbh/trimkv).
 
     Attributes:
-        sinks: first tokens that stay; None means ``trained_sinks``.
-        recent: newest tokens that stay; None means ``recent_share`` of the budget, at most what the sinks leave of it.
-        recent_share: of the budget; None means ``trained_recent`` tokens, at most a quarter of the budget.
-        trained_recent: tokens of the prompt that the first query behind it saw in training, which is
-            ``gate.recent_tokens`` less its own; taken from the gates. The flags keep these too.
+        sinks: first tokens that are kept. None: ``trained_sinks``.
+        recent: newest tokens that are kept. None: ``recent_share`` of the budget, but no more than the budget less the
+            sinks.
+        recent_share: share of the budget. None: ``trained_recent`` tokens, at most a quarter of the budget.
+        trained_recent: ``gate.recent_tokens`` less 1, taken from the gates: the newest prompt tokens that the first
+            query after the prompt saw in training. The flags keep these too.
         trained_sinks: ``gate.sink_tokens``, taken from the gates.
     """
 
@@ -42,7 +42,7 @@ class Gates(Scorer):
     recent_share: float | None = None
     trained_recent: int = field(default=0, metadata=DERIVED)
     trained_sinks: int = field(default=0, metadata=DERIVED)
-    needs = Needs(steady=True)
+    needs = Needs(gate_logits=True, key_indices=True, steady=True)
     reads_gates: ClassVar[bool] = True
     default_allocator: ClassVar[str] = "global"  # as the flags, which have one boundary for all heads
 
@@ -57,19 +57,19 @@ class Gates(Scorer):
             )
 
     def trained_with(self, sinks: int, recent: int) -> Self:
-        """Return the scorer that protects these numbers of tokens, where no option gives others."""
+        """Return the scorer that protects these numbers of tokens, unless options give other numbers."""
         return replace(self, trained_sinks=sinks, trained_recent=recent)
 
     def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the logit, or the log of a token's remaining worth."""
-        assert inputs.gate is not None
-        if not inputs.decays:
-            return inputs.gate
-        return inputs.gate.clamp_max(0.0) * (inputs.age + 2)  # the log of 1 where no gate ran
+        if not inputs.log_retention:
+            return inputs.gate_logits
+        age = inputs.lengths[:, None, None] - 1 - inputs.key_indices
+        return inputs.gate_logits.clamp_max(0.0) * (age + 2)  # the log of 1 if no gate ran
 
     def weight(self, inputs: ScorerInputs, score: Tensor) -> Tensor:
         """Return the probability, or the log of a token's remaining worth."""
-        return score if inputs.decays else score.sigmoid()
+        return score if inputs.log_retention else score.sigmoid()
 
     def limits(self, capacity: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sinks and the newest tokens."""

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from ag.engine.scorer_inputs import ScorerInputs
-from ag.engine.scorers.base import Needs, Scorer
+from ag.engine.scorer_inputs import Needs, ScorerInputs
+from ag.engine.scorers.base import Scorer
 from ag.errors import UserError, require
 
 ASK = "\n\nRepeat the context above exactly, word for word."
@@ -23,26 +23,26 @@ MARK = "\x00"  # stands for the user's text while a chat template is cut open
 class KVzip(Scorer):
     """``max A_ip`` over the queries of a repetition of the context, and over the query heads of the group.
 
-    After the prompt was read, the context behind the sinks is repeated chunk by chunk under the whole cache: an
+    After the prompt the model repeats the context after the sinks, chunk by chunk under the whole cache: it reads an
     instruction, then the tokens of the chunk. The softmax runs over the sinks, the chunk and its repetition alone, in
-    float32. Nothing of a repetition stays in the cache. Scores are made once, so that the schedule is ``prefill``.
+    float32. The cache drops each repetition. A prompt is scored once, and the schedule is therefore ``prefill``.
 
     Source: Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", code
     snu-mllab/KVzip; KVzip+ after NVIDIA/kvpress. Deviations: ``sinks`` is the prefix (system
-    prompt) that stays, and counts within the budget, as in kvpress; the number of kept tokens is that of the budget,
-    which the paper's code misses by one.
+    prompt) that is kept, and it counts within the budget, as in kvpress; exactly the budget is kept (the paper's code
+    misses it by one).
 
     Attributes:
-        sinks: first tokens, which stay, are in every softmax and are not repeated.
+        sinks: first tokens, which are kept, take part in every softmax and are not repeated.
         chunk: tokens that are repeated at once.
-        overlap: last tokens of the chunk before, with which the instruction names the next one; all of it, where it has
-            fewer.
-        normalize: KVzip+: multiply weights by ``||W_O v_p|| / ||x_i||``, ``x_i`` what the query was made of.
-        ask: token ids, separated by blanks, of the instruction before the first chunk; None means the ids of a
-            tokenizer, where a command has one (:meth:`with_tokenizer`), else no instruction.
-        ask_part: the same before the others, whose first tokens follow.
-        answer: the same between instruction and chunk: the user's turn ends, the assistant's begins, and where the chat
-            template writes an empty thinking block before an answer without thoughts, that block.
+        overlap: last tokens of a chunk with which the instruction for the next chunk ends; the whole chunk if it has
+            fewer tokens.
+        normalize: KVzip+: multiply weights by ``||W_O v_p|| / ||x_i||`` with ``x_i`` the input of the query's layer.
+        ask: token ids, separated by blanks, of the instruction before the first chunk. None: a command takes the ids of
+            its tokenizer (:meth:`with_tokenizer`); otherwise there is no instruction.
+        ask_part: token ids of the instruction before each later chunk; the overlap follows.
+        answer: token ids between instruction and chunk. They end the user's turn and begin the assistant's turn. Some
+            chat templates write an empty thinking block before an answer without thoughts; then they include it.
     """
 
     sinks: int = 4
@@ -58,7 +58,7 @@ class KVzip(Scorer):
     @cached_property
     def needs(self) -> Needs:
         """Instructions, and under KVzip+ the output projection."""
-        return Needs(output_projection=self.normalize, from_tokenizer=("ask", "ask_part", "answer"))
+        return Needs(key_indices=True, output_projection=self.normalize, from_tokenizer=("ask", "ask_part", "answer"))
 
     @classmethod
     def wrapped(cls, by_head: bool) -> Mapping[str, tuple[Any, str]]:
@@ -91,12 +91,12 @@ class KVzip(Scorer):
         return self
 
     def score(self, inputs: ScorerInputs) -> Tensor:
-        """Return the largest weight; 0 for what was not repeated."""
-        scores = self.recorded(inputs).get("repeated")
+        """Return the largest weight; 0 for tokens that were not repeated."""
+        scores = inputs.records.get("repeated")
         return torch.zeros_like(inputs.key_indices, dtype=torch.float32) if scores is None else scores
 
     def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:
-        """Return the chunks of a prompt's token ids ``context``, and what the model reads to repeat each."""
+        """Return the chunks of a prompt's token ids ``context``, each with the ids that repeat it."""
         instructions = self.ask, self.ask_part, self.answer
         ask, ask_part, answer = ([int(x) for x in (text or "").split()] for text in instructions)
         chunks = []

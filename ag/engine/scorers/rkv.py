@@ -1,4 +1,4 @@
-"""R-KV: what a window attends to, less what other keys repeat."""
+"""R-KV: the attention of a window, less the redundancy of keys that repeat each other."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.scorer_inputs import ScorerInputs
-from ag.engine.scorers.base import Needs, Scorer, pooled
+from ag.engine.scorer_inputs import Needs, ScorerInputs
+from ag.engine.scorers.base import Scorer, pooled
 from ag.errors import require
 
 PAIRS = 1 << 22  # of keys, compared at once
@@ -20,18 +20,19 @@ PAIRS = 1 << 22  # of keys, compared at once
 class RKV(Scorer):
     """``mix I_p - (1 - mix) R_p``: the importance of a token, and the redundancy of its key, by KV head.
 
-    ``I`` is a softmax over the tokens before an observation window, of the largest logit of the group's query heads;
-    the mean over the window's queries, max-pooled along those tokens. ``R`` is a softmax over all held tokens of how
-    alike a key is to the others on average. For each key the newest of those that are alike (cosine above
-    ``threshold``) does not count as alike to it, so that of a repeated thought the latest stays.
+    ``I``: the largest logit of the group's query heads goes through a softmax over the tokens before an observation
+    window. The mean of this softmax over the window's queries is max-pooled along these tokens. ``R``: the mean cosine
+    of a key to all keys goes through a softmax over all cached tokens. Two keys are alike if their cosine is above
+    ``threshold``. Among the keys that are alike to a key the newest does not count: the latest token of a repeated
+    thought is kept.
 
     Source: Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models", arXiv 2505.24133; code
-    Zefan-Cai/R-KV (``R1KV``, ``retain_direction=last``), published with ``steps:128``. Deviations: a key to which none
-    is alike leaves the others as they are, where the code takes the first token for its newest one; ``mix`` is the
-    paper's 0.1 (the class of the code has 0.07); a decision at the end of a prompt too; float32 throughout.
+    Zefan-Cai/R-KV (``R1KV``, ``retain_direction=last``), published with ``steps:128``. Deviations: if no key is
+    alike to a key, all keys count (the code leaves the first token out); ``mix`` is the paper's 0.1 (the class of the
+    code has 0.07); a decision at the end of a prompt too; float32 throughout.
 
     Attributes:
-        window: last queries that observe; their tokens stay and count within the budget.
+        window: last queries that observe; their tokens are kept and count within the budget.
         kernel: width of the pooling, odd.
         mix: weight of the importance, 0 to 1; the paper's lambda.
         threshold: cosine above which two keys are alike.
@@ -51,27 +52,37 @@ class RKV(Scorer):
 
     @cached_property
     def needs(self) -> Needs:
-        """The queries of the window."""
-        return Needs(rows=True, lookback=self.window - 1, observers=self.window)
+        """The logits of the window's queries, and the keys in the order of the tokens."""
+        return Needs(
+            attention_logits=self.window,
+            keys=True,
+            key_indices=True,
+            key_valid=True,
+            age=True,
+            slot_order=True,
+            lookback=self.window - 1,
+            observers=self.window,
+        )
 
     def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the importance less the redundancy; above -1 and at most 1."""
         return self.mix * self.importance(inputs) - (1 - self.mix) * self.redundancy(inputs)
 
     def importance(self, inputs: ScorerInputs) -> Tensor:
-        """Return ``I``, ``[B, Hkv, N]``; near the window what the pooling reaches, and 0 behind that."""
-        rows, before_window = inputs.rows(self.window), inputs.key_valid & (inputs.age >= self.window)
-        shown = rows.visible.unflatten(1, (-1, inputs.group)).any(2) & before_window[:, :, None]
-        logits = rows.s.masked_fill(~rows.visible, float("-inf")).unflatten(1, (-1, inputs.group)).amax(2)
-        weights = logits.masked_fill(~shown, float("-inf")).softmax(-1).masked_fill(~shown, 0.0)
-        counted = rows.counted[:, None, :, None]
+        """Return ``I``, ``[B, Hkv, N]``: 0 on the tokens of the window that the pooling does not reach."""
+        logits, query_valid = inputs.attention_logits
+        before_window = inputs.key_valid & (inputs.age >= self.window)
+        largest = logits.unflatten(1, (-1, inputs.group)).amax(2)  # [B, Hkv, w, N]
+        hidden = (largest == float("-inf")) | ~before_window[:, :, None]
+        weights = largest.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0.0)
+        counted = query_valid[:, None, :, None]
         mean = weights.masked_fill(~counted, 0.0).sum(2) / counted.sum(2).clamp_min(1)
-        return pooled(mean, before_window, self.kernel, "max", inputs.keys.order)
+        return pooled(mean, before_window, self.kernel, "max", inputs.slot_order)
 
     def redundancy(self, inputs: ScorerInputs) -> Tensor:
         """Return ``R``, ``[B, Hkv, N]``, which sums to 1 over the tokens of a head."""
         valid = inputs.key_valid
-        keys = F.normalize(inputs.k.float().masked_fill(~valid[..., None], 0.0), dim=-1)
+        keys = F.normalize(inputs.keys.float().masked_fill(~valid[..., None], 0.0), dim=-1)
         token_indices = inputs.key_indices.masked_fill(~valid, -1)
         slots = torch.arange(keys.shape[2], device=keys.device)
         alike = torch.zeros(keys.shape[:3], device=keys.device)

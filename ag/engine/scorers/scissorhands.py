@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
 from ag.engine.records import Records, latest
-from ag.engine.rows import Statistic, attention
-from ag.engine.scorer_inputs import ScorerInputs
-from ag.engine.scorers.base import Needs, RowScorer
+from ag.engine.scorer_inputs import Needs, ScorerInputs
+from ag.engine.scorers.base import RowScorer
 from ag.errors import require
 
 
@@ -22,23 +22,26 @@ class Scissorhands(RowScorer):
 
     Attributes:
         window: queries that count.
-        recent: newest tokens that stay.
+        recent: newest tokens that are kept.
     """
 
     window: int = 400
     recent: int = 10
 
-    needs = Needs(rows=True, every_query=True)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "window", self.window >= 1, "1 or more")
 
-    def note(self, inputs: ScorerInputs, records: Records, statistic: Statistic = attention) -> None:
-        """Keep the rows of the window."""
-        rows = inputs.rows(self.window, only_new=True)
-        latest(records, "rows", rows.counted[:, None, :, None] * statistic(rows), rows.counted, self.window)
+    @cached_property
+    def needs(self) -> Needs:
+        """The rows of new queries."""
+        return Needs(attention_rows=self.window, only_new=True, every_query=("attention_rows",))
 
-    def sums(self, inputs: ScorerInputs, statistic: Statistic = attention) -> Tensor:
-        """Return the sums over the window; past weights do not change."""
-        return self.recorded(inputs, statistic)["rows"].sum(2)
+    def note(self, inputs: ScorerInputs, records: Records) -> None:
+        """Keep the rows of the window."""
+        rows, valid = inputs.attention_rows
+        latest(records, "rows", valid[:, None, :, None] * rows, valid, self.window)
+
+    def sums(self, inputs: ScorerInputs) -> Tensor:
+        """Return the sums over the window; earlier weights do not change."""
+        return inputs.records["rows"].sum(2)

@@ -1,4 +1,4 @@
-"""SnapKV: what the last queries of the prompt attend to, pooled."""
+"""SnapKV: the attention of the last queries of the prompt, pooled."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from typing import Literal
 
 from torch import Tensor
 
-from ag.engine.rows import Statistic, attention
-from ag.engine.scorer_inputs import ScorerInputs
-from ag.engine.scorers.base import Needs, RowScorer, pooled
+from ag.engine.scorer_inputs import Needs, ScorerInputs
+from ag.engine.scorers.base import RowScorer, pooled
 from ag.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(RowScorer):
-    """Attention summed over an observation window, pooled along the tokens before it; the window itself stays.
+    """Attention summed over an observation window, pooled along the tokens before it; the window's tokens are kept.
 
     Source: Li et al. 2024, "SnapKV"; code FasterDecoding/SnapKV (its LongBench settings). Deviation: the mean over the
     query heads of a KV head, taken before pooling.
 
     Attributes:
-        window: last queries that observe; their tokens stay and count within the budget.
+        window: last queries that observe; their tokens are kept and count within the budget.
         kernel: width of the pooling, odd.
         pooling: ``max`` or ``avg``.
     """
@@ -38,17 +37,20 @@ class SnapKV(RowScorer):
 
     @cached_property
     def needs(self) -> Needs:
-        """The queries of the window."""
-        return Needs(rows=True, lookback=self.window - 1, observers=self.window)
-
-    def sums(self, inputs: ScorerInputs, statistic: Statistic = attention) -> Tensor:
-        """Return the sums over the window."""
-        return inputs.rows(self.window).total(statistic)
+        """The sums over the window's queries, and the order of the tokens."""
+        return Needs(
+            attention_sums=self.window,
+            key_valid=True,
+            age=True,
+            slot_order=True,
+            lookback=self.window - 1,
+            observers=self.window,
+        )
 
     def pool(self, inputs: ScorerInputs, score: Tensor, before_window: bool = True) -> Tensor:
-        """Pool along the tokens before the window, or along all of them."""
+        """Pool along the tokens before the window, or along all tokens."""
         inside = inputs.key_valid & (inputs.age >= self.window) if before_window else inputs.key_valid
-        return pooled(score, inside, self.kernel, self.pooling, inputs.keys.order)
+        return pooled(score, inside, self.kernel, self.pooling, inputs.slot_order)
 
     def limits(self, capacity: Tensor) -> tuple[int, int]:
         """Return the sinks, and the window or the newest tokens."""

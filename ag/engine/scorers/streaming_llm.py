@@ -1,4 +1,4 @@
-"""StreamingLLM: the first tokens and the newest ones."""
+"""StreamingLLM: the first and the newest tokens."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ag.engine.scorer_inputs import ScorerInputs
-from ag.engine.scorers.base import Needs, Scorer
+from ag.engine.scorer_inputs import Needs, ScorerInputs
+from ag.engine.scorers.base import Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +20,12 @@ class StreamingLLM(Scorer):
     ``positions="slot"``.
 
     Attributes:
-        sinks: first tokens that stay.
+        sinks: first tokens that are kept.
     """
 
     sinks: int = 4
     alone: ClassVar[str] = "its score is the position alone"
-    needs = Needs(steady=True)
+    needs = Needs(key_indices=True, steady=True)
 
     def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the position."""

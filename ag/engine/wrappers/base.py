@@ -10,29 +10,29 @@ import torch
 from torch import Tensor
 
 from ag.engine.records import Records
-from ag.engine.scorer_inputs import ScorerInputs
-from ag.engine.scorers.base import Needs, RowScorer, Scorer
+from ag.engine.scorer_inputs import Needs, ScorerInputs
+from ag.engine.scorers.base import RowScorer, Scorer
 from ag.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapper(Scorer):
-    """Changes the score of ``inner``; what ``inner`` protects stays protected.
+    """Changes the score of ``inner``; tokens that ``inner`` protects are protected under the wrapper too.
 
     Attributes:
-        inner: the scorer it acts on.
+        inner: the scorer on which the wrapper acts.
     """
 
     inner: Scorer
 
-    #: Whether it scores each head by itself, so that the inner scorer must too.
+    #: Whether the wrapper scores each head by itself; then the inner scorer must too.
     scores_heads: ClassVar[bool] = True
 
     @classmethod
     def accepts(cls, inner: type[Scorer], options: dict[str, Any], spec: Any) -> None:
-        """Refuse a scorer that it cannot act on, and add the options that the scorer has under it.
+        """Refuse a scorer on which the wrapper cannot act, and add the options that the scorer has under the wrapper.
 
-        The type of the field ``inner`` says from which class a scorer has to derive; ``spec`` is that of the policy.
+        A scorer has to derive from the type of the field ``inner``. ``spec`` is the parsed text of the policy.
         """
         rows = issubclass(get_type_hints(cls)["inner"], RowScorer) and not issubclass(inner, RowScorer)
         if reason := inner.alone or ("it has no attention rows to act on" if rows else ""):
@@ -46,35 +46,44 @@ class Wrapper(Scorer):
 
     @cached_property
     def needs(self) -> Needs:
-        """The needs of the inner scorer, to which a wrapper adds by :func:`dataclasses.replace`."""
-        return replace(self.inner.needs, steady=False)
+        """The needs of the inner scorer and of the wrapper."""
+        return self.add_needs(self.inner.needs)
+
+    @cached_property
+    def decode_needs(self) -> Needs:
+        """The needs of both after the prompt."""
+        return self.add_needs(self.inner.decode_needs)
+
+    def add_needs(self, needs: Needs) -> Needs:
+        """Return the needs of the inner scorer with the inputs that the wrapper reads itself."""
+        return replace(needs, steady=False)
 
     def note(self, inputs: ScorerInputs, records: Records) -> None:
-        """Record what the inner scorer does."""
+        """Let the inner scorer record."""
         self.inner.note(inputs, records)
 
     @property
     def rereader(self) -> Any:
-        """The inner scorer, where it lets the model repeat the prompt."""
+        """The inner scorer, if it lets the model repeat the prompt."""
         return self.inner.rereader
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
-        """Return the same on an inner scorer with the instructions of a tokenizer."""
+        """Return the wrapper on an inner scorer with the instructions of a tokenizer."""
         return replace(self, inner=self.inner.with_tokenizer(tokenizer))
 
     def trained_with(self, sinks: int, recent: int) -> Self:
-        """Return the same on an inner scorer that protects what the training of its gates did."""
+        """Return the wrapper on an inner scorer that protects these tokens; see :meth:`Scorer.trained_with`."""
         return replace(self, inner=self.inner.trained_with(sinks, recent))
 
     def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
-        """Return the larger ones of what the inner scorer and this one protect."""
+        """Return the larger numbers of tokens that the inner scorer or the wrapper protects."""
         return larger_counts(self.inner.limits(capacity), super().limits(capacity))
 
 
 def larger_counts(
     first_counts: tuple[int | Tensor, ...], other_counts: tuple[int | Tensor, ...]
 ) -> tuple[int | Tensor, int | Tensor]:
-    """Return the larger ones of two pairs of numbers, each a number or ``[B]``."""
+    """Return the larger first and the larger second number of two pairs; a number is an int or ``[B]`` long."""
     first, second = (
         max(a, b) if isinstance(a, int) and isinstance(b, int) else torch.as_tensor(a).maximum(torch.as_tensor(b))
         for a, b in zip(first_counts, other_counts, strict=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ag.engine.scorer_inputs import ScorerInputs
+from ag.engine.rows import subtract_centre
+from ag.engine.scorer_inputs import Needs, ScorerInputs
 from ag.engine.scorers.base import grouped
 from ag.engine.wrappers.base import Wrapper, larger_counts
 
@@ -16,17 +17,21 @@ SMALLEST = 1e-12  # weight of all other tokens below which a token counts as the
 
 @dataclass(frozen=True, kw_only=True)
 class Caote(Wrapper):
-    """``h_p / (1 - h_p) ||o - v_p||`` with ``h`` the base score normalised over the held tokens and ``o = sum h v``.
+    """``h_p / (1 - h_p) ||o - v_p||`` with ``h`` the base score normalised over the cached tokens and ``o = sum h v``.
 
     Source: "CAOTE: KV Caching through Attention Output Error-based Token Eviction", Eq. 8 and 20 to 22. It is the
-    change of the output when one token is evicted and the other weights are renormalised. For weights over 1/2 it is
-    computed without a difference of near numbers, as ``h_p ||v_p - o_(-p)||`` with the output of the others. The heads
-    of a group combine as the root of the sum of squares, the change of their concatenated output. The newest token
-    stays on any base.
+    change of the output when one token is evicted and the remaining weights are renormalised. For weights over 1/2 it
+    is computed without a difference of near numbers, as ``h_p ||v_p - o_(-p)||`` with the output ``o_(-p)`` of the
+    remaining tokens. The heads of a group combine as the root of the sum of squares, the change of their concatenated
+    output. The newest token is kept on any base.
     """
 
+    def add_needs(self, needs: Needs) -> Needs:
+        """Return the base's needs and the values."""
+        return replace(super().add_needs(needs), values=True, key_valid=True)
+
     def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
-        """Return what the base protects, and at least the newest token."""
+        """Return the numbers of tokens that the base protects, and at least the newest token."""
         return larger_counts(super().limits(capacity), (0, 1))
 
     def score(self, inputs: ScorerInputs) -> Tensor:
@@ -36,31 +41,36 @@ class Caote(Wrapper):
         return grouped(self.change(weights, inputs).square(), inputs, "sum").sqrt()
 
     def change(self, weights: Tensor, inputs: ScorerInputs) -> Tensor:
-        """Return the change of each head's output, ``[B, H, N]``, for weights ``[B, H, N]`` of the tokens held."""
-        return removal_error(weights, inputs.v.repeat_interleave(inputs.group, 1))
+        """Return the change of each head's output, ``[B, H, N]``, for weights ``[B, H, N]`` of the cached tokens."""
+        return removal_error(weights, inputs.values.repeat_interleave(inputs.group, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FastCaote(Caote):
-    """CAOTE with the plain mean of the held values in the place of the output (Eq. 23)."""
+    """CAOTE with the plain mean of the cached values in the place of the output (Eq. 23)."""
+
+    def add_needs(self, needs: Needs) -> Needs:
+        """Return the base's needs, the values and the slots that hold them."""
+        return replace(super().add_needs(needs), occupied=True)
 
     def change(self, weights: Tensor, inputs: ScorerInputs) -> Tensor:
         """Return the change of each head's output, approximately."""
-        centred, held = inputs.values.centred, inputs.key_valid
-        mean = (centred * held[..., None]).sum(2, keepdim=True) / held.sum(-1).clamp_min(1)[..., None, None]
+        _, centred = subtract_centre(inputs.values, inputs.occupied)  # differences then have smaller rounding errors
+        valid = inputs.key_valid
+        mean = (centred * valid[..., None]).sum(2, keepdim=True) / valid.sum(-1).clamp_min(1)[..., None, None]
         distance: Tensor = torch.linalg.vector_norm(centred - mean, dim=-1).repeat_interleave(inputs.group, 1)
         return odds(weights) * distance
 
 
 def odds(weights: Tensor) -> Tensor:
-    """Return ``h / (1 - h)`` of weights ``[..., N]`` that sum to 1, from the sum of the others where h is near 1."""
+    """Return ``h / (1 - h)`` of weights ``[..., N]`` that sum to 1; ``1 - h`` of the largest sums all other weights."""
     top, index = weights.max(-1, keepdim=True)
     other_weights = weights.scatter(-1, index, 0.0).sum(-1, keepdim=True)
     return (weights / (1 - weights)).scatter(-1, index, top / other_weights.clamp_min(SMALLEST))
 
 
 def removal_error(weights: Tensor, values: Tensor) -> Tensor:
-    """Return ``||change of sum h v||`` ``[..., N]`` when one token is evicted and the other weights are renormalised.
+    """Return ``||change of sum h v||`` ``[..., N]`` when a token is evicted and the remaining weights are renormalised.
 
     The weights ``[..., N]`` sum to 1; the values are ``[..., N, D]``.
     """
@@ -72,7 +82,7 @@ def removal_error(weights: Tensor, values: Tensor) -> Tensor:
     row = index[..., None].expand(*index.shape, values.shape[-1])
     largest_value = centred.gather(-2, row)
     error = weights / (1 - weights) * torch.linalg.vector_norm(centred - (mix + top[..., None] * largest_value), dim=-1)
-    # Of the largest weight: h ||v - the others' mean||, without subtracting near numbers; h ||v|| if it is alone.
+    # The largest weight: h ||v - mean of all other values||, no difference of near numbers; h ||v|| if it is alone.
     left = torch.where(
         weight_left > 0,
         largest_value - mix / weight_left.clamp_min(torch.finfo(weights.dtype).tiny),

@@ -10,62 +10,50 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ag.engine.records import Records
-from ag.engine.rows import FUSED, AttentionRows, Values
-from ag.engine.scorer_inputs import ScorerInputs
-from ag.engine.scorers.base import Needs, RowScorer, grouped
+from ag.engine.rows import FUSED, CentredValues
+from ag.engine.scorer_inputs import Needs, ScorerInputs
+from ag.engine.scorers.base import RowScorer, grouped
 from ag.engine.wrappers.base import Wrapper
 
 RUN = 32  # see largest
 
 
-def value_error(rows: AttentionRows) -> Tensor:
+def value_error(weights: Tensor, logits: Tensor, values: CentredValues) -> Tensor:
     """``A^2 ||v_p||^2``, the squared change of the output when the value becomes 0."""
-
-    def error(a: Tensor, s: Tensor, values: Values) -> Tensor:
-        norms = values.norms.repeat_interleave(a.shape[1] // values.norms.shape[1], 1)
-        return a.square() * norms[:, :, None]
-
-    return rows.pairs(error)
+    group = weights.shape[1] // values.squared_norms.shape[1]
+    return weights.square() * values.squared_norms.repeat_interleave(group, 1)[:, :, None]
 
 
-def key_error(rows: AttentionRows) -> Tensor:
+def key_error(weights: Tensor, logits: Tensor, values: CentredValues) -> Tensor:
     """``A^2 s^2 ||v_p - o_i||^2``, when the logit becomes 0 (first order)."""
-
-    def error(a: Tensor, s: Tensor, values: Values) -> Tensor:
-        out = Outputs.of(a, values)
-        apart = out.expanded(values).clamp_min_(0.0)
-        apart.scatter_(-1, out.largest_slot, out.difference.square().sum(-1, keepdim=True))
-        return apart.view_as(a).mul_((a * s).square_())
-
-    return rows.pairs(error)
+    outputs = Outputs.of(weights, values)
+    distances = outputs.squared_distances(values).clamp_min_(0.0)
+    distances.scatter_(-1, outputs.largest_slot, outputs.difference.square().sum(-1, keepdim=True))
+    return distances.view_as(weights).mul_((weights * logits).square_())
 
 
-def joint_error(rows: AttentionRows) -> Tensor:
-    """``A^2 ||(1 + s) v_p - s o_i||^2``, when both do (first order; the cross term has the factor +2).
+def joint_error(weights: Tensor, logits: Tensor, values: CentredValues) -> Tensor:
+    """``A^2 ||(1 + s) v_p - s o_i||^2``, when both become 0 (first order; the cross term has the factor +2).
 
     ``||v + s (v - o)||^2 = ||v||^2 + s (2 <v, v - o> + s ||v - o||^2)``, and the two products differ by a number for
-    each key and one for each query.
+    each key and a number for each query.
     """
-
-    def error(a: Tensor, s: Tensor, values: Values) -> Tensor:
-        out = Outputs.of(a, values)
-        apart, s = out.expanded(values), s.reshape(*out.o.shape[:3], -1)
-        of_query = 2.0 * (out.o @ values.centre.mT) + out.squares
-        moved = torch.addcmul(apart, apart, s).add_((2.0 * values.along - values.spread)[:, :, None])
-        moved = moved.sub_(of_query).mul_(s).add_(values.norms[:, :, None]).clamp_min_(0.0)
-        change = out.nearest + values.centre + s.gather(-1, out.largest_slot) * out.difference
-        moved.scatter_(-1, out.largest_slot, change.square().sum(-1, keepdim=True))
-        return moved.view_as(a).mul_(a).mul_(a)
-
-    return rows.pairs(error)
+    outputs = Outputs.of(weights, values)
+    distances, s = outputs.squared_distances(values), logits.reshape(*outputs.o.shape[:3], -1)
+    of_query = 2.0 * (outputs.o @ values.centre.mT) + outputs.squares
+    moved = torch.addcmul(distances, distances, s)
+    moved = moved.add_((2.0 * values.centred_dots - values.centred_squared_norms)[:, :, None])
+    moved = moved.sub_(of_query).mul_(s).add_(values.squared_norms[:, :, None]).clamp_min_(0.0)
+    change = outputs.nearest + values.centre + s.gather(-1, outputs.largest_slot) * outputs.difference
+    moved.scatter_(-1, outputs.largest_slot, change.square().sum(-1, keepdim=True))
+    return moved.view_as(weights).mul_(weights).mul_(weights)
 
 
 class Outputs(NamedTuple):
     """Outputs ``o_i = sum_p a_ip v_p`` of the queries of each KV head, from values less their centre.
 
-    Where attention is sharp, an output is close to the value of the key with the largest weight, and the square of
-    their difference, expanded, would cancel. This difference is therefore summed over the other keys: ``v_p - o_i =
+    If attention is sharp, an output is close to the value of the key p with the largest weight, and the expanded square
+    of their difference would cancel. This difference is therefore a sum over all keys q but p: ``v_p - o_i =
     sum_(q != p) a_iq (v_p - v_q)``.
     """
 
@@ -76,7 +64,7 @@ class Outputs(NamedTuple):
     difference: Tensor  # [B, Hkv, G w, D], its value less the output
 
     @classmethod
-    def of(cls, a: Tensor, values: Values) -> Outputs:
+    def of(cls, a: Tensor, values: CentredValues) -> Outputs:
         """Return the outputs of weights ``[B, H, w, N]``."""
         v = values.centred
         a = a.reshape(len(v), v.shape[1], -1, a.shape[-1])
@@ -88,19 +76,19 @@ class Outputs(NamedTuple):
         squares = o.square().sum(-1, keepdim=True)
         return cls(o, squares, largest_slot, nearest, other_weights.sum(-1, keepdim=True) * nearest - mix)
 
-    def expanded(self, values: Values) -> Tensor:
-        """Return ``||v_p - o_i||^2`` of all pairs ``[B, Hkv, G w, N]``, expanded, so that each costs one product."""
+    def squared_distances(self, values: CentredValues) -> Tensor:
+        """Return ``||v_p - o_i||^2`` of all pairs ``[B, Hkv, G w, N]``, expanded: each then costs one product."""
         left = torch.cat([-2.0 * self.o, self.squares, torch.ones_like(self.squares)], -1)
-        spread = values.spread[..., None]
-        squared_distances: Tensor = left @ torch.cat([values.centred, torch.ones_like(spread), spread], -1).mT
-        return squared_distances
+        norms = values.centred_squared_norms[..., None]
+        distances: Tensor = left @ torch.cat([values.centred, torch.ones_like(norms), norms], -1).mT
+        return distances
 
 
 def largest(a: Tensor) -> Tensor:
-    """Return the place of the largest number of each row ``[..., N]``, ``[..., 1]`` long.
+    """Return the index of the largest number of each row ``[..., N]``, ``[..., 1]`` long.
 
-    The largest number of each run of 32 is found first, and then its place in one run: PyTorch finds a largest number
-    on a CPU in less than a tenth of the time that it takes with its place.
+    The largest number of each run of 32 is found first, and then the index within one run. On a CPU PyTorch takes ten
+    times as long for a largest number with its index as for the number alone.
     """
     in_runs = a.shape[-1] // RUN * RUN
     if not in_runs:
@@ -120,7 +108,7 @@ FUSED[value_error] = "squares"
 
 @dataclass(frozen=True, kw_only=True)
 class OBCache(Wrapper):
-    """Sums an output error where the base sums attention: same queries, same pooling, same protection.
+    """Sums an output error in the place of the base's attention weight: same queries, same pooling, same protection.
 
     Source: "OBCache: Optimal Brain KV Cache Pruning for Efficient Long-Context LLM Inference", Eq. 5 to 7. The heads
     of a group are summed, which is the error of their concatenated output.
@@ -128,23 +116,24 @@ class OBCache(Wrapper):
 
     inner: RowScorer
 
-    @cached_property
-    def needs(self) -> Needs:
-        """What the base needs; errors take more than attention weights."""
-        return replace(super().needs, rows=False)
-
     @staticmethod
     @abstractmethod
-    def error(rows: AttentionRows) -> Tensor:
+    def error(weights: Tensor, logits: Tensor, values: CentredValues) -> Tensor:
         """Return the error ``[B, H, w, N]`` that each query would see without each key."""
 
-    def note(self, inputs: ScorerInputs, records: Records) -> None:
-        """Record the error where the base records attention."""
-        self.inner.note(inputs, records, self.error)
+    @cached_property
+    def needs(self) -> Needs:
+        """The inputs that the base sums, with the error in the place of the weight."""
+        return replace(self.inner.summing.needs, statistic=self.error, steady=False)
+
+    @cached_property
+    def decode_needs(self) -> Needs:
+        """These inputs after the prompt."""
+        return replace(self.inner.summing.decode_needs, statistic=self.error, steady=False)
 
     def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the error of the group's output."""
-        return self.inner.pool(inputs, grouped(self.inner.sums(inputs, self.error), inputs, "sum"))
+        return self.inner.pool(inputs, grouped(self.inner.summing.sums(inputs), inputs, "sum"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
-from ag.engine.scorer_inputs import ScorerInputs
+from ag.engine.scorer_inputs import Needs, ScorerInputs
 from ag.engine.scorers.base import RowScorer
 from ag.engine.wrappers.base import Wrapper
 
@@ -20,13 +20,18 @@ class Vatp(Wrapper):
     Value Also Matters", Eq. 3; code guozhiyu/vatp.
 
     Attributes:
-        sinks: first tokens that stay, within the budget (the paper's F).
+        sinks: first tokens that are kept, within the budget (the paper's F).
     """
 
     inner: RowScorer
     sinks: int = 20
     scores_heads: ClassVar[bool] = False
 
+    def add_needs(self, needs: Needs) -> Needs:
+        """Return the base's needs and the values."""
+        return replace(super().add_needs(needs), values=True)
+
     def score(self, inputs: ScorerInputs) -> Tensor:
-        """Return the product, which a base that pools pools."""
-        return self.inner.pool(inputs, self.inner.reduce(inputs, self.inner.raw(inputs)) * inputs.v.abs().sum(-1))
+        """Return the product, pooled if the base pools."""
+        attention = self.inner.reduce(inputs, self.inner.sums(inputs))
+        return self.inner.pool(inputs, attention * inputs.values.abs().sum(-1))

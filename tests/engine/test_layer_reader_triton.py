@@ -9,7 +9,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
 import ag
-from ag.engine.shown import Keys
+from ag.engine.layer_reader import LayerReader
 from tests.support.bounds import hold, of_logits
 
 PROMPT, NEW = 20, 2
@@ -47,7 +47,8 @@ def test_weights_of_a_decoded_token_come_from_the_kernel(tiny_llama, monkeypatch
     monkeypatch.setenv("AG_KERNELS", "triton")
 
     def guard():
-        monkeypatch.setattr(Keys, "single", property(lambda keys: pytest.fail("keys were copied to float32")))
+        copied = property(lambda reader: pytest.fail("keys were copied to float32"))
+        monkeypatch.setattr(LayerReader, "keys_float32", copied)
 
     found, mine = decoded(model, name, 8, "every", mask=mask, guard=guard)
     assert torch.equal(same(mine), same(held))
