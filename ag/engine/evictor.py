@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from ag.engine.records import Records
 
 CHECK_INTERVAL = 16  # evicting steps between two checks that scores were finite, as a check waits for the device
+UNREAD_PARTS = 64  # most timed parts on a card whose events are not read yet
 
 
 class NonFiniteScoreError(UserError, FloatingPointError):
@@ -320,3 +323,54 @@ class Evictor:
         if self._settled_cpu[0] is not settled:
             self._settled_cpu = settled, {layer: x.cpu() for layer, x in settled.items()}
         return torch.stack([self._settled_cpu[1].get(layer, capacity) for layer in layers])
+
+
+class Stopwatch:
+    """Adds up the seconds that scores and decisions take.
+
+    On a card they are the time between two events in its stream. The host reads them with the sum, or after 64 more.
+
+    Args:
+        seconds: that the sum begins with.
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._sum = seconds
+        self._unread: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Count the time of what runs within, on a device."""
+        if device.type != "cuda":
+            start = time.perf_counter()
+            yield
+            self._sum += time.perf_counter() - start
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # a graph measures nothing
+            yield
+            return
+        stream = torch.cuda.current_stream(device)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record(stream)
+        yield
+        last.record(stream)
+        self._unread.append((first, last))
+        if len(self._unread) > UNREAD_PARTS:
+            self._read(1)
+
+    @property
+    def seconds(self) -> float:
+        """Total seconds; on a card the host waits for unfinished parts."""
+        self._read(len(self._unread))
+        return self._sum
+
+    def _read(self, count: int) -> None:
+        """Add the oldest parts, for whose ends the host waits."""
+        for first, last in self._unread[:count]:
+            last.synchronize()
+            self._sum += first.elapsed_time(last) / 1000
+        del self._unread[:count]
+
+    def __deepcopy__(self, memo: object) -> Stopwatch:
+        """Copy the sum: events belong to one watch."""
+        return Stopwatch(self.seconds)

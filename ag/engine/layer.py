@@ -14,14 +14,13 @@ from torch import Tensor
 from ag import retention
 from ag.engine.block_pool import PoolFullError
 from ag.engine.cached_kv import CachedKV
-from ag.engine.evictor import Evictor
+from ag.engine.evictor import Evictor, Stopwatch
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.kv_store import KVStore
 from ag.engine.layer_reader import LayerReader
 from ag.engine.observation_window import ObservationWindow, Queries
 from ag.engine.policy import Policy
 from ag.engine.records import Records
-from ag.engine.stopwatch import Stopwatch
 from ag.errors import UserError
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ag.engine.cache_state import CacheState
+from ag.engine.evictor import Stopwatch
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.recorded_prompt import Measured
 from ag.engine.scorers.kvzip import KVzip
-from ag.engine.stopwatch import Stopwatch
 from ag.errors import UserError
 from ag.kernels.attention_stats import attention_stats
 from ag.kernels.pages import read

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ag.engine.cache_state import CacheState
+from ag.engine.evictor import Stopwatch
 from ag.engine.kv_store import KVStore
 from ag.engine.layer import EXPIRED, Layer
 from ag.engine.sequences import SequenceState
-from ag.engine.stopwatch import Stopwatch
 from ag.errors import UserError
 
 
