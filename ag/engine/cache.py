@@ -68,13 +68,14 @@ class EvictionCache(Cache):
         chosen = spec if isinstance(spec, Policy) else policy(spec, budget, schedule, **options)
         #: The model, the policy and the pool; forks share it.
         self.setup = CacheSetup.of(model, chosen, pool)
-        super().__init__(layers=[DynamicLayer() for _ in self.setup.heads])  # they stay empty
+        # transformers counts layers; keys lie in the pool, so these stay empty
+        super().__init__(layers=[DynamicLayer() for _ in self.setup.heads])
         self._take(CacheState(self.setup))
 
     def _take(self, state: CacheState) -> None:
         """Hold a state."""
         self.state = state
-        #: The forward pass, which the hooks of the model call.
+        #: The forward pass. The hooks of the model find it under this name, and call it.
         self.interceptor = ForwardPass(state)
 
     def reset(self) -> None:
@@ -280,7 +281,7 @@ class EvictionCache(Cache):
         rope, tokens = self.setup.rope, torch.tensor(input_ids.shape[1])
         outgrown = rope is not None and bool(rope.outgrows(self.state.sequences.text_len, tokens).any())
         common = 0
-        if not (self.state.broken or outgrown):
+        if not (self.state.pass_open or outgrown):
             common = self.state.sequences.ids.common(input_ids, self.seen_tokens)
         if common:
             try:
@@ -368,7 +369,7 @@ class EvictionCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return keys and values as they are: they are stored when the attention function has them."""
-        if not self.state.broken:
+        if not self.state.pass_open:
             raise UserError(
                 "This cache was made for another model, or ag.detach(model) was called since; make one with "
                 "EvictionCache(model, ...), or attach the gates again."
@@ -378,7 +379,7 @@ class EvictionCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns seen, which drive positions: within a pass those before it."""
         batch = self.interceptor.batch
-        within = batch.token_indices.shape[1] if self.state.broken and batch is not None else 0
+        within = batch.token_indices.shape[1] if self.state.pass_open and batch is not None else 0
         return self.seen_tokens - within
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:

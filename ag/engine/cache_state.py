@@ -45,7 +45,7 @@ class CacheState:
     #: How the contents were computed; None means that no pass was made yet.
     kind: PassKind | None
     #: Whether a forward pass began and has not ended; after an error within it only :meth:`reset` helps.
-    broken: bool
+    pass_open: bool
 
     def __init__(self, setup: CacheSetup) -> None:
         self.setup = setup
@@ -67,16 +67,16 @@ class CacheState:
         self.recorded_prompt = None if rereader is None else RecordedPrompt(rereader)
         gated_layers = () if gates is None else gates.layer_indices
         self.layers = [
-            Layer(policy, setup.decoder, index, gates if index in gated_layers else None, setup.readers[index])
+            Layer(policy, setup.decoder, index, gates if index in gated_layers else None, setup.sharers[index])
             for index in range(len(setup.heads))
         ]
-        self.broken, self.kind = False, None
+        self.pass_open, self.kind = False, None
 
     # ---- checks
 
     def check_whole(self) -> None:
         """Refuse to go on where the last forward pass did not end, as after Ctrl-C or an error, until :meth:`reset`."""
-        if self.broken:
+        if self.pass_open:
             raise UserError(
                 "EvictionCache: a forward pass was broken off by an error or Ctrl-C, or runs in another thread: some "
                 "layers have its tokens, and others have not; call cache.reset() and read the text again."

@@ -37,7 +37,7 @@ class KeepCounts(NamedTuple):
     """How many tokens n layers keep of each sequence, computed on the host."""
 
     kept: Tensor  # [n, B, Hkv] long on the host
-    keep_count: Tensor  # [R] int32, kept for the kernel: R = n B Hkv rows, in a step L B Hkv
+    keep_count: Tensor  # [R] int32, as the kernel reads it: of R = n B Hkv rows, in a counted step of all L B Hkv
     sinks_recent: Tensor  # [2, B] long: protected first and newest tokens
     evicting: Tensor  # [B] bool, sequences to evict from
 
@@ -66,10 +66,10 @@ class Evictor:
         self.needs = {True: self.scorer.needs, False: self.scorer.decode_needs}
         cls = type(self.scorer)
         one_score = cls.second is Scorer.second and cls.protected is Scorer.protected  # its limits alone protect tokens
-        self._counts_prompt = one_score and isinstance(policy.allocator, Uniform)
-        self._counts_decode = one_score and not policy.allocator.compares_heads
+        self._host_counts_prompt = one_score and isinstance(policy.allocator, Uniform)
+        self._host_counts_decode = one_score and not policy.allocator.compares_heads
         #: Whether the host counted what this step keeps; then each step runs one fixed list of operations.
-        self.counted = False
+        self.step_is_counted = False
         #: By store, the counts of a counted step; all steps use one piece of device memory.
         self._step: dict[KVStore, KeepCounts] = {}
         self._kept: dict[KVStore, Tensor] = {}  # [L, B, Hkv] long on the host, tokens of all layers after the step
@@ -96,15 +96,15 @@ class Evictor:
             stores: the rows; their ``held`` counts the new tokens already.
             sliding_window: the sliding window of the layers that share the budget. None: they have none.
         """
-        for store in stores if self._counts_decode and self.policy.steps is not None else ():
+        for store in stores if self._host_counts_decode and self.policy.steps is not None else ():
             if not store.stacked:
                 store.stack_records()
             shape, device = (*store.held.shape, store.slots), store.table.device
             if store not in self._scores or self._scores[store].shape != shape:
                 self._scores[store] = torch.zeros(shape, dtype=torch.float32, device=device)
                 self._nonfinite[store] = torch.zeros(shape[:-1], dtype=torch.int32, device=device)
-        self.counted = batch.evict is not None and self._counts_decode and stores[0].rotation is None
-        if not self.counted:
+        self.step_is_counted = batch.evict is not None and self._host_counts_decode and stores[0].rotation is None
+        if not self.step_is_counted:
             return
         layers = self.budgets.layers
         for store in stores:
@@ -133,8 +133,8 @@ class Evictor:
         """
         assert batch.evict is not None
         store, layer = stores[reader.layer], reader.layer
-        counted_step = batch.step and self.counted
-        if not counted_step and not (self._counts_prompt if batch.is_prefill else self._counts_decode):
+        counted_step = batch.step and self.step_is_counted
+        if not counted_step and not (self._host_counts_prompt if batch.is_prefill else self._host_counts_decode):
             evicting = None if bool(batch.evict.all()) else batch.evict.to(reader.lengths.device)
             keep_masks = self.decide(reader, evicting, records)
             store.put_records(layer, records)
@@ -187,11 +187,11 @@ class Evictor:
             NonFiniteScoreError: the score of a token that competes was not finite; the message names layer and scorer.
                 While decoding the host checks after every 16 evictions, as a check waits for the device.
         """
-        if batch.step and self.counted:
+        if batch.step and self.step_is_counted:
             for store, kept in self._kept.items():
                 lengths, layers = store.held.clone(), self.budgets.layers
                 lengths[layers] = kept[layers]  # other layers may have freed expired tokens
-                store.set_held(slice(None), lengths)
+                store.shrink_to(slice(None), lengths)
         if batch.evict is None:
             return
         self._steps_unchecked += 1

@@ -14,8 +14,8 @@ class Prompts(NamedTuple):
     lengths: Tensor  # [B] long on the host, tokens of each prompt
     protected: Tensor | None  # [B, L] bool on the host, by token index: tokens that the caller protects; None: no token
     capacity: Tensor | None  # [B] long on the host, tokens per KV head, the mean over layers; None means no budget
-    lengths_there: Tensor  # the lengths on the device
-    protected_there: Tensor | None  # protected tokens, on the device
+    lengths_on_device: Tensor  # the lengths on the device
+    protected_on_device: Tensor | None  # protected tokens, on the device
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class ForwardBatch:
         fresh: whether nothing was held before.
         evict: ``[B]`` bool on the host, the sequences to evict from after these tokens; None means none.
         step: whether it is one token of each sequence after its prompt; its tensors lie at one address at each step.
-        memo: results that one layer computed and all layers share.
+        memo: notes of a layer for a later moment of this pass, such as its gate's output.
     """
 
     token_indices: Tensor

@@ -2,8 +2,9 @@
 
 :meth:`ForwardPass.begin` turns the attention mask into token indices and takes blocks. :meth:`ForwardPass.passes` cuts
 the new tokens into passes, for example the chunks of a prompt. Within a pass each layer calls
-meth:`ForwardPass.enter_layer`, which runs its gate, and :meth:`ForwardPass.attend`, which stores the new keys, attends
-and scores. :meth:`ForwardPass.end_pass` evicts.
+:meth:`ForwardPass.enter_layer`, which runs its gate, and :meth:`ForwardPass.attend`, which stores the new keys,
+attends, scores and, if an eviction is due, evicts (:meth:`ag.engine.evictor.Evictor.evict`; a decoding step waits for
+its last layer). :meth:`ForwardPass.end_pass` checks scores and frees memory.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class ForwardPass(Interceptor):
                 "went; use ag.StepRunner(model, cache), which records steps, capture parts of the model without the "
                 "cache, or use torch.compile(model), which leaves it out."
             )
-        if state.broken:
+        if state.pass_open:
             state.check_whole()
         sequences, (batch, length) = state.sequences, tokens.shape[:2]
         fresh, ready = not sequences.columns, sequences.ready
@@ -118,7 +119,7 @@ class ForwardPass(Interceptor):
                 store.start(batch)
         elif setup.pool.fixed:
             self._check_room(new)
-        state.broken, self._length = True, length  # broken until the end of the last pass
+        state.pass_open, self._length = True, length  # until the end of the last pass
         if fresh and setup.policy.budget is None and setup.gates is None:  # all that comes stays
             setup.pool.reserve(sum(store.demand(new.sum(1).cpu()) for store in state.stores))
         if length == 1 and ready and (attention_mask is None or bool(new.all())):  # a step: all layers get room at once
@@ -170,7 +171,7 @@ class ForwardPass(Interceptor):
             assert batch is not None
             if number:
                 self.end_pass()
-            self.batch, state.broken = batch, True
+            self.batch, state.pass_open = batch, True
             positions = self._positions(position_ids, batch)
             if state.recorded_prompt is not None and batch.is_prefill:
                 state.recorded_prompt.follow(batch.token_indices, positions)
@@ -223,7 +224,7 @@ class ForwardPass(Interceptor):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, call: AttentionCall) -> Tensor:
-        """Store the new keys and values of a layer, attend, and let the policy score.
+        """Store the new keys and values of a layer, attend, and let the policy score and evict.
 
         Raises:
             UserError: where gradients would go through it, or the keys are of a type that the pool does not hold.
@@ -261,15 +262,15 @@ class ForwardPass(Interceptor):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_pass(self) -> None:
-        """End a pass after its last layer: evict, and remove tokens that no later query sees."""
+        """End a pass after its last layer: check scores, and remove tokens that no later query sees."""
         batch, state, policy, gates = self.batch, self.state, self.setup.policy, self.setup.gates
         assert batch is not None
         if state.evictor is not None:
             state.evictor.end_pass(batch)
         if batch.step:
             for layer in state.layers:
-                if layer.hides:
-                    layer.expire(batch, state.store_of[layer.index])
+                if layer.has_hidden:
+                    layer.remove_hidden_if_many(batch, state.store_of[layer.index])
         if batch.ends_prompt:
             self.setup.pool.trim()
             if policy.steps is None:  # nothing is scored again
@@ -283,7 +284,7 @@ class ForwardPass(Interceptor):
         if span and any(layer.gate_memory for layer in state.layers):  # which hold the newest tokens alone
             settled = sequences.settled.where(sequences.settled >= span, 0)
             sequences.evicted_at = settled.maximum(sequences.evicted_at)
-        state.broken = False
+        state.pass_open = False
 
 
 def _check_kind(old_kind: PassKind, new_kind: PassKind) -> None:

@@ -163,12 +163,12 @@ class KVStore:
         Raises ``PoolFullError``, and changes nothing, when the pool is too small.
         """
         wide = tokens[:, None] * self.layer_mask[layers]
-        owned, lengths, block = self.owned[layers], self.held[layers], self.block
-        need = (-(-(lengths + wide) // block) - owned).clamp_min(0)
+        owned, held, block = self.owned[layers], self.held[layers], self.block
+        need = (-(-(held + wide) // block) - owned).clamp_min(0)
         if bool(need.any()):
             self.allocate(layers, need)
-        self._unshare(layers, lengths // block, self.shared[layers].where(wide > 0, 0))
-        lengths += wide
+        self._unshare(layers, held // block, self.shared[layers].where(wide > 0, 0))
+        held += wide  # a view of self.held; kv_append counts in self.lengths, on the device
 
     def allocate(self, layers: slice, need: Tensor) -> None:
         """Give rows ``need`` ``[L', B, Hkv]`` more blocks."""
@@ -258,7 +258,7 @@ class KVStore:
             records[name] = x.contiguous()
         noted = [x.view(rows, -1, x.shape[-1]) for x in records.values()]
         kv_compact(self.pages(layer), score, kept.flatten().int().to(score.device), noted, nonfinite)
-        self.set_held(this_layer, kept[None], spare)
+        self.shrink_to(this_layer, kept[None], spare)
         if turns is not None:
             turns.close_up(self, layer, order)
 
@@ -294,8 +294,8 @@ class KVStore:
         """Return the token index of each slot in all layers, ``[L, B, Hkv, S]`` int32; free slots have any number."""
         return self.pages(0).token_indices[self.table].flatten(-2)
 
-    def set_held(self, layers: slice, kept: Tensor, spare: int = BLOCK) -> None:
-        """Note the lengths ``[L', B, Hkv]`` after an eviction, and free the blocks that no row needs."""
+    def shrink_to(self, layers: slice, kept: Tensor, spare: int = BLOCK) -> None:
+        """Shorten rows to the lengths ``[L', B, Hkv]`` after an eviction, and free the blocks that no row needs."""
         self.held[layers] = kept
         spare = min(spare, 1) if self.pool.fixed else spare  # the next token's block stays, which would be taken again
         wanted, owned = -(-(kept + spare) // self.block), self.owned[layers]
@@ -316,7 +316,7 @@ class KVStore:
             for x in records.values():
                 rows = x.view(*free.shape[:2], -1, x.shape[-1])
                 rows.masked_fill_(free[:, :, None, : x.shape[-1]], 0.0)
-        self.set_held(layers, kept, spare)
+        self.shrink_to(layers, kept, spare)
 
     # ---- sequences
 

@@ -31,7 +31,7 @@ from ag.model.interceptor import AttentionCall
 from ag.model.projection import output_weight
 from ag.model.rope import rotate
 
-EXPIRED = 64  # tokens that no later query sees and a row may still hold, before they are removed
+MAX_HIDDEN = 64  # tokens that no later query sees and a row may still hold, before they are removed
 
 
 class Layer:
@@ -42,26 +42,26 @@ class Layer:
         decoder: the model's stack of layers.
         index: of the layer.
         gates: of the model; None means that this layer has no gate.
-        readers: later layers of the model that read the keys and values of this one.
+        sharers: later layers of the model that read the keys and values of this one.
     """
 
     def __init__(
-        self, policy: Policy, decoder: Any, index: int, gates: AttentionGates | None, readers: int = 0
+        self, policy: Policy, decoder: Any, index: int, gates: AttentionGates | None, sharers: int = 0
     ) -> None:
-        self.readers = readers
+        self.sharers = sharers
         self.index, self.policy, self.decoder, self.gates = index, policy, decoder, gates
         #: Newest tokens that a query sees whatever their flags, its own included; None means that flags do not act.
-        self.flagged = None if gates is None or policy.budget is not None else gates.config.recent_tokens
+        self.visible_unflagged = None if gates is None or policy.budget is not None else gates.config.recent_tokens
         #: Sliding window of the model's layer; None means that it has none.
         self.window: int | None = None
         #: Tokens of the chunks of a text within which the layer attends; None means that it has none.
         self.chunk: int | None = None
         #: Whether later queries see only a part of the held tokens: a sliding window, or flags.
-        self.hides = self.flagged is not None
+        self.has_hidden = self.visible_unflagged is not None
         #: The last queries of each sequence, for scorers that look back at them.
         self.observation_window = ObservationWindow()
         #: Tokens of the longest row after hidden tokens were last removed.
-        self.open_to = 0
+        self.longest_after_removal = 0
         #: Time spent on scores and decisions.
         self.watch = Stopwatch()
         #: Keys and values of the layer's gate.
@@ -93,17 +93,17 @@ class Layer:
         from this layer.
         """
         store = stores[self.index]
-        self.window, self.hides = call.window, call.window is not None or self.flagged is not None
+        self.window, self.has_hidden = call.window, call.window is not None or self.visible_unflagged is not None
         self.chunk = call.chunk
         counts_held = store.rotation is not None and store.rotation.counts_held
         if (counts_held or self.chunk is not None) and not batch.fresh:  # tokens that no new one sees go first
             first = batch.num_tokens - batch.counts
             if counts_held or self.chunk is None or bool((first % self.chunk == 0).any()):  # a chunk begins
-                self._remove(batch, store, first, batch.counts[:, None] if batch.step else 0)
-        out, weights, placed = self.read(call, batch, store, evictor)
-        if self.readers and not batch.fresh:  # nothing goes before the last of them has attended to it
-            key = "readers", self.index
-            left, placed, weights, evictor = batch.memo.get(key, (self.readers, placed, weights, evictor))
+                self._remove_hidden(batch, store, first, batch.counts[:, None] if batch.step else 0)
+        out, weights, placed = self.append_and_attend(call, batch, store, evictor)
+        if self.sharers and not batch.fresh:  # nothing goes before the last of them has attended to it
+            key = "sharers", self.index
+            left, placed, weights, evictor = batch.memo.get(key, (self.sharers, placed, weights, evictor))
             batch.memo[key] = left - 1, placed, weights, evictor
             if left:
                 return out.to(call.q.dtype)
@@ -118,13 +118,13 @@ class Layer:
                     queries = self._add_past_queries(queries, batch, store, last)
                 if batch.evict is not None or needs.every_query:
                     self._score_and_evict(placed, batch, stores, evictor, queries, weights=weights)
-        if self.hides and not batch.step:  # after a step the cache does it for all layers
-            self.expire(batch, store)
+        if self.has_hidden and not batch.step:  # after a step ForwardPass.end_pass does it for all layers
+            self.remove_hidden_if_many(batch, store)
         return out.to(call.q.dtype)
 
     # ---- append and attend
 
-    def read(
+    def append_and_attend(
         self, call: AttentionCall, batch: ForwardBatch, store: KVStore, evictor: Evictor | None = None
     ) -> tuple[Tensor, Tensor | None, AttentionCall]:
         """Store the new tokens, unless an earlier layer made them, and attend; nothing is evicted.
@@ -136,14 +136,14 @@ class Layer:
         placed = call if store.rotation is None else store.rotation.rotate_call(call, batch, store)
         if not (batch.step or call.shared):  # a step made room in all layers at once
             store.make_room(slice(self.index, self.index + 1), batch.counts)
-        gate, recent, pages = batch.memo.get(("gate", self.index)), self.flagged, store.pages(self.index)
+        gate, recent, pages = batch.memo.get(("gate", self.index)), self.visible_unflagged, store.pages(self.index)
         if self.gates is not None:
             gate = gate if call.shared else self._gate_output(batch)
             recent = None if self._dense(batch) else recent
         if not call.shared:
             k, v = (x.to(store.pool.dtype) for x in (placed.k, placed.v))  # autocast
             kv_append(pages, k, v, batch.token_indices, gate)
-            if self.readers:
+            if self.sharers:
                 batch.memo["gate", self.index] = gate
         if call.mask is not None and recent is not None:
             raise UserError("Tokens of an image see later ones: expected gates that read a prompt densely.")
@@ -171,11 +171,11 @@ class Layer:
         if logits is None:
             return None
         assert self.gates is not None
-        if self.flagged is None:
+        if self.visible_unflagged is None:
             return self.gates.stored(logits)
         tokens, sinks = batch.token_indices.amax(1) + 1, self.gates.config.sink_tokens
         return self.gates.flags(logits) | retention.protected_mask(
-            batch.token_indices[:, None], tokens, sinks, 0, batch.prompts.protected_there
+            batch.token_indices[:, None], tokens, sinks, 0, batch.prompts.protected_on_device
         )
 
     # ---- observe and evict
@@ -263,14 +263,14 @@ class Layer:
             num_new=call.q.shape[2],
             lengths=lengths,
             max_length=batch.longest,
-            prompt_lengths=batch.prompts.lengths_there,
+            prompt_lengths=batch.prompts.lengths_on_device,
             scaling=call.scaling,
             step_weights=weights,
             softmax=call.softmax,
             layer=self.index,
             sliding_window=call.window,
             log_retention=self.gates is not None and self.gates.decays,
-            caller_protected=batch.prompts.protected_there,
+            caller_protected=batch.prompts.protected_on_device,
             prompt_sums=self.observation_window.sums,
             decoding=not batch.is_prefill,
             rotate=partial(rotate, self.decoder, layer=self.index),
@@ -280,17 +280,17 @@ class Layer:
 
     # ---- tokens that no later query sees
 
-    def expire(self, batch: ForwardBatch, store: KVStore) -> None:
+    def remove_hidden_if_many(self, batch: ForwardBatch, store: KVStore) -> None:
         """Remove tokens that left the sliding window, or are neither flagged nor recent, once they are many."""
-        max_length = self.open_to + EXPIRED if self.flagged is not None else (self.window or 0) - 1 + EXPIRED
-        if batch.ends_prompt or int(store.held[self.index].max()) >= max_length:
+        visible = (self.window or 0) - 1 if self.visible_unflagged is None else self.longest_after_removal
+        if batch.ends_prompt or int(store.held[self.index].max()) >= visible + MAX_HIDDEN:
             with suppress(PoolFullError):  # no room for copies of shared blocks: hidden tokens stay for now
-                self._remove(batch, store, batch.settled)
+                self._remove_hidden(batch, store, batch.settled)
 
     @property
     def removes(self) -> bool:
         """Whether tokens that no later query sees are removed, so that a row's newest tokens need not lie last."""
-        return self.hides or self.chunk is not None
+        return self.has_hidden or self.chunk is not None
 
     def crop(self, store: KVStore, tokens: Tensor, left: Tensor) -> None:
         """Drop the ``tokens`` ``[B]`` newest tokens of each sequence; ``left`` ``[B]`` tokens stay."""
@@ -300,7 +300,7 @@ class Layer:
         keep = (token_indices >= 0) & (token_indices < left.to(token_indices.device)[:, None, None])
         store.compact(self.index, keep, keep.sum(-1).cpu())
 
-    def _remove(self, batch: ForwardBatch, store: KVStore, query: Tensor, coming: Tensor | int = 0) -> None:
+    def _remove_hidden(self, batch: ForwardBatch, store: KVStore, query: Tensor, coming: Tensor | int = 0) -> None:
         """Remove the tokens that no query of a token index from ``query`` ``[B]`` on sees.
 
         ``store.held`` counts ``coming`` ``[B, 1]`` tokens already that are not stored yet.
@@ -309,7 +309,7 @@ class Layer:
         # scorers look back at queries that see further, except after the border of a chunk
         if batch.is_prefill and not batch.ends_prompt and self.chunk is None:
             query = (query - self.policy.lookback).clamp_min(0)
-        if self.window is None and self.chunk is None and (self.flagged is None or dense):
+        if self.window is None and self.chunk is None and (self.visible_unflagged is None or dense):
             return
         index, token_indices = store.ledger(self.index)
         keep = self.visible(store, index, token_indices, query, flags=not dense)
@@ -318,7 +318,7 @@ class Layer:
             store.compact(self.index, keep, kept, spare=1 if batch.step else 0)  # the block of a step's token is kept
             store.held[self.index] += coming
             batch.memo["expired"] = True
-        self.open_to = int(kept.max())
+        self.longest_after_removal = int(kept.max())
 
     def visible(
         self, store: KVStore, index: Tensor, token_indices: Tensor, query: Tensor, flags: bool = True
@@ -337,8 +337,8 @@ class Layer:
             keep &= token_indices > first - self.window
         if self.chunk is not None:
             keep &= token_indices >= first // self.chunk * self.chunk
-        if self.flagged is not None and flags:
-            keep &= (token_indices > first - self.flagged) | (store.gates(self.index, index) > 0)
+        if self.visible_unflagged is not None and flags:
+            keep &= (token_indices > first - self.visible_unflagged) | (store.gates(self.index, index) > 0)
         return keep
 
     # ---- sequences

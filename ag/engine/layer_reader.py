@@ -123,6 +123,7 @@ class LayerReader:
             mean_over_layer=self.mean_over_layer,
             rotate=self.rotate,
         )
+        # a name is a property here, or a method if the need has a size: attention_sums=32 calls attention_sums(needs)
         for name in needs.every_query if only_noted else needs.declared:
             value = getattr(self, name)
             setattr(inputs, name, value(needs) if callable(value) else value)

@@ -163,7 +163,7 @@ class Repetition(Interceptor):
         """Attend to the prompt and the repetition so far, measure, and forget the repetition."""
         state, layer = self.state, call.layer
         out: Tensor
-        out, _, call = state.layers[layer].read(call, self.batch, state.store_of[layer])
+        out, _, call = state.layers[layer].append_and_attend(call, self.batch, state.store_of[layer])
         if layer in self.scores:
             self._measure(call)
         state.store_of[layer].truncate(self.batch.counts, slice(layer, layer + 1), spare=0)

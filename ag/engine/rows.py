@@ -74,8 +74,8 @@ def subtract_centre(v: Tensor, occupied: Tensor) -> tuple[Tensor, Tensor]:
 #: are ``[B, H, w, N]``; logits are scaled, and 0 where the query does not see the key.
 Statistic = Callable[[Tensor, Tensor, CentredValues], Tensor]
 
-#: Statistics whose sums over queries a kernel computes: it sums the squares of weights, which are then multiplied by
-#: ``||v||^2``.
+#: Statistics whose sums over queries a kernel computes: ``sum`` adds the weights (None), ``squares`` their squares,
+#: which are then multiplied by ``||v||^2`` (ag/engine/wrappers/obcache.py adds that entry).
 FUSED: dict[Statistic | None, Kind] = {None: "sum"}
 
 

@@ -33,7 +33,7 @@ class SequenceState:
     num_tokens: Tensor
     prompt_len: Tensor
     text_len: Tensor  # tokens of the prompt when its first part came
-    #: Tokens at the last eviction; :meth:`crop` goes back no further.
+    #: Tokens at the last eviction, or at the last removal of hidden tokens; :meth:`crop` goes back no further.
     evicted_at: Tensor
     #: Tokens that can no longer be taken back: the tokens of the prompt, and of all passes but the last.
     settled: Tensor
@@ -166,7 +166,7 @@ class SequenceState:
     def step(self) -> ForwardBatch:
         """Count one token of each sequence; its token indices lie at one address at each step."""
         self.step_token_indices += 1
-        return self._make_batch(
+        return self._count_and_schedule(
             self.step_token_indices, None, torch.ones_like(self.num_tokens), is_prefill=False, step=True
         )
 
@@ -184,7 +184,7 @@ class SequenceState:
             if order is not None:
                 columns = order.gather(1, columns)
             same = order is None and bool((counts == width).all())
-            batch = self._make_batch(
+            batch = self._count_and_schedule(
                 token_indices, None if same else columns.where(valid, -1), counts, is_prefill=is_prefill
             )
             self.step_token_indices = self.num_tokens[:, None].to(device) - 1
@@ -200,7 +200,7 @@ class SequenceState:
         if not bool((end > start).any()):
             yield start, end, False
 
-    def _make_batch(
+    def _count_and_schedule(
         self, token_indices: Tensor, columns: Tensor | None, counts: Tensor, *, is_prefill: bool, step: bool = False
     ) -> ForwardBatch:
         fresh, old_tokens = not bool(self.num_tokens.any()), self.num_tokens

@@ -118,7 +118,8 @@ class StepRunner:
         policy, evictor = setup.policy, state.evictor
         evicts = batch.evict is not None
         acts = policy.steps is not None
-        if evictor is not None and acts and not (evictor.scorer.needs.steady and (evictor.counted or not evicts)):
+        waits = evictor is not None and evicts and not evictor.step_is_counted
+        if evictor is not None and acts and (waits or not evictor.scorer.needs.steady):
             return None
         gates = tuple(layer.gate_memory.step_key() for layer in state.layers)
         if None in gates or policy.positions != "original" or state.states is not None or setup.chunk is not None:

@@ -192,7 +192,7 @@ def attention(
     said = {name for name, value in kwargs.items() if value is not None and value is not False}
     unknown = sorted(said - HARMLESS)
     own_mask = attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.numel() == 1)
-    if unknown or own_mask or kwargs.get("is_causal") is False:  # a mask of one number is what _decode gave
+    if unknown or own_mask or kwargs.get("is_causal") is False:  # one number: the mask of run_decoder
         does = f"says {', '.join(unknown)} to its attention function" if unknown else "is not causal (is_causal=False)"
         does = "makes a mask or a bias of its own" if own_mask else does
         raise UnsupportedModelError(

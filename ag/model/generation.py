@@ -15,16 +15,16 @@ from ag.model.support import check_adapter, check_end
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and announce the text and the end of the prompt to the cache, which chunks and drafts do not show."""
-    cache, kwargs = interceptor_in(kwargs), with_cache_argument(type(model), kwargs)
+    interceptor, kwargs = interceptor_in(kwargs), with_cache_argument(type(model), kwargs)
     given = (kwargs.get("inputs_embeds"), *args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
     tokens: Tensor | None = next((x for x in given if x is not None), None)
-    if cache is None or tokens is None:
+    if interceptor is None or tokens is None:
         return type(model).generate(model, *args, **kwargs)
     check_adapter(getattr(model.prepare_inputs_for_generation, "__self__", model))  # PEFT puts its own method there
     mask, ids = kwargs.get("attention_mask"), tokens if tokens.ndim == 2 else None
     valid = _inferred(model, tokens, kwargs) if mask is None else mask.bool()
     check_end(valid)
-    cache.expect(valid, ids)
+    interceptor.expect(valid, ids)
     text = None
     try:
         output = type(model).generate(model, *args, **kwargs)
@@ -32,7 +32,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         text = found if ids is not None and ids.shape[1] == valid.shape[1] and isinstance(found, Tensor) else None
         return output
     finally:
-        cache.saw(text)
+        interceptor.saw(text)
 
 
 def prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from ag import retention
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.cache import EvictionCache
-from ag.engine.layer import EXPIRED
+from ag.engine.layer import MAX_HIDDEN
 from ag.model.geometry import sliding_windows
 from ag.serve.request import Request
 
@@ -81,9 +81,9 @@ class Admission:
                 )
         return BlockNeed(
             prefill=self._blocks(
-                prefill_tokens + reconstruction, num_prompt + reconstruction, EXPIRED + self.max_chunk
+                prefill_tokens + reconstruction, num_prompt + reconstruction, MAX_HIDDEN + self.max_chunk
             ),
-            decode=self._blocks(decode_tokens, num_prompt + num_decoded, min(num_decoded, EXPIRED)),
+            decode=self._blocks(decode_tokens, num_prompt + num_decoded, min(num_decoded, MAX_HIDDEN)),
         )
 
     def full_cache_tokens(self, blocks: int) -> int:

@@ -637,9 +637,9 @@ class Scheduler:
         newest, job = oldest_first[-1], self._prefill_job
         if job is not None and job.completions[0].submitted_at >= newest.submitted_at:
             self._requeue_prompt(job, error)
-            if not batch.cache.state.broken:
+            if not batch.cache.state.pass_open:
                 return
-        broken = batch.cache.state.broken
+        broken = batch.cache.state.pass_open
         preempted = [completion for completion in oldest_first if completion.batch is batch] if broken else [newest]
         is_alone = len(oldest_first) == 1 and job is None
         self._remove(preempted)

@@ -104,7 +104,7 @@ def test_a_prompt_that_fits_is_cut_to_the_mean_later(llama, name, schedule):
 def test_a_long_prompt_in_blocks_never_holds_more_than_budget_and_block(tiny_llama, name, monkeypatch):
     """Measured at every arrival: in the store of a layer by head, and in the bytes of all layers."""
     prompt, budget, block = 208, 64, 32
-    model, sizes, read = tiny_llama(max_position_embeddings=prompt), [], Layer.read
+    model, sizes, read = tiny_llama(max_position_embeddings=prompt), [], Layer.append_and_attend
     cache = EvictionCache(model, make(name, f"blocks:{block}", budget))
 
     def recording(layer, call, batch, store, *others):
@@ -114,7 +114,7 @@ def test_a_long_prompt_in_blocks_never_holds_more_than_budget_and_block(tiny_lla
         sizes.append((before, lengths.flatten().tolist(), cache.layer_nbytes()[layer.index]))
         return found
 
-    monkeypatch.setattr(Layer, "read", recording)
+    monkeypatch.setattr(Layer, "append_and_attend", recording)
     with torch.no_grad():
         model(row(prompt)[None], past_key_values=cache, logits_to_keep=1)
     assert len(sizes) == 3 * -(-prompt // block)
@@ -258,8 +258,8 @@ def test_recents_are_of_the_mean_where_layers_get_unequal_budgets(tiny_llama, sp
     model, held = tiny_llama(num_hidden_layers=4), []
     for counted in (True, False):
         cache = ag.EvictionCache(model, spec, 16, "every")
-        assert cache.state.evictor._counts_decode
-        cache.state.evictor._counts_decode = counted
+        assert cache.state.evictor._host_counts_decode
+        cache.state.evictor._host_counts_decode = counted
         model(row(80)[None], past_key_values=cache)
         for token in row(20, 1):
             model(token[None, None], past_key_values=cache)

@@ -106,7 +106,7 @@ def test_a_text_that_outgrows_its_frequencies_is_refused_and_nothing_changes(nam
         model(row[None, :1], past_key_values=held)
         with refuses(UserError, str(CHANGES), "frequencies", "cache.reset()"):
             model(row[None, :1], past_key_values=held)
-        assert held.seen_tokens == CHANGES and not held.state.broken
+        assert held.seen_tokens == CHANGES and not held.state.pass_open
     longer = torch.cat([row, row[:1], row[:9]])
     assert cache.rewind(longer[None]) == 0
     words = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}

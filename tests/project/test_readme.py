@@ -38,6 +38,7 @@ SCHEMAS = {
     "ag.bench": BenchConfig,
 }
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("kernels/*/*.md")})
+README = " ".join((ROOT / "README.md").read_text().split())
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 SMALL = [
     "data.val_samples=2",
@@ -222,7 +223,12 @@ def test_the_quickstart_and_the_python_example(smollm2, tmp_path, monkeypatch, c
     assert generate.main([*asked[:-1], f"prompt={prompt}", "max_new_tokens=12", "compare=true"]) == 0
     out = capsys.readouterr().out
     assert out.partition("--- full cache ---\n")[2].startswith(" the weaver has a ticket to Helsinki.")
-    (example,) = (block for language, block in BLOCK.findall((ROOT / "README.md").read_text()) if language == "python")
-    assert len(example.strip().splitlines()) <= 11
-    exec(compile(example.replace("runs/quickstart/TIME", str(folder)), "README.md", "exec"), {})
-    assert "Once upon a time" in capsys.readouterr().out
+    blocks = BLOCK.findall((ROOT / "README.md").read_text())
+    asking, example = (block for language, block in blocks if language == "python")
+    assert max(len(asking.strip().splitlines()), len(example.strip().splitlines())) <= 11
+    exec(compile(asking, "README.md", "exec"), {})
+    (answers,) = (block for language, block in blocks if language == "text")
+    assert capsys.readouterr().out == answers
+    exec(compile(example, "README.md", "exec"), {})
+    *text, kept, size = capsys.readouterr().out.splitlines()
+    assert "Once upon a time" in text[0] and f"print {float(kept):.2f} and {float(size):.1f};" in README

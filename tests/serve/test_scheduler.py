@@ -115,7 +115,7 @@ def test_a_step_without_room_for_copies_loses_no_token(tiny_llama, tiny_tokenize
     monkeypatch.setattr(scheduler._default_batch.admission, "need", lambda request: BlockNeed(0, 0))
     preempt = scheduler._preempt
     monkeypatch.setattr(
-        scheduler, "_preempt", lambda batch, error: (broken.append(batch.cache.state.broken), preempt(batch, error))
+        scheduler, "_preempt", lambda batch, error: (broken.append(batch.cache.state.pass_open), preempt(batch, error))
     )
     request = Request(tokens=text(draw, 40), max_tokens=40, n=4)
     streams = scheduler.submit(request)

@@ -66,7 +66,7 @@ class Run:
 def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
     """Record every arrival of tokens at the layers of a cache; KVzip's repetitions of a prompt do not count."""
     arrivals: list[list[Arrival]] = [[] for _ in cache.state.layers]
-    read = Layer.read
+    read = Layer.append_and_attend
 
     def recording(layer: Layer, call: Any, batch: Any, store: KVStore, *others: Any) -> Any:
         found = read(layer, call, batch, store, *others)  # nothing goes within it
@@ -79,11 +79,11 @@ def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
             arrivals[layer.index].append(arrived(layer, new, batch, store))
         return found
 
-    Layer.read = recording  # type: ignore[method-assign, assignment]
+    Layer.append_and_attend = recording  # type: ignore[method-assign, assignment]
     try:
         yield arrivals
     finally:
-        Layer.read = read  # type: ignore[method-assign]
+        Layer.append_and_attend = read  # type: ignore[method-assign]
 
 
 def arrived(layer: Layer, new: list[list[int]], batch: Any, store: KVStore) -> Arrival:
@@ -91,11 +91,11 @@ def arrived(layer: Layer, new: list[list[int]], batch: Any, store: KVStore) -> A
     index, token_indices = store.ledger(layer.index)
     held = [[sorted(t for t in head.tolist() if t >= 0) for head in heads] for heads in token_indices]
     dense = batch.is_prefill and layer.gates is not None and layer.gates.config.prefill == "dense"
-    if layer.flagged is None or dense:
+    if layer.visible_unflagged is None or dense:
         return Arrival(new, held, [[set() for _ in heads] for heads in held], None)
     flags = store.gates(layer.index, index) & (token_indices >= 0)
     open_ = [[{*token_indices[b, h][flags[b, h]].tolist()} for h in range(len(held[b]))] for b in range(len(held))]
-    return Arrival(new, held, open_, layer.flagged)
+    return Arrival(new, held, open_, layer.visible_unflagged)
 
 
 def run(

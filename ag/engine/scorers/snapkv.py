@@ -15,7 +15,10 @@ from ag.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(RowScorer):
-    """Attention summed over an observation window, pooled along the tokens before it; the window's tokens are kept.
+    """``pool(mean_h sum_{i >= T - window} A_hip)``: what the last ``window`` of T queries attend to.
+
+    The sum over these queries i is averaged over the query heads h of a KV head, and pooled along the tokens p before
+    the window. The window's own tokens are kept.
 
     Source: Li et al. 2024, "SnapKV"; code FasterDecoding/SnapKV (its LongBench settings). Deviation: the mean over the
     query heads of a KV head, taken before pooling.
