@@ -25,7 +25,9 @@ from ag import callbacks, data
 from ag.callbacks.checkpoint_files import checkpoints, newest_valid, step_of
 from ag.config import Config
 from ag.config.command_line import Invocation
+from ag.config.data import TextConfig
 from ag.config.keys import nearest
+from ag.config.loss import ReplayConfig
 from ag.config.recipes import dump
 from ag.data import early
 from ag.errors import UserError
@@ -108,7 +110,10 @@ def _fit(
     if existing is not None and not dry_run:
         _lock(existing, leaving, RESTART if folder is not None else 0)
     if dry_run:  # writes nothing, neither contexts nor tokenised rows
-        config = replace(config, loss=replace(config.loss, contexts=None), data=replace(config.data, cache=None))
+        if isinstance(config.loss, ReplayConfig):
+            config = replace(config, loss=replace(config.loss, contexts=None))
+        if isinstance(config.data, TextConfig):
+            config = replace(config, data=replace(config.data, cache=None))
     disable_possible_user_warnings()  # tips of Lightning, by names of its API, until `quiet` ends
     check_trainer(config)
     data.check(config.data)

@@ -36,10 +36,10 @@ class Config:
     """The keys of the measurement."""
 
     model: str = key("smollm2", "folder, hub id or alias of the model")
-    batch: int = key(8, "answers at once", low=1)
-    steps: int = key(40, "steps of each kind", low=1)
-    vocabulary: int = key(150_000, "tokens of the masks that are measured alone", low=300)
-    threads: int = key(2, "CPU threads", low=1)
+    batch: int = key(8, "answers at once", ge=1)
+    steps: int = key(40, "steps of each kind", ge=1)
+    vocabulary: int = key(150_000, "tokens of the masks that are measured alone", ge=300)
+    threads: int = key(2, "CPU threads", ge=1)
 
 
 def step_seconds(config: Config) -> tuple[float, float]:

@@ -15,24 +15,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ag.config.data import CutConfig, SftConfig, SplitConfig, StoredConfig
 from ag.data.collate import Collator, Row, end_tokens, padding_token, start_tokens
 from ag.data.encode import encode, truncate_prompt, truncation_remedies
 from ag.data.module import Counts, DataModule, SplitCounts
 from ag.data.sources import TOO_DEEP_ERROR, DataError, Record, check_fields, dataset_name, dataset_of, held_out
 from ag.data.templates import Example
-from ag.data.text import Text
+from ag.data.text import cut_documents
 from ag.errors import UserError
 from ag.model.chat import Chat, Message, assistant_tokens, for_template, is_marked, variables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import Config, DataConfig
+    from ag.config import Config
 
 ROWS_PER_CALL = 64  # rows in a call of the tokenizer
 #: Other names of columns by the key that names the column; they count while the key has its default.
@@ -69,10 +70,13 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
         DataError: missing folder, split or field, an empty response, or messages without a chat template.
     """
     data, counts = config.data, Counts()
+    assert isinstance(data, SftConfig)
     source = dataset_of(data)
     form = detect_form(next(source.read("train"), None), data, source.where("train"))
     if form.columns == [data.text_field]:
-        module = Text().build(config, tokenizer, context)
+        shared = {field.name for part in (StoredConfig, CutConfig) for field in fields(part)} - {"kind"}
+        documents = SplitConfig(**{name: getattr(data, name) for name in shared})
+        module = cut_documents(documents, config.seed, tokenizer, context)
         module.description = (
             f"{dataset_name(data)}: {data.text_field}, documents that are cut into a prompt and its continuation, "
             "which carries the loss (data.kind=text data.packing=packed: loss on all tokens)"
@@ -103,7 +107,7 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     return module
 
 
-def detect_form(row: Record | None, data: DataConfig, source_name: str) -> RowForm:
+def detect_form(row: Record | None, data: SftConfig, source_name: str) -> RowForm:
     """Return the form of all rows by the first row. Columns that a key of ``data`` names go first.
 
     Raises:
@@ -135,7 +139,7 @@ def detect_form(row: Record | None, data: DataConfig, source_name: str) -> RowFo
 
 def _pairs(
     form: RowForm,
-    data: DataConfig,
+    data: SftConfig,
     tokenizer: PreTrainedTokenizerBase,
     rows: Iterator[tuple[int, Record]],
     source_name: str,
@@ -155,7 +159,7 @@ def _pairs(
 
 def _chats(
     form: RowForm,
-    data: DataConfig,
+    data: SftConfig,
     tokenizer: PreTrainedTokenizerBase,
     rows: Iterator[tuple[int, Record]],
     source_name: str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ag.config.data import SftConfig, TextConfig
 from ag.data.sources import Source, dataset_of, held_out, local_folder
 from ag.data.templates import find_task, is_own
 
@@ -17,13 +18,13 @@ def check(data: DataConfig) -> None:
     Raises:
         DataError: a folder or a split is missing, or ``data.val_samples`` leaves no row to train on.
     """
-    if data.kind == "sft" and not is_own(data):
+    if isinstance(data, SftConfig) and not is_own(data):
         task = find_task(data)
         if data.root is not None:
             source = Source(task.hub, folder=local_folder(data.root, task.folder))
             for split in ("train", "validation"):
                 source.read(split)
-    elif data.kind in ("sft", "text"):
+    elif isinstance(data, SftConfig | TextConfig):
         source = dataset_of(data)
         if source.folder is not None:
             source.read("train")

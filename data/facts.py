@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+from ag.config.data import FactsConfig
 from ag.data.module import DataKind, DataModule
 from ag.data.relations import NAMES, RELATIONS, TRADES
 from ag.data.sft import from_examples
@@ -61,6 +62,7 @@ class Facts(DataKind):
         ``data.train_samples`` and ``data.val_samples`` say how many (default 2000 and 200).
         """
         data = config.data
+        assert isinstance(data, FactsConfig)
 
         def rows(split: str, number: int) -> list[Example]:
             return [generate(config.seed, split, i, data.prompt_min, data.prompt_max) for i in range(number)]

@@ -16,8 +16,7 @@ from ag.plugins import part
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import Config
-    from ag.config.sections import DataConfig
+    from ag.config import Config, DataConfig
 
 #: The kinds of data by the name that ``data.kind`` gives them.
 KINDS: dict[str, type[DataKind]] = {"sft": Supervised, "text": Text, "facts": Facts, "worked": WorkedProblems}

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from string import ascii_lowercase
 from typing import TYPE_CHECKING, NamedTuple
 
+from ag.config.data import WorkedConfig
 from ag.data.collate import Collator, Row, end_tokens, padding_token
 from ag.data.encode import encode as encode_examples
 from ag.data.module import Counts, DataKind, DataModule
@@ -66,6 +67,7 @@ class WorkedProblems(DataKind):
             DataError: a problem does not fit.
         """
         data = config.data
+        assert isinstance(data, WorkedConfig)
 
         def rows(split: str, number: int) -> list[Row]:
             problems = [

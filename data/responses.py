@@ -20,7 +20,7 @@ from ag.data.sources import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import DataConfig
+    from ag.config.data import ResponsesConfig
     from ag.data.module import Counts
 
 RESPONSE_TOKENS = 96  # tokens of a chunk, or of the text after a context
@@ -163,7 +163,7 @@ def _trim_context(context: list[int], reserved: int, purpose: str) -> list[int]:
 
 
 def make_cutter(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int], seed: int, counts: Counts
+    data: ResponsesConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int], seed: int, counts: Counts
 ) -> ResponseCutter:
     """Return the cutter of documents for ``data.packing=responses``.
 

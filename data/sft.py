@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ag.config.data import QuestionConfig, SftConfig
 from ag.data import custom_sft
 from ag.data.collate import Collator, Row, end_tokens, padding_token, start_tokens
 from ag.data.encode import encode, truncate_prompt, truncation_remedies
@@ -28,6 +29,7 @@ class Supervised(DataKind):
 
     def check(self, data: DataConfig) -> None:
         """Refuse a task that is not in the table, and a question after eviction if no text precedes the question."""
+        assert isinstance(data, SftConfig)
         if not is_own(data):
             find_task(data)
         if data.question == "after" and not (data.name in TASKS and TASKS[data.name].context):
@@ -43,6 +45,7 @@ class Supervised(DataKind):
             DataError: unknown task, missing folder, split or field, or a response that does not fit.
         """
         data = config.data
+        assert isinstance(data, SftConfig)
         if is_own(data):
             return custom_sft.build(config, tokenizer, context)
         task = find_task(data)
@@ -71,7 +74,9 @@ def from_examples(
         DataError: a list is empty, or a response does not fit.
     """
     data, counts, start = config.data, Counts(), start_tokens(tokenizer)
-    end, limit = end_tokens(tokenizer) if data.eos else [], min(data.max_length, context)
+    assert isinstance(data, QuestionConfig)
+    ends = isinstance(data, SftConfig) and data.eos
+    end, limit = end_tokens(tokenizer) if ends else [], min(data.max_length, context)
     _, counts.cut_remedy = truncation_remedies(data, context)
 
     def rows(split: str, questions: Sequence[Example], every_choice: bool, counts: SplitCounts) -> Iterator[list[Row]]:

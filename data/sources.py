@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ag.errors import UserError
 
 if TYPE_CHECKING:
-    from ag.config import DataConfig
+    from ag.config.data import DataConfig, StoredConfig
 
 Record = dict[str, Any]
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz", ".txt")
@@ -112,7 +112,7 @@ class Source:
         return rows
 
 
-def dataset_of(data: DataConfig) -> Source:
+def dataset_of(data: StoredConfig) -> Source:
     """Find the dataset ``data.name``: under ``data.root`` if that is set, else in a folder of this name or on the hub.
 
     Raises:
@@ -124,7 +124,7 @@ def dataset_of(data: DataConfig) -> Source:
     return Source(data.name, data.subset, data.revision, folder if folder.is_dir() else None)
 
 
-def held_out(source: Source, data: DataConfig) -> int:
+def held_out(source: Source, data: StoredConfig) -> int:
     """Return how many of the first training rows validate: 0 if there is a validation split.
 
     Raises:
@@ -162,9 +162,10 @@ def local_folder(root: str, name: str) -> Path:
 
 def dataset_name(data: DataConfig) -> str:
     """Return the name of a dataset for messages: its own, or ``data.root`` if that folder itself holds the rows."""
-    if data.root is None:
+    root = getattr(data, "root", None)  # rows that are generated have none
+    if root is None:
         return data.name
-    return data.root if holds_rows(Path(data.root)) else f"{data.name} in {data.root}"
+    return root if holds_rows(Path(root)) else f"{data.name} in {root}"
 
 
 def holds_rows(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from ag.data.sources import ENDINGS, DataError, Record, check_fields, holds_rows
 from ag.errors import nearest
 
 if TYPE_CHECKING:
-    from ag.config import DataConfig
+    from ag.config.data import StoredConfig
 
 Fields = dict[str, type | tuple[type, ...]]
 
@@ -183,7 +183,7 @@ TASKS: dict[str, Task] = {
 WITH_CONTEXT = [name for name, task in TASKS.items() if task.context]
 
 
-def is_own(data: DataConfig) -> bool:
+def is_own(data: StoredConfig) -> bool:
     """Whether ``data.name`` is a folder or ``ORG/NAME`` on the hub, not a task of the table."""
     nested = [Path(data.root) / data.name] if data.root else []
     folders = (path.expanduser() for path in (Path(data.name), *nested))
@@ -191,7 +191,7 @@ def is_own(data: DataConfig) -> bool:
     return data.name not in TASKS and (is_dataset_name or (data.root is not None and holds_rows(Path(data.root))))
 
 
-def find_task(data: DataConfig) -> Task:
+def find_task(data: StoredConfig) -> Task:
     """Return the task of the table that ``data.name`` names.
 
     Raises:

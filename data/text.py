@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ag.config.data import OwnDataConfig, PackedConfig, RepeatedConfig, ResponsesConfig, SplitConfig, TextConfig
 from ag.data.collate import Collator, Row, Tokens, padding_token, start_tokens, tokenize, tokenize_after
 from ag.data.module import Counts, DataKind, DataModule
 from ag.data.responses import LEAD_TOKENS, REPEAT_PROMPT, ResponseCutter, make_cutter
@@ -26,7 +27,7 @@ from ag.data.sources import DataError, Source, check_fields, dataset_of, held_ou
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import Config, DataConfig
+    from ag.config import Config
 
 STEP = 64  # prompt lengths grow by it from data.prompt_min: rows of a batch then have few different lengths
 DOCUMENTS = 64  # per call of the tokenizer
@@ -49,30 +50,37 @@ class Text(DataKind):
         Raises:
             DataError: a folder, split or field is missing, lengths do not fit, or there is no row at all.
         """
-        data = config.data
-        source = dataset_of(data)
-        first = held_out(source, data)
-        counts = Counts(unit="documents", held_out=first)
-        longest, start = min(data.max_length, context), start_tokens(tokenizer)
-        cut: Packed | Windows | Repeated | ResponseCutter
-        if data.packing == "packed":
-            cut = _make_packed(data, tokenizer, longest, start, counts)
-        elif data.packing == "repeated":
-            cut = _make_repeated(data, tokenizer, longest, start, config.seed, counts)
-        elif data.packing == "responses":
-            cut = make_cutter(data, tokenizer, longest, start, config.seed, counts)
-        else:
-            cut = _make_windows(data, longest, start, config.seed, counts)
-        counts.cut_remedy = f"an end {counts.remedy}"
-        end = cut.end if isinstance(cut, Packed) and not data.cross_documents else None
+        assert isinstance(config.data, TextConfig)
+        return cut_documents(config.data, config.seed, tokenizer, context)
 
-        train = TextRows(source, "train", data, tokenizer, cut, start=first)
-        split = "train" if first else "validation"
-        validation = TextRows(source, split, data, tokenizer, cut, stop=first or None, validates=True)
-        training = _cached_or_made(train, counts, context, config.seed)
-        groups = [(row,) for row in _cached_or_made(validation, counts, context, config.seed)]
-        collator = Collator(padding_token(tokenizer), end, loss_on_prompt=data.packing == "repeated")
-        return DataModule(training, groups, collator, data, config.seed, counts)
+
+def cut_documents(data: TextConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+    """Read, tokenise and cut documents; see :meth:`Text.build`."""
+    source = dataset_of(data)
+    first = held_out(source, data)
+    counts = Counts(unit="documents", held_out=first)
+    longest, start = min(data.max_length, context), start_tokens(tokenizer)
+    cut: Packed | Windows | Repeated | ResponseCutter
+    if isinstance(data, PackedConfig):
+        cut = _make_packed(data, tokenizer, longest, start, counts)
+    elif isinstance(data, RepeatedConfig):
+        cut = _make_repeated(data, tokenizer, longest, start, seed, counts)
+    elif isinstance(data, ResponsesConfig):
+        cut = make_cutter(data, tokenizer, longest, start, seed, counts)
+    else:
+        assert isinstance(data, SplitConfig)
+        cut = _make_windows(data, longest, start, seed, counts)
+    counts.cut_remedy = f"an end {counts.remedy}"
+    apart = isinstance(data, PackedConfig) and not data.cross_documents
+    end = cut.end if isinstance(cut, Packed) and apart else None
+
+    train = TextRows(source, "train", data, tokenizer, cut, start=first)
+    split = "train" if first else "validation"
+    validation = TextRows(source, split, data, tokenizer, cut, stop=first or None, validates=True)
+    training = _cached_or_made(train, counts, context, seed)
+    groups = [(row,) for row in _cached_or_made(validation, counts, context, seed)]
+    collator = Collator(padding_token(tokenizer), end, loss_on_prompt=isinstance(data, RepeatedConfig))
+    return DataModule(training, groups, collator, data, seed, counts)
 
 
 def _cached_or_made(rows: TextRows, counts: Counts, *other_settings: object) -> Sequence[Row]:
@@ -92,11 +100,12 @@ def _cached_or_made(rows: TextRows, counts: Counts, *other_settings: object) -> 
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text_to_ids = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    settings = vars(OwnDataConfig()) | vars(data)  # all keys, so that caches of one class of data are found
     identity = {
         "format": FORMAT,
         "source": [data.name, data.subset, rows.source.identity(rows.split), rows.split, rows.start, rows.stop],
         "tokenizer": [text_to_ids, tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template],
-        "settings": [*(getattr(data, name) for name in ROW_SETTINGS), rows.limit, *other_settings],
+        "settings": [*(settings[name] for name in ROW_SETTINGS), rows.limit, *other_settings],
     }
     split, folder = counts.of(rows.validates), Path(data.cache)
 
@@ -160,7 +169,7 @@ def _row(tokens: Tokens, prompt: Any, first: Any, copied: Tokens) -> Row:
 
 
 def _make_packed(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int], counts: Counts
+    data: PackedConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int], counts: Counts
 ) -> Packed:
     end = tokenizer.eos_token_id
     if end is None:
@@ -176,7 +185,7 @@ def _make_packed(
     return Packed(longest, start, int(end), counts)
 
 
-def _make_windows(data: DataConfig, longest: int, start: list[int], seed: int, counts: Counts) -> Windows:
+def _make_windows(data: SplitConfig, longest: int, start: list[int], seed: int, counts: Counts) -> Windows:
     if data.prompt_max + data.continuation > longest:
         limit = f"the model's context {longest}" if longest < data.max_length else f"data.max_length={longest}"
         raise DataError(
@@ -192,7 +201,7 @@ def _make_windows(data: DataConfig, longest: int, start: list[int], seed: int, c
 
 
 def _make_repeated(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int], seed: int, counts: Counts
+    data: RepeatedConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int], seed: int, counts: Counts
 ) -> Repeated:
     separator = tokenize_after(tokenizer, [REPEAT_PROMPT])[0]
     room = longest - len(start) - len(separator)
@@ -214,7 +223,7 @@ class TextRows:
 
     source: Source
     split: str
-    data: DataConfig
+    data: TextConfig
     tokenizer: PreTrainedTokenizerBase
     cut: Packed | Windows | Repeated | ResponseCutter
     start: int = 0

@@ -18,9 +18,9 @@ from transformers.cache_utils import Cache
 import ag
 from ag.bench.contestants import FULL, Contestant
 from ag.commands.bench import BenchConfig
-from ag.config import ModelConfig
 from ag.config.gate import GateConfig
 from ag.config.policies import FLAGS
+from ag.config.sections import base_model
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.scorer_inputs import ScorerInputs
 from ag.engine.scorers import Scorer
@@ -210,7 +210,7 @@ def kept(cache: Cache) -> float:
 
 def load(config: BenchConfig) -> PreTrainedModel:
     """Load the model of a configuration, or sample random weights for it."""
-    return load_base(ModelConfig(name=config.model, dtype=config.dtype), config.device)[0]
+    return load_base(base_model(config, config.model), config.device)[0]
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

@@ -23,7 +23,7 @@ class BenchConfig(SharedModel):
     mode: Literal["decode", "stream", "prefill", "train", "memory"] = key(
         "decode", "the measurement; may also be the first word"
     )
-    threads: int | None = key(None, "CPU threads; null means torch's default", low=1)
+    threads: int | None = key(None, "CPU threads; null means torch's default", ge=1)
     context: list[int] = key([2048], "tokens of the prompt, or of a training row; stream: cached tokens")
     sdpa: list[Backend] = key(
         [],
@@ -53,14 +53,14 @@ class BenchConfig(SharedModel):
         "only",
     )
     kinds: list[str] = key(["attention", "mlp"], "stream: kinds of gates that decide on every generated token")
-    recent: int = key(128, "stream: newest tokens that no gate evicts, and the window of attention gates", low=1)
-    steps: int = key(16, "decode, stream, memory: tokens generated in a round", low=1)
+    recent: int = key(128, "stream: newest tokens that no gate evicts, and the window of attention gates", ge=1)
+    steps: int = key(16, "decode, stream, memory: tokens generated in a round", ge=1)
     interleaved: bool = key(
         False, "decode: contestants take turns token by token, with all caches in memory at once; for noisy machines"
     )
-    rounds: int = key(5, "measurements of every contestant, which take turns", low=1)
-    warmup: int = key(1, "warm-up rounds, which do not count", low=0)
-    seed: int = key(0, "seed of tokens, gates and uneven heads", low=0, high=2**32 - 1)
+    rounds: int = key(5, "measurements of every contestant, which take turns", ge=1)
+    warmup: int = key(1, "warm-up rounds, which do not count", ge=0)
+    seed: int = key(0, "seed of tokens, gates and uneven heads", ge=0, le=2**32 - 1)
     output: str = key("runs/bench", "folder for MODE.json and MODE.md", holds="output")
 
     def check(self) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ag.cluster import CLUSTER
-from ag.commands.shared import KVDtype, SharedModel
+from ag.commands.shared import KVDtype, SharedBudgets, SharedModel
 from ag.config.command_line import main_from_schema
 from ag.config.policies import FULL, split_label
-from ag.config.sections import BUDGET, ModelConfig, WandbConfig, key, mapping
+from ag.config.sections import LoadingConfig, ModelConfig, WandbConfig, base_model, key, mapping
 from ag.config.spec import PolicySpec, check_policy, parse_budget, specs_by_name
 from ag.errors import UserError, nearest
 
@@ -25,14 +24,10 @@ class Plan(NamedTuple):
 
 
 @dataclass
-class CompareConfig(SharedModel):
+class CompareConfig(SharedModel, SharedBudgets, LoadingConfig):
     """The keys of ``python -m ag.compare``."""
 
     recipe: str = key("compare", "name of a shipped recipe, or path of a YAML file, with the values to start from")
-    revision: str | None = key(None, "git revision of a hub model")
-    quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "the model's own attention")
-    trust_remote_code: bool = key(False, "run code from the model's repository; only for repositories you trust")
     adapter: str | None = key(
         None, "export whose LoRA adapter every policy uses, with or without gates", holds="export"
     )
@@ -44,11 +39,6 @@ class CompareConfig(SharedModel):
     also: list[str] = key(
         [], "policies in addition to policies, for example your own gates beside a recipe's gates", holds="policy"
     )
-    budgets: list[Any] = key(
-        [], "what policies keep; full and flags take no budget", words=f"list of {BUDGET}", holds="budget"
-    )
-    schedule: str = key("prefill", "when tokens are evicted, for policies with a budget")
-    kv_dtypes: list[KVDtype] = key(["float"], "how every policy stores keys and values: float (the model's type), int8")
     positions: Literal["original", "slot", "interpolated"] = key(
         "original",
         "positions by which every policy rotates keys: original (in the text), slot (in the cache), or interpolated "
@@ -59,8 +49,8 @@ class CompareConfig(SharedModel):
         None, "local folder of the data, with a folder for each task; null means the hub", holds="folder"
     )
     roots: dict[str, str] = mapping("folders of single tasks, as roots.TASK=FOLDER", of="tasks", holds="folder")
-    samples: int | None = key(None, "the first N samples of each task that can be run", low=1)
-    max_tokens: int | None = key(None, "longest sample in tokens, instead of the model's context", low=1)
+    samples: int | None = key(None, "the first N samples of each task that can be run", ge=1)
+    max_tokens: int | None = key(None, "longest sample in tokens, instead of the model's context", ge=1)
     task_options: dict[str, dict[str, Any]] = mapping("options of tasks, as task_options.TASK.OPTION=VALUE", of="tasks")
     policy_options: dict[str, dict[str, Any]] = mapping(
         "options of policies, as policy_options.POLICY.OPTION=VALUE", of="policies"
@@ -70,17 +60,16 @@ class CompareConfig(SharedModel):
         "the policy that other policies are tested against, at its own budget or theirs; full is added if policies "
         "does not list it",
     )
-    batch_policies: int = key(8, "policies of a task that share the reading of a prompt, if they allow it", low=1)
-    seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
+    batch_policies: int = key(8, "policies of a task that share the reading of a prompt, if they allow it", ge=1)
+    seed: int = key(0, "seed of generated samples", ge=0, le=2**32 - 1)
     output: str | None = key(
         None, "folder of the results, continued if it has some; null means runs/RECIPE", holds="output"
     )
-    cluster: str | None = key(None, CLUSTER)
     logger: list[Literal["wandb"]] = key([], "where the report goes in addition to output")
     wandb: WandbConfig = field(default_factory=WandbConfig)
     retry: bool = key(False, "run cells without a result again")
-    view_samples: int = key(2, "samples of each task whose kept tokens the report shows", low=0)
-    view_tokens: int = key(1024, "tokens of each of them", low=1)
+    view_samples: int = key(2, "samples of each task whose kept tokens the report shows", ge=0)
+    view_tokens: int = key(1024, "tokens of each of them", ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,14 +126,7 @@ class CompareConfig(SharedModel):
     @property
     def base(self) -> ModelConfig:
         """The model of every policy, without the adapter."""
-        return ModelConfig(
-            name=self.model,
-            revision=self.revision,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            attn_implementation=self.attn_implementation,
-            trust_remote_code=self.trust_remote_code,
-        )
+        return base_model(self, self.model)
 
 
 def stored(name: str, kv_dtype: str) -> str:

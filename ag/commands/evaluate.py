@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
-from ag.cluster import CLUSTER
 from ag.commands.compare import CompareConfig, stored
-from ag.commands.shared import MODEL, KVDtype, Shared
+from ag.commands.shared import SharedBudgets
 from ag.config import Config, ModelConfig
 from ag.config.command_line import main_from_schema
 from ag.config.policies import FLAGS, FULL, GATES
 from ag.config.recipes import load_config
-from ag.config.sections import BUDGET, key
+from ag.config.sections import MODEL, LoadingConfig, key
 from ag.config.spec import PolicySpec, specs_by_name
 from ag.errors import UserError
 
@@ -24,7 +22,7 @@ TASK = "responses"
 
 
 @dataclass
-class EvaluateConfig(Shared):
+class EvaluateConfig(SharedBudgets):
     """The keys of ``python -m ag.evaluate``."""
 
     run: str | None = key(None, "run folder of ag.fit, for its model, export and data", holds="folder")
@@ -37,23 +35,14 @@ class EvaluateConfig(Shared):
         "policies to compare; flags and gates use the run's gates; null means full, flags, and with budgets gates",
         holds="policy",
     )
-    budgets: list[Any] = key(
-        [],
-        "what policies keep, gates included; full and flags take no budget",
-        words=f"list of {BUDGET}",
-        holds="budget",
-    )
-    schedule: str = key("prefill", "when tokens are evicted, for policies with a budget")
-    kv_dtypes: list[KVDtype] = key(["float"], "how every policy stores keys and values: float (the model's type), int8")
-    samples: int | None = key(None, "validate on the first N rows or documents, instead of the run's number", low=1)
-    prompt: int | None = key(None, "tokens of each prompt, instead of the run's (plain documents)", low=1)
-    continuation: int | None = key(None, "tokens scored after it, instead of the run's (plain documents)", low=1)
+    samples: int | None = key(None, "validate on the first N rows or documents, instead of the run's number", ge=1)
+    prompt: int | None = key(None, "tokens of each prompt, instead of the run's (plain documents)", ge=1)
+    continuation: int | None = key(None, "tokens scored after it, instead of the run's (plain documents)", ge=1)
     output: str | None = key(
         None,
         "FILE.json for the figures; the folder FILE has all else; null means RUN/evaluation.json",
         holds="output",
     )
-    cluster: str | None = key(None, CLUSTER)
 
     @property
     def file(self) -> Path:
@@ -82,29 +71,21 @@ def translate(config: EvaluateConfig) -> Preset:
     listed = _policies(config, trained)
     if not listed:
         raise UserError("policies=[]: expected at least one, such as full.")
+    loading, given = fields(LoadingConfig), fields(SharedBudgets)
+    copied = {x.name: getattr(base, x.name) for x in loading} | {x.name: getattr(config, x.name) for x in given}
     options = {"run_folder": config.run, "prompt": config.prompt, "continuation": config.continuation}
     return Preset(
         CompareConfig(
             recipe="evaluate",
             model=base.name,
-            revision=base.revision,
-            dtype=base.dtype,
-            quantization=base.quantization,
-            attn_implementation=base.attn_implementation,
-            trust_remote_code=base.trust_remote_code,
+            **copied,
             adapter=f"{config.run}/export" if "lora" in trained else None,
             policies=list(listed),
-            budgets=config.budgets,
-            schedule=config.schedule,
-            kv_dtypes=config.kv_dtypes,
             tasks=[TASK],
             root=config.root,
             samples=config.samples,
             task_options={TASK: {name: value for name, value in options.items() if value is not None}},
             baseline=next(iter(listed)),
-            device=config.device,
-            plugins=config.plugins,
-            cluster=config.cluster,
             output=str(config.file.with_suffix("")),
             retry=True,
         ),

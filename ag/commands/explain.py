@@ -8,15 +8,14 @@ from typing import Any, Literal
 from ag.commands.shared import SharedModel
 from ag.config.command_line import main_from_schema
 from ag.config.policies import GATES
-from ag.config.sections import BUDGET, key, mapping
+from ag.config.sections import BUDGET, RevisionConfig, key, mapping
 from ag.config.spec import PolicySpec, check_policy, parse_budget, specs_by_name
 
 
 @dataclass
-class ExplainConfig(SharedModel):
+class ExplainConfig(SharedModel, RevisionConfig):
     """The keys of ``python -m ag.explain``."""
 
-    revision: str | None = key(None, "git revision of a hub model")
     gates: str | None = key(
         None,
         "export whose gates join the policies under the name gates, ranked under the budget; as flags if that is null",
@@ -32,9 +31,9 @@ class ExplainConfig(SharedModel):
     task: str = key("ppl", "task whose texts are shown")
     task_options: dict[str, Any] = mapping("options of the task, as task_options.OPTION=VALUE")
     root: str | None = key(None, "local folder of the task's data; null means the hub", holds="folder")
-    samples: int = key(3, "number of texts", low=1)
-    tokens: int = key(256, "tokens of each text; attention maps grow with their square", low=2)
-    continuation: int = key(32, "last tokens of each text, whose attention outputs are compared", low=1)
+    samples: int = key(3, "number of texts", ge=1)
+    tokens: int = key(256, "tokens of each text; attention maps grow with their square", ge=2)
+    continuation: int = key(32, "last tokens of each text, whose attention outputs are compared", ge=1)
     layers: list[int] = key([], "layers of the attention maps; empty means four, spread over the model")
     pictures: list[Literal["keep", "attention", "errors"]] = key(
         ["keep", "attention", "errors"],

@@ -34,10 +34,10 @@ class GenerateConfig(SharedPolicy):
         "prompt tokens that are never evicted: spans such as 0-40; in a chat template (what the template adds) and "
         "system",
     )
-    max_new_tokens: int = key(64, "longest continuation in tokens", low=1)
-    temperature: float = key(0.0, "0: always the likeliest token; above 0: sample at this temperature", low=0)
-    top_p: float = key(1.0, "sample from the likeliest tokens that together have this probability", low=0, high=1)
-    seed: int = key(0, "seed of the samples", low=0, high=2**32 - 1)
+    max_new_tokens: int = key(64, "longest continuation in tokens", ge=1)
+    temperature: float = key(0.0, "0: always the likeliest token; above 0: sample at this temperature", ge=0)
+    top_p: float = key(1.0, "sample from the likeliest tokens that together have this probability", ge=0, le=1)
+    seed: int = key(0, "seed of the samples", ge=0, le=2**32 - 1)
     compare: bool = key(False, "also continue with a full cache")
 
     def check(self) -> None:

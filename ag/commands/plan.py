@@ -14,7 +14,7 @@ class PlanConfig(Config):
     """The keys of a planned run, and the speed of its devices."""
 
     tflops: float | None = key(
-        None, "10^12 operations per second of one device; null means measured on matrix products here", low=1e-6
+        None, "10^12 operations per second of one device; null means measured on matrix products here", ge=1e-6
     )
 
 

@@ -22,14 +22,14 @@ UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10
 class ServeConfig(SharedPolicy):
     """The keys of ``python -m ag.serve``."""
 
-    share: float | None = key(None, "share of each prompt that the policy keeps, instead of budget", low=0, high=1)
+    share: float | None = key(None, "share of each prompt that the policy keeps, instead of budget", ge=0, le=1)
     memory: str = key(
         "1GiB",
         "memory for the keys and values of all requests, allocated at the start",
         words="bytes, MiB, GiB, MB, GB",
     )
     host: str = key("127.0.0.1", "address to listen at; 0.0.0.0 means every address of the machine")
-    port: int = key(8000, "port to listen at; 0 means a free one", low=0, high=65535)
+    port: int = key(8000, "port to listen at; 0 means a free one", ge=0, le=65535)
     api_key: str | None = key(
         None, f"key that clients must send; if others can see this line, set the variable {KEY_VARIABLE} instead"
     )
@@ -39,21 +39,21 @@ class ServeConfig(SharedPolicy):
         "parts of chats that are never evicted: system (text of system messages), template (what the chat template "
         "adds)",
     )
-    prefill_tokens: int = key(512, "prompt tokens that are read between two tokens of running answers", low=1)
-    batch: int = key(64, "largest number of requests answered at once", low=1)
-    queue: int = key(256, "largest number of waiting requests", low=1)
+    prefill_tokens: int = key(512, "prompt tokens that are read between two tokens of running answers", ge=1)
+    batch: int = key(64, "largest number of requests answered at once", ge=1)
+    queue: int = key(256, "largest number of waiting requests", ge=1)
     prompt_lookup: int = key(
-        0, "draft tokens per step, divided among all answers and looked up in their own text; 0 means none", low=0
+        0, "draft tokens per step, divided among all answers and looked up in their own text; 0 means none", ge=0
     )
     origins: list[str] = key(
         [], "pages that may use the server from a browser (CORS), such as https://chat.example; * means all"
     )
-    body_bytes: int = key(2**20, "longest body of a request", low=1)
+    body_bytes: int = key(2**20, "longest body of a request", ge=1)
     answer_tokens: int | None = key(
-        None, "longest answer in tokens; null means the room that is left in the model's context", low=1
+        None, "longest answer in tokens; null means the room that is left in the model's context", ge=1
     )
-    wait_seconds: float = key(60.0, "longest time that a request waits before its prompt is read", low=0)
-    answer_seconds: float = key(600.0, "longest time from a request to the end of its answer, which is then cut", low=0)
+    wait_seconds: float = key(60.0, "longest time that a request waits before its prompt is read", ge=0)
+    answer_seconds: float = key(600.0, "longest time from a request to the end of its answer, which is then cut", ge=0)
 
     cluster: str | None = key(None, CLUSTER)
     replicas: list[int] = key(
@@ -61,7 +61,7 @@ class ServeConfig(SharedPolicy):
         "processes that answer on a cluster, each with its own memory; [1,8] means from 1 to 8, by the number of "
         "requests",
     )
-    cores: int = key(1, "cores, and threads, of each replica; with device=cuda each has a GPU as well", low=1)
+    cores: int = key(1, "cores, and threads, of each replica; with device=cuda each has a GPU as well", ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

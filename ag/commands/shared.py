@@ -6,17 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ag.cluster import CLUSTER
 from ag.config.policies import FULL, GATES
-from ag.config.sections import BUDGET, key, mapping
+from ag.config.sections import BUDGET, MODEL, DtypeConfig, key, mapping
 from ag.config.spec import PolicySpec, check_policy, parse_budget
 from ag.errors import UserError
 from ag.plugins import load
 
 KVDtype = Literal["float", "int8"]  # as in ag.kernels.codes, which loads torch
-MODEL = (
-    "hub id, local folder, alias (smollm2, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b, gemma3-270m), or random:llama-8b "
-    "(random:PATH.json) for random weights"
-)
 
 
 @dataclass
@@ -31,21 +28,29 @@ class Shared:
 
 
 @dataclass
-class SharedDtype(Shared):
-    """The keys of a command that loads a model."""
-
-    dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
-
-
-@dataclass
-class SharedModel(SharedDtype):
+class SharedModel(Shared, DtypeConfig):
     """The keys of a command with a model by name."""
 
     model: str = key("smollm2", MODEL)
 
 
 @dataclass
-class SharedPolicy(SharedDtype):
+class SharedBudgets(Shared):
+    """The keys of a command that compares policies at budgets."""
+
+    budgets: list[Any] = key(
+        [],
+        "what policies keep, gates included; full and flags take no budget",
+        words=f"list of {BUDGET}",
+        holds="budget",
+    )
+    schedule: str = key("prefill", "when tokens are evicted, for policies with a budget")
+    kv_dtypes: list[KVDtype] = key(["float"], "how every policy stores keys and values: float (the model's type), int8")
+    cluster: str | None = key(None, CLUSTER)
+
+
+@dataclass
+class SharedPolicy(Shared, DtypeConfig):
     """The keys of a command that runs one policy."""
 
     gates: str | None = key(None, "folder of exported gates for a policy named gates or flags", holds="export")

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from importlib import import_module
@@ -163,7 +163,7 @@ def _exit_with(text: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def _split_arguments(argv: Sequence[str], schema_keys: dict[str, Key]) -> tuple[set[str], dict[str, str]]:
+def _split_arguments(argv: Sequence[str], schema_keys: Mapping[str, Key]) -> tuple[set[str], dict[str, str]]:
     """Separate options from ``key=text``. If a key is repeated, its last value counts."""
     if not argv:
         hint = "recipe=NAME, " if "recipe" in schema_keys else ""
@@ -185,7 +185,7 @@ def _split_arguments(argv: Sequence[str], schema_keys: dict[str, Key]) -> tuple[
     return options, overrides
 
 
-def _missing_key(argument: str, schema_keys: dict[str, Key]) -> str:
+def _missing_key(argument: str, schema_keys: Mapping[str, Key]) -> str:
     """Return a hint for an argument without a key."""
     if argument in schema_keys:
         return f"; write {argument}=..."

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from ag.config.exports import export_folder, missing_export_error, on_hub
-from ag.config.keys import Key, keys
+from ag.config.keys import Key, keys, values_of
 from ag.config.spec import PolicySpec, parse_budget
 from ag.errors import UserError
 
@@ -33,8 +32,9 @@ def check(config: Any, elsewhere: bool = False) -> None:
         UserError: names the key, the value and the expected values.
     """
     on_cluster = getattr(config, "cluster", None) not in (None, "local")
-    for key in keys(type(config)).values():
-        value = operator.attrgetter(key.name)(config)
+    schema_keys = keys(type(config))
+    for name, value in values_of(config).items():
+        key = schema_keys[name]
         if value is None or value == "" or not key.holds:
             continue
         for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:

@@ -6,28 +6,20 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ag.config.clashes import first_clash, parse_table
-from ag.config.keys import keys
+from ag.config.keys import keys, refuse
 from ag.config.sections import key
 
 HEAD_STEP = 8  # a head size that is not given is rounded to a multiple of this
-CLASHES = parse_table("""
-covers=all; scope=prompt -> a gate that sees the whole prompt at once cannot follow a growing text; use
-    gate.scope=causal.
-window>0; scope=prompt -> that gate sees the whole prompt; use gate.scope=causal, or gate.window=0.
-window>0; kind=linear|affine|mlp|fast_kvzip|retention -> that gate looks at one token by itself; use gate.window=0,
-    or gate.kind=attention.
-first_layer<layer_offset -> the first layer has none before it; use gate.first_layer=1.
-""")
+TOKEN_KINDS = ("linear", "affine", "mlp", "fast_kvzip", "retention")  # these gates look at one token by itself
 
 
 @dataclass
 class GateConfig:
     """Hyper-parameters of the gates of one model; the paper's symbols are given in parentheses."""
 
-    num_heads: int = key(4, "heads of the gate's own attention (h')", low=1)
+    num_heads: int = key(4, "heads of the gate's own attention (h')", ge=1)
     head_dim: int = key(
-        0, "size of each of these heads (d'); 0: all heads together an eighth of the base model's width", low=0
+        0, "size of each of these heads (d'); 0: all heads together an eighth of the base model's width", ge=0
     )
     threshold: float = key(0.5, "a token is kept when sigmoid(logit + bias) > threshold (tau)")
     bias: float = key(2.0, "added to every logit: above 0 gates start open (gamma)")
@@ -46,10 +38,10 @@ class GateConfig:
         words="attention | linear | affine | mlp | fast_kvzip | retention | a kind of your own",
     )
     hidden: int = key(
-        64, "kind=mlp and retention: units of the hidden layer; fast_kvzip: learned keys per KV head", low=1
+        64, "kind=mlp and retention: units of the hidden layer; fast_kvzip: learned keys per KV head", ge=1
     )
     window: int = key(
-        0, "kind=attention: newest tokens that the gate of a token attends to, its own included; 0 means all", low=0
+        0, "kind=attention: newest tokens that the gate of a token attends to, its own included; 0 means all", ge=0
     )
     covers: Literal["prompt", "all"] = key(
         "prompt", "prompt: tokens of the first prompt may be evicted; all: later turns and generated tokens too"
@@ -63,10 +55,10 @@ class GateConfig:
     prefill: Literal["sparse", "dense"] = key(
         "sparse", "sparse: evicted tokens are invisible within the prompt too; dense: only after it"
     )
-    recent_tokens: int = key(1, "every query sees this many newest tokens, its own included", low=1)
-    sink_tokens: int = key(0, "every query sees this many first tokens", low=0)
-    layer_offset: int = key(0, "1: a layer's gate reads the input of the previous layer", low=0, high=1)
-    first_layer: int = key(0, "index of the first layer with a gate", low=0)
+    recent_tokens: int = key(1, "every query sees this many newest tokens, its own included", ge=1)
+    sink_tokens: int = key(0, "every query sees this many first tokens", ge=0)
+    layer_offset: int = key(0, "1: a layer's gate reads the input of the previous layer", ge=0, le=1)
+    first_layer: int = key(0, "index of the first layer with a gate", ge=0)
 
     def sized(self, hidden_size: int) -> GateConfig:
         """Return a copy whose ``head_dim``, if it is 0, is set for a base of this hidden size.
@@ -90,5 +82,16 @@ class GateConfig:
                 raise ValueError(f"gate.{name}={getattr(self, name)!r}: expected {gate_key.expected()}.")
         if not 0 < self.threshold < 1:
             raise ValueError(f"gate.threshold={self.threshold}: expected a probability between 0 and 1.")
-        if (message := first_clash(self, CLASHES, "gate.")) is not None:
-            raise ValueError(message)
+        if self.covers == "all" and self.scope == "prompt":
+            reason = "a gate that sees the whole prompt at once cannot follow a growing text; use gate.scope=causal."
+            refuse(self, "covers scope", reason, "gate.")
+        if self.window and self.scope == "prompt":
+            reason = "that gate sees the whole prompt; use gate.scope=causal, or gate.window=0."
+            refuse(self, "window scope", reason, "gate.")
+        if self.window and self.kind in TOKEN_KINDS:
+            reason = "that gate looks at one token by itself; use gate.window=0, or gate.kind=attention."
+            refuse(self, "window kind", reason, "gate.")
+        if self.first_layer < self.layer_offset:
+            refuse(
+                self, "first_layer layer_offset", "the first layer has none before it; use gate.first_layer=1.", "gate."
+            )

@@ -1,4 +1,4 @@
-"""The keys of a schema, and the check of their values.
+"""The keys of a schema, and the check of their values by pydantic.
 
 A value from a file or a command line must fit the type and bounds of its key. ``${...}`` is refused: a recipe cannot
 read the environment.
@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import operator
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ag.errors import UserError, first_line
 from ag.errors import nearest as nearest
@@ -39,8 +40,8 @@ class Key:
     type: Any  # bool, int, float, str, a Literal of texts, a list or dict of those, or a union of those
     default: Any = None  # MISSING means that a value is required
     doc: str = ""  # one line for ``--help``
-    low: float | None = None  # smallest value
-    high: float | None = None  # largest value
+    ge: float | None = None  # smallest value
+    le: float | None = None  # largest value
     words: str = ""  # description of the values, if the type allows more; the code that reads them checks them
     of: str = ""  # for a mapping: the key that lists its entries
     #: Meaning of the values. policy, budget, device: ag.config.early checks them; export, file, folder: a path that
@@ -49,31 +50,78 @@ class Key:
 
     def expected(self) -> str:
         """Return a description of valid values."""
-        low = "" if self.low is None else f", at least {self.low}"
-        high = "" if self.high is None else f", at most {self.high}"
+        low = "" if self.ge is None else f", at least {self.ge}"
+        high = "" if self.le is None else f", at most {self.le}"
         return (self.words or describe(self.type)) + low + high
 
     def accepts(self, value: Any) -> bool:
         """Whether a value has the key's type and lies within its bounds."""
-        if not fits(self.type, value):
-            return False
-        return value is None or ((self.low is None or value >= self.low) and (self.high is None or value <= self.high))
+        return fits(self.type, value, self.ge, self.le)
 
 
-def keys(schema: type[Any]) -> dict[str, Key]:
-    """Return the keys of a dataclass and its nested dataclasses by dotted name; inherited keys come last."""
-    return {key.name: key for key in _walk(schema, "")}
+@cache
+def keys(schema: Any) -> Mapping[str, Key]:
+    """Return the keys of a dataclass and its nested dataclasses by dotted name; inherited keys come last.
+
+    Of a section that has several dataclasses, a key that several of them have is listed once.
+    """
+    found: dict[str, Key] = {}
+    for key in _walk(schema, ""):
+        found.setdefault(key.name, key)
+    return found
 
 
 def _walk(schema: type[Any], prefix: str) -> Iterator[Key]:
     hints, own = get_type_hints(schema), inspect.get_annotations(schema)
     for field in sorted(dataclasses.fields(schema), key=lambda field: field.name not in own):
-        name, hint = prefix + field.name, hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from _walk(hint, name + ".")  # type: ignore[arg-type]
-            continue
-        default = field.default_factory() if callable(field.default_factory) else field.default
-        yield Key(name, hint, default, **field.metadata)
+        name, sections = prefix + field.name, section_classes(hints[field.name])
+        for section in sections:
+            yield from _walk(section, name + ".")
+        if not sections:
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            # a class that sets another default of an inherited key leaves its description where it is declared
+            declared = next((x for x in _declarations(schema, field.name) if x[1]), (schema, field.metadata))
+            yield Key(name, get_type_hints(declared[0])[field.name], default, **declared[1])
+
+
+def _declarations(schema: type[Any], name: str) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
+    for owner in schema.__mro__:
+        if name in inspect.get_annotations(owner):
+            yield owner, owner.__dataclass_fields__[name].metadata
+
+
+def section_classes(hint: Any) -> list[type[Any]]:
+    """Return the dataclasses of a section by its type: one, or those of a union; empty for a single value."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return [option for option in options if dataclasses.is_dataclass(option)]  # type: ignore[misc]
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """Return the values of a configuration by dotted name, of the keys that its sections have."""
+    schema_keys, values = keys(type(config)), {}
+    for name in schema_keys:
+        with contextlib.suppress(AttributeError):
+            values[name] = operator.attrgetter(name)(config)
+    return values
+
+
+def refuse(section: Any, names: str, reason: str, prefix: str = "") -> NoReturn:
+    """Raise the error of values that do not go together: ``KEY=VALUE with KEY=VALUE: REASON``.
+
+    Args:
+        section: has the keys as attributes.
+        names: the keys, separated by blanks.
+        reason: why, and the fix.
+        prefix: text before each key.
+    """
+    given = (f"{prefix}{name}={as_argument(operator.attrgetter(name)(section))}" for name in names.split())
+    first, *others = given
+    raise ConfigError(f"{first}{' with ' * bool(others)}{', '.join(others)}: {reason}")
+
+
+def as_argument(value: Any) -> str:
+    """Return a value in the form of the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def describe(hint: Any) -> str:
@@ -89,30 +137,22 @@ def describe(hint: Any) -> str:
     return words.get(hint, "mapping")
 
 
-def fits(hint: Any, value: Any) -> bool:
-    """Whether a value has a type. An int is also a float, a bool is not an int, and a float must be finite."""
-    origin, args = _form(hint)
-    if origin is Literal:
-        return any(type(value) is type(arg) and value == arg for arg in args)
-    if origin in (Union, UnionType):
-        return any(fits(arg, value) for arg in args)
-    if origin is list:
-        return isinstance(value, list) and all(fits(args[0], item) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(fits(args[0], k) and fits(args[1], v) for k, v in value.items())
-    if hint is Any:
-        return True
-    if isinstance(value, bool):
-        return hint is bool
-    if hint is float:
-        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-    return isinstance(value, hint) and not (hint is int and abs(value) >= 2**63)
+def fits(hint: Any, value: Any, ge: float | None = None, le: float | None = None) -> bool:
+    """Whether a value has a type and lies within bounds.
+
+    An int is also a float, a bool is not an int, and a float must be finite.
+    """
+    try:
+        _adapter(hint, ge, le).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 @cache
-def _form(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return origin and arguments of a type; cached, because files of results have many values."""
-    return get_origin(hint), get_args(hint)
+def _adapter(hint: Any, ge: float | None, le: float | None) -> TypeAdapter[Any]:
+    bounded = hint if ge is None and le is None else Annotated[hint, Field(ge=ge, le=le)]
+    return TypeAdapter(bounded, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def unknown_key_error(name: str, schema_keys: Mapping[str, Key]) -> ConfigError:

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from ag.config.keys import ConfigError, Key, check, from_text, keys, nearest, one_line, parse_yaml, unknown_key_error
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from ag.config.data import KINDS, OwnDataConfig
+from ag.config.keys import (
+    ConfigError,
+    Key,
+    as_argument,
+    check,
+    from_text,
+    keys,
+    nearest,
+    one_line,
+    parse_yaml,
+    section_classes,
+    unknown_key_error,
+    values_of,
+)
+from ag.config.loss import LOSSES
 
 T = TypeVar("T")
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 PATHS = ("export", "file", "folder", "output")  # values of Key.holds that mean paths
+#: Keys by section whose values choose the dataclass of the section.
+CHOOSING = {"data": ("kind", "packing"), "loss": ("objective", "share_high", "replay")}
+CHOICES: dict[Any, type[Any]] = {**KINDS, **LOSSES}  # these dataclasses by pydantic's tag
 OWNERS = {"ag.plan": "ag.fit"}  # commands that take the recipes of another command
 MAY_CHANGE_ON_RESUME = re.compile(
     r"resume|init|cluster|failures|tflops|output|logger|(wandb|checkpoint|export)\..+|data\.(root|cache|num_workers)"
@@ -39,8 +61,8 @@ def find_recipe(name: str, folder: Path) -> Path:
     return shipped[name]
 
 
-def read_values(path: Path, schema_keys: Mapping[str, Key], derived: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a recipe file on top of its bases.
+def read_layers(path: Path, schema_keys: Mapping[str, Key], derived: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """Read a recipe file and its bases.
 
     Args:
         path: YAML file; its ``base:`` is a recipe or a file.
@@ -48,7 +70,7 @@ def read_values(path: Path, schema_keys: Mapping[str, Key], derived: tuple[Path,
         derived: the files that have this file as a base, outermost first.
 
     Returns:
-        Values by dotted key; ``recipe`` is the file's name.
+        Values by dotted key of each file, the outermost base first; ``recipe`` is the file's name.
     """
     path = Path(os.path.abspath(path))
     if path in derived:
@@ -65,7 +87,7 @@ def read_values(path: Path, schema_keys: Mapping[str, Key], derived: tuple[Path,
         raise ConfigError(f"{path.name}: {error}") from None
     if "recipe" in schema_keys:
         values.setdefault("recipe", path.stem)
-    return {**read_values(parent, schema_keys, (*derived, path)), **values} if parent else values
+    return [*(read_layers(parent, schema_keys, (*derived, path)) if parent else []), values]
 
 
 def _read_mapping(path: Path) -> dict[Any, Any]:
@@ -97,24 +119,79 @@ def _flatten(tree: Mapping[Any, Any], schema_keys: Mapping[str, Key], prefix: st
             raise unknown_key_error(name, schema_keys)
 
 
-def build(schema: type[T], values: Mapping[str, Any]) -> T:
-    """Return the configuration with checked values; its ``__post_init__`` checks combinations.
+def build(schema: type[T], layers: Sequence[Mapping[str, Any]], drop: bool = False) -> T:
+    """Return the configuration of values; ``__post_init__`` of its sections checks combinations.
+
+    A section may have several dataclasses, of which values such as ``data.kind`` choose one. A layer that chooses
+    another one than the layers before it also drops the values of those layers that the dataclass does not have.
+
+    Args:
+        schema: dataclass of the keys.
+        layers: values by dotted key; the last value of a key counts.
+        drop: whether values that the chosen dataclass does not have are dropped from all layers.
 
     Raises:
-        ConfigError: a required key has no value, or a combination is invalid.
+        ConfigError: a required key has no value, a key does not belong to the chosen dataclass, or a combination is
+            invalid.
     """
-    from omegaconf import OmegaConf
-
-    tree, schema_keys = OmegaConf.structured(schema), keys(schema)
+    schema_keys, values, layer_of = keys(schema), dict[str, Any](), dict[str, int]()
+    for number, layer in enumerate(layers):
+        values |= layer
+        layer_of |= dict.fromkeys(layer, number)
+    chosen_in = {
+        section: max((layer_of.get(f"{section}.{name}", -1) for name in names), default=-1)
+        for section, names in CHOOSING.items()
+    }
+    tree: dict[str, Any] = {}
     for name, value in values.items():
-        OmegaConf.update(tree, name, _expand_home(value) if schema_keys[name].holds in PATHS else value, merge=False)
-    missing = sorted(OmegaConf.missing_keys(tree))
-    if missing:
-        raise ConfigError(f"{missing[0]} has no value: give {missing[0]}=...")
-    try:
-        return cast(T, OmegaConf.to_object(tree))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        *sections, leaf = name.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = _expand_home(value) if schema_keys[name].holds in PATHS else value
+    while True:
+        try:
+            return cast(T, _adapter(schema).validate_python(tree))
+        except ValidationError as error:
+            foreign = [_location(found) for found in error.errors() if found["type"] == "unexpected_keyword_argument"]
+            dropped = [
+                (section, leaf)
+                for section, leaf in foreign
+                if drop or layer_of[f"{section}.{leaf}"] < chosen_in.get(section, -1)
+            ]
+            if not dropped:
+                raise _explain(error, schema, values) from None
+            for section, leaf in dropped:
+                del tree[section][leaf]
+
+
+def _location(error: ErrorDetails) -> list[str]:
+    """Return the parts of the key of an error, without pydantic's tag of the chosen dataclass."""
+    section, *others = map(str, error["loc"])
+    return [section, *others[section in CHOOSING :]]
+
+
+@cache
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
+
+
+def _explain(error: ValidationError, schema: type[Any], values: Mapping[str, Any]) -> ConfigError:
+    """Return the first error of a check in the words of the command line."""
+    found = error.errors()[0]
+    if found["type"] == "value_error":  # from __post_init__
+        return ConfigError(str(found["ctx"]["error"]))
+    name = ".".join(_location(found))
+    if found["type"] == "missing":
+        return ConfigError(f"{name} has no value: give {name}=...")
+    if found["type"] != "unexpected_keyword_argument":
+        return ConfigError(f"{name}={one_line(values.get(name))}: expected {keys(schema)[name].expected()}")
+    section, leaf = name.split(".")
+    classes = section_classes(get_type_hints(schema)[section])
+    owners = [x.CHOICE for x in classes if leaf in x.__dataclass_fields__ and x is not OwnDataConfig]
+    chosen = CHOICES[found["loc"][1]].CHOICE
+    expected = f"expected {' or '.join(owners)}; set that, or leave {name} out"
+    return ConfigError(f"{name}={as_argument(values[name])} with {chosen}: {expected}")
 
 
 def _expand_home(value: Any) -> Any:
@@ -142,20 +219,23 @@ def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
     override_values = {
         name: from_text(schema_keys[name], text) for name, text in overrides.items() if name in schema_keys
     }
-    start: dict[str, Any] = {}
+    layers: list[dict[str, Any]] = []
     if "recipe" in override_values:
-        start = read_values(find_recipe(override_values.pop("recipe"), Path()), schema_keys)
+        layers = read_layers(find_recipe(override_values.pop("recipe"), Path()), schema_keys)
     elif override_values.get("resume"):
-        start = read_values(_run_config(override_values["resume"]), schema_keys)
+        layers = [values_of(load_config(_run_config(override_values["resume"]), schema))]
+    start = {name: value for layer in layers for name, value in layer.items()}
     for name, mapping in mappings.items():
         removed = {*start.get(mapping.of, [])} - {*override_values.get(mapping.of, start.get(mapping.of, []))}
         if name in start:
-            start[name] = {entry: value for entry, value in start[name].items() if entry not in removed}
-    values = {**start, **override_values}
+            kept = {entry: value for entry, value in start[name].items() if entry not in removed}
+            override_values.setdefault(name, kept)
     for name in entries:
         mapping = mappings[next(m for m in mappings if name.startswith(f"{m}."))]
-        values[mapping.name] = _set_entry(mapping, values.get(mapping.name, {}), name, overrides[name])
-    config = build(schema, values)
+        override_values[mapping.name] = _set_entry(
+            mapping, override_values.get(mapping.name, {}), name, overrides[name]
+        )
+    config = build(schema, [*layers, override_values])
     if getattr(config, "resume", None):
         check_resume(config, config.resume)  # type: ignore[attr-defined]
     return config
@@ -173,22 +253,25 @@ def _set_entry(mapping: Key, values: Mapping[str, Any], name: str, text: str) ->
 
 
 def load_config(path: str | Path, schema: type[T]) -> T:
-    """Read a YAML file, for example the ``config.yaml`` of a run folder."""
-    return build(schema, read_values(Path(path), keys(schema)))
+    """Read a YAML file, for example the ``config.yaml`` of a run folder.
+
+    Earlier versions wrote the keys of all sections there, also those that the run did not read; they are dropped.
+    """
+    return build(schema, read_layers(Path(path), keys(schema)), drop=True)
 
 
 def dump(config: Any) -> str:
     """Return a configuration as YAML, for :func:`load_config`."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
 def check_resume(config: Any, run: str | Path) -> None:
     """Refuse to continue a run with another model, data or objective."""
-    old_config = load_config(_run_config(run), type(config))
-    for name in keys(type(config)):
-        old, new = operator.attrgetter(name)(old_config), operator.attrgetter(name)(config)
+    old_values, values = (values_of(x) for x in (load_config(_run_config(run), type(config)), config))
+    for name, old in old_values.items():
+        new = values.get(name)
         if old != new and MAY_CHANGE_ON_RESUME.fullmatch(name) is None:
             raise ConfigError(
                 f"resume={run}: that run has {name}={one_line(old)}, not {one_line(new)}; "

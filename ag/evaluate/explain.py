@@ -17,9 +17,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.commands.explain import ExplainConfig
-from ag.config import ModelConfig
 from ag.config.command_line import Invocation
 from ag.config.policies import GATES
+from ag.config.sections import base_model
 from ag.engine import EvictionCache, Policy, policy
 from ag.errors import UserError
 from ag.evaluate import tasks
@@ -55,7 +55,7 @@ def explain(config: ExplainConfig, tell: Callable[[str], None]) -> list[Path]:
     """
     plan = _policies(config)
     task = tasks.make(config.task, config.root, **config.task_options)
-    model, tokenizer = models.load_base(ModelConfig(config.model, config.revision, config.dtype), config.device)
+    model, tokenizer = models.load_base(base_model(config, config.model), config.device)
     context = model.config.get_text_config().max_position_embeddings
     loaded = task.load(tokenizer, SEARCHED * config.samples, context).samples
     samples = [

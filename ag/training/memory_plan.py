@@ -38,6 +38,7 @@ from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ag.config import Config
+from ag.config.data import FactsConfig, SplitConfig, WorkedConfig
 from ag.data.facts import TRAIN_ROWS as FACTS
 from ag.data.problems import TRAIN_ROWS as PROBLEMS
 from ag.data.templates import TASKS
@@ -344,12 +345,12 @@ def _row(config: Config, context: int) -> tuple[int, int]:
     """Return the tokens of the longest row, and the number of a batch's tokens with loss."""
     data = config.data
     length = min(data.max_length, context)
-    if data.kind == "text" and data.packing == "split":
+    if isinstance(data, SplitConfig):
         length = min(length, data.prompt_max + data.continuation)
         return length, data.batch_size * data.continuation
-    if data.kind == "worked":
+    if isinstance(data, WorkedConfig):
         return length, data.batch_size * min(length, data.solution_max)
-    if data.kind == "facts":
+    if isinstance(data, FactsConfig):
         length = min(length, data.prompt_max)
     return length, data.batch_size * length
 

@@ -43,12 +43,12 @@ class Config:
 
     model: str = key("smollm2", "folder, hub id or alias of a model that both sides load")
     root: str | None = key(None, "folder of the documents, as the task ppl reads them; null: random tokens")
-    documents: int = key(4, "documents, the same for every contestant", low=1)
+    documents: int = key(4, "documents, the same for every contestant", ge=1)
     prompt: int = key(4096, "tokens of a prompt", low=WINDOW + 2)
     continuation: int = key(64, "tokens that follow it, fed one by one", low=FIRST + 2)
     keep: list[float] = key([0.5, 0.25], "shares of the prompt that policies keep")
-    rounds: int = key(1, "times that every document is measured", low=1)
-    threads: int | None = key(None, "CPU threads of each side; null: torch's default", low=1)
+    rounds: int = key(1, "times that every document is measured", ge=1)
+    threads: int | None = key(None, "CPU threads of each side; null: torch's default", ge=1)
     environment: str = key("build/kvpress", "folder of kvpress' virtual environment")
     output: str = key("runs/bench", "folder for kvpress.json and kvpress.md")
 

@@ -7,7 +7,7 @@ import pytest
 from ag.compare import CompareConfig
 from ag.config import Config
 from ag.config.command_line import parse
-from ag.config.keys import keys, parse_yaml
+from ag.config.keys import parse_yaml, values_of
 from ag.config.recipes import RECIPES, dump, load_config, recipes, resolve
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.tasks.longbench import SUBSETS
@@ -44,13 +44,6 @@ def load(name, **overrides):
     return resolve(CompareConfig if name in COMPARISONS else Config, {"recipe": name, **overrides})
 
 
-def flat(name):
-    tree = parse_yaml(dump(load(name)))
-    return {
-        name: tree[name] if "." not in name else tree[name.split(".")[0]][name.split(".")[1]] for name in keys(Config)
-    }
-
-
 def test_lists_of_recipes(error, capsys):
     """With a title each; a recipe is in the folder of one command only."""
     assert sorted(path.stem for path in RECIPES.rglob("*.y*ml")) == sorted(recipes())
@@ -81,7 +74,7 @@ def test_a_recipe_loads_survives_a_round_trip_and_repeats_nothing_of_its_base(na
     assert load_config(tmp_path / "config.yaml", type(config)) == config
     tree = parse_yaml(recipes()[name].read_text())
     if base := tree.pop("base", None) if name not in COMPARISONS else None:
-        before, after = flat(base), flat(name)
+        before, after = (values_of(load(x)) for x in (base, name))
         written = {f"{section}.{key}" for section, inner in tree.items() if isinstance(inner, dict) for key in inner}
         written |= {key for key, value in tree.items() if not isinstance(value, dict)}
         assert {key for key in before if before[key] != after[key]} - {"recipe"} == written

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import ag.data
 from ag.config import Config
+from ag.config.data import KINDS, OwnDataConfig, choose_data
 from ag.data import facts
 from ag.data.module import DataModule
 
@@ -53,11 +55,13 @@ def bos_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def make_config() -> Callable[..., Config]:
+    """`make(**data)`: a configuration with these keys of the data, without those of other kinds."""
+
     def make(**data: Any) -> Config:
-        config = Config()
-        for name, value in data.items():
-            assert hasattr(config.data, name), name
-            setattr(config.data, name, value)
+        config, kind = Config(), KINDS[choose_data(data)]
+        assert data.keys() <= {field.name for field in fields(OwnDataConfig)}
+        own = {field.name for field in fields(kind)}
+        config.data = kind(**{name: value for name, value in data.items() if name in own})
         return config
 
     return make

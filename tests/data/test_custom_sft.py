@@ -259,7 +259,7 @@ ALL = {"messages": [], "conversations": [], "prompt": "a", "response": "b", "com
 )
 def test_which_columns_count(make_config, lacking, keys, found):
     row = {name: value for name, value in ALL.items() if name not in lacking.split()}
-    form = detect_form(row, make_config(**keys).data, "here")
+    form = detect_form(row, make_config(kind="sft", name="a/b", **keys).data, "here")
     assert form.columns == found and form.chat == isinstance(ALL[found[-1]], list)
 
 
@@ -270,7 +270,7 @@ def test_rows_that_are_not_recognised(make_config):
         ({"messages": []}, {"prompt_field": "q"}, "here messages q data.prompt_field=NAME data.messages_field=NAME"),
     ):
         with refuses(DataError, *parts.split()):
-            detect_form(row, make_config(**keys).data, "here")
+            detect_form(row, make_config(kind="sft", name="a/b", **keys).data, "here")
 
 
 TURNS = chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))

@@ -107,7 +107,7 @@ def test_what_messages_call_the_data(make_config, tmp_path, write):
     write(tmp_path / "corpus", "train", ROWS)
     told = [{"name": "a/b"}, {"root": str(tmp_path), "name": "corpus"}, {"root": str(tmp_path / "corpus")}]
     expected = ["a/b", f"corpus in {tmp_path}", str(tmp_path / "corpus")]
-    assert [dataset_name(make_config(**one).data) for one in told] == expected
+    assert [dataset_name(make_config(kind="text", **one).data) for one in told] == expected
 
 
 @pytest.mark.parametrize(

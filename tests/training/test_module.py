@@ -403,7 +403,7 @@ def test_the_target_of_the_mean_gate_falls(tiny_llama, tmp_path):
 @pytest.mark.parametrize(("objective", "covers"), [("lm", "prompt"), ("kl", "all")])
 def test_a_step_under_a_drawn_share(tiny_llama, objective, covers):
     """The boundary is a quantile of the logits that the model without adapters gives each token alone, densely."""
-    loss = LossConfig(objective=objective, share_low=0.2, share_high=0.9, alpha=7.0)
+    loss = LossConfig(objective=objective, share_low=0.2, share_high=0.9)
     module = build(tiny_llama, train="gates+lora", gate={"covers": covers, "bias": 0.4}, loss=loss, lora_noise=0.1)
     module._trainer = SimpleNamespace(current_epoch=1, global_rank=0, global_step=0, _results=None)
     data, base = batch(), tiny_llama()
@@ -458,7 +458,7 @@ def test_the_loss_of_sampled_tokens(tiny_llama):
 
 def build_like(module, loss):
     """The same module with the share of its gates as they are, and no eviction loss."""
-    config = replace(module.config, loss=replace(loss, share_low=0.1, share_high=0.0, alpha=0.0))
+    config = replace(module.config, loss=LossConfig(objective=loss.objective, alpha=0.0))
     other = GatedLM(config, module.model, module.gates)
     other.logged = {}
     other.log = lambda name, value, **_: other.logged.update({name: float(value)})

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ag import data
-from ag.config import Config, DataConfig
+from ag.config import Config
+from ag.config.data import (
+    CutConfig,
+    OwnDataConfig,
+    PackedConfig,
+    PromptConfig,
+    RepeatedConfig,
+    ResponsesConfig,
+    SplitConfig,
+    StoredConfig,
+)
 from ag.config.recipes import load_config
 from ag.data.collate import Row
 from ag.engine import EvictionCache
@@ -51,7 +61,7 @@ class Responses(PromptTask):
     @property
     def question(self) -> str | None:
         """``after`` if the run's prompts end before the question."""
-        after = self.run_folder is not None and self.recipe().data.question == "after"
+        after = self.run_folder is not None and getattr(self.recipe().data, "question", "before") == "after"
         return "after" if after else None
 
     def recipe(self) -> Config:
@@ -64,25 +74,31 @@ class Responses(PromptTask):
                 "plain documents."
             )
         else:
-            recipe = Config(data=DataConfig(kind="text", name="documents"))
+            recipe = Config(data=SplitConfig(name="documents"))
         part = recipe.data
-        if part.packing == "packed":
+        if isinstance(part, PackedConfig):
             raise UserError(
                 f"{self.run_folder}: packed text has no prompts to evict; evaluate with root=FOLDER and no run."
             )
-        part.root = self.root or part.root
-        if self.prompt is not None:
+        if isinstance(part, StoredConfig):
+            part.root = self.root or part.root
+        if isinstance(part, PromptConfig) and self.prompt is not None:
             part.prompt_min = part.prompt_max = self.prompt
-        part.continuation = self.continuation or part.continuation
-        if part.packing == "split":
-            part.max_length = max(part.max_length, part.prompt_max + part.continuation)
+        if isinstance(part, CutConfig):
+            part.continuation = self.continuation or part.continuation
+        if not isinstance(part, RepeatedConfig | ResponsesConfig):
+            longest_prompt = getattr(part, "prompt_max", CutConfig.prompt_max)
+            part.max_length = max(
+                part.max_length, longest_prompt + getattr(part, "continuation", CutConfig.continuation)
+            )
         part.train_samples = 1  # read, and not used
         return recipe
 
     def identity(self) -> dict[str, Any]:
         """Return the name, and the data settings of the run. The path of the run does not count."""
         recipe = self.recipe()
-        return {"name": self.name, "data": asdict(recipe.data), "seed": recipe.seed}
+        data = asdict(OwnDataConfig()) | asdict(recipe.data)  # all keys, as versions wrote that had one class of data
+        return {"name": self.name, "data": data, "seed": recipe.seed}
 
     def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
         """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. A limit of None: the run's number.

@@ -60,7 +60,7 @@ def run(write, tmp_path):
         for split in ("train", "validation"):
             write(f"data/piqa/{split}", PIQA)
             write(f"data/corpus/{split}", [{"text": "short"}, *CORPUS])
-        own = {"root": None if kind == "facts" else str(tmp_path / "data")} | changes
+        own = ({} if kind == "facts" else {"root": str(tmp_path / "data")}) | changes
         config = Config(model=ModelConfig(name="none"), data=replace(KINDS[kind], **own), seed=3)
         folder = tmp_path / kind
         folder.mkdir(exist_ok=True)
