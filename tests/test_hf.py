@@ -20,6 +20,7 @@ import ag
 import ag.data
 import ag.hf
 from ag.config import Config, ExportConfig, LossConfig, OptimConfig, WarmupConfig
+from ag.config.data import SftConfig
 from ag.data.collate import Collator, Row
 from ag.errors import UserError
 from ag.gates import export
@@ -66,8 +67,9 @@ def batch(seed=0, documents=False):
 
 def configured(**parts):
     gate = ag.GateConfig(**GATE | parts.pop("gate", {}))
-    loss, optim = LossConfig(**{"beta": 0.4} | parts.pop("loss", {})), {"gate_lr": 1e-2} | parts.pop("optim", {})
-    return Config(train="gates", gate=gate, loss=loss, optim=OptimConfig(**optim), **parts)
+    loss, optim = parts.pop("loss", {}), {"gate_lr": 1e-2} | parts.pop("optim", {})
+    loss = loss if "share_high" in loss else {"beta": 0.4} | loss
+    return Config(train="gates", gate=gate, loss=LossConfig(**loss), optim=OptimConfig(**optim), **parts)
 
 
 @pytest.fixture
@@ -489,7 +491,7 @@ def test_trl_collates_what_ag_fit_collates(make_sft, tiny_tokenizer, tmp_path):
     """Prompts and completions through trl's preparation and its collator are the batches of `data.name=FOLDER`."""
     write_rows(tmp_path / "mine" / "train.jsonl", ROWS)
     config = Config()
-    config.data.kind, config.data.name, config.data.val_samples = "sft", str(tmp_path / "mine"), 1
+    config.data = SftConfig(name=str(tmp_path / "mine"), val_samples=1)
     module = ag.data.build(config, tiny_tokenizer, 512)
     expected = module.collator(module.train_rows)
     trainer = make_sft(configured(), ROWS[1:])

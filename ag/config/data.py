@@ -14,7 +14,7 @@ from ag.config.sections import key
 
 @dataclass
 class DataConfig:
-    """The keys of all kinds. ``DataConfig(kind=..., packing=..., ...)`` makes the class that these two values choose."""
+    """The keys of all kinds. ``DataConfig(kind=..., packing=..., ...)`` makes the class that these two choose."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     kind: str = key(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import ag
 from ag.config import Config
+from ag.config.data import SftConfig, SplitConfig
 from ag.data import DataError, build
 from ag.engine.policy import Policy
 from ag.errors import UserError
@@ -62,9 +63,9 @@ def test_any_rows_of_a_dataset(lines, tail, kind, tmp_path_factory, tiny_tokeniz
     for split in ("train", "validation"):
         (root / f"{split}.jsonl").write_bytes("\n".join(lines).encode("utf-8", "surrogatepass") + tail)
     config = Config()
-    config.data.kind = "sft" if kind == "boolq" else "text"
-    config.data.name, config.data.root, config.data.batch_size = kind, str(root), 1
-    config.data.prompt_min, config.data.prompt_max, config.data.continuation = 2, 8, 1
+    config.data = (SftConfig if kind == "boolq" else SplitConfig)(
+        name=kind, root=str(root), batch_size=1, prompt_min=2, prompt_max=8, continuation=1
+    )
     try:
         module = build(config, tiny_tokenizer, 64)
         assert len(next(iter(module.train_dataloader()))["input_ids"]) == 1

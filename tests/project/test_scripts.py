@@ -37,7 +37,7 @@ def test_the_quickstart_is_for_a_cpu_and_minutes():
     programs = [program for program, *_ in commands(ROOT / "scripts" / "quickstart.sh")]
     assert programs == ["ag.models", "ag.fit", "ag.generate", "ag.evaluate"]
     config = resolve(Config, {"recipe": "quickstart"})
-    assert (config.model.name, config.data.kind, config.train, config.data.root) == ("smollm2", "facts", "gates", None)
+    assert (config.model.name, config.data.kind, config.train) == ("smollm2", "facts", "gates")
     seen = config.trainer.max_steps * config.data.batch_size * config.data.prompt_max
     assert seen < 30_000  # tokens; 240 a second on 2 cores with the backward pass
 
