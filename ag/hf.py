@@ -36,6 +36,8 @@ from ag.model import base as models
 from ag.model.hooks import Attachment, instrument
 from ag.run import make_gates
 from ag.training.gated_loss import Batch, GatedLoss
+from ag.training.module import make_loss
+from ag.training.regress import RowRegression
 from ag.training.validation import Validation
 
 if TYPE_CHECKING:
@@ -219,7 +221,7 @@ class _Part(nn.Module):
     def __init__(self, config: Config, model: nn.Module, gates: AttentionGates) -> None:
         super().__init__()
         self.config, self.gates = config, gates
-        self.gated_loss = GatedLoss(config, model, gates)
+        self.gated_loss = make_loss(config, model, gates)
         self.validation = Validation(self.gated_loss).to(next(model.parameters()).device)
         self.has_loss = False  # whether the Trainer is a GatedTrainer
         self.measured: dict[str, float] = {}  # metrics of the last evaluation
@@ -268,7 +270,7 @@ class _Part(nn.Module):
         if step is None:
             self.validation.update(batch)
             return {}
-        measured = self.gated_loss.train(batch, step)
+        measured = self.gated_loss.loss(batch, step)
         for name, value in measured.values.items():
             self._values[name].append(value)
         return {"loss": measured.loss}
@@ -351,7 +353,9 @@ def _packed(ids: Tensor, labels: Tensor, positions: Tensor, loss: GatedLoss) -> 
     starts = positions == 0
     gates = loss.gates
     assert gates is not None
-    if loss.regresses(0) or (gates.config.covers == "prompt" and bool((labels[~starts] == IGNORED).any())):
+    if isinstance(loss, RowRegression) or (
+        gates.config.covers == "prompt" and bool((labels[~starts] == IGNORED).any())
+    ):
         raise UserError(
             "packing: in a row of several documents gates cannot tell prompts from later queries; use packing=False, "
             "or, with another loss.objective than regress, pack plain text or set gate.covers=all."

@@ -26,9 +26,8 @@ from ag.errors import UserError
 from ag.gates import export
 from ag.gates.attach import attached_gates
 from ag.gates.export import ExportError
-from ag.training.gated_loss import GatedLoss
 from ag.training.losses import token_nll
-from ag.training.module import GatedLM
+from ag.training.module import GatedLM, make_loss
 from ag.training.validation import Validation
 from tests.support import ROOT, hf_ranks
 from tests.support.bounds import hold, of_nats
@@ -265,7 +264,7 @@ def test_evaluation_export_and_detach(make, tiny_llama, tmp_path):
     trainer.train()
     metrics, gates = trainer.evaluate(), attached_gates(trainer.model)
 
-    validation = Validation(GatedLoss(config, trainer.model, gates))
+    validation = Validation(make_loss(config, trainer.model, gates))
     values = []
     for start in range(0, len(rows), 2):
         data = Collator(0)([Row(np.array(row["input_ids"], dtype=np.int32), 7) for row in rows[start : start + 2]])
@@ -499,7 +498,7 @@ def test_trl_collates_what_ag_fit_collates(make_sft, tiny_tokenizer, tmp_path):
     assert torch.equal(found["input_ids"], expected["input_ids"]) and torch.equal(found["labels"], expected["labels"])
     loss = trainer.compute_loss(trainer.model, found)
     trained = GatedLM(configured(), trainer.model, attached_gates(trainer.model))
-    assert torch.equal(loss.detach(), trained.gated_loss.train(expected, 0).loss.detach())
+    assert torch.equal(loss.detach(), trained.gated_loss.loss(expected, 0).loss.detach())
 
 
 @pytest.fixture

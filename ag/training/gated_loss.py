@@ -1,7 +1,8 @@
-"""The loss of a batch under gates, and measurements of its pass: no optimiser, no trainer."""
+"""The base class of losses under gates, and measurements of their passes: no optimiser, no trainer."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -9,18 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ag.config import Config
-from ag.errors import UserError
-from ag.gates.adapters import base_change
 from ag.gates.gate import AttentionGates
-from ag.gates.gating import Gating, Observing
+from ag.gates.gating import Gating
 from ag.kernels.gated_attention.masks import sink_mask
 from ag.model.base import without_dropout
 from ag.model.hooks import instrument
 from ag.model.structure import decoder_of
 from ag.training import losses
-from ag.training.objectives import REGRESS, objective
-from ag.training.reconstruction_targets import ReconstructionTargets
-from ag.training.sharded import gather_tensor
+from ag.training.objectives import objective
 
 Batch = dict[str, Tensor]
 
@@ -35,8 +32,8 @@ class LossTerms(NamedTuple):
     evicted: Tensor | None = None
 
 
-class GatedLoss:
-    """Compute ``objective + alpha * |mean gate - beta|``, or the objective under a share sampled for each batch.
+class GatedLoss(ABC):
+    """The loss of a batch, with the passes and the measurements that the ways to train have in common.
 
     Args:
         config: ``loss`` and ``warmup`` are read.
@@ -49,44 +46,17 @@ class GatedLoss:
         instrument(model)
         if gates is not None:
             without_dropout(model)
+        #: The loss of a token; validation measures it too.
         self.objective = objective(config.loss.objective)
-        if config.loss.draws_share or self.objective.needs_teacher:
-            self._check_teacher()
 
-    def _check_teacher(self) -> None:
-        """Refuse an adapter that has changed the base model itself: disabling it would not restore the base."""
-        adapters: dict[str, Any] = getattr(self.model, "peft_config", {})
-        for name, adapter in adapters.items():
-            if change := base_change(vars(adapter)):
-                loss = self.config.loss
-                need = f"share_high={loss.share_high}" if loss.draws_share else f"objective={loss.objective}"
-                raise UserError(
-                    f"loss.{need} compares with the base model, which the adapter {name!r} with {change} has changed: "
-                    "expected a start beside the base, such as init_lora_weights=True; or set loss.objective=lm "
-                    "without drawn shares."
-                )
-
-    def regresses(self, step: int) -> bool:
-        """Whether an optimiser step of the run trains by regression, without eviction."""
-        return self.config.loss.objective == REGRESS or step < self.config.warmup.regress_steps
-
-    def train(self, batch: Batch, step: int) -> LossTerms:
+    @abstractmethod
+    def loss(self, batch: Batch, step: int) -> LossTerms:
         """Compute the loss of a training batch.
 
         Args:
             batch: as :class:`ag.data.collate.Collator` makes it.
             step: optimiser steps of the run before this one.
         """
-        return self._regression(batch) if self.regresses(step) else self._objective(batch, step)
-
-    def beta(self, step: int) -> float:
-        """Return the target of the mean gate at an optimiser step of the run.
-
-        It falls linearly from 1, at the first step after the warm start, to ``loss.beta``, ``loss.anneal_steps`` later.
-        """
-        loss, step = self.config.loss, step - self.config.warmup.regress_steps
-        progress = min(step / loss.anneal_steps, 1.0) if loss.anneal_steps else 1.0
-        return loss.beta + (1.0 - loss.beta) * (1.0 - progress)
 
     def run_decoder(self, batch: Batch, gating: Gating | None = None) -> Tensor:
         """Run the decoder; returns the final hidden states ``[B, T, d]``."""
@@ -109,6 +79,12 @@ class GatedLoss:
         """Compute the objective of each token that carries loss; returns the losses ``[N]`` and their rows ``[N]``."""
         chunk = self.config.loss.chunk_tokens
         return self.objective.tokens(self.model, hidden, teacher, batch["labels"], chunk)
+
+    def objective_loss(self, batch: Batch, hidden: Tensor, teacher: Tensor | None) -> Tensor:
+        """Return the mean objective of ``loss.sampled_tokens`` tokens; each row of a batch weighs alike."""
+        labels = batch["labels"]
+        sampled = batch | {"labels": losses.sample_labels(labels, self.config.loss.sampled_tokens)}
+        return losses.sample_mean(*self.token_losses(sampled, hidden, teacher), labels)
 
     def gating(self, batch: Batch, **options: Any) -> Gating:
         """Return the :class:`Gating` of a batch, with more options."""
@@ -134,53 +110,7 @@ class GatedLoss:
         assert self.gates is not None
         return evicted * (len(self.gates.layers) / int(self.gates.fingerprint["num_layers"]))
 
-    def _objective(self, batch: Batch, step: int) -> LossTerms:
-        config, values = self.config.loss, dict[str, Tensor]()
-        boundary, teacher = None, None
-        if config.draws_share:
-            values["share"] = config.share_low + (config.share_high - config.share_low) * torch.rand(())
-            dense = self.gating(batch, open=True)
-            teacher = self.teacher(batch, dense)
-            boundary = dense.boundary_of(float(values["share"]))
-        gating = self.gating(batch, boundary=boundary) if self.gates is not None else None
-        hidden = self.run_decoder(batch, gating)
-        if teacher is None and self.objective.needs_teacher:
-            teacher = self.teacher(batch)
-        labels = batch["labels"]
-        sampled = batch | {"labels": losses.sample_labels(labels, config.sampled_tokens)}
-        loss = losses.sample_mean(*self.token_losses(sampled, hidden, teacher), labels)
-        values[f"{config.objective}_loss"] = loss
-        if gating is None or self.gates is None:
-            return loss_terms(loss, values)
-        means = losses.gate_means(self.gates, gating)
-        if boundary is None:
-            beta = self.beta(step)
-            values["eviction_loss"] = losses.eviction_loss(means[config.mean], beta)
-            loss = loss + config.alpha * values["eviction_loss"]
-            if config.anneal_steps:
-                values["beta"] = torch.tensor(beta)
-        return loss_terms(loss, values, *self._gate_measurements(gating, means))
-
-    def _regression(self, batch: Batch) -> LossTerms:
-        assert self.gates is not None
-        warm = self.config.warmup
-        prompts, copied = batch.get("prompt_length"), batch.get("copied")
-        observed: Observing
-        if warm.target == "reread":
-            observed = ReconstructionTargets(self.model, self.gates, batch["attention_mask"])
-        else:
-            observed = Observing(self.gates, batch["attention_mask"], prompts, warm.target, copied)
-        with torch.no_grad():
-            self.run_decoder(batch, observed)
-        loss = losses.regression_loss(self.gates, observed, warm.keep, warm.scale)
-        values = {"regress_loss": loss}
-        # DistributedDataParallel waits for the adapters' gradients
-        adapters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        total = loss + 0.0 * sum(gather_tensor(parameter.sum()) for parameter in adapters)
-        measurements = self._gate_measurements(observed, losses.gate_means(self.gates, observed))
-        return loss_terms(loss, values, *measurements)._replace(loss=total)
-
-    def _gate_measurements(self, gating: Gating, means: dict[losses.Mean, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    def gate_measurements(self, gating: Gating, means: dict[losses.Mean, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         """Return the gates' measurements over the global batch, and the evicted share by layer on this rank."""
         evicted, counted = self.evicted(gating), gating.counted()
         local_evicted, local_tokens = (evicted & counted[None, :, None]).sum((1, 2, 3)), counted.sum()

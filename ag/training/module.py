@@ -13,14 +13,30 @@ import torch
 from torch import Tensor, nn
 
 from ag.config import Config
+from ag.config.loss import DrawnShareConfig, LossConfig, MeanGateConfig, RegressConfig, ReplayConfig
 from ag.errors import UserError
 from ag.gates.calibration import Calibration
 from ag.gates.gate import AttentionGates
 from ag.training import costs
+from ag.training.distill import DrawnShareLoss, MeanGateLoss
 from ag.training.gated_loss import GatedLoss
+from ag.training.regress import PromptRegression, RowRegression
 from ag.training.replay import ReplayLoss, ReplayValidation
 from ag.training.sharded import shard
 from ag.training.validation import Validation
+
+#: The losses by the dataclass of their settings.
+LOSSES: dict[type[LossConfig], type[GatedLoss]] = {
+    MeanGateConfig: MeanGateLoss,
+    DrawnShareConfig: DrawnShareLoss,
+    ReplayConfig: ReplayLoss,
+    RegressConfig: RowRegression,
+}
+
+
+def make_loss(config: Config, model: nn.Module, gates: AttentionGates | None) -> GatedLoss:
+    """Make the loss of a run after its warm start."""
+    return LOSSES[type(config.loss)](config, model, gates)
 
 
 class GatedLM(L.LightningModule):
@@ -36,14 +52,14 @@ class GatedLM(L.LightningModule):
         super().__init__()
         self.config, self.model, self.gates = config, model, gates
         self.strict_loading = False  # checkpoints hold trainable weights only
-        self.gated_loss: GatedLoss
-        self.validation: Validation
-        if config.loss.replay:
-            self.gated_loss = replay = ReplayLoss(config, model, gates)
-            self.validation = ReplayValidation(replay)
-        else:
-            self.gated_loss = GatedLoss(config, model, gates)
-            self.validation = Validation(self.gated_loss)
+        self.gated_loss = loss = make_loss(config, model, gates)
+        #: The loss of the first ``warmup.regress_steps`` steps. None: the run has no warm start.
+        self.warm_start: GatedLoss | None = None
+        if config.warmup.regress_steps:
+            self.warm_start = (
+                PromptRegression(loss) if isinstance(loss, ReplayLoss) else RowRegression(config, model, gates)
+            )
+        self.validation = ReplayValidation(loss) if isinstance(loss, ReplayLoss) else Validation(loss)
         #: Share of evicted tokens by gated layer ``[L]`` in this rank's last training batch.
         self.evicted_in_batch: Tensor | None = None
         self._sums: dict[str, Tensor] = {}  # sums of measurements over the batches of an optimiser step
@@ -84,7 +100,9 @@ class GatedLM(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch, and log the means over the batches of this optimiser step so far."""
-        terms = self.gated_loss.train(batch, self.global_step)
+        warms_up = self.global_step < self.config.warmup.regress_steps
+        loss = self.warm_start if warms_up and self.warm_start is not None else self.gated_loss
+        terms = loss.loss(batch, self.global_step)
         for name in self._sums.keys() - terms.values.keys():  # metrics of the regression that has ended
             self._remove_metric(name)
         self.evicted_in_batch = terms.evicted

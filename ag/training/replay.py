@@ -18,12 +18,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
 from ag import retention
 from ag.config import Config
+from ag.config.loss import ReplayConfig
+from ag.engine.cache import EvictionCache
 from ag.engine.policy import policy
+from ag.engine.prompt import Attended
+from ag.engine.reconstruction import measure_repetition
 from ag.errors import UserError
 from ag.files import replacing
 from ag.gates.gate import AttentionGates
@@ -33,7 +36,6 @@ from ag.model.interceptor import AttentionCall, Interceptor
 from ag.model.structure import UnsupportedModelError, decoder_of
 from ag.training import losses
 from ag.training.gated_loss import Batch, GatedLoss, LossTerms, loss_terms
-from ag.training.reconstruction_targets import ReconstructionTargets
 from ag.training.replay_attention import replay_attention
 from ag.training.validation import SAMPLES, Validation
 
@@ -71,11 +73,6 @@ class PromptRecorder(Interceptor):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Store keys and values, and attend densely."""
-        self.store(call)
-        return call.dense(None, False)
-
-    def store(self, call: AttentionCall) -> None:
-        """Store keys and values of a layer."""
         if call.chunk is not None or not call.softmax.plain:
             raise UnsupportedModelError(
                 f"{type(call.module).__name__} attends in chunks, or caps its logits or has sink logits: expected a "
@@ -83,28 +80,42 @@ class PromptRecorder(Interceptor):
             )
         self.cached_prompt.keys[call.layer] = call.k[0].detach()
         self.cached_prompt.values[call.layer] = call.v[0].detach()
+        return call.dense(None, False)
 
 
-class TargetRecorder(ReconstructionTargets):
-    """A dense pass like :class:`PromptRecorder`, after which the model repeats the prompt for the targets of gates."""
+class TargetRecorder(PromptRecorder):
+    """A dense pass like :class:`PromptRecorder`, after which the model repeats the prompt in chunks.
 
-    def __init__(self, model: nn.Module, gates: AttentionGates, tokens: Tensor) -> None:
-        super().__init__(model, gates, torch.ones_like(tokens[None]))
-        self._recorder = PromptRecorder(gates)
+    The targets of the gates are the logs of the scores of :class:`ag.engine.scorers.kvzip.KVzip`: the largest weight
+    that a token of the repetition gives each key, in any query head of the group. Sinks have no target.
+    """
 
-    def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Store the states; gates run on them later."""
-        self._recorder.enter_layer(layer, hidden)
+    def __init__(self, model: nn.Module, gates: AttentionGates) -> None:
+        super().__init__(gates)
+        #: Holds the prompt while it is repeated, and evicts nothing.
+        self._cache = EvictionCache(model, policy("kvzip", 1.0, sinks=gates.config.sink_tokens))
+
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, tokens: Tensor) -> None:
+        """Begin the pass of the cache too."""
+        super().begin(decoder, attention_mask, tokens)
+        self._cache.interceptor.begin(decoder, None, tokens)
+
+    def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Yield one pass, and let the model repeat the prompt after it."""
+        next(self._cache.interceptor.passes(position_ids))
+        yield None, position_ids
+        state, batch = self._cache.state, self._cache.interceptor.batch
+        assert batch is not None
+        scores = measure_repetition(state, batch).scores
+        self._cache.reset()
+        targets = {layer: x[0].clamp_min(1e-12).log() for layer, x in scores.items() if layer in self.gated}
+        self.cached_prompt = replace(self.cached_prompt, targets=targets)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Store keys and values, and attend densely."""
-        self._recorder.store(call)
-        return super().attend(call)
-
-    @property
-    def cached_prompt(self) -> CachedPrompt:
-        """The prompt, with targets."""
-        return replace(self._recorder.cached_prompt, targets={layer: x[0] for layer, x in self.targets.items()})
+        """Store keys and values, also in the cache, and attend densely."""
+        out = super().attend(call)
+        self._cache.interceptor.attend(Attended(**vars(call), output=out))
+        return out
 
 
 class ResponsePass(Interceptor):
@@ -184,7 +195,7 @@ class PromptStore:
 
     @torch.no_grad()
     def _write(self, path: Path, tokens: Tensor) -> CachedPrompt:
-        recorder = TargetRecorder(self.model, self.gates, tokens) if self.with_targets else PromptRecorder(self.gates)
+        recorder = TargetRecorder(self.model, self.gates) if self.with_targets else PromptRecorder(self.gates)
         decoder_of(self.model)(input_ids=tokens[None], use_cache=False, gating=recorder)
         prompt = recorder.cached_prompt
         parts = {f"{name}.{layer}": x for name, layers in vars(prompt).items() for layer, x in layers.items()}
@@ -263,31 +274,16 @@ class ReplayLoss(GatedLoss):
 
     def __init__(self, config: Config, model: nn.Module, gates: AttentionGates | None) -> None:
         super().__init__(config, model, gates)
-        assert gates is not None
+        assert gates is not None and isinstance(config.loss, ReplayConfig)
         gates.check_flags()
-        self.prompt_store = PromptStore(
-            model, gates, config.loss.contexts, with_targets=config.warmup.regress_steps > 0
-        )
+        self.settings, regresses = config.loss, config.warmup.regress_steps > 0
+        self.prompt_store = PromptStore(model, gates, config.loss.contexts, with_targets=regresses)
         #: The one sliding window of the gated layers. None: they have no window.
         self.window = sliding_windows(decoder_of(model).config)[gates.layer_indices[0]]
 
-    def _regression(self, batch: Batch) -> LossTerms:
-        """Regress the gates on KVzip's scores of whole prompts; the model reads and repeats each prompt once."""
-        assert self.gates is not None
-        warm, lengths = self.config.warmup, batch["prompt_length"]
-        prompts = [self.split_row(batch, row)[0] for row in range(len(lengths))]
-        mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-        gating = self.gating({"attention_mask": mask, "prompt_length": lengths}, open=True)
-        logits = _pad([self.gate_logits(prompt) for prompt in prompts])
-        targets = _pad([torch.stack([x.targets[layer] for layer in x.hidden]) for x in prompts])
-        gating.logits = dict(zip(prompts[0].hidden, logits, strict=True))
-        repeated = gating.counted() & ~self.unevictable(gating)
-        loss = losses.regression(self.gates, logits, targets, repeated, warm.keep, warm.scale)
-        means = losses.gate_means(self.gates, gating)
-        return loss_terms(loss, {"regress_loss": loss}, *self._gate_measurements(gating, means))
-
-    def _objective(self, batch: Batch, step: int) -> LossTerms:
-        low, high = self.config.loss.share_low, self.config.loss.share_high
+    def loss(self, batch: Batch, step: int) -> LossTerms:
+        """Compute the loss of a training batch; see :meth:`GatedLoss.loss`."""
+        low, high = self.settings.share_low, self.settings.share_high
         labels = batch["labels"].scatter(1, batch["prompt_length"][:, None], -100)  # a first token precedes eviction
         sampled_labels = losses.sample_labels(labels, self.config.loss.sampled_tokens)
         batch, rows = batch | {"labels": sampled_labels}, losses.response_positions(sampled_labels)[0]
@@ -340,12 +336,6 @@ class ReplayLoss(GatedLoss):
         output = decoder_of(self.model)(input_ids=tokens, use_cache=False, gating=response_pass)
         states: Tensor = output.last_hidden_state
         return states
-
-
-def _pad(rows: Sequence[Tensor]) -> Tensor:
-    """Stack rows ``[L, Hkv, N]`` of several lengths as ``[L, B, Hkv, T]``; zeros fill shorter rows at the end."""
-    longest = max(row.shape[-1] for row in rows)
-    return torch.stack([F.pad(row, (0, longest - row.shape[-1])) for row in rows], 1)
 
 
 class ReplayResult(NamedTuple):

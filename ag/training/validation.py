@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
+from ag.config.loss import TargetConfig
 from ag.gates.calibration import SHARES, Calibration
 from ag.gates.gating import Gating
 from ag.training import losses
@@ -83,7 +84,7 @@ class Validation(nn.Module):
             values["gate_mean_soft"], values["gate_mean_hard"] = self.soft.compute(), self.hard.compute()
             boundaries = tuple(self.logit_counts.compute().tolist())
             self.gated_loss.gates.calibration = None if math.isnan(boundaries[0]) else Calibration(SHARES, boundaries)
-            if not self.loss.draws_share:
+            if isinstance(self.loss, TargetConfig):
                 mean = values[f"gate_mean_{self.loss.mean}"]
                 loss = loss + self.loss.alpha * losses.eviction_loss(mean, self.loss.beta)
         values["loss"] = loss

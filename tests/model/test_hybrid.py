@@ -18,7 +18,6 @@ from ag.model.hybrid import States
 from ag.model.interceptor import cache_argument
 from ag.model.structure import UnsupportedModelError, decoder_of
 from ag.model.support import states_go_on
-from ag.training.reconstruction_targets import ReconstructionTargets
 from tests.engine.test_parity import serve_logits, train_logits
 from tests.model.test_architectures import SUMS, text, tiny
 from tests.support import batches, served
@@ -203,8 +202,6 @@ def test_rows_of_training_are_those_of_each_alone(name):
     first = torch.tensor([[0] * 20 + [20] * 10])
     with refuses(UserError, "documents", "packing=split", "cross_documents=true"):
         model(input_ids=rows()[0][None], gating=ag.Gating(None, torch.ones(1, 30), first=first), use_cache=False)
-    with refuses(UserError, "reread", "states", "warmup.target"):
-        ReconstructionTargets(model, gates, torch.ones(1, 30))
 
 
 @torch.no_grad()

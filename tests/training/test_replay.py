@@ -1,5 +1,7 @@
 """Replay: its attention against gated attention, and its loss against evicted passes of the engine."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,11 +10,12 @@ from ag.config import Config, LossConfig, WarmupConfig
 from ag.engine.policy import policy
 from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
-from ag.training.losses import regression_loss, token_kl
+from ag.training import losses
+from ag.training.losses import token_kl
 from ag.training.module import GatedLM
-from ag.training.reconstruction_targets import ReconstructionTargets
-from ag.training.replay import VALIDATION_SHARES, PromptStore, ReplayLoss, topk_flags
+from ag.training.replay import VALIDATION_SHARES, PromptStore, topk_flags
 from ag.training.replay_attention import replay_attention
+from tests.engine.test_kvzip import in_float64
 from tests.support.bounds import hold
 from tests.support.gates_for import gates_for
 
@@ -123,7 +126,7 @@ def test_the_divergence_is_that_of_evicted_passes_of_the_engine(tiny_llama, gate
 def test_each_share_counts_by_its_square(tiny_llama):
     module, data = replay(tiny_llama().double()), batch(rows=2)
     torch.manual_seed(3)
-    loss = module.gated_loss.train(data, 0).loss
+    loss = module.gated_loss.loss(data, 0).loss
     torch.manual_seed(3)
     low, high = (0.1 * 7 ** ((place + float(draw)) / 2) for place, draw in enumerate(torch.rand(2)))
     each = [module.gated_loss.replay_row(data, row, [low, high]).divergence for row in range(2)]
@@ -139,7 +142,7 @@ def test_the_mean_over_draws_of_tokens_is_the_loss_of_all(tiny_llama, monkeypatc
 
     def loss(data):
         torch.manual_seed(3)  # of the shares
-        return float(module.gated_loss.train(data, 0).loss)
+        return float(module.gated_loss.loss(data, 0).loss)
 
     whole = loss(data)
     hold(whole, loss({name: x[[0, 2]] for name, x in data.items()}), 4 * EPS32 * whole)
@@ -200,27 +203,40 @@ def test_targets_leave_the_cached_prompt_unchanged(tiny_llama, tmp_path):
     for name in ("keys", "values", "hidden"):
         pairs = zip(getattr(plain, name).values(), getattr(with_targets, name).values(), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
-    observed = ReconstructionTargets(model, gates, torch.ones_like(tokens)[None])
-    with torch.no_grad():
-        model(input_ids=tokens[None], gating=observed, use_cache=False)
-    assert all(torch.equal(with_targets.targets[layer], x[0]) for layer, x in observed.targets.items())
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_targets_are_the_scores_of_a_repetition(tiny_llama, tmp_path):
+    """KVzip's scores, written out in float64; sinks have none, and gates begin at the second layer."""
+    module, tokens = replay(tiny_llama(), first_layer=1), batch()["input_ids"][0, :16]
+    prompt = PromptStore(module.model, module.gates.float(), str(tmp_path), with_targets=True).read(tokens)
+    assert sorted(prompt.targets) == [1, 2]
+    wanted, bound = in_float64(module.model, tokens.tolist(), sinks=2, chunk=2000)
+    for layer, target in prompt.targets.items():
+        hold(target.exp()[:, 2:], wanted[layer][:, 2:], bound)
 
 
 @pytest.mark.parametrize("scale", ["head", "global"])
 def test_regression_of_prompts_of_several_lengths_equals_that_of_rows(tiny_llama, scale):
     """Every gate has a gradient."""
     module, data = replay(tiny_llama()), batch(2)
-    module.config.warmup = WarmupConfig(regress_steps=1, target="reread", scale=scale)
-    loss = ReplayLoss(module.config, module.model, module.gates)
+    warmup = WarmupConfig(regress_steps=1, target="reread", scale=scale)
+    module = GatedLM(replace(module.config, warmup=warmup), module.model, module.gates)
     data["prompt_length"] = torch.tensor([CONTEXT, CONTEXT - 9])
-    measured = loss.train(data, 0)
-    mask = torch.arange(CONTEXT) < data["prompt_length"][:, None]
-    observed = ReconstructionTargets(module.model, module.gates, mask)
-    with torch.no_grad():
-        module.model(input_ids=data["input_ids"][:, :CONTEXT], gating=observed, use_cache=False)
-    wanted = regression_loss(module.gates, observed, 0.5, scale)
-    hold(float(measured.loss), float(wanted), EPS32 * CONTEXT * 128)  # states of a batch of two, and of one
+    measured = module.warm_start.loss(data, 0)
+    prompts = [module.gated_loss.split_row(data, row)[0] for row in range(2)]
+    rows = [[torch.stack([x[layer] for layer in range(3)]) for x in (y.hidden, y.targets)] for y in prompts]
+    logits, targets = (torch.zeros(3, 2, 2, CONTEXT, dtype=torch.float64) for _ in range(2))
+    for row, (hidden, target) in enumerate(rows):
+        length = hidden.shape[1]
+        targets[:, row, :, :length] = target
+        for layer in range(3):
+            logits[layer, row, :, :length] = module.gates.layers[str(layer)](hidden[None, layer])[0]
+    columns = torch.arange(CONTEXT)
+    mask = (columns < data["prompt_length"][:, None]) & (columns >= 2)  # sinks have no target
+    wanted = losses.regression(module.gates, logits, targets, mask, 0.5, scale)
+    hold(float(measured.loss.detach()), float(wanted.detach()), EPS32 * CONTEXT)
     measured.loss.backward()
     assert all(bool(x.grad.any()) for x in module.gates.parameters())
 
