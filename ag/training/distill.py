@@ -1,4 +1,4 @@
-"""The loss of whole rows: an objective with a target of the mean gate, or under a share that is sampled for each batch."""
+"""The losses of whole rows: an objective with a target of the mean gate, or under a share sampled for each batch."""
 
 from __future__ import annotations
 
