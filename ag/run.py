@@ -29,7 +29,7 @@ from ag.config.data import TextConfig
 from ag.config.keys import nearest
 from ag.config.loss import ReplayConfig
 from ag.config.recipes import dump
-from ag.data import early
+from ag.data import DataModule, early
 from ag.errors import UserError
 from ag.files import locked
 from ag.gates import export
@@ -109,37 +109,14 @@ def _fit(
     existing = folder or (None if config.resume is None else Path(config.resume))
     if existing is not None and not dry_run:
         _lock(existing, leaving, RESTART if folder is not None else 0)
-    if dry_run:  # writes nothing, neither contexts nor tokenised rows
-        if isinstance(config.loss, ReplayConfig):
-            config = replace(config, loss=replace(config.loss, contexts=None))
-        if isinstance(config.data, TextConfig):
-            config = replace(config, data=replace(config.data, cache=None))
+    if dry_run:
+        config = without_caches(config)
     disable_possible_user_warnings()  # tips of Lightning, by names of its API, until `quiet` ends
-    check_trainer(config)
-    data.check(config.data)
-    early.check(config.data)
-    check_kind(config)
-    objective(config.loss.objective)
+    check_parts(config)
     L.seed_everything(config.seed, workers=True, verbose=False)
-    needed = needs.check_memory(config)
-    try:
-        base, tokenizer = models.load_base(config.model)
-    except models.ModelError as error:
-        if not needed:
-            raise
-        raise models.ModelError(f"{error}. {needed}") from error
-    (decoder_of if config.train == "lora" else check_attention)(base)  # before the data are read
-    context = base.config.get_text_config().max_position_embeddings
-    batches = data.build(config, tokenizer, context)
-    gates = None if config.train == "lora" else make_gates(base, config)
-    model = base if config.train == "gates" else models.add_lora(base, config.lora)
-    module = GatedLM(config, model, gates)
-    export.check(
-        gates,
-        model if isinstance(model, PeftModel) else None,
-        path=None if config.resume is None else Path(config.resume) / "export",
-        merge=config.export.merge,
-    )
+    base, tokenizer = load_base(config)
+    batches = data.build(config, tokenizer, base.config.get_text_config().max_position_embeddings)
+    module = make_module(config, base)
     run_dir = None if dry_run else existing or run_folder(config)
     if run_dir is not None and existing is None:
         _lock(run_dir, leaving)
@@ -149,13 +126,75 @@ def _fit(
         checkpoint = None  # Lightning's dry run has one epoch, and refuses a checkpoint of a later epoch
     trainer = build_trainer(config, run_dir, stop_signal, 0 if checkpoint is None else step_of(checkpoint))
     if trainer.is_global_zero:
-        lines, warned = batches.report()
-        print("\n".join(lines), flush=True)
-        for line in warned:
-            print(f"ag.fit: warning: {line}", file=sys.stderr)
-    if trainer.is_global_zero and checkpoint is not None:
+        print_start(batches, checkpoint)
+    train(trainer, module, batches, checkpoint, run_dir)
+    if run_dir is not None:
+        finish(trainer, module, batches, run_dir, base, tokenizer)
+    elif trainer.is_global_zero:
+        print(f"memory at its peak: {peak_memory()}")
+        print("ready: one training and one validation batch ran, and nothing was written")
+    return run_dir
+
+
+def without_caches(config: Config) -> Config:
+    """Return the configuration of a dry run, which writes neither contexts nor tokenised rows."""
+    if isinstance(config.loss, ReplayConfig):
+        config = replace(config, loss=replace(config.loss, contexts=None))
+    if isinstance(config.data, TextConfig):
+        config = replace(config, data=replace(config.data, cache=None))
+    return config
+
+
+def check_parts(config: Config) -> None:
+    """Refuse parts of a run that do not exist, before anything is loaded."""
+    check_trainer(config)
+    data.check(config.data)
+    early.check(config.data)
+    check_kind(config)
+    objective(config.loss.objective)
+
+
+def load_base(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the base model and its tokenizer; refuse a model that is too large, or that gates do not support."""
+    needed = needs.check_memory(config)
+    try:
+        base, tokenizer = models.load_base(config.model)
+    except models.ModelError as error:
+        if not needed:
+            raise
+        raise models.ModelError(f"{error}. {needed}") from error
+    (decoder_of if config.train == "lora" else check_attention)(base)  # before the data are read
+    return base, tokenizer
+
+
+def make_module(config: Config, base: PreTrainedModel) -> GatedLM:
+    """Make the gates and the adapters of a run on its base model; refuse what could not be exported."""
+    gates = None if config.train == "lora" else make_gates(base, config)
+    model = base if config.train == "gates" else models.add_lora(base, config.lora)
+    module = GatedLM(config, model, gates)
+    export.check(
+        gates,
+        model if isinstance(model, PeftModel) else None,
+        path=None if config.resume is None else Path(config.resume) / "export",
+        merge=config.export.merge,
+    )
+    return module.train()  # Lightning does not change the mode, and activation checkpointing needs training mode
+
+
+def print_start(batches: DataModule, checkpoint: Path | None) -> None:
+    """Print the rows that a run reads, warnings about them, and the checkpoint that it continues."""
+    lines, warned = batches.report()
+    print("\n".join(lines), flush=True)
+    for line in warned:
+        print(f"ag.fit: warning: {line}", file=sys.stderr)
+    if checkpoint is not None:
         print(f"on from {checkpoint}")
-    module.train()  # Lightning does not change the mode, and activation checkpointing needs training mode
+
+
+def train(
+    trainer: L.Trainer, module: GatedLM, batches: DataModule, checkpoint: Path | None, run_dir: Path | None
+) -> None:
+    """Train. An error of Lightning's settings becomes a ``UserError``, and Ctrl-C says how to continue."""
     if run_dir is not None:
         os.environ["AG_RUN"] = run_dir.name  # the ranks that Lightning starts inherit it
     try:
@@ -168,11 +207,14 @@ def _fit(
         raise
     finally:
         os.environ.pop("AG_RUN", None)
-    if run_dir is None:
-        if trainer.is_global_zero:
-            print(f"memory at its peak: {peak_memory()}")
-            print("ready: one training and one validation batch ran, and nothing was written")
-        return None
+
+
+def finish(
+    trainer: L.Trainer, module: GatedLM, batches: DataModule, run_dir: Path, base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:  # fmt: skip
+    """Validate, unless the last step was validated, and write the export of the last or the best checkpoint."""
+    config = module.config
     if module.validated.get("step") != trainer.global_step:
         trainer.validate(module, batches, verbose=False)
     gather(module)
@@ -186,7 +228,6 @@ def _fit(
         if config.export.push_to_hub:
             print(f"uploaded: {export.push(run_dir / 'export', config.export.push_to_hub)}")
     trainer.strategy.barrier()
-    return run_dir
 
 
 def peak_memory() -> str:

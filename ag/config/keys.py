@@ -11,11 +11,11 @@ import dataclasses
 import inspect
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -59,16 +59,20 @@ class Key:
         return fits(self.type, value, self.ge, self.le)
 
 
-@cache
-def keys(schema: Any) -> Mapping[str, Key]:
+def keys(schema: type[Any]) -> Mapping[str, Key]:
     """Return the keys of a dataclass and its nested dataclasses by dotted name; inherited keys come last.
 
     Of a section that has several dataclasses, a key that several of them have is listed once.
     """
-    found: dict[str, Key] = {}
+    return _cached_keys(cast(Hashable, schema))
+
+
+@cache
+def _cached_keys(schema: Any) -> Mapping[str, Key]:
+    by_name: dict[str, Key] = {}
     for key in _walk(schema, ""):
-        found.setdefault(key.name, key)
-    return found
+        by_name.setdefault(key.name, key)
+    return by_name
 
 
 def _walk(schema: type[Any], prefix: str) -> Iterator[Key]:
@@ -87,7 +91,7 @@ def _walk(schema: type[Any], prefix: str) -> Iterator[Key]:
 def _declarations(schema: type[Any], name: str) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
     for owner in schema.__mro__:
         if name in inspect.get_annotations(owner):
-            yield owner, owner.__dataclass_fields__[name].metadata
+            yield owner, next(field.metadata for field in dataclasses.fields(owner) if field.name == name)
 
 
 def section_classes(hint: Any) -> list[type[Any]]:
@@ -151,7 +155,7 @@ def fits(hint: Any, value: Any, ge: float | None = None, le: float | None = None
 
 @cache
 def _adapter(hint: Any, ge: float | None, le: float | None) -> TypeAdapter[Any]:
-    bounded = hint if ge is None and le is None else Annotated[hint, Field(ge=ge, le=le)]
+    bounded: Any = hint if ge is None and le is None else Annotated[hint, Field(ge=ge, le=le)]
     return TypeAdapter(bounded, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -151,7 +151,7 @@ def build(schema: type[T], layers: Sequence[Mapping[str, Any]], drop: bool = Fal
         node[leaf] = _expand_home(value) if schema_keys[name].holds in PATHS else value
     while True:
         try:
-            return cast(T, _adapter(schema).validate_python(tree))
+            return cast(T, _adapter(cast(Hashable, schema)).validate_python(tree))
         except ValidationError as error:
             foreign = [_location(found) for found in error.errors() if found["type"] == "unexpected_keyword_argument"]
             dropped = [
