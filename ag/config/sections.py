@@ -92,7 +92,7 @@ class WarmupConfig:
         "attention",
         "target of the gates for a key. attention: the attention of later queries to it; kvzip: the largest attention "
         "of a response token, times ||v|| (for data.packing=repeated); reread: the largest attention while the engine "
-        "repeats the whole row, chunk by chunk (for data.packing=packed), or with loss.replay each context",
+        "repeats each context of loss.replay, chunk by chunk",
     )
     rounds: int = key(
         0,
