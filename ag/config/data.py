@@ -8,8 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Tag
 
-from ag.config.keys import refuse
+from ag.config.keys import classes_by_tag, refuse
 from ag.config.sections import key
+
+OWN = "own"  # stands for a kind of a plugin
 
 
 @dataclass
@@ -37,7 +39,7 @@ class DataConfig:
 
     def __new__(cls, *args: Any, **values: Any) -> Any:
         """Make the class that ``kind`` and ``packing`` choose."""
-        return object.__new__(KINDS[choose_data(values)] if cls is DataConfig else cls)
+        return object.__new__(DATA[choose_data(values)] if cls is DataConfig else cls)
 
 
 @dataclass
@@ -113,7 +115,6 @@ class SftKeys:
 class SftConfig(StoredConfig, CutConfig, QuestionConfig, SftKeys):
     """Prompts and responses, chats, and tasks of the table. Rows of your own may also be documents, which are cut."""
 
-    CHOICE: ClassVar[str] = "data.kind=sft"
     kind: str = "sft"
 
 
@@ -176,7 +177,6 @@ class ResponsesKeys:
 class PackedConfig(TextConfig, PackedKeys):
     """Rows full of documents."""
 
-    CHOICE: ClassVar[str] = "data.packing=packed"
     packing: Literal["packed"] = "packed"
 
 
@@ -184,7 +184,6 @@ class PackedConfig(TextConfig, PackedKeys):
 class SplitConfig(TextConfig, CutConfig):
     """A prompt and its continuation."""
 
-    CHOICE: ClassVar[str] = "data.packing=split"
     packing: Literal["split"] = "split"
 
     def __post_init__(self) -> None:
@@ -199,7 +198,6 @@ class SplitConfig(TextConfig, CutConfig):
 class RepeatedConfig(TextConfig, RepeatedKeys):
     """A passage and its copy."""
 
-    CHOICE: ClassVar[str] = "data.packing=repeated"
     packing: Literal["repeated"] = "repeated"
 
 
@@ -207,7 +205,6 @@ class RepeatedConfig(TextConfig, RepeatedKeys):
 class ResponsesConfig(TextConfig, ResponsesKeys):
     """A context with several responses, a row for each."""
 
-    CHOICE: ClassVar[str] = "data.packing=responses"
     packing: Literal["responses"] = "responses"
 
     def __post_init__(self) -> None:
@@ -220,7 +217,6 @@ class ResponsesConfig(TextConfig, ResponsesKeys):
 class FactsConfig(PromptConfig, QuestionConfig):
     """The generated passages of the quickstart."""
 
-    CHOICE: ClassVar[str] = "data.kind=facts"
     kind: str = "facts"
 
     def __post_init__(self) -> None:
@@ -245,7 +241,6 @@ class WorkedKeys:
 class WorkedConfig(DataConfig, WorkedKeys):
     """Generated problems with worked solutions."""
 
-    CHOICE: ClassVar[str] = "data.kind=worked"
     kind: str = "worked"
 
     def __post_init__(self) -> None:
@@ -262,44 +257,32 @@ class OwnDataConfig(
 ):
     """A kind of a plugin, which may read every key and checks their values."""
 
-    CHOICE: ClassVar[str] = "data.kind of a plugin"
-    kind: str = "own"
+    kind: str = OWN
 
     def __post_init__(self) -> None:
         """Check nothing."""
 
 
-#: The dataclasses of the data by the values of ``kind`` and ``packing`` that choose them.
-KINDS: dict[str, type[DataConfig]] = {
-    "sft": SftConfig,
-    "packed": PackedConfig,
-    "split": SplitConfig,
-    "repeated": RepeatedConfig,
-    "responses": ResponsesConfig,
-    "facts": FactsConfig,
-    "worked": WorkedConfig,
-    "own": OwnDataConfig,
-}
-
-
 def choose_data(values: Mapping[str, Any] | DataConfig) -> str:
-    """Return the name in :data:`KINDS` of values or of an instance."""
-    if isinstance(values, DataConfig):
-        return next(name for name, kind in KINDS.items() if type(values) is kind)
-    kind = values.get("kind", "facts")
+    """Return the tag in :data:`Data` of values or of an instance."""
+    kind, packing = (
+        values.get(name, default) if isinstance(values, Mapping) else getattr(values, name, default)
+        for name, default in (("kind", "facts"), ("packing", "split"))
+    )
     if kind == "text":
-        return str(values.get("packing", "split"))
-    return kind if kind in ("sft", "facts", "worked") else "own"
+        return f"data.packing={packing}"
+    return f"data.kind={kind if kind in ('sft', 'facts', 'worked') else OWN}"
 
 
 Data = Annotated[
-    Annotated[SftConfig, Tag("sft")]
-    | Annotated[PackedConfig, Tag("packed")]
-    | Annotated[SplitConfig, Tag("split")]
-    | Annotated[RepeatedConfig, Tag("repeated")]
-    | Annotated[ResponsesConfig, Tag("responses")]
-    | Annotated[FactsConfig, Tag("facts")]
-    | Annotated[WorkedConfig, Tag("worked")]
-    | Annotated[OwnDataConfig, Tag("own")],
+    Annotated[SftConfig, Tag("data.kind=sft")]
+    | Annotated[PackedConfig, Tag("data.packing=packed")]
+    | Annotated[SplitConfig, Tag("data.packing=split")]
+    | Annotated[RepeatedConfig, Tag("data.packing=repeated")]
+    | Annotated[ResponsesConfig, Tag("data.packing=responses")]
+    | Annotated[FactsConfig, Tag("data.kind=facts")]
+    | Annotated[WorkedConfig, Tag("data.kind=worked")]
+    | Annotated[OwnDataConfig, Tag(f"data.kind={OWN}")],
     Discriminator(choose_data),
 ]
+DATA = classes_by_tag(Data)

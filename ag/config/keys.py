@@ -100,6 +100,11 @@ def section_classes(hint: Any) -> list[type[Any]]:
     return [option for option in options if dataclasses.is_dataclass(option)]  # type: ignore[misc]
 
 
+def classes_by_tag(section: Any) -> dict[str, type[Any]]:
+    """Return the dataclasses of a section by pydantic's tag, which is the text of the values that choose the class."""
+    return {option.__metadata__[0].tag: option.__origin__ for option in get_args(get_args(section)[0])}
+
+
 def values_of(config: Any) -> dict[str, Any]:
     """Return the values of a configuration by dotted name, of the keys that its sections have."""
     schema_keys, values = keys(type(config)), {}

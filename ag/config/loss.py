@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Tag
 
-from ag.config.keys import refuse
+from ag.config.keys import classes_by_tag, refuse
 from ag.config.sections import key
 
 REGRESS = "regress"
@@ -68,7 +68,6 @@ class TargetConfig(LossConfig):
 class MeanGateConfig(TargetConfig):
     """The loss ``objective + alpha * |mean gate - beta|``."""
 
-    CHOICE: ClassVar[str] = "loss.objective=lm or kl without loss.share_high"
     anneal_steps: int = key(0, "steps after the warm start while beta falls linearly from 1 to its value", ge=0)
 
 
@@ -76,7 +75,6 @@ class MeanGateConfig(TargetConfig):
 class RegressConfig(TargetConfig):
     """Regression of the gates in every step; validation alone compares the mean gate with its target."""
 
-    CHOICE: ClassVar[str] = "loss.objective=regress"
     objective: str = REGRESS
 
     def __post_init__(self) -> None:
@@ -88,7 +86,6 @@ class RegressConfig(TargetConfig):
 class DrawnShareConfig(LossConfig):
     """The objective under a share that is sampled for each batch."""
 
-    CHOICE: ClassVar[str] = "loss.share_high above 0"
     share_low: float = key(0.1, "with share_high: the smallest share that is sampled", ge=0.01, le=1)
 
     def __post_init__(self) -> None:
@@ -100,7 +97,6 @@ class DrawnShareConfig(LossConfig):
 class ReplayConfig(DrawnShareConfig):
     """The divergence of a response after its evicted prompt."""
 
-    CHOICE: ClassVar[str] = "loss.replay=true"
     contexts: str | None = key(
         None,
         "folder of cached prompts, shared by later runs and all processes; null: kept until the run ends",
@@ -116,30 +112,24 @@ class ReplayConfig(DrawnShareConfig):
         super().__post_init__()
 
 
-#: The dataclasses of the loss by the way to train.
-LOSSES: dict[str, type[LossConfig]] = {
-    "mean gate": MeanGateConfig,
-    "drawn share": DrawnShareConfig,
-    "replay": ReplayConfig,
-    "regress": RegressConfig,
-}
-
-
 def choose_loss(values: Mapping[str, Any] | LossConfig) -> str:
-    """Return the name in :data:`LOSSES` of values or of an instance."""
-    if isinstance(values, LossConfig):
-        return next(name for name, loss in LOSSES.items() if type(values) is loss)
-    if values.get("replay"):
-        return "replay"
-    if values.get("objective") == REGRESS:
-        return "regress"
-    return "drawn share" if values.get("share_high") else "mean gate"
+    """Return the tag in :data:`Loss` of values or of an instance."""
+    replay, objective, share_high = (
+        values.get(name) if isinstance(values, Mapping) else getattr(values, name)
+        for name in ("replay", "objective", "share_high")
+    )
+    if replay:
+        return "loss.replay=true"
+    if objective == REGRESS:
+        return "loss.objective=regress"
+    return "loss.share_high above 0" if share_high else "loss.objective=lm or kl without loss.share_high"
 
 
 Loss = Annotated[
-    Annotated[MeanGateConfig, Tag("mean gate")]
-    | Annotated[DrawnShareConfig, Tag("drawn share")]
-    | Annotated[ReplayConfig, Tag("replay")]
-    | Annotated[RegressConfig, Tag("regress")],
+    Annotated[MeanGateConfig, Tag("loss.objective=lm or kl without loss.share_high")]
+    | Annotated[DrawnShareConfig, Tag("loss.share_high above 0")]
+    | Annotated[ReplayConfig, Tag("loss.replay=true")]
+    | Annotated[RegressConfig, Tag("loss.objective=regress")],
     Discriminator(choose_loss),
 ]
+LOSSES = classes_by_tag(Loss)

@@ -8,12 +8,12 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from ag.config.data import KINDS, OwnDataConfig
+from ag.config.data import DATA, OWN
 from ag.config.keys import (
     ConfigError,
     Key,
@@ -24,7 +24,6 @@ from ag.config.keys import (
     nearest,
     one_line,
     parse_yaml,
-    section_classes,
     unknown_key_error,
     values_of,
 )
@@ -36,7 +35,6 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 PATHS = ("export", "file", "folder", "output")  # values of Key.holds that mean paths
 #: Keys by section whose values choose the dataclass of the section.
 CHOOSING = {"data": ("kind", "packing"), "loss": ("objective", "share_high", "replay")}
-CHOICES: dict[Any, type[Any]] = {**KINDS, **LOSSES}  # these dataclasses by pydantic's tag
 OWNERS = {"ag.plan": "ag.fit"}  # commands that take the recipes of another command
 MAY_CHANGE_ON_RESUME = re.compile(
     r"resume|init|cluster|failures|tflops|output|logger|(wandb|checkpoint|export)\..+|data\.(root|cache|num_workers)"
@@ -157,7 +155,9 @@ def build(schema: type[T], layers: Sequence[Mapping[str, Any]], drop: bool = Fal
             dropped = [
                 (section, leaf)
                 for section, leaf in foreign
-                if drop or layer_of[f"{section}.{leaf}"] < chosen_in.get(section, -1)
+                if drop
+                or layer_of[f"{section}.{leaf}"] < chosen_in.get(section, -1)
+                or tree[section][leaf] == schema_keys[f"{section}.{leaf}"].default  # says nothing
             ]
             if not dropped:
                 raise _explain(error, schema, values) from None
@@ -187,11 +187,10 @@ def _explain(error: ValidationError, schema: type[Any], values: Mapping[str, Any
     if found["type"] != "unexpected_keyword_argument":
         return ConfigError(f"{name}={one_line(values.get(name))}: expected {keys(schema)[name].expected()}")
     section, leaf = name.split(".")
-    classes = section_classes(get_type_hints(schema)[section])
-    owners = [x.CHOICE for x in classes if leaf in x.__dataclass_fields__ and x is not OwnDataConfig]
-    chosen = CHOICES[found["loc"][1]].CHOICE
+    classes = {"data": DATA, "loss": LOSSES}[section]
+    owners = [tag for tag, kind in classes.items() if leaf in kind.__dataclass_fields__ and not tag.endswith(OWN)]
     expected = f"expected {' or '.join(owners)}; set that, or leave {name} out"
-    return ConfigError(f"{name}={as_argument(values[name])} with {chosen}: {expected}")
+    return ConfigError(f"{name}={as_argument(values[name])} with {found['loc'][1]}: {expected}")
 
 
 def _expand_home(value: Any) -> Any:

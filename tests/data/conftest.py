@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import ag.data
 from ag.config import Config
-from ag.config.data import KINDS, OwnDataConfig, choose_data
+from ag.config.data import DATA, OwnDataConfig, choose_data
 from ag.data import facts
 from ag.data.module import DataModule
 
@@ -58,7 +58,7 @@ def make_config() -> Callable[..., Config]:
     """`make(**data)`: a configuration with these keys of the data, without those of other kinds."""
 
     def make(**data: Any) -> Config:
-        config, kind = Config(), KINDS[choose_data(data)]
+        config, kind = Config(), DATA[choose_data(data)]
         assert data.keys() <= {field.name for field in fields(OwnDataConfig)}
         own = {field.name for field in fields(kind)}
         config.data = kind(**{name: value for name, value in data.items() if name in own})
