@@ -112,7 +112,7 @@ class SftKeys:
 
 
 @dataclass
-class SftConfig(StoredConfig, CutConfig, QuestionConfig, SftKeys):
+class SftConfig(SftKeys, StoredConfig, CutConfig, QuestionConfig):
     """Prompts and responses, chats, and tasks of the table. Rows of your own may also be documents, which are cut."""
 
     kind: str = "sft"
@@ -133,7 +133,7 @@ class TextKeys:
 
 
 @dataclass
-class TextConfig(StoredConfig, TextKeys):
+class TextConfig(TextKeys, StoredConfig):
     """Plain documents; ``packing`` says how rows are cut from them."""
 
     kind: str = "text"
@@ -174,7 +174,7 @@ class ResponsesKeys:
 
 
 @dataclass
-class PackedConfig(TextConfig, PackedKeys):
+class PackedConfig(PackedKeys, TextConfig):
     """Rows full of documents."""
 
     packing: Literal["packed"] = "packed"
@@ -195,14 +195,14 @@ class SplitConfig(TextConfig, CutConfig):
 
 
 @dataclass
-class RepeatedConfig(TextConfig, RepeatedKeys):
+class RepeatedConfig(RepeatedKeys, TextConfig):
     """A passage and its copy."""
 
     packing: Literal["repeated"] = "repeated"
 
 
 @dataclass
-class ResponsesConfig(TextConfig, ResponsesKeys):
+class ResponsesConfig(ResponsesKeys, TextConfig):
     """A context with several responses, a row for each."""
 
     packing: Literal["responses"] = "responses"
@@ -238,7 +238,7 @@ class WorkedKeys:
 
 
 @dataclass
-class WorkedConfig(DataConfig, WorkedKeys):
+class WorkedConfig(WorkedKeys, DataConfig):
     """Generated problems with worked solutions."""
 
     kind: str = "worked"
@@ -253,7 +253,7 @@ class WorkedConfig(DataConfig, WorkedKeys):
 
 @dataclass
 class OwnDataConfig(
-    StoredConfig, CutConfig, QuestionConfig, SftKeys, TextKeys, PackedKeys, RepeatedKeys, ResponsesKeys, WorkedKeys
+    SftKeys, TextKeys, PackedKeys, RepeatedKeys, ResponsesKeys, WorkedKeys, StoredConfig, CutConfig, QuestionConfig
 ):
     """A kind of a plugin, which may read every key and checks their values."""
 

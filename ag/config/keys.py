@@ -62,7 +62,7 @@ class Key:
 def keys(schema: type[Any]) -> Mapping[str, Key]:
     """Return the keys of a dataclass and its nested dataclasses by dotted name; inherited keys come last.
 
-    Of a section that has several dataclasses, a key that several of them have is listed once.
+    Of a section with several dataclasses, a key of several of them is listed once, and their common keys come first.
     """
     return _cached_keys(cast(Hashable, schema))
 
@@ -75,29 +75,25 @@ def _cached_keys(schema: Any) -> Mapping[str, Key]:
     return by_name
 
 
-def _walk(schema: type[Any], prefix: str) -> Iterator[Key]:
+def _walk(schema: type[Any], prefix: str, own_first: bool = True) -> Iterator[Key]:
     hints, own = get_type_hints(schema), inspect.get_annotations(schema)
-    for field in sorted(dataclasses.fields(schema), key=lambda field: field.name not in own):
-        name, sections = prefix + field.name, section_classes(hints[field.name])
+    for field in sorted(dataclasses.fields(schema), key=lambda field: own_first and field.name not in own):
+        name, hint = prefix + field.name, hints[field.name]
+        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        sections = [option for option in options if dataclasses.is_dataclass(option)]  # several: one of them is chosen
         for section in sections:
-            yield from _walk(section, name + ".")
+            yield from _walk(section, f"{name}.", own_first=len(sections) == 1)  # type: ignore[arg-type]
         if not sections:
-            default = field.default_factory() if callable(field.default_factory) else field.default
-            # a class that sets another default of an inherited key leaves its description where it is declared
-            declared = next((x for x in _declarations(schema, field.name) if x[1]), (schema, field.metadata))
-            yield Key(name, get_type_hints(declared[0])[field.name], default, **declared[1])
+            owner, declared = _declaration(schema, field.name)
+            default = declared.default_factory() if callable(declared.default_factory) else declared.default
+            yield Key(name, get_type_hints(owner)[field.name], default, **declared.metadata)
 
 
-def _declarations(schema: type[Any], name: str) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
-    for owner in schema.__mro__:
-        if name in inspect.get_annotations(owner):
-            yield owner, next(field.metadata for field in dataclasses.fields(owner) if field.name == name)
-
-
-def section_classes(hint: Any) -> list[type[Any]]:
-    """Return the dataclasses of a section by its type: one, or those of a union; empty for a single value."""
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return [option for option in options if dataclasses.is_dataclass(option)]  # type: ignore[misc]
+def _declaration(schema: type[Any], name: str) -> tuple[type[Any], dataclasses.Field[Any]]:
+    """Return the class and the field that describe a key; a class that only fixes the value has no description."""
+    owners = [owner for owner in schema.__mro__ if name in inspect.get_annotations(owner)]
+    declared = [(owner, field) for owner in owners for field in dataclasses.fields(owner) if field.name == name]
+    return next((pair for pair in declared if pair[1].metadata), declared[0])
 
 
 def classes_by_tag(section: Any) -> dict[str, type[Any]]:

@@ -35,6 +35,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 PATHS = ("export", "file", "folder", "output")  # values of Key.holds that mean paths
 #: Keys by section whose values choose the dataclass of the section.
 CHOOSING = {"data": ("kind", "packing"), "loss": ("objective", "share_high", "replay")}
+UNKNOWN = "unexpected_keyword_argument"  # pydantic's name of the error of a key that a dataclass does not have
 OWNERS = {"ag.plan": "ag.fit"}  # commands that take the recipes of another command
 MAY_CHANGE_ON_RESUME = re.compile(
     r"resume|init|cluster|failures|tflops|output|logger|(wandb|checkpoint|export)\..+|data\.(root|cache|num_workers)"
@@ -151,7 +152,7 @@ def build(schema: type[T], layers: Sequence[Mapping[str, Any]], drop: bool = Fal
         try:
             return cast(T, _adapter(cast(Hashable, schema)).validate_python(tree))
         except ValidationError as error:
-            foreign = [_location(found) for found in error.errors() if found["type"] == "unexpected_keyword_argument"]
+            foreign = [_key_parts(detail) for detail in error.errors() if detail["type"] == UNKNOWN]
             dropped = [
                 (section, leaf)
                 for section, leaf in foreign
@@ -165,10 +166,10 @@ def build(schema: type[T], layers: Sequence[Mapping[str, Any]], drop: bool = Fal
                 del tree[section][leaf]
 
 
-def _location(error: ErrorDetails) -> list[str]:
+def _key_parts(detail: ErrorDetails) -> list[str]:
     """Return the parts of the key of an error, without pydantic's tag of the chosen dataclass."""
-    section, *others = map(str, error["loc"])
-    return [section, *others[section in CHOOSING :]]
+    section, *leaves = map(str, detail["loc"])
+    return [section, *leaves[section in CHOOSING :]]
 
 
 @cache
@@ -178,19 +179,19 @@ def _adapter(schema: Any) -> TypeAdapter[Any]:
 
 def _explain(error: ValidationError, schema: type[Any], values: Mapping[str, Any]) -> ConfigError:
     """Return the first error of a check in the words of the command line."""
-    found = error.errors()[0]
-    if found["type"] == "value_error":  # from __post_init__
-        return ConfigError(str(found["ctx"]["error"]))
-    name = ".".join(_location(found))
-    if found["type"] == "missing":
+    detail = error.errors()[0]
+    if detail["type"] == "value_error":  # from __post_init__
+        return ConfigError(str(detail["ctx"]["error"]))
+    name = ".".join(_key_parts(detail))
+    if detail["type"] == "missing":
         return ConfigError(f"{name} has no value: give {name}=...")
-    if found["type"] != "unexpected_keyword_argument":
+    if detail["type"] != UNKNOWN:
         return ConfigError(f"{name}={one_line(values.get(name))}: expected {keys(schema)[name].expected()}")
     section, leaf = name.split(".")
     classes = {"data": DATA, "loss": LOSSES}[section]
     owners = [tag for tag, kind in classes.items() if leaf in kind.__dataclass_fields__ and not tag.endswith(OWN)]
     expected = f"expected {' or '.join(owners)}; set that, or leave {name} out"
-    return ConfigError(f"{name}={as_argument(values[name])} with {found['loc'][1]}: {expected}")
+    return ConfigError(f"{name}={as_argument(values[name])} with {detail['loc'][1]}: {expected}")
 
 
 def _expand_home(value: Any) -> Any:
