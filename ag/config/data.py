@@ -270,16 +270,16 @@ def choose_data(values: Mapping[str, Any] | DataConfig) -> str:
         for name, default in (("kind", "facts"), ("packing", "split"))
     )
     if kind == "text":
-        return f"data.packing={packing}"
+        return f"data.kind=text data.packing={packing}"
     return f"data.kind={kind if kind in ('sft', 'facts', 'worked') else OWN}"
 
 
 Data = Annotated[
     Annotated[SftConfig, Tag("data.kind=sft")]
-    | Annotated[PackedConfig, Tag("data.packing=packed")]
-    | Annotated[SplitConfig, Tag("data.packing=split")]
-    | Annotated[RepeatedConfig, Tag("data.packing=repeated")]
-    | Annotated[ResponsesConfig, Tag("data.packing=responses")]
+    | Annotated[PackedConfig, Tag("data.kind=text data.packing=packed")]
+    | Annotated[SplitConfig, Tag("data.kind=text data.packing=split")]
+    | Annotated[RepeatedConfig, Tag("data.kind=text data.packing=repeated")]
+    | Annotated[ResponsesConfig, Tag("data.kind=text data.packing=responses")]
     | Annotated[FactsConfig, Tag("data.kind=facts")]
     | Annotated[WorkedConfig, Tag("data.kind=worked")]
     | Annotated[OwnDataConfig, Tag(f"data.kind={OWN}")],
