@@ -75,8 +75,8 @@ def _cached_keys(schema: Any) -> Mapping[str, Key]:
     return by_name
 
 
-def _walk(schema: type[Any], prefix: str, own_first: bool = True) -> Iterator[Key]:
-    hints, own = get_type_hints(schema), inspect.get_annotations(schema)
+def _walk(schema: Any, prefix: str, own_first: bool = True) -> Iterator[Key]:
+    hints, own = _hints(schema), inspect.get_annotations(schema)
     for field in sorted(dataclasses.fields(schema), key=lambda field: own_first and field.name not in own):
         name, hint = prefix + field.name, hints[field.name]
         options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -86,10 +86,15 @@ def _walk(schema: type[Any], prefix: str, own_first: bool = True) -> Iterator[Ke
         if not sections:
             owner, declared = _declaration(schema, field.name)
             default = declared.default_factory() if callable(declared.default_factory) else declared.default
-            yield Key(name, get_type_hints(owner)[field.name], default, **declared.metadata)
+            yield Key(name, _hints(owner)[field.name], default, **declared.metadata)
 
 
-def _declaration(schema: type[Any], name: str) -> tuple[type[Any], dataclasses.Field[Any]]:
+@cache
+def _hints(schema: Any) -> dict[str, Any]:
+    return get_type_hints(schema)
+
+
+def _declaration(schema: Any, name: str) -> tuple[Any, dataclasses.Field[Any]]:
     """Return the class and the field that describe a key; a class that only fixes the value has no description."""
     owners = [owner for owner in schema.__mro__ if name in inspect.get_annotations(owner)]
     declared = [(owner, field) for owner in owners for field in dataclasses.fields(owner) if field.name == name]
