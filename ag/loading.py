@@ -81,7 +81,7 @@ def load_model(
         raise UserError("No base model is named: give model=NAME, or gates=EXPORT of an export that names one.")
     revision = None if name else models.hub_revision(base["revision"])
     try:
-        model, tokenizer = models.load_base(ModelConfig(wanted, revision, dtype), device)
+        model, tokenizer = models.load_base(ModelConfig(name=wanted, revision=revision, dtype=dtype), device)
     except models.ModelError as error:
         if name or Path(wanted).is_absolute():
             raise

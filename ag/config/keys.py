@@ -82,7 +82,7 @@ def _walk(schema: Any, prefix: str, own_first: bool = True) -> Iterator[Key]:
         options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         sections = [option for option in options if dataclasses.is_dataclass(option)]  # several: one of them is chosen
         for section in sections:
-            yield from _walk(section, f"{name}.", own_first=len(sections) == 1)  # type: ignore[arg-type]
+            yield from _walk(section, f"{name}.", own_first=len(sections) == 1)
         if not sections:
             owner, declared = _declaration(schema, field.name)
             default = declared.default_factory() if callable(declared.default_factory) else declared.default
