@@ -25,7 +25,7 @@ from ag import callbacks, data
 from ag.callbacks.checkpoint_files import checkpoints, newest_valid, step_of
 from ag.config import Config
 from ag.config.command_line import Invocation
-from ag.config.data import TextConfig
+from ag.config.data import TextKeys
 from ag.config.keys import nearest
 from ag.config.loss import ReplayConfig
 from ag.config.recipes import dump
@@ -140,7 +140,7 @@ def without_caches(config: Config) -> Config:
     """Return the configuration of a dry run, which writes neither contexts nor tokenised rows."""
     if isinstance(config.loss, ReplayConfig):
         config = replace(config, loss=replace(config.loss, contexts=None))
-    if isinstance(config.data, TextConfig):
+    if isinstance(config.data, TextKeys):
         config = replace(config, data=replace(config.data, cache=None))
     return config
 
