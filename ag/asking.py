@@ -88,7 +88,7 @@ def ask(
     texts = []
     for _, after in prompts:
         ids = torch.cat([context_ids, _ids(tokenizer, after, device)], 1)
-        output = model.generate(
+        output = model.generate(  # type: ignore[operator]  # PEFT and transformers declare it differently
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             past_key_values=copy.deepcopy(cache),

@@ -27,19 +27,24 @@ from tests.support.refused import refuses
 
 MODULE = """
 from dataclasses import dataclass
+from ag.engine.scorer_inputs import Needs
 from ag.engine.scorers import SCORERS, Scorer
 from ag.engine.scorers.controls import KNorm
 from ag.evaluate.tasks.perplexity import Continuation
 
 @dataclass(frozen=True, kw_only=True)
 class Oldest(Scorer):
-    def score(self, seen):
-        return -seen.key_indices.float()
+    needs = Needs(key_indices=True)
+
+    def score(self, inputs):
+        return -inputs.key_indices.float()
 
 @dataclass(frozen=True, kw_only=True)
 class Flat(Scorer):
-    def score(self, seen):
-        return seen.key_indices.float()[:, 0]
+    needs = Needs(key_indices=True)
+
+    def score(self, inputs):
+        return inputs.key_indices.float()[:, 0]
 
 class Mine(Continuation):
     pass
