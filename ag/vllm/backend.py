@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ag.errors import UserError
-from ag.vllm.hooks import settings_of
 from ag.vllm.pages import Pages, logits_pages
-from ag.vllm.placement import Geometry, Placement
+from ag.vllm.placement import Geometry, Placement, kept_tokens, place
 from ag.vllm.ranking import prompt_keep_mask
 from ag.vllm.scheduler import EvictionSpec
-from ag.vllm.settings import protected_tokens
+from ag.vllm.settings import protected_tokens, settings_of
 
 LOGITS_LAYER = "gate_logits"  # name of the layer whose pages hold gate logits, before its index
 
@@ -125,6 +126,7 @@ class PackedRequest:
         prompt: tokens of the prompt.
         placement: where its blocks lie in its block table.
         held: ``[L, H]`` long, tokens of the prompt in each row.
+        longest: the most of these, on the host, and in ``most_minis`` the most minis.
         taken: ``[L, H]`` long, minis that these take.
         minis: ``[L, H, W]`` int32, minis of each row, the first ``taken`` and those of new tokens.
         tail_blocks: blocks of new tokens that ``minis`` has.
@@ -133,7 +135,9 @@ class PackedRequest:
     prompt: int
     placement: Placement
     held: Tensor
+    longest: int
     taken: Tensor
+    most_minis: int
     minis: Tensor
     tail_blocks: int = 0
 
@@ -142,9 +146,9 @@ class PackedRequest:
         needed = -(-new_tokens // pages.block_size)
         if needed <= self.tail_blocks:
             return False
-        longest = int(self.taken.max()) + needed
-        if longest > self.minis.shape[-1]:
-            self.minis = nn.functional.pad(self.minis, (0, longest + 8 - self.minis.shape[-1]))
+        width = self.most_minis + needed
+        if width > self.minis.shape[-1]:
+            self.minis = nn.functional.pad(self.minis, (0, width + 8 - self.minis.shape[-1]))
         for block in range(self.tail_blocks, needed):
             new = (pages.first_mini + table[self.placement.tail + block] * pages.heads).int()
             self.minis.scatter_(-1, (self.taken + block)[..., None], new[..., None])
@@ -248,7 +252,7 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
             state = self.runner().requests[request]
             prompt, params = state.num_prompt_tokens, state.sampling_params
             protected = 0 if params is None else protected_tokens(params.extra_args, prompt)
-            self.prompts[request] = prompt, protected, self.geometry.place(prompt, protected)
+            self.prompts[request] = prompt, protected, place(self.geometry, prompt, protected)
         return self.prompts[request]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
@@ -302,7 +306,7 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         logits = pages.read_logits(slots)
         keep = prompt_keep_mask(
             self.policy,
-            self.geometry.kept_tokens(prompt, protected),
+            kept_tokens(self.geometry, prompt, protected),
             protected,
             scored,
             keys=lambda layer: pages.keys(layer, slots),
@@ -313,7 +317,9 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
             kept[scored] = keep
             keep = kept
         held, minis, taken = pages.pack(keep, table, placement.packed)
-        return PackedRequest(prompt, placement, held, taken, minis[..., : int(taken.max()) + 8].contiguous())
+        longest, most = int(held.max()), int(taken.max())
+        minis = minis[..., : most + 8].contiguous()
+        return PackedRequest(prompt, placement, held, longest, taken, most, minis)
 
     def stack(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """Return the minis ``[L, R, H, W]`` of packed requests, and the tokens ``[L, R, H]`` of their prompts' rows."""
@@ -361,7 +367,7 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         begins = torch.zeros(len(rows) * heads + 1, dtype=torch.int32, device=device)
         begins[1:] = new.repeat_interleave(heads).cumsum(0)
         tokens_held = held.flatten(1).int()
-        longest = int(tokens_held.max())
+        longest = max(self.packed[name].longest + answer for name, answer in zip(names, answers, strict=True))
         tables = minis[..., : -(-longest // size)].flatten(1, 2).contiguous()
         plans = [self.kernels.plan(self.group, 1, x, begins) for x in tokens_held]
         return Sequences(tables, tokens_held, slots, begins, plans, order, longest_query, longest)
@@ -407,14 +413,15 @@ class EvictionImpl(AttentionImpl[Step]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         config = get_current_vllm_config()
-        self.kernels: Kernels = _kernels(config, head_size)
+        dtype, block_size = config.model_config.dtype, config.cache_config.block_size
+        self.kernels: Kernels = _backend().kernels(dtype, block_size, head_size)
         settings = settings_of(config)
         assert settings is not None
         layers = config.model_config.get_num_layers(config.parallel_config)
         gates = settings.made.gates
         EvictionImpl.geometry = Geometry(
             settings,
-            config.cache_config.block_size,
+            block_size,
             self.num_kv_heads,
             layers,
             layers if gates is None else len(gates.layer_indices),
@@ -480,19 +487,7 @@ class EvictionImpl(AttentionImpl[Step]):
 
 
 def _backend() -> type[Any]:
-    """Return the backend of this platform."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        from ag.vllm.cpu import CPUEvictionBackend
-
-        return CPUEvictionBackend
-    from ag.vllm.cuda import FlashEvictionBackend
-
-    return FlashEvictionBackend
-
-
-def _kernels(config: VllmConfig, head_size: int) -> Kernels:
-    """Return the operations of this platform."""
-    made: Kernels = _backend().kernels(config.model_config.dtype, config.cache_config.block_size, head_size)
-    return made
+    """Return our backend of this platform, under the name by which vLLM finds it."""
+    name = "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"
+    found: type[Any] = AttentionBackendEnum[name].get_class()
+    return found

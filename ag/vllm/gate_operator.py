@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ag.vllm.settings import settings_of
+
 NAME = "ag_run_gate"
 
 
@@ -36,11 +38,10 @@ def run_gate(hidden: Tensor, layer: int) -> None:
 
 def install() -> None:
     """Define the operator, and let vLLM's projections of layers with gates call it."""
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers.linear import QKVParallelLinear
     from vllm.model_executor.models.utils import extract_layer_index
     from vllm.utils.torch_utils import direct_register_custom_op
-
-    from ag.vllm.hooks import settings_of_engine
 
     if hasattr(QKVParallelLinear, "ag_layer"):
         return
@@ -49,7 +50,8 @@ def install() -> None:
 
     def new_init(self: Any, *args: Any, prefix: str = "", **kwargs: Any) -> None:
         init(self, *args, prefix=prefix, **kwargs)
-        settings = settings_of_engine()
+        config = get_current_vllm_config_or_none()
+        settings = None if config is None else settings_of(config)
         gates = None if settings is None else settings.made.gates
         if gates is not None and (layer := extract_layer_index(prefix)) in gates.layer_indices:
             self.ag_layer = layer

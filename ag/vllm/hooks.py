@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
+from ag.config.spec import PolicySpec
 from ag.errors import UserError
+from ag.gates import export
+from ag.gates.folder import check_base
+from ag.vllm.gate_operator import NAME as OPERATOR
 from ag.vllm.settings import KEY, Settings, protected_tokens
 
 #: The release of vLLM whose functions this package uses (tests/vllm/test_conformance.py lists them).
@@ -13,7 +19,8 @@ VLLM = "0.32"
 #: Tells the processes that vLLM starts that the engine evicts.
 ACTIVE = "AG_VLLM_ACTIVE"
 BLOCK_SIZE = 32  # where the user gives none: vLLM's 128 on a CPU would lose half a block at the end of each row
-BACKENDS = {"cpu": "ag.vllm.cpu.CPUEvictionBackend", "cuda": "ag.vllm.cuda.FlashEvictionBackend"}
+#: By vLLM's name. The CPU platform takes its own backend, whatever is asked for; a GPU takes a custom one by its name.
+BACKENDS = {"CPU_ATTN": "ag.vllm.cpu.CPUEvictionBackend", "CUSTOM": "ag.vllm.cuda.FlashEvictionBackend"}
 
 
 def register() -> None:
@@ -35,6 +42,8 @@ def register() -> None:
                 f"ag.vllm.scheduler.{'Async' * bool(config.scheduler_config.async_scheduling)}EvictionScheduler"
             )
             check_gates(config, settings)
+            if config.compilation_config.splitting_ops:  # CUDA graphs have no part in which a gate runs
+                config.compilation_config.splitting_ops.append(f"vllm::{OPERATOR}")
             return config
 
         create_engine_config.by_ag = True  # type: ignore[attr-defined]
@@ -45,18 +54,18 @@ def register() -> None:
 
 def activate(is_active: bool) -> None:
     """Let vLLM find our backend, or its own again. Engines that were made before keep theirs."""
-    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    # a GPU finds a custom backend by its name; the CPU platform takes its own, whatever is asked for
-    member = AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.CUSTOM
-    if not is_active:
-        os.environ.pop(ACTIVE, None)
-        member.clear_override()
-        return
-    os.environ[ACTIVE] = "1"
-    register_backend(member, BACKENDS["cpu" if current_platform.is_cpu() else "cuda"])
-    install()
+    for name, path in BACKENDS.items():
+        member = AttentionBackendEnum[name]
+        if is_active:
+            register_backend(member, path)
+        else:
+            member.clear_override()
+    os.environ.pop(ACTIVE, None)
+    if is_active:
+        os.environ[ACTIVE] = "1"
+        install()
 
 
 def install() -> None:
@@ -107,19 +116,6 @@ def install() -> None:
     SamplingParams.verify = verify_params
 
 
-def settings_of(config: Any) -> Settings | None:
-    """Return the settings of an engine's configuration, which carries them to all of its processes."""
-    return Settings.parse(config.additional_config, os.environ)
-
-
-def settings_of_engine() -> Settings | None:
-    """Return the settings of the engine whose model is being made. None: it does not evict, or none is being made."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    config = get_current_vllm_config_or_none()
-    return None if config is None else settings_of(config)
-
-
 def prepare(arguments: Any) -> None:
     """Set what eviction needs in the arguments of an engine, and refuse another release of vLLM.
 
@@ -135,8 +131,15 @@ def prepare(arguments: Any) -> None:
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("0", ""):
         raise UserError("VLLM_USE_V2_MODEL_RUNNER=1: expected vLLM's first model runner; unset the variable.")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    if arguments.scheduler_cls is not None:
-        raise UserError(f"scheduler_cls={arguments.scheduler_cls}: expected none, as ag brings its own; leave it out.")
+    refuse(
+        {
+            f"scheduler_cls={arguments.scheduler_cls}": arguments.scheduler_cls is not None,
+            "LoRA adapters that are not merged (enable_lora)": bool(arguments.enable_lora),
+            f"pipeline_parallel_size={arguments.pipeline_parallel_size}": arguments.pipeline_parallel_size != 1,
+            f"tensor_parallel_size={arguments.tensor_parallel_size}": arguments.tensor_parallel_size != 1,
+            "a KV connector (kv_transfer_config)": arguments.kv_transfer_config is not None,
+        }
+    )
     if arguments.block_size is None and current_platform.is_cpu():
         arguments.block_size = BLOCK_SIZE
     if not current_platform.is_cpu():
@@ -152,29 +155,29 @@ def check(config: Any) -> None:
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     speculative = config.speculative_config
     method = None if speculative is None else speculative.method
-    heads = model.get_total_num_kv_heads()
-    refused = {
-        "LoRA adapters that are not merged (enable_lora)": config.lora_config is not None,
-        f"pipeline_parallel_size={parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size != 1,
-        f"tensor_parallel_size={parallel.tensor_parallel_size}": parallel.tensor_parallel_size != 1,
-        "decode or prefill context parallelism": parallel.decode_context_parallel_size != 1
-        or getattr(parallel, "prefill_context_parallel_size", 1) != 1,
-        "a KV connector (kv_transfer_config)": config.kv_transfer_config is not None,
-        "KV events (kv_events_config)": config.kv_events_config is not None,
-        f"kv_cache_dtype={cache.cache_dtype}": cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
-        f"speculative decoding by {method}": method not in (None, "ngram"),
-        "MLA": model.use_mla,
-        "layers with states (a hybrid)": model.is_hybrid,
-        "an encoder": model.is_encoder_decoder,
-        f"runner={model.runner_type}": model.runner_type != "generate",
-        "images, sound or video": model.is_multimodal_model,
-        f"{heads} KV heads": heads < 1,
-        "async scheduling with drafts": method is not None and bool(config.scheduler_config.async_scheduling),
-        "micro-batches (enable_dbo)": bool(parallel.enable_dbo),
-    }
-    for name, is_refused in refused.items():
+    refuse(
+        {
+            "decode or prefill context parallelism": parallel.decode_context_parallel_size != 1
+            or parallel.prefill_context_parallel_size != 1,
+            "KV events (kv_events_config)": config.kv_events_config is not None,
+            f"kv_cache_dtype={cache.cache_dtype}": cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+            f"speculative decoding by {method}": method not in (None, "ngram"),
+            "async scheduling with drafts": method is not None and bool(config.scheduler_config.async_scheduling),
+            "micro-batches (enable_dbo)": bool(parallel.enable_dbo),
+            "MLA": model.use_mla,
+            "a hybrid (layers with states)": model.is_hybrid,
+            "an encoder": model.is_encoder_decoder,
+            f"runner={model.runner_type}": model.runner_type != "generate",
+            "images, sound or video": model.is_multimodal_model,
+        }
+    )
+
+
+def refuse(settings: Mapping[str, bool]) -> None:
+    """Raise ``UserError`` for the first of these settings that is true."""
+    for name, is_refused in settings.items():
         if is_refused:
-            raise UserError(f"ag in vLLM: {name} is not supported; leave it out, or serve this by ag.serve.")
+            raise UserError(f"ag in vLLM: {name}: not supported; leave it out, or serve this by ag.serve.")
 
 
 def check_gates(config: Any, settings: Settings) -> None:
@@ -183,16 +186,9 @@ def check_gates(config: Any, settings: Settings) -> None:
     Raises:
         ExportError: the gates were made for another geometry.
     """
-    from ag.config.spec import PolicySpec
-    from ag.gates import export
-
     spec = PolicySpec.parse(settings.policy)
     if spec.path is not None:
-        from ag.gates.folder import check_base
-
         check_base(export.local(spec.path), export.read_info(spec.path), config.model_config.hf_text_config)
     if not isinstance(config.additional_config, dict) or KEY not in config.additional_config:
-        import json
-
         given = {"policy": settings.policy, "budget": settings.budget, **json.loads(settings.options)}
         config.additional_config = {**(config.additional_config or {}), KEY: given}

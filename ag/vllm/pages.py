@@ -39,6 +39,9 @@ class Pages:
         self.minis = flat.set_(first.untyped_storage(), 0, (count, 1, self.block_size, width))
         self.numbers = self.minis.view(-1)
         self.offsets = offsets.to(first.device)
+        whole = torch.equal(offsets.flatten(), torch.arange(self.mini_size))
+        #: ``[M N, 2 D]``, the tokens, where the numbers of one lie together. None: they do not.
+        self.tokens = self.minis.view(-1, width) if whole else None
         bases = torch.tensor([x.storage_offset() // self.mini_size for x in regions], device=first.device)
         #: ``[L, H]`` long, mini of each layer and head in block 0; a block further it is H minis further.
         self.first_mini = (bases[: len(caches), None] + torch.arange(self.heads, device=first.device)).contiguous()
@@ -70,10 +73,15 @@ class Pages:
 
     def read(self, minis: Tensor, places: Tensor, part: slice = slice(None)) -> Tensor:
         """Return keys and values ``[..., 2 D]``, or a part of these numbers, of tokens at places of minis ``[...]``."""
+        if self.tokens is not None:
+            return self.tokens[minis * self.block_size + places][..., part]
         return self.numbers[minis[..., None] * self.mini_size + self.offsets[places][..., part]]
 
     def write(self, minis: Tensor, places: Tensor, numbers: Tensor) -> None:
         """Store keys and values ``[n, 2 D]`` at places of minis ``[n]``."""
+        if self.tokens is not None:
+            self.tokens[minis * self.block_size + places] = numbers
+            return
         self.numbers[minis[:, None] * self.mini_size + self.offsets[places]] = numbers
 
     def keys(self, layer: int, slots: Tensor) -> Tensor:
@@ -97,7 +105,7 @@ class Pages:
         taken = -(-held // size)
         free = (self.all_minis + table[packed.start : packed.stop, None] * heads).flatten()
         end = taken.flatten().cumsum(0).view_as(taken)
-        assert int(end[-1, -1]) <= len(free), "Geometry.place counts fewer minis than rows need"
+        assert int(end[-1, -1]) <= len(free), "placement.place counts fewer minis than rows need"
         index = torch.arange(len(table), device=keep.device)
         inside = index < taken[..., None]
         minis = torch.zeros(layers, heads, len(table), dtype=torch.int32, device=keep.device)

@@ -53,39 +53,46 @@ class Geometry:
     regions: int
     apart: bool
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019: geometries are few and live as long as the engine
-    def kept_tokens(self, prompt: int, protected: int) -> int:
-        """Return the tokens that a KV head keeps, on average over those that share the budget.
 
-        Args:
-            prompt: tokens of the prompt.
-            protected: first tokens of the prompt that the request protects.
-        """
-        policy = self.settings.made
-        assert policy.scorer is not None
-        length = torch.tensor([prompt])
-        budget = policy.capacity(length)
-        marked = torch.arange(prompt)[None] < protected if protected else None
-        number = retention.count_protected(length, *policy.scorer.limits(budget), marked)
-        return min(int(retention.keep_count(budget, number)), prompt)
+@functools.lru_cache(maxsize=4096)
+def kept_tokens(geometry: Geometry, prompt: int, protected: int) -> int:
+    """Return the tokens that a KV head keeps, on average over those that share the budget.
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019
-    def place(self, prompt: int, protected: int = 0) -> Placement | None:
-        """Return where a prompt lies after eviction. None: eviction would free no block, and the prompt stays whole.
+    Args:
+        geometry: has the policy.
+        prompt: tokens of the prompt.
+        protected: first tokens of the prompt that the request protects.
+    """
+    policy = geometry.settings.made
+    assert policy.scorer is not None
+    length = torch.tensor([prompt])
+    budget = policy.capacity(length)
+    marked = torch.arange(prompt)[None] < protected if protected else None
+    number = retention.count_protected(length, *policy.scorer.limits(budget), marked)
+    return min(int(retention.keep_count(budget, number)), prompt)
 
-        A row of x tokens takes ceil(x / N) minis. Rows of the budget sum up to ``kept_tokens * rows``, which bounds the
-        minis however uneven the heads are: by (sum + rows * (N - 1)) / N.
-        """
-        size, kept = self.block_size, self.kept_tokens(prompt, protected)
-        rows = self.scored_layers * self.kv_heads
-        even = type(self.settings.made.allocator).__name__ == "Uniform"
-        minis = rows * -(-kept // size) if even else rows * (kept + size - 1) // size
-        minis = min(minis, rows * -(-prompt // size))
-        minis += (self.layers - self.scored_layers) * self.kv_heads * -(-prompt // size)
-        blocks = -(-minis // (self.regions * self.kv_heads))
-        full, all_blocks = prompt // size, -(-prompt // size)
-        if blocks >= full:
-            return None
-        if self.apart:
-            return Placement(range(all_blocks, all_blocks + blocks), all_blocks + blocks, range(all_blocks))
-        return Placement(range(blocks), full, range(blocks, full))
+
+@functools.lru_cache(maxsize=4096)
+def place(geometry: Geometry, prompt: int, protected: int = 0) -> Placement | None:
+    """Return where a prompt lies after eviction. None: eviction would free no block, and the prompt stays whole.
+
+    A row of x tokens takes ceil(x / N) minis. The rows that share the budget have ``kept_tokens * rows`` tokens, which
+    bounds their minis however uneven the heads are: by (tokens + rows * (N - 1)) / N.
+
+    Args:
+        geometry: of the engine.
+        prompt: tokens of the prompt.
+        protected: first tokens of the prompt that the request protects.
+    """
+    size, kept = geometry.block_size, kept_tokens(geometry, prompt, protected)
+    rows, whole_minis = geometry.scored_layers * geometry.kv_heads, -(-prompt // size)
+    compares = geometry.settings.made.allocator.compares_heads
+    minis = rows * (kept + size - 1) // size if compares else rows * -(-kept // size)
+    minis = min(minis, rows * whole_minis)
+    minis += (geometry.layers - geometry.scored_layers) * geometry.kv_heads * whole_minis
+    blocks, full = -(-minis // (geometry.regions * geometry.kv_heads)), prompt // size
+    if blocks >= full:
+        return None
+    if geometry.apart:
+        return Placement(range(whole_minis, whole_minis + blocks), whole_minis + blocks, range(whole_minis))
+    return Placement(range(blocks), full, range(blocks, full))

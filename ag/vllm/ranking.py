@@ -55,7 +55,7 @@ def prompt_keep_mask(
 
     Args:
         policy: has a scorer that reads keys or gates, and the allocator ``global`` or ``uniform``.
-        kept_tokens: tokens per KV head, of :meth:`ag.vllm.placement.Geometry.kept_tokens`.
+        kept_tokens: tokens per KV head, of :func:`ag.vllm.placement.kept_tokens`.
         protected: first tokens that the request protects.
         layers: indices of the layers.
         keys: gives the keys ``[H, T, D]`` of a layer.

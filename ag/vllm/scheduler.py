@@ -11,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from ag.vllm.placement import Geometry, Placement
+from ag.vllm.placement import Geometry, Placement, place
 from ag.vllm.settings import protected_tokens
 
 
@@ -23,7 +23,7 @@ class EvictionSpec(FullAttentionSpec):
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
         """Return the length of a block table: the prompt, its rows in blocks of their own, and the answer."""
-        placement = self.geometry.place(max_len) if self.geometry.apart else None
+        placement = place(self.geometry, max_len) if self.geometry.apart else None
         return int(super().max_num_blocks_per_req(vllm_config, max_len)) + (len(placement.packed) if placement else 0)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
@@ -57,7 +57,7 @@ class EvictionManager(FullAttentionManager):
         prompt = request.num_prompt_tokens
         params = request.sampling_params
         protected = 0 if params is None else protected_tokens(params.extra_args, prompt)
-        found: Placement | None = self.kv_cache_spec.geometry.place(prompt, protected)
+        found: Placement | None = place(self.kv_cache_spec.geometry, prompt, protected)
         return found
 
     def places(self, request_id: str, tokens: int) -> int:

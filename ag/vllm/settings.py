@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +115,11 @@ class Settings:
                     f"Policy '{self.policy}' in vLLM: {name}: expected gates that read each token alone (linear, "
                     "affine, mlp, fast_kvzip, retention) in its own layer; serve these gates by ag.serve."
                 )
+
+
+def settings_of(config: Any) -> Settings | None:
+    """Return the settings of vLLM's configuration of an engine, which carries them to all of its processes."""
+    return Settings.parse(config.additional_config, os.environ)
 
 
 @functools.cache

@@ -1,0 +1,193 @@
+"""Prompts in vLLM give the tokens of `ag.EvictionCache`, however vLLM reads, shares and takes back their blocks."""
+
+import pytest
+import torch
+
+from tests.vllm.conftest import TOKENS, evicted, prompts_of
+
+pytest.importorskip("vllm", reason="needs vLLM: bash scripts/vllm_env.sh test")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def differing(prompts, got, reference, **options):
+    """Lengths of the prompts, of those that vLLM evicts from, with other tokens than the reference."""
+    pairs = [(p, g) for p, g in zip(prompts, got, strict=True) if len(p) > 128]
+    assert len(pairs) > 2
+    return [len(p) for p, g in pairs if g != reference(p, **options)]
+
+
+def all_free(llm):
+    free, blocks = llm.blocks
+    return free == blocks
+
+
+def test_batch_and_what_a_request_leaves(engine, prompts, reference):
+    with engine() as llm:
+        assert differing(prompts, llm.tokens(prompts), reference) == []
+        assert llm.most_running == len(prompts) and all_free(llm)
+        llm.core.step()  # by which the worker hears of the end
+        assert llm.builder.packed == llm.builder.prompts == {}
+
+
+def test_chunks_beside_answers(engine, prompts, reference):
+    with engine(max_num_batched_tokens=128) as llm:
+        assert differing(prompts, llm.tokens(prompts), reference) == []
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_preemption(engine, reference, shares):
+    """Answers grow until blocks lack: a request gives its own back, and reads its prompt and its answer again."""
+    chosen, count = prompts_of([300] * 5, seed=1), 90
+    with engine(
+        num_gpu_blocks_override=46, max_num_batched_tokens=512, max_model_len=512, enable_prefix_caching=shares
+    ) as llm:
+        assert differing(chosen, llm.tokens(chosen, count), reference, count=count) == []
+        assert llm.preempted and all_free(llm)
+
+
+@pytest.mark.parametrize("blocks", [None, 150])
+def test_shared_prefixes_cold_and_warm(engine, prompts, reference, blocks):
+    """The second time the prompts' blocks are found, with the logits that the gates gave the first time."""
+    with engine(
+        enable_prefix_caching=True, num_gpu_blocks_override=blocks, max_num_batched_tokens=512, max_model_len=1072
+    ) as llm:
+        for _ in range(2):
+            assert differing(prompts, llm.tokens(prompts), reference) == []
+        assert all_free(llm)
+        longer = [p + p[:200] for p in prompts[2:5]]  # begin with blocks that other requests read
+        assert differing(longer, llm.tokens(longer), reference) == []
+
+
+def test_several_answers_to_a_prompt(engine, prompts, reference):
+    with engine(enable_prefix_caching=True) as llm:
+        chosen = prompts[3:7]
+        greedy = [[list(x.token_ids) for x in out.outputs] for out in llm.outputs(chosen, n=1)]
+        assert differing(chosen, [x[0] for x in greedy], reference) == []
+        several = llm.outputs(chosen, n=3, temperature=1.0, seed=1, prompt_logprobs=1)
+        answers = [[tuple(x.token_ids) for x in out.outputs] for out in several]
+        assert all(len(set(x)) == 3 for x in answers)
+        assert [len(out.prompt_logprobs) for out in several] == [len(x) for x in chosen]
+
+
+def test_drafts_from_the_text(engine, prompts, reference):
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    with engine(speculative_config=drafts) as llm:
+        assert differing(prompts, llm.tokens(prompts), reference) == []
+
+
+def test_schema(engine, prompts):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    properties = {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "y"]}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
+    with engine() as llm:
+        constraint = StructuredOutputsParams(json=schema)
+        found = llm.outputs(prompts[3:7], 60, structured_outputs=constraint, ignore_eos=False)
+    import json
+
+    for out in found:
+        if out.outputs[0].finish_reason == "stop":
+            value = json.loads(out.outputs[0].text)
+            assert {*value} == {"a", "b"} and value["b"] in ("x", "y")
+    assert any(out.outputs[0].finish_reason == "stop" for out in found)
+
+
+def test_abort_while_a_prompt_is_read_and_behind_it(engine, prompts, reference):
+    from vllm import SamplingParams
+
+    with engine(max_num_batched_tokens=256) as llm:
+        requests = llm.llm.llm_engine
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        for name, prompt in zip("abc", prompts[-3:], strict=True):
+            requests.add_request(name, {"prompt_token_ids": prompt}, params)
+        requests.step()
+        requests.abort_request(["b"])  # has read nothing, or a part
+        for _ in range(12):
+            requests.step()
+        requests.abort_request(["a"])  # answers
+        done = []
+        while requests.has_unfinished_requests():
+            done += [x for x in requests.step() if x.finished and x.outputs[0].finish_reason == "length"]
+        assert [x.request_id for x in done] == ["c"] and all_free(llm)
+        assert list(done[0].outputs[0].token_ids) == reference(prompts[-1])
+        assert {*llm.builder.packed} <= {"c"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("gates:smollm2@uniform", {"budget": 0.3}),
+        ("gates:smollm2", {"budget": 100}),
+        ("gates:smollm2", {"budget": 0.4, "sinks": 2, "recent": 20}),
+        ("knorm", {"budget": 0.5}),
+        ("keydiff", {"budget": 0.5, "recent": 8}),
+        ("streaming_llm", {"budget": 0.4}),
+        ("random", {"budget": 0.5, "seed": 3}),
+    ],
+)
+def test_other_policies(engine, prompts, reference, policy, options):
+    with engine(ag={"policy": policy, **options}, max_num_batched_tokens=512) as llm:
+        assert differing(prompts, llm.tokens(prompts), reference, policy=policy, **options) == []
+
+
+def test_protected_prompt(engine, prompts, reference):
+    with engine(enable_prefix_caching=True) as llm:
+        chosen = prompts[3:7]
+        free = llm.tokens(chosen)
+        got = llm.tokens(chosen, extra_args={"ag_protect": 120})
+        assert differing(chosen, got, reference, protected=120) == []
+        assert got != free
+        whole = llm.tokens(chosen, extra_args={"ag_protect": 10_000})
+        assert whole == [reference(p, policy="full", budget=None) for p in chosen]
+        with pytest.raises(ValueError, match="ag_protect"):
+            llm.tokens(chosen[:1], extra_args={"ag_protect": -1})
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_larger_blocks(engine, prompts, reference, block_size):
+    with engine(block_size=block_size) as llm:
+        got = llm.tokens(prompts)
+    longest = [(p, g) for p, g in zip(prompts, got, strict=True) if len(p) > 8 * block_size]
+    assert longest and all(g == reference(p) for p, g in longest)
+
+
+def test_compiled(engine, prompts, reference):
+    with engine(enforce_eager=False) as llm:
+        assert differing(prompts, llm.tokens(prompts), reference) == []
+
+
+def test_bfloat16_keeps_what_the_cache_keeps(engine, prompts, reference, smollm2):
+    """In 16 bits two sums of one attention differ: the first token behind the prompt, and most answers, are equal."""
+    import transformers
+
+    import ag
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16)
+    with engine(dtype="bfloat16", block_size=32) as llm:
+        chosen = evicted(prompts, 32)
+        got = llm.tokens(chosen, 8)
+    same = 0
+    for prompt, tokens in zip(chosen, got, strict=True):
+        cache = ag.EvictionCache(model, "gates:smollm2", budget=0.3)
+        out = model.generate(
+            torch.tensor([prompt]),
+            past_key_values=cache,
+            max_new_tokens=8,
+            min_new_tokens=8,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        same += out[0, len(prompt) :].tolist() == tokens
+    assert same >= len(chosen) // 2
+
+
+def test_plain_engine_beside_ours(engine, prompts, reference):
+    """An engine without settings is vLLM's own, in a process that had one with settings."""
+    with engine(ag=None) as llm:
+        assert type(llm.scheduler).__module__.startswith("vllm.")
+        got = llm.tokens(prompts[:6])
+    assert got == [reference(p, policy="full", budget=None) for p in prompts[:6]]
+
+
+def test_prompts_of_is_drawn_once():
+    assert prompts_of((9, 40)) == prompts_of((9, 40)) and prompts_of((9,), 1) != prompts_of((9,))
