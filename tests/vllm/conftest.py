@@ -129,13 +129,10 @@ class Engine:
     def outputs(self, prompts, count=TOKENS, **options):
         from vllm import SamplingParams
 
-        params = SamplingParams(**({"temperature": 0, "max_tokens": count, "ignore_eos": True} | options))
+        # as in the reference the end token cannot come before the last token
+        whole = {"temperature": 0, "max_tokens": count, "min_tokens": count, "ignore_eos": True}
+        params = SamplingParams(**(whole | options))
         return self.llm.generate([{"prompt_token_ids": x} for x in prompts], params, use_tqdm=False)
 
     def tokens(self, prompts, count=TOKENS, **options):
         return [list(x.outputs[0].token_ids) for x in self.outputs(prompts, count, **options)]
-
-
-def evicted(prompts, block_size=16):
-    """The prompts that are long enough for eviction to free a block."""
-    return [x for x in prompts if len(x) > 8 * block_size]

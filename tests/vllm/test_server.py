@@ -53,7 +53,7 @@ def test_text_of_long_prompts(client, reference):
             prompt=prompt,
             max_tokens=24,
             temperature=0,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
+            extra_body={"ignore_eos": True, "min_tokens": 24, "return_token_ids": True},
         )
         assert out.choices[0].token_ids == reference(prompt, count=24)
 
@@ -61,7 +61,7 @@ def test_text_of_long_prompts(client, reference):
 def test_protected_prompt_and_a_wrong_number(client, reference):
     (prompt,) = prompts_of([500], seed=2)
     ask = {"model": "smollm2", "prompt": prompt, "max_tokens": 24, "temperature": 0}
-    body = {"ignore_eos": True, "return_token_ids": True}
+    body = {"ignore_eos": True, "min_tokens": 24, "return_token_ids": True}
     out = client.completions.create(**ask, extra_body=body | {"vllm_xargs": {"ag_protect": 120}})
     assert out.choices[0].token_ids == reference(prompt, count=24, protected=120)
     with pytest.raises(openai.BadRequestError, match="ag_protect"):
