@@ -37,9 +37,9 @@ def test_chunks_beside_answers(engine, prompts, reference):
 @pytest.mark.parametrize("shares", [False, True])
 def test_preemption(engine, reference, shares):
     """Answers grow until blocks lack: a request gives its own back, and reads its prompt and its answer again."""
-    chosen, count = prompts_of([300] * 5, seed=1), 90
+    chosen, count = prompts_of([200] * 4, seed=1), 60
     with engine(
-        num_gpu_blocks_override=46, max_num_batched_tokens=512, max_model_len=512, enable_prefix_caching=shares
+        num_gpu_blocks_override=25, max_num_batched_tokens=512, max_model_len=272, enable_prefix_caching=shares
     ) as llm:
         assert differing(chosen, llm.tokens(chosen, count), reference, count=count) == []
         assert llm.preempted and all_free(llm)
