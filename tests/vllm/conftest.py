@@ -15,8 +15,8 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-LENGTHS = (33, 150, 200, 260, 333, 480, 600)
-TOKENS = 16
+LENGTHS = (33, 150, 200, 260, 400)
+TOKENS = 12
 
 
 def prompts_of(lengths, seed=0):

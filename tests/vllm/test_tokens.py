@@ -1,7 +1,8 @@
 """Prompts in vLLM give the tokens of `ag.EvictionCache`, however vLLM reads, shares and takes back their blocks."""
 
+import json
+
 import pytest
-import torch
 
 from tests.vllm.conftest import TOKENS, prompts_of
 
@@ -37,7 +38,7 @@ def test_chunks_beside_answers(engine, prompts, reference):
 @pytest.mark.parametrize("shares", [False, True])
 def test_preemption(engine, reference, shares):
     """Answers grow until blocks lack: a request gives its own back, and reads its prompt and its answer again."""
-    chosen, count = prompts_of([200] * 4, seed=1), 60
+    chosen, count = prompts_of([140] * 4, seed=1), 110
     with engine(
         num_gpu_blocks_override=25, max_num_batched_tokens=512, max_model_len=272, enable_prefix_caching=shares
     ) as llm:
@@ -45,22 +46,22 @@ def test_preemption(engine, reference, shares):
         assert llm.preempted and all_free(llm)
 
 
-@pytest.mark.parametrize("blocks", [None, 150])
+@pytest.mark.parametrize("blocks", [None, 70])
 def test_shared_prefixes_cold_and_warm(engine, prompts, reference, blocks):
     """The second time the prompts' blocks are found, with the logits that the gates gave the first time."""
     with engine(
-        enable_prefix_caching=True, num_gpu_blocks_override=blocks, max_num_batched_tokens=512, max_model_len=1072
+        enable_prefix_caching=True, num_gpu_blocks_override=blocks, max_num_batched_tokens=256, max_model_len=560
     ) as llm:
         for _ in range(2):
             assert differing(prompts, llm.tokens(prompts), reference) == []
         assert all_free(llm)
-        longer = [p + p[:200] for p in prompts[2:5]]  # begin with blocks that other requests read
+        longer = [p + p[:100] for p in prompts[1:4]]  # begin with blocks that other requests read
         assert differing(longer, llm.tokens(longer), reference) == []
 
 
 def test_several_answers_to_a_prompt(engine, prompts, reference):
     with engine(enable_prefix_caching=True) as llm:
-        chosen = prompts[3:7]
+        chosen = prompts[1:5]
         greedy = [[list(x.token_ids) for x in out.outputs] for out in llm.outputs(chosen, n=1)]
         assert differing(chosen, [x[0] for x in greedy], reference) == []
         several = llm.outputs(chosen, n=3, temperature=1.0, seed=1, prompt_logprobs=1)
@@ -82,9 +83,7 @@ def test_schema(engine, prompts):
     schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
     with engine() as llm:
         constraint = StructuredOutputsParams(json=schema)
-        found = llm.outputs(prompts[3:7], 60, structured_outputs=constraint, ignore_eos=False, min_tokens=0)
-    import json
-
+        found = llm.outputs(prompts[1:4], 60, structured_outputs=constraint, ignore_eos=False, min_tokens=0)
     for out in found:
         if out.outputs[0].finish_reason == "stop":
             value = json.loads(out.outputs[0].text)
@@ -95,14 +94,14 @@ def test_schema(engine, prompts):
 def test_abort_while_a_prompt_is_read_and_behind_it(engine, prompts, reference):
     from vllm import SamplingParams
 
-    with engine(max_num_batched_tokens=256) as llm:
+    with engine(max_num_batched_tokens=150) as llm:
         requests = llm.llm.llm_engine
         params = SamplingParams(temperature=0, max_tokens=TOKENS, min_tokens=TOKENS, ignore_eos=True)
         for name, prompt in zip("abc", prompts[-3:], strict=True):
             requests.add_request(name, {"prompt_token_ids": prompt}, params)
         requests.step()
         requests.abort_request(["b"])  # has read nothing, or a part
-        for _ in range(12):
+        for _ in range(6):
             requests.step()
         requests.abort_request(["a"])  # answers
         done = []
@@ -132,10 +131,10 @@ def test_other_policies(engine, prompts, reference, policy, options):
 
 def test_protected_prompt(engine, prompts, reference):
     with engine(enable_prefix_caching=True) as llm:
-        chosen = prompts[3:7]
+        chosen = prompts[1:5]
         free = llm.tokens(chosen)
-        got = llm.tokens(chosen, extra_args={"ag_protect": 120})
-        assert differing(chosen, got, reference, protected=120) == []
+        got = llm.tokens(chosen, extra_args={"ag_protect": 70})
+        assert differing(chosen, got, reference, protected=70) == []
         assert got != free
         whole = llm.tokens(chosen, extra_args={"ag_protect": 10_000})
         assert whole == [reference(p, policy="full", budget=None) for p in chosen]
@@ -143,12 +142,12 @@ def test_protected_prompt(engine, prompts, reference):
             llm.tokens(chosen[:1], extra_args={"ag_protect": -1})
 
 
-@pytest.mark.parametrize("block_size", [32, 64])
-def test_larger_blocks(engine, prompts, reference, block_size):
-    with engine(block_size=block_size) as llm:
+def test_larger_blocks(engine, prompts, reference):
+    """In these a token's key lies in another order of numbers."""
+    with engine(block_size=32) as llm:
         got = llm.tokens(prompts)
-    longest = [(p, g) for p, g in zip(prompts, got, strict=True) if len(p) > 8 * block_size]
-    assert longest and all(g == reference(p) for p, g in longest)
+    longest = [(p, g) for p, g in zip(prompts, got, strict=True) if len(p) > 256]
+    assert len(longest) == 2 and all(g == reference(p) for p, g in longest)
 
 
 def test_compiled(engine, prompts, reference):
@@ -156,38 +155,9 @@ def test_compiled(engine, prompts, reference):
         assert differing(prompts, llm.tokens(prompts), reference) == []
 
 
-def test_bfloat16_keeps_what_the_cache_keeps(engine, prompts, reference, smollm2):
-    """In 16 bits two sums of one attention differ: the first token behind the prompt, and most answers, are equal."""
-    import transformers
-
-    import ag
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16)
-    with engine(dtype="bfloat16", block_size=32) as llm:
-        chosen = [x for x in prompts if len(x) > 256]
-        got = llm.tokens(chosen, 8)
-    same = 0
-    for prompt, tokens in zip(chosen, got, strict=True):
-        cache = ag.EvictionCache(model, "gates:smollm2", budget=0.3)
-        out = model.generate(
-            torch.tensor([prompt]),
-            past_key_values=cache,
-            max_new_tokens=8,
-            min_new_tokens=8,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        same += out[0, len(prompt) :].tolist() == tokens
-    assert same >= len(chosen) // 2
-
-
 def test_plain_engine_beside_ours(engine, prompts, reference):
     """An engine without settings is vLLM's own, in a process that had one with settings."""
     with engine(ag=None) as llm:
         assert type(llm.scheduler).__module__.startswith("vllm.")
-        got = llm.tokens(prompts[:6])
-    assert got == [reference(p, policy="full", budget=None) for p in prompts[:6]]
-
-
-def test_prompts_of_is_drawn_once():
-    assert prompts_of((9, 40)) == prompts_of((9, 40)) and prompts_of((9,), 1) != prompts_of((9,))
+        got = llm.tokens(prompts[:3])
+    assert got == [reference(p, policy="full", budget=None) for p in prompts[:3]]
