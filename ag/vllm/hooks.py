@@ -55,7 +55,9 @@ def register() -> None:
 def activate(is_active: bool) -> None:
     """Let vLLM find our backend, or its own again. Engines that were made before keep theirs."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.selector import _cached_get_attn_backend
 
+    _cached_get_attn_backend.cache_clear()
     for name, path in BACKENDS.items():
         member = AttentionBackendEnum[name]
         if is_active:

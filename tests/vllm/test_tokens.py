@@ -157,7 +157,7 @@ def test_compiled(engine, prompts, reference):
 
 def test_plain_engine_beside_ours(engine, prompts, reference):
     """An engine without settings is vLLM's own, in a process that had one with settings."""
-    with engine(ag=None) as llm:
+    with engine(ag=None, block_size=32) as llm:
         assert type(llm.scheduler).__module__.startswith("vllm.")
         got = llm.tokens(prompts[:3])
     assert got == [reference(p, policy="full", budget=None) for p in prompts[:3]]
