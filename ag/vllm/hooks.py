@@ -12,7 +12,7 @@ from ag.errors import UserError
 from ag.gates import export
 from ag.gates.folder import check_base
 from ag.vllm.gate_operator import NAME as OPERATOR
-from ag.vllm.settings import KEY, Settings, protected_tokens
+from ag.vllm.settings import KEY, PROTECT, Settings, protected_tokens
 
 #: The release of vLLM whose functions this package uses (tests/vllm/test_conformance.py lists them).
 VLLM = "0.32"
@@ -72,6 +72,7 @@ def activate(is_active: bool) -> None:
 
 def install() -> None:
     """Change what engines without settings do not notice."""
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -109,7 +110,7 @@ def install() -> None:
         try:
             protected_tokens(self.extra_args, 0)
         except UserError as error:
-            raise ValueError(str(error)) from error  # the server's status 400
+            raise VLLMValidationError(str(error), parameter=PROTECT) from error  # the server's status 400
         verify(self, *args, **kwargs)
 
     GPUModelRunner.ag_builders = ()

@@ -130,6 +130,8 @@ def test_other_policies(engine, prompts, reference, policy, options):
 
 
 def test_protected_prompt(engine, prompts, reference):
+    from vllm.exceptions import VLLMValidationError
+
     with engine(enable_prefix_caching=True) as llm:
         chosen = prompts[1:5]
         free = llm.tokens(chosen)
@@ -138,7 +140,7 @@ def test_protected_prompt(engine, prompts, reference):
         assert got != free
         whole = llm.tokens(chosen, extra_args={"ag_protect": 10_000})
         assert whole == [reference(p, policy="full", budget=None) for p in chosen]
-        with pytest.raises(ValueError, match="ag_protect"):
+        with pytest.raises(VLLMValidationError, match="ag_protect"):
             llm.tokens(chosen[:1], extra_args={"ag_protect": -1})
 
 
