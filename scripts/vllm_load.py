@@ -24,7 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, ANSWER, BUDGET = 600, 64, 0.3
-VLLM = "-m vllm.entrypoints.openai.api_server --served-model-name m --dtype bfloat16 --max-model-len 2048"
+VLLM = (
+    "-m vllm.entrypoints.openai.api_server --served-model-name m --dtype bfloat16 --max-model-len 2048 --enforce-eager"
+)
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0",

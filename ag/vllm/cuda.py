@@ -63,7 +63,8 @@ class FlashKernels:
         """Return keys and values ``[B, N, H, D]``; the strides of one head are those of a whole cache."""
         blocks, heads, size, width = cache.shape
         strides = (cache.stride(0), cache.stride(2), size * width, 1)
-        return cache.as_strided((blocks, size, heads, width), strides, cache.storage_offset()).split(width // 2, -1)
+        tokens = cache.as_strided((blocks, size, heads, width), strides, cache.storage_offset())
+        return tokens[..., : width // 2], tokens[..., width // 2 :]
 
 
 class FlashEvictionBackend(EvictionBackend, FlashAttentionBackend):

@@ -34,9 +34,8 @@ class Pages:
                 "layers of one allocation; set VLLM_KV_CACHE_LAYOUT=LBHNC."
             )
         count = len(regions) * self.blocks * self.heads
-        flat = torch.empty(0, dtype=first.dtype, device=first.device)
         #: ``[M, 1, N, 2 D]``: all minis, as a cache of M blocks of one head.
-        self.minis = flat.set_(first.untyped_storage(), 0, (count, 1, self.block_size, width))
+        self.minis = first.as_strided((count, 1, self.block_size, width), (self.mini_size, self.mini_size, width, 1), 0)
         self.numbers = self.minis.view(-1)
         self.offsets = offsets.to(first.device)
         whole = torch.equal(offsets.flatten(), torch.arange(self.mini_size))
@@ -73,9 +72,11 @@ class Pages:
 
     def read(self, minis: Tensor, places: Tensor, part: slice = slice(None)) -> Tensor:
         """Return keys and values ``[..., 2 D]``, or a part of these numbers, of tokens at places of minis ``[...]``."""
-        if self.tokens is not None:
-            return self.tokens[minis * self.block_size + places][..., part]
-        return self.numbers[minis[..., None] * self.mini_size + self.offsets[places][..., part]]
+        if self.tokens is None:
+            numbers: Tensor = self.numbers[minis[..., None] * self.mini_size + self.offsets[places][..., part]]
+            return numbers
+        tokens: Tensor = self.tokens[minis * self.block_size + places]
+        return tokens[..., part]
 
     def write(self, minis: Tensor, places: Tensor, numbers: Tensor) -> None:
         """Store keys and values ``[n, 2 D]`` at places of minis ``[n]``."""

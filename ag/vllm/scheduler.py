@@ -11,6 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from ag.errors import UserError
 from ag.vllm.placement import Geometry, Placement, place
 from ag.vllm.settings import protected_tokens
 
@@ -28,7 +29,8 @@ class EvictionSpec(FullAttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Return the bytes of a layer that the longest request needs, while its prompt is packed."""
-        return self.max_num_blocks_per_req(vllm_config, vllm_config.model_config.max_model_len) * self.page_size_bytes
+        blocks = self.max_num_blocks_per_req(vllm_config, vllm_config.model_config.max_model_len)
+        return blocks * int(self.page_size_bytes)
 
     @classmethod
     def merge(cls, specs: list[Any]) -> EvictionSpec:
@@ -103,6 +105,12 @@ class _EndsChunks:
         self.need_mamba_block_aligned_split = True  # the only hook that cuts chunks
         for manager in self.kv_cache_manager.coordinator.single_type_managers:  # type: ignore[attr-defined]
             manager.requests = self.requests  # type: ignore[attr-defined]
+
+    def add_request(self, request: Any) -> None:
+        """Take a request, unless its prompt may grow after it was evicted from."""
+        if request.resumable:
+            raise UserError("ag in vLLM: a prompt that comes in parts (streaming input): expected whole prompts.")
+        super().add_request(request)  # type: ignore[misc]
 
     def _mamba_block_aligned_split(
         self, request: Any, num_new_tokens: int, num_new_local_computed_tokens: int = 0, num_external: int = 0
