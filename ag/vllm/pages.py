@@ -47,6 +47,7 @@ class Pages:
         #: ``[R H]`` long, all minis of block 0, in any order.
         self.all_minis = (bases[:, None] + torch.arange(self.heads, device=first.device)).flatten()
         self.logits: Tensor | None = None
+        self.logits_minis = self.all_minis[len(caches) * self.heads :]
         if logits is not None:
             in_floats = logits.flatten(1).view(torch.float32)
             needed = self.block_size * len(caches) * self.heads
@@ -107,6 +108,8 @@ class Pages:
         free = (self.all_minis + table[packed.start : packed.stop, None] * heads).flatten()
         end = taken.flatten().cumsum(0).view_as(taken)
         assert int(end[-1, -1]) <= len(free), "placement.place counts fewer minis than rows need"
+        # kernels multiply what lies behind a row's end by 0, and half of a logit may be NaN as a number of 16 bits
+        self.minis[(self.logits_minis + table[packed.start : packed.stop, None] * heads).flatten()] = 0
         index = torch.arange(len(table), device=keep.device)
         inside = index < taken[..., None]
         minis = torch.zeros(layers, heads, len(table), dtype=torch.int32, device=keep.device)

@@ -13,14 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 def test_twice_as_many_requests_at_once(engine):
     """24 prompts of 600 tokens in 100 blocks of 32 tokens, of which vLLM on a CPU takes no smaller ones."""
     chosen, at_once = prompts_of([600] * 24), {}
-    options = {
-        "num_gpu_blocks_override": 200,
-        "max_num_batched_tokens": 1024,
-        "max_model_len": 1024,
-        "dtype": "bfloat16",
-    }
+    options = {"dtype": "bfloat16", "block_size": 32, "num_gpu_blocks_override": 100}
     for name, settings in (("whole", None), ("gates", (("gates", "smollm2"), ("budget", 0.3)))):
-        with engine(ag=settings, max_num_seqs=64, dtype="bfloat16", **options) as llm:
+        with engine(ag=settings, max_num_seqs=64, max_num_batched_tokens=1024, max_model_len=1024, **options) as llm:
             llm.tokens(chosen, 48)
             at_once[name] = llm.most_running
             assert llm.blocks[0] == llm.blocks[1]
