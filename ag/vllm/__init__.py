@@ -1,7 +1,7 @@
 """Eviction by trained gates, or by scorers without gates, inside stock vLLM, as a plugin of vLLM.
 
 A block of vLLM holds N tokens of all L layers and H KV heads, in one allocation: that is L * H *minis*, each with the N
-tokens of one head. A prompt is read by vLLM's own attention into whole blocks. Before the first pass behind the prompt
+tokens of one head. A prompt is read by vLLM's own attention into whole blocks. Before the first pass after the prompt
 the worker ranks the prompt's tokens by :mod:`ag.retention` and packs what stays, each row (layer, head) of x tokens
 into ceil(x / N) minis of the request's own blocks. vLLM's own kernel then attends with one KV head, and with one
 sequence per request and head. As a budget is exact, the scheduler knows from the prompt's length how many blocks stay.

@@ -47,7 +47,7 @@ class EvictionSpec(FullAttentionSpec):
 
 
 class EvictionManager(FullAttentionManager):
-    """Frees the blocks that the worker emptied: it evicts before the pass of the token behind the prompt."""
+    """Frees the blocks that the worker emptied: it evicts before the pass of the token after the prompt."""
 
     #: The scheduler's requests by id.
     requests: Mapping[str, Any] = {}
