@@ -41,14 +41,17 @@ BATCHES = """
 import sys, torch, transformers
 torch.set_num_threads(1)
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).eval()
-model.set_attn_implementation("paged|sdpa")
+model.set_attn_implementation("sdpa")
+tokens = int(sys.argv[2])
 config = transformers.GenerationConfig(
-    max_new_tokens=int(sys.argv[2]), min_new_tokens=int(sys.argv[2]), do_sample=False, use_cuda_graph=False,
-    eos_token_id=-1, pad_token_id=0, num_blocks=256, max_batch_tokens=512)
+    max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+# without a number of blocks it takes the machine's memory
+batching = transformers.ContinuousBatchingConfig(num_blocks=24, max_batch_tokens=512, use_cuda_graph=False)
 print("ready", flush=True)
 for line in sys.stdin:
     prompts = [[int(x) for x in sys.stdin.readline().split()] for _ in range(int(line))]
-    found = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+    found = model.generate_batch(
+        inputs=prompts, generation_config=config, continuous_batching_config=batching, progress_bar=False)
     print(sum(len(x.generated_tokens) for x in found.values()), flush=True)
 """
 
@@ -151,10 +154,11 @@ def main() -> None:
     parser.add_argument("--gates", default="smollm2")
     parser.add_argument("--model", default=str(Path.home() / ".cache/ag/smollm2"))
     given = parser.parse_args()
-    contestants = {name: Contestant(name, given.model, given.gates) for name in given.only}
+    contestants: dict[str, Contestant] = {}
     try:
-        for contestant in contestants.values():
-            contestant.answer(prompts_of(1, -1))
+        for name in given.only:
+            contestants[name] = Contestant(name, given.model, given.gates)
+            contestants[name].answer(prompts_of(1, -1))
         for at_once in map(int, given.at_once.split(",")):
             rates: dict[str, list[float]] = {name: [] for name in contestants}
             for number in range(given.rounds):

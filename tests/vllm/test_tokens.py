@@ -73,16 +73,13 @@ def test_several_answers_to_a_prompt(engine, prompts, reference):
 def test_schema(engine, prompts):
     from vllm.sampling_params import StructuredOutputsParams
 
-    properties = {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "y"]}}
-    schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
+    schema = {"type": "object", "properties": {"b": {"enum": ["x", "y"]}}, "required": ["b"]}
+    schema["additionalProperties"] = False
     with engine() as llm:
-        constraint = StructuredOutputsParams(json=schema)
-        found = llm.outputs(prompts[1:4], 60, structured_outputs=constraint, ignore_eos=False, min_tokens=0)
-    for out in found:
-        if out.outputs[0].finish_reason == "stop":
-            value = json.loads(out.outputs[0].text)
-            assert {*value} == {"a", "b"} and value["b"] in ("x", "y")
-    assert any(out.outputs[0].finish_reason == "stop" for out in found)
+        constraint = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+        found = llm.outputs(prompts[1:4], 40, structured_outputs=constraint, ignore_eos=False, min_tokens=0)
+    assert [out.outputs[0].finish_reason for out in found] == ["stop"] * 3
+    assert all(json.loads(out.outputs[0].text)["b"] in ("x", "y") for out in found)
 
 
 def test_abort_while_a_prompt_is_read_and_behind_it(engine, prompts, reference):
@@ -103,7 +100,7 @@ def test_abort_while_a_prompt_is_read_and_behind_it(engine, prompts, reference):
             done += [x for x in requests.step() if x.finished and x.outputs[0].finish_reason == "length"]
         assert [x.request_id for x in done] == ["c"] and all_free(llm)
         assert list(done[0].outputs[0].token_ids) == reference(prompts[-1])
-        assert {*llm.builder.packed} <= {"c"}
+        assert all(x.startswith("c") for x in llm.builder.packed)
 
 
 @pytest.mark.parametrize(
