@@ -140,6 +140,7 @@ def prepare(arguments: Any) -> None:
             "LoRA adapters that are not merged (enable_lora)": bool(arguments.enable_lora),
             f"pipeline_parallel_size={arguments.pipeline_parallel_size}": arguments.pipeline_parallel_size != 1,
             f"tensor_parallel_size={arguments.tensor_parallel_size}": arguments.tensor_parallel_size != 1,
+            f"data_parallel_size={arguments.data_parallel_size}": arguments.data_parallel_size != 1,
             "a KV connector (kv_transfer_config)": arguments.kv_transfer_config is not None,
         }
     )
