@@ -21,16 +21,16 @@ class PromptInputs:
     Attributes:
         key_indices: ``[1, H, T]`` long, token indices.
         layer: index of the layer.
-        k: keys ``[1, H, T, D]``. None: the scorer reads gates.
-        gate: logits ``[1, H, T]`` with their bias. None: the scorer reads no gates.
-        decays: whether the logits are logs of the part of a token's worth that is left after each token.
+        log_retention: whether the logits are logs of the share of a token's worth that each new token leaves.
+        keys: ``[1, H, T, D]``. None: the scorer reads gates.
+        gate_logits: ``[1, H, T]`` with their bias. None: the scorer reads no gates.
     """
 
     key_indices: Tensor
     layer: int
-    k: Tensor | None = None
-    gate: Tensor | None = None
-    decays: bool = False
+    log_retention: bool
+    keys: Tensor | None = None
+    gate_logits: Tensor | None = None
 
     @property
     def key_valid(self) -> Tensor:
@@ -38,9 +38,9 @@ class PromptInputs:
         return torch.ones_like(self.key_indices, dtype=torch.bool)
 
     @property
-    def age(self) -> Tensor:
-        """0 for the newest token of the prompt, 1 for the one before."""
-        return self.key_indices.shape[-1] - 1 - self.key_indices
+    def lengths(self) -> Tensor:
+        """``[1]`` long, tokens of the prompt."""
+        return torch.tensor([self.key_indices.shape[-1]], device=self.key_indices.device)
 
 
 def prompt_keep_mask(
@@ -70,11 +70,8 @@ def prompt_keep_mask(
         values = keys(layer) if logits is None else logits[row]
         index = torch.arange(values.shape[1], device=values.device).expand(1, *values.shape[:2])
         decays = policy.gates is not None and policy.gates.decays
-        inputs = (
-            PromptInputs(index, layer, k=values[None])
-            if logits is None
-            else PromptInputs(index, layer, gate=values[None], decays=decays)
-        )
+        named = {"keys" if logits is None else "gate_logits": values[None]}
+        inputs = PromptInputs(index, layer, decays, **named)
         scores.append(policy.scorer.score(cast("Any", inputs))[0])
     score = torch.stack(scores).float()
     if not bool(score.isfinite().all()):
