@@ -39,14 +39,15 @@ def test_nothing_stays_of_200_requests(engine, shares):
         dtype="bfloat16",
     ) as llm:
         llm.builder.bound_pages().minis.zero_()  # all of vLLM's pages are resident from here on
-        llm.tokens(chosen[:100], 8)
+        llm.tokens(chosen[:50], 8)
+        llm.tokens(chosen[50:100], 8)  # the first calls fill what libraries keep for themselves
         before = resident()
         llm.tokens(chosen[100:], 8)
         grown = resident() - before
         llm.core.step()
         assert llm.blocks[0] == llm.blocks[1]
         assert llm.builder.packed == llm.builder.prompts == {}
-        assert grown < 16 * 2**20, grown  # a request of 260 tokens holds 6 MiB of keys and values
+        assert grown < 8 * 2**20, grown  # what two requests hold here, and 100 came
 
 
 def test_logits_lie_in_memory_that_vllm_planned(engine):
