@@ -6,6 +6,7 @@ claims to change its input, which keeps its place before attention.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def install() -> None:
     direct_register_custom_op(NAME, run_gate, mutates_args=["hidden"], fake_impl=lambda hidden, layer: None)
     init, forward = QKVParallelLinear.__init__, QKVParallelLinear.forward
 
+    @functools.wraps(init)
     def new_init(self: Any, *args: Any, prefix: str = "", **kwargs: Any) -> None:
         init(self, *args, prefix=prefix, **kwargs)
         config = get_current_vllm_config_or_none()
@@ -56,6 +58,7 @@ def install() -> None:
         if gates is not None and (layer := extract_layer_index(prefix)) in gates.layer_indices:
             self.ag_layer = layer
 
+    @functools.wraps(forward)
     def new_forward(self: Any, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.ag_layer is not None:
             getattr(torch.ops.vllm, NAME)(input_, self.ag_layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ def register() -> None:
     create = EngineArgs.create_engine_config
     if not hasattr(create, "by_ag"):
 
+        @functools.wraps(create)
         def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
             settings = Settings.parse(self.additional_config, os.environ)
             activate(settings is not None)
@@ -93,6 +95,7 @@ def install() -> None:
         SamplingParams.verify,
     )
 
+    @functools.wraps(initialize)
     def initialize_metadata_builders(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = initialize(self, *args, **kwargs)
         builders = [x for groups in self.attn_groups for group in groups for x in group.metadata_builders]
@@ -101,11 +104,13 @@ def install() -> None:
             builder.follow(self)
         return result
 
+    @functools.wraps(update)
     def update_states(self: Any, scheduler_output: Any) -> Any:
         for builder in self.ag_builders:
             builder.forget(scheduler_output.finished_req_ids)
         return update(self, scheduler_output)
 
+    @functools.wraps(verify)
     def verify_params(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             protected_tokens(self.extra_args, 0)
