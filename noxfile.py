@@ -1,4 +1,4 @@
-"""Sessions with environments of their own: nox -s lint|types|tests|docs|package. Commands: scripts/checks.sh.
+"""Sessions with environments of their own: nox -s lint|types|tests|docs|package|vllm. Commands: scripts/checks.sh.
 
 ``nox -s "tests-3.11(oldest)" -- -m "not slow"`` runs the tests on the oldest supported torch and transformers,
 ``(pinned)`` on the versions of constraints.txt, and ``(newest)`` on the newest releases of everything that
@@ -90,3 +90,9 @@ def package(session: nox.Session) -> None:
     """Build wheel and source distribution, and try each away from the checkout, on the dependencies declared."""
     session.install(*PINS, "setuptools", *PROJECT["dependencies"])
     check(session)
+
+
+@nox.session(venv_backend="none")
+def vllm(session: nox.Session) -> None:
+    """Test eviction inside vLLM, in the environment of scripts/vllm_env.sh."""
+    session.run("bash", "scripts/checks.sh", "vllm", *session.posargs, external=True)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The checks, in one place for scripts/test.sh, nox and pre-commit: BIN=FOLDER bash scripts/checks.sh NAME [ARGUMENTS]
-# NAME is lint, types, tests (arguments of pytest), docs or package; BIN holds the programs, .venv/bin unless given.
+# NAME is lint, types, tests and vllm (arguments of pytest), docs or package; BIN holds the programs, .venv/bin unless given.
 bin="${BIN:-.venv/bin}"
 failed=()
 
@@ -51,6 +51,11 @@ package() {
     step "$bin/python" scripts/package.py
 }
 
+# In an environment of its own, whose packages are older than this project's pins.
+vllm() {
+    step bash scripts/vllm_env.sh test "$@"
+}
+
 # Says what failed, and how to run it alone; $1 says what passed.
 report() {
     if [ ${#failed[@]} -gt 0 ]; then
@@ -66,9 +71,9 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     set -euo pipefail
     cd "$(dirname "$0")/.."
     case "${1:-}" in
-        lint | types | tests | docs | package) "$@" ;;
+        lint | types | tests | docs | package | vllm) "$@" ;;
         *)
-            echo "'${1:-}' is no check: lint, types, tests, docs or package" >&2
+            echo "'${1:-}' is no check: lint, types, tests, docs, package or vllm" >&2
             exit 2
             ;;
     esac

@@ -25,6 +25,7 @@ from ag.explain import ExplainConfig
 from ag.gates.calibration import Calibration
 from ag.generate import GenerateConfig
 from ag.plan import PlanConfig
+from ag.vllm.settings import Settings
 from ag.wheels import Source
 from tests.support import ROOT
 from tests.support.gates_for import gates_for
@@ -140,6 +141,8 @@ def test_command_is_one_that_the_tests_cover(words, capsys, monkeypatch, tmp_pat
         )
         kind = protocol.ChatCompletionRequest if "/chat/" in words[1] else protocol.CompletionRequest
         assert protocol.parse(kind, words[words.index("-d") + 1].encode()).model == "smollm2"
+    elif program == "vllm":
+        assert Settings.parse(json.loads(words[words.index("--additional-config") + 1]), {}) is not None
     elif program in ("bash", "python"):
         assert (ROOT / words[1]).is_file()
     else:

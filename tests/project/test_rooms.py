@@ -34,6 +34,7 @@ BELOW = {
     "loading": f"{LOW} gates engine",
     "continuation": f"{LOW} gates engine data commands loading",
     "serve": f"{LOW} gates engine data commands continuation loading",
+    "vllm": f"{LOW} gates engine",
     "training": f"{LOW} gates data engine",
     "callbacks": f"{LOW} gates data engine training",
     "evaluate": f"{LOW} gates data training engine commands hardware",

@@ -1,0 +1,493 @@
+"""vLLM's attention backend: prompts and whole requests by vLLM's own call, packed requests as one sequence per head."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from ag.errors import UserError
+from ag.vllm.pages import Pages, logits_pages
+from ag.vllm.placement import Geometry, Placement, kept_tokens, place
+from ag.vllm.ranking import prompt_keep_mask
+from ag.vllm.scheduler import EvictionSpec
+from ag.vllm.settings import protected_tokens, settings_of
+
+LOGITS_LAYER = "gate_logits"  # name of the layer whose pages hold gate logits, before its index
+
+
+class Kernels(Protocol):
+    """vLLM's operations on one device, over a cache ``[B, H, N, 2 D]`` of any number of heads."""
+
+    def offsets(self) -> Tensor:
+        """Return where the numbers of a token lie within a mini, ``[N, 2 D]`` long: its key, then its value."""
+
+    def plan(self, heads: int, kv_heads: int, lengths: Tensor, starts: Tensor) -> Any:
+        """Return what vLLM's kernel prepares for sequences of these lengths; None: nothing."""
+
+    def write(self, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """Store keys and values ``[T, H, D]`` by their slots ``[T]``."""
+
+    def attend(self, q: Tensor, cache: Tensor, output: Tensor, sequences: Sequences, layer: int, scale: float) -> None:
+        """Write the attention outputs ``[T, heads, D]`` of queries of that shape."""
+
+
+@dataclass
+class Sequences:
+    """Sequences of one call of vLLM's kernel, for each layer or the same in all.
+
+    Attributes:
+        tables: ``[S, W]`` int32, or one of each layer ``[L, S, W]``.
+        lengths: ``[S]`` int32, or ``[L, S]``.
+        slots: ``[T]`` long where new tokens go, or ``[L, T]``.
+        starts: ``[S + 1]`` int32, first query of each sequence.
+        plans: of :meth:`Kernels.plan`, one, or one of each layer.
+        order: ``[T]`` long, which tokens of the step these are, in this order. None: all, as they lie.
+        longest_query: queries of the longest sequence.
+        longest: tokens of the longest sequence.
+    """
+
+    tables: Tensor
+    lengths: Tensor
+    slots: Tensor
+    starts: Tensor
+    plans: list[Any]
+    order: Tensor | None
+    longest_query: int
+    longest: int
+
+    def of(self, layer: int) -> tuple[Tensor, Tensor, Any]:
+        """Return table, lengths and plan of a layer."""
+        if self.tables.dim() == 2:
+            return self.tables, self.lengths, self.plans[0]
+        return self.tables[layer], self.lengths[layer], self.plans[layer]
+
+
+@dataclass
+class Reading:
+    """Prompts that a step reads, whose gates run.
+
+    Attributes:
+        pages: where the logits go.
+        gates: by index of their layer.
+        stored: turns logits into what a cache stores.
+        slots: ``[T]`` long of the prompts' tokens.
+        order: ``[T]`` long, which tokens of the step these are. None: the first T.
+        ran: layers whose gates ran.
+    """
+
+    pages: Pages
+    gates: Any
+    slots: Tensor
+    order: Tensor | None
+    ran: set[int] = field(default_factory=set)
+
+    def run_gate(self, hidden: Tensor, layer: int) -> None:
+        """Store the logits of a layer; ``hidden`` ``[T, d]`` are those of all tokens of the step."""
+        hidden = hidden[: len(self.slots)] if self.order is None else hidden[self.order]
+        logits = self.gates.stored(self.gates.layers[str(layer)](hidden[None]))[0]
+        self.pages.write_logits(self.slots, layer, logits.mT)
+        self.ran.add(layer)
+
+    def check(self, layer: int) -> None:
+        """Raise ``UserError`` if the layer has a gate and it did not run."""
+        if str(layer) in self.gates.layers and layer not in self.ran:
+            raise UserError(
+                f"vLLM: the gate of layer {layer} did not run, because the layer's projection of queries, keys and "
+                "values is no QKVParallelLinear: expected a model such as Llama, Mistral or Qwen; use another policy."
+            )
+
+
+@dataclass
+class Step:
+    """What all layers need in a step; None of a part: it has no tokens."""
+
+    num_tokens: int
+    pages: Pages
+    whole: Sequences | None = None
+    packed: Sequences | None = None
+    reading: Reading | None = None
+
+
+@dataclass
+class PackedRequest:
+    """A request whose prompt was evicted from.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        placement: where its blocks lie in its block table.
+        held: ``[L, H]`` long, tokens of the prompt in each row.
+        longest: the most of these, on the host, and in ``most_minis`` the most minis.
+        taken: ``[L, H]`` long, minis that these take.
+        minis: ``[L, H, W]`` int32, minis of each row, the first ``taken`` and those of new tokens.
+        tail_blocks: blocks of new tokens that ``minis`` has.
+    """
+
+    prompt: int
+    placement: Placement
+    held: Tensor
+    longest: int
+    taken: Tensor
+    most_minis: int
+    minis: Tensor
+    tail_blocks: int = 0
+
+    def extend(self, pages: Pages, table: Tensor, new_tokens: int) -> bool:
+        """Add the minis of blocks that vLLM gave for new tokens; returns whether there were any."""
+        needed = -(-new_tokens // pages.block_size)
+        if needed <= self.tail_blocks:
+            return False
+        width = self.most_minis + needed
+        if width > self.minis.shape[-1]:
+            self.minis = nn.functional.pad(self.minis, (0, width + 8 - self.minis.shape[-1]))
+        for block in range(self.tail_blocks, needed):
+            new = (pages.first_mini + table[self.placement.tail + block] * pages.heads).int()
+            self.minis.scatter_(-1, (self.taken + block)[..., None], new[..., None])
+        self.tail_blocks = needed
+        return True
+
+
+class LogitsLayer(nn.Module, AttentionLayerBase):
+    """Lets vLLM plan memory for gate logits: pages of one more layer, which has no attention."""
+
+    def __init__(self, like: EvictionImpl, backend: type[Any]) -> None:
+        super().__init__()
+        self.num_heads, self.backend, self.impl = like.num_heads, backend, like
+        self.layer_name = LOGITS_LAYER
+
+    def get_attn_backend(self) -> type[Any]:
+        """Return the backend of the model's layers, to be in one group with them."""
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
+        """Return the specification of the model's layers."""
+        layers = vllm_config.compilation_config.static_forward_context
+        other = next(layer for layer in layers.values() if layer is not self)
+        return other.get_kv_cache_spec(vllm_config)
+
+
+class EvictionBackend:
+    """What our backend changes in the one of vLLM that it is mixed into."""
+
+    kernels: ClassVar[type[Any]]
+    forward_includes_kv_cache_update = True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Return the specification with the geometry of the engine whose layers were made last."""
+        geometry = EvictionImpl.geometry
+        return spec if geometry is None or isinstance(spec, EvictionSpec) else EvictionSpec.of(spec, geometry)
+
+    @classmethod
+    def get_impl_cls(cls) -> type[EvictionImpl]:
+        """Return the attention of a layer."""
+        return EvictionImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[EvictionBuilder]:
+        """Return what prepares a step."""
+        return EvictionBuilder
+
+
+class EvictionBuilder(AttentionMetadataBuilder[Step]):
+    """Packs prompts that were read, and prepares each step; it is one for all layers of a worker."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        settings = settings_of(vllm_config)
+        assert settings is not None
+        self.geometry: Geometry = kv_cache_spec.geometry
+        self.policy = settings.made
+        if self.policy.gates is not None:
+            self.policy.gates.to(device)
+        self.layers = vllm_config.compilation_config.static_forward_context
+        self.names = sorted((x for x in layer_names if not x.startswith(LOGITS_LAYER)), key=extract_layer_index)
+        self.logits_name = next((x for x in layer_names if x.startswith(LOGITS_LAYER)), None)
+        if len(self.names) != self.geometry.layers:
+            raise UserError(
+                f"vLLM groups {len(self.names)} layers, the model has {self.geometry.layers}: expected layers of one "
+                "kind, with full attention; use a model without windows or states."
+            )
+        first = self.layers[self.names[0]].impl
+        self.num_heads, self.group = first.num_heads, first.num_heads // kv_cache_spec.num_kv_heads
+        self.kernels = first.kernels
+        self.runner: Any = lambda: None
+        self.pages: Pages | None = None
+        #: Of requests that are not finished, by id: prompt tokens, protected tokens, where the prompt lies.
+        self.prompts: dict[str, tuple[int, int, Placement | None]] = {}
+        self.packed: dict[str, PackedRequest] = {}
+        self._stacked: tuple[tuple[str, ...], Tensor, Tensor] | None = None
+
+    def follow(self, runner: Any) -> None:
+        """Read requests from this model runner."""
+        self.runner = weakref.ref(runner)
+
+    def forget(self, finished: set[str]) -> None:
+        """Free what is known of finished requests."""
+        for request in finished:
+            self.prompts.pop(request, None)
+            if self.packed.pop(request, None) is not None:
+                self._stacked = None
+
+    def bound_pages(self) -> Pages:
+        """Return the pages, once vLLM made them."""
+        caches = [self.layers[name].kv_cache for name in self.names]
+        if self.pages is None or self.pages.minis.data_ptr() != caches[0].untyped_storage().data_ptr():
+            logits = None if self.logits_name is None else self.layers[self.logits_name].kv_cache
+            self.pages = Pages(caches, logits, self.kernels.offsets())
+        return self.pages
+
+    def prompt_of(self, request: str) -> tuple[int, int, Placement | None]:
+        """Return a request's prompt tokens, its protected tokens, and where its prompt lies once it was read."""
+        if request not in self.prompts:
+            state = self.runner().requests[request]
+            prompt, params = state.num_prompt_tokens, state.sampling_params
+            protected = 0 if params is None else protected_tokens(params.extra_args, prompt)
+            self.prompts[request] = prompt, protected, place(self.geometry, prompt, protected)
+        return self.prompts[request]
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
+        """Return what the layers need of a step, after packing the prompts that the last pass completed."""
+        common, pages = common_attn_metadata, self.bound_pages()
+        starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
+        runner = self.runner()
+        requests = [] if runner is None else runner.input_batch.req_ids[: common.num_reqs]
+        packed: list[int] = []
+        whole: list[int] = []
+        reading: list[int] = []
+        changed = False
+        for row in range(common.num_reqs):
+            if row >= len(requests):
+                whole.append(row)  # a row that vLLM made up for a measurement or to fill a batch
+                continue
+            request, seen = requests[row], lengths[row] - (starts[row + 1] - starts[row])
+            prompt, protected, placement = self.prompt_of(request)
+            if seen < prompt:
+                reading.append(row)
+            if seen < prompt or placement is None:
+                whole.append(row)
+                continue
+            if seen == prompt:
+                table = common.block_table_tensor[row].long()
+                self.packed[request], changed = self.pack(pages, prompt, protected, placement, table), True
+            table = common.block_table_tensor[row]
+            changed |= self.packed[request].extend(pages, table, lengths[row] - prompt)
+            packed.append(row)
+        step = Step(common.num_actual_tokens, pages)
+        if whole:
+            step.whole = self.whole_sequences(common, whole, starts)
+        if packed:
+            names = tuple(requests[row] for row in packed)
+            if changed or self._stacked is None or self._stacked[0] != names:
+                self._stacked = names, *self.stack(names)
+            step.packed = self.packed_sequences(packed, starts, lengths)
+        if reading and self.policy.gates is not None:
+            order = None if len(reading) == common.num_reqs else _tokens(reading, starts, self.device)
+            slots = common.slot_mapping[: starts[common.num_reqs]]
+            slots = slots if order is None else slots[order]
+            step.reading = Reading(pages, self.policy.gates, slots, order)
+        return step
+
+    def pack(self, pages: Pages, prompt: int, protected: int, placement: Placement, table: Tensor) -> PackedRequest:
+        """Evict from a prompt that was read, whose blocks are ``table`` ``[W]`` long, and pack what stays."""
+        place = torch.arange(prompt, device=table.device)
+        slots = table[place // pages.block_size] * pages.block_size + place % pages.block_size
+        gates = self.policy.gates
+        scored = [*range(len(self.names))] if gates is None else gates.layer_indices
+        logits = pages.read_logits(slots)
+        keep = prompt_keep_mask(
+            self.policy,
+            kept_tokens(self.geometry, prompt, protected),
+            protected,
+            scored,
+            keys=lambda layer: pages.keys(layer, slots),
+            logits=None if logits is None else logits[scored],
+        )
+        if len(scored) < len(self.names):
+            kept = keep.new_ones(len(self.names), *keep.shape[1:])
+            kept[scored] = keep
+            keep = kept
+        held, minis, taken = pages.pack(keep, table, placement.packed)
+        longest, most = int(held.max()), int(taken.max())
+        minis = minis[..., : most + 8].contiguous()
+        return PackedRequest(prompt, placement, held, longest, taken, most, minis)
+
+    def stack(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """Return the minis ``[L, R, H, W]`` of packed requests, and the tokens ``[L, R, H]`` of their prompts' rows."""
+        requests = [self.packed[name] for name in names]
+        longest = max(request.minis.shape[-1] for request in requests)
+        padded = [nn.functional.pad(x.minis, (0, longest - x.minis.shape[-1])) for x in requests]
+        return torch.stack(padded, 1), torch.stack([request.held for request in requests], 1)
+
+    def whole_sequences(self, common: Any, rows: list[int], starts: list[int]) -> Sequences:
+        """Return the rows whose tokens vLLM's own block table holds."""
+        table, lengths, begins = common.block_table_tensor, common.seq_lens, common.query_start_loc
+        slots, order, longest_query = common.slot_mapping, None, common.max_query_len
+        if len(rows) < common.num_reqs:
+            order = _tokens(rows, starts, self.device)
+            counts = torch.tensor([0, *(starts[row + 1] - starts[row] for row in rows)], device=self.device)
+            table, lengths, begins = table[rows], lengths[rows], counts.cumsum(0).int()
+            slots, longest_query = slots[order], max(starts[row + 1] - starts[row] for row in rows)
+        plan = self.kernels.plan(self.num_heads, self.geometry.kv_heads, lengths, begins)
+        return Sequences(table, lengths, slots, begins, [plan], order, longest_query, common.max_seq_len)
+
+    def packed_sequences(self, rows: list[int], starts: list[int], lengths: list[int]) -> Sequences:
+        """Return packed requests as sequences (request, head) of one KV head each."""
+        assert self._stacked is not None
+        names, minis, held = self._stacked
+        size, heads, device = self.geometry.block_size, self.geometry.kv_heads, self.device
+        counts = [starts[row + 1] - starts[row] for row in rows]
+        answers = [lengths[row] - self.packed[name].prompt for row, name in zip(rows, names, strict=True)]
+        held = held + torch.tensor(answers, device=device)[:, None]  # new tokens included
+        new = torch.tensor(counts, device=device)
+        longest_query = max(counts)
+        if longest_query == 1:  # a query of each head, as they lie
+            last = held - 1
+            slots = minis.gather(-1, (last // size)[..., None])[..., 0].long() * size + last % size
+            slots = slots.flatten(1)
+            at = None if len(rows) == len(starts) - 1 else torch.tensor([starts[row] for row in rows], device=device)
+            order = None if at is None else (at[:, None] * heads + torch.arange(heads, device=device)).flatten()
+        else:
+            order_parts, slot_parts = [], []
+            for index, row in enumerate(rows):
+                tokens = torch.arange(starts[row], starts[row + 1], device=device)
+                order_parts.append((tokens * heads + torch.arange(heads, device=device)[:, None]).flatten())
+                at = held[:, index, :, None] - counts[index] + torch.arange(counts[index], device=device)  # [L, H, T]
+                slot_parts.append((minis[:, index].gather(-1, at // size).long() * size + at % size).flatten(1))
+            order, slots = torch.cat(order_parts), torch.cat(slot_parts, 1)
+        begins = torch.zeros(len(rows) * heads + 1, dtype=torch.int32, device=device)
+        begins[1:] = new.repeat_interleave(heads).cumsum(0)
+        tokens_held = held.flatten(1).int()
+        longest = max(self.packed[name].longest + answer for name, answer in zip(names, answers, strict=True))
+        tables = minis[..., : -(-longest // size)].flatten(1, 2).contiguous()
+        plans = [self.kernels.plan(self.group, 1, x, begins) for x in tokens_held]
+        return Sequences(tables, tokens_held, slots, begins, plans, order, longest_query, longest)
+
+
+def _tokens(rows: list[int], starts: list[int], device: Any) -> Tensor:
+    """Return the tokens of some rows of a step, ``[T]`` long."""
+    return torch.cat([torch.arange(starts[row], starts[row + 1], device=device) for row in rows])
+
+
+class EvictionImpl(AttentionImpl[Step]):
+    """The attention of one layer."""
+
+    #: Of the engine whose layers were made last, for vLLM's hook without a configuration.
+    geometry: ClassVar[Geometry | None] = None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        refused = {
+            "ALiBi": alibi_slopes is not None,
+            f"sliding_window={sliding_window}": sliding_window is not None,
+            f"kv_cache_dtype={kv_cache_dtype}": kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+            f"logits_soft_cap={logits_soft_cap}": bool(logits_soft_cap),
+            f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
+            "layers that share keys": kv_sharing_target_layer_name is not None,
+            **{name: value is not None for name, value in others.items()},
+        }
+        for name, is_refused in refused.items():
+            if is_refused:
+                raise UserError(f"ag in vLLM: {name}: expected plain causal attention; serve this model by ag.serve.")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        config = get_current_vllm_config()
+        dtype, block_size = config.model_config.dtype, config.cache_config.block_size
+        self.kernels: Kernels = _backend().kernels(dtype, block_size, head_size)
+        settings = settings_of(config)
+        assert settings is not None
+        layers = config.model_config.get_num_layers(config.parallel_config)
+        gates = settings.made.gates
+        EvictionImpl.geometry = Geometry(
+            settings,
+            block_size,
+            self.num_kv_heads,
+            layers,
+            layers if gates is None else len(gates.layer_indices),
+            layers + (gates is not None),
+            bool(config.cache_config.enable_prefix_caching),
+        )
+        name = f"{LOGITS_LAYER}.{layers}"
+        context = config.compilation_config.static_forward_context
+        if logits_pages(EvictionImpl.geometry) and name not in context:
+            context[name] = LogitsLayer(self, _backend())
+        self.index: int | None = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Step | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Store keys and values ``[T, H, D]``, and attend with queries ``[T, heads, D]``."""
+        step = attn_metadata
+        if step is None:  # vLLM measures memory
+            return output.fill_(0)
+        if self.index is None:
+            self.index = extract_layer_index(layer.layer_name)
+        if step.reading is not None:
+            step.reading.check(self.index)
+        count, heads = step.num_tokens, self.num_kv_heads
+        query, key, value, result = query[:count], key[:count], value[:count], output[:count]
+        if step.whole is not None:
+            self.attend(query, key, value, result, kv_cache, step.whole)
+        if step.packed is not None:
+            group = self.num_heads // heads
+            by_head = (count * heads, group, -1), (count * heads, 1, -1)
+            self.attend(
+                query.reshape(by_head[0]),
+                key.reshape(by_head[1]),
+                value.reshape(by_head[1]),
+                result.view(by_head[0]),
+                step.pages.minis,
+                step.packed,
+            )
+        return output
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, cache: Tensor, sequences: Sequences
+    ) -> None:
+        """Store and attend for some tokens, or all."""
+        assert self.index is not None
+        order, slots = sequences.order, sequences.slots
+        if order is not None:
+            query, key, value = query[order], key[order], value[order]
+        self.kernels.write(key, value, cache, slots if slots.dim() == 1 else slots[self.index])
+        result = output if order is None else torch.empty_like(query)
+        self.kernels.attend(query, cache, result, sequences, self.index, self.scale)
+        if order is not None:
+            output[order] = result
+
+
+def _backend() -> type[Any]:
+    """Return our backend of this platform, under the name by which vLLM finds it."""
+    name = "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"
+    found: type[Any] = AttentionBackendEnum[name].get_class()
+    return found

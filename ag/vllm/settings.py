@@ -1,0 +1,155 @@
+"""What a user asks of vLLM: ``--additional-config '{"ag": {"gates": "smollm2", "budget": 0.3}}'``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ag.config.spec import PolicySpec
+from ag.engine.policy import Policy, policy
+from ag.errors import UserError, check_known
+from ag.gates.gate import TokenGate
+
+KEY = "ag"  # of vLLM's additional_config
+PROTECT = "ag_protect"  # of a request's vllm_xargs: first tokens of its prompt that are never evicted
+GATES_VARIABLE, BUDGET_VARIABLE = "AG_GATES", "AG_BUDGET"
+#: Scorers whose scores need no attention weights: those of a token by itself, or of the keys of the prompt.
+SCORERS = ("gates", "keydiff", "knorm", "random", "streaming_llm")
+ALLOCATORS = ("global", "uniform")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A policy in values that can be hashed and sent to other processes.
+
+    Attributes:
+        policy: text of the policy, with the export of the gates if it reads any.
+        budget: tokens per KV head (int), or share of each prompt (float).
+        options: options of the policy by name, as JSON.
+    """
+
+    policy: str
+    budget: int | float
+    options: str = "{}"
+
+    @classmethod
+    def parse(cls, additional_config: object, environment: Mapping[str, str]) -> Settings | None:
+        """Read the settings from vLLM's ``additional_config`` or, if it has none, from environment variables.
+
+        Args:
+            additional_config: a mapping, whose key ``ag`` has ``gates`` or ``policy``, ``budget``, and options of the
+                policy by name.
+            environment: has AG_GATES and AG_BUDGET if the variables ask for eviction.
+
+        Returns:
+            None if nothing asks for eviction.
+
+        Raises:
+            UserError: a key or a value is not known, or vLLM cannot run the policy.
+        """
+        given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+        if given is None and GATES_VARIABLE in environment:
+            given = {"gates": environment[GATES_VARIABLE]}
+            if BUDGET_VARIABLE in environment:
+                given["budget"] = _number(environment[BUDGET_VARIABLE])
+        if given is None:
+            return None
+        if not isinstance(given, Mapping) or not {"gates", "policy"} & {*given} or "budget" not in given:
+            raise UserError(
+                f"additional_config {KEY}={given!r:.80}: expected gates (or policy) and a budget, such as "
+                '{"gates": "smollm2", "budget": 0.3}.'
+            )
+        options = {name: value for name, value in given.items() if name not in ("gates", "policy", "budget")}
+        spec = PolicySpec.parse(str(given.get("policy", "gates")))
+        spec = spec.with_gates(given.get("gates"), '"gates": "EXPORT"')
+        return _checked(cls(str(spec), given["budget"], json.dumps(options, sort_keys=True)))
+
+    @property
+    def made(self) -> Policy:
+        """The policy, with its gates read once in each process."""
+        return _made(self)
+
+    def check(self) -> None:
+        """Refuse a policy that vLLM cannot run.
+
+        Raises:
+            UserError: the message names the part and what is expected.
+        """
+        spec = PolicySpec.parse(self.policy).resolved()
+        if not spec.evicts or PolicySpec.parse(self.policy).scorer == "flags":
+            raise UserError(
+                f"Policy '{self.policy}' in vLLM: its scheduler has to know how many tokens stay: expected a policy "
+                "with a budget; use gates:EXPORT."
+            )
+        check_known(spec.scorer, SCORERS, "policy of vLLM", self.policy)
+        check_known(str(spec.allocator), ALLOCATORS, "allocator of vLLM", self.policy)
+        made = self.made
+        refused = {
+            f"+{spec.wrapper}": spec.wrapper is not None,
+            f"schedule={made.schedule}": made.schedule != "prefill",
+            f"positions={made.positions}": made.positions != "original",
+            f"kv_dtype={made.kv_dtype}": made.kv_dtype != "float",
+            "floor": bool(getattr(made.allocator, "floor", 0)),
+        }
+        for name, is_refused in refused.items():
+            if is_refused:
+                raise UserError(
+                    f"Policy '{self.policy}' in vLLM: {name}: expected a scorer and an allocator that evict once, at "
+                    "the end of the prompt; leave it out, or serve it by ag.serve."
+                )
+        gates = made.gates
+        if gates is None:
+            return
+        wrong = {
+            f"gate.kind={gates.config.kind}": not all(isinstance(x, TokenGate) for x in gates.layers.values()),
+            f"gate.scope={gates.config.scope}": gates.config.scope != "causal",
+            f"gate.layer_offset={gates.config.layer_offset}": gates.config.layer_offset != 0,
+        }
+        for name, is_wrong in wrong.items():
+            if is_wrong:
+                raise UserError(
+                    f"Policy '{self.policy}' in vLLM: {name}: expected gates that read each token alone (linear, "
+                    "affine, mlp, fast_kvzip, retention) in its own layer; serve these gates by ag.serve."
+                )
+
+
+def settings_of(config: Any) -> Settings | None:
+    """Return the settings of vLLM's configuration of an engine, which carries them to all of its processes."""
+    return Settings.parse(config.additional_config, os.environ)
+
+
+@functools.cache
+def _made(settings: Settings) -> Policy:
+    return policy(settings.policy, settings.budget, **json.loads(settings.options))
+
+
+@functools.cache
+def _checked(settings: Settings) -> Settings:
+    settings.check()
+    return settings
+
+
+def protected_tokens(extra_args: Mapping[str, Any] | None, prompt: int) -> int:
+    """Return how many first tokens of a prompt a request protects, at most all ``prompt`` tokens.
+
+    Raises:
+        UserError: the value is not a number of tokens.
+    """
+    value = (extra_args or {}).get(PROTECT, 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+        raise UserError(f"{PROTECT}={value!r:.80}: expected a number of first tokens of the prompt, 0 or more.")
+    return min(int(value), prompt)
+
+
+def _number(text: str) -> int | float | str:
+    """Return a number of a text as it is written; a text that is none stays, for the message of its reader."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

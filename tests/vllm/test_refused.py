@@ -1,0 +1,99 @@
+"""What vLLM cannot do with eviction is refused by name when an engine is made."""
+
+import os
+
+import pytest
+
+from ag.errors import UserError
+from ag.gates.export import ExportError
+from tests.support.refused import refuses
+
+pytest.importorskip("vllm", reason="needs vLLM: bash scripts/vllm_env.sh test")
+
+GATES = {"gates": "smollm2", "budget": 0.3}
+
+
+def config(model, ag=GATES, **options):
+    """The configuration of an engine, without the engine."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True} | options
+    return EngineArgs(str(model), additional_config={"ag": ag} if ag else {}, **options).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enable_lora": True}, ["LoRA"]),
+        ({"tensor_parallel_size": 2}, ["tensor_parallel_size=2"]),
+        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size=2"]),
+        ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype=fp8"]),
+        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, ["scheduler_cls"]),
+        (
+            {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
+            ["kv_transfer_config"],
+        ),
+    ],
+)
+def test_argument(smollm2, options, words):
+    with refuses(UserError, *words):
+        config(smollm2, **options)
+
+
+def test_gates_of_another_model(smollm2):
+    with refuses(ExportError, "load the base of the gates"):
+        config(smollm2, {"gates": "qwen2.5-coder-0.5b", "budget": 0.3})
+
+
+def test_release_and_runner(smollm2, monkeypatch):
+    import vllm
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm, "__version__", "0.33.1")
+        with refuses(UserError, "0.33.1", "0.32"):
+            config(smollm2)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with refuses(UserError, "VLLM_USE_V2_MODEL_RUNNER"):
+        config(smollm2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sliding_window": 128}, ["sliding_window=128"]),
+        ({"logits_soft_cap": 30.0}, ["logits_soft_cap=30.0"]),
+        ({"alibi_slopes": [0.5]}, ["ALiBi"]),
+        ({"sinks": [0.0]}, ["sinks"]),
+        ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype=fp8_e5m2"]),
+        ({"kv_sharing_target_layer_name": "x.0"}, ["share keys"]),
+        ({"attn_type": "encoder"}, ["encoder"]),
+    ],
+)
+def test_attention_of_a_layer(changes, words):
+    from ag.vllm.backend import EvictionImpl
+
+    with refuses(UserError, *words):
+        EvictionImpl(4, 16, 0.25, 2, **changes)
+
+
+def test_gate_that_did_not_run(smollm2):
+    from ag.vllm.backend import Reading
+    from ag.vllm.settings import Settings
+
+    gates = Settings("gates:smollm2", 0.3).made.gates
+    reading = Reading(None, gates, None, None, ran={0})
+    reading.check(0)
+    with refuses(UserError, "layer 1"):
+        reading.check(1)
+
+
+def test_settings_from_the_environment(smollm2, monkeypatch):
+    monkeypatch.setenv("AG_GATES", "smollm2")
+    monkeypatch.setenv("AG_BUDGET", "200")
+    made = config(smollm2, ag=None)
+    assert made.additional_config["ag"] == {"policy": "gates:smollm2", "budget": 200}
+    assert made.scheduler_config.scheduler_cls == "ag.vllm.scheduler.EvictionScheduler"
+    monkeypatch.delenv("AG_GATES")
+    assert "AG_VLLM_ACTIVE" in os.environ
+    assert config(smollm2, ag=None).scheduler_config.scheduler_cls is None
+    assert "AG_VLLM_ACTIVE" not in os.environ

@@ -1,0 +1,95 @@
+"""What a user asks of vLLM, read and refused without vLLM."""
+
+import pickle
+
+import pytest
+import torch
+
+import ag
+from ag.errors import UserError
+from ag.vllm.settings import Settings, protected_tokens
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
+
+NAMED = {"gates": "smollm2", "budget": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [
+        (NAMED, {}, Settings("gates:smollm2", 0.3)),
+        ({"policy": "gates@uniform", "gates": "smollm2", "budget": 64}, {}, Settings("gates:smollm2@uniform", 64)),
+        ({"policy": "knorm", "budget": 0.5, "recent": 8}, {}, Settings("knorm", 0.5, '{"recent": 8}')),
+        (None, {"AG_GATES": "smollm2", "AG_BUDGET": "0.3"}, Settings("gates:smollm2", 0.3)),
+        (None, {"AG_GATES": "smollm2", "AG_BUDGET": "128"}, Settings("gates:smollm2", 128)),
+        (NAMED, {"AG_GATES": "other", "AG_BUDGET": "7"}, Settings("gates:smollm2", 0.3)),
+        (None, {"AG_BUDGET": "128"}, None),
+    ],
+)
+def test_settings(given, environment, expected):
+    made = Settings.parse({} if given is None else {"ag": given}, environment)
+    assert made == expected
+    if made is not None:
+        there = pickle.loads(pickle.dumps(made))  # as it goes to vLLM's other processes: a text, and no weights
+        assert there == made and hash(there) == hash(made) and len(pickle.dumps(made)) < 1000
+        assert there.made.budget == expected.budget and there.made is made.made
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gates": "smollm2"}, ["budget"]),
+        ({"budget": 0.3}, ["gates"]),
+        ("gates", ["ag='gates'"]),
+        ({"gates": "smollm2", "budget": 0.0}, ["budget=0.0"]),
+        ({"gates": "smollm2", "budget": "many"}, ["budget='many'"]),
+        ({"gates": "smollm2", "budget": 0.3, "sink": 2}, ["sink", "sinks"]),
+        ({"policy": "gates", "budget": 0.3}, ["gates"]),
+        ({"policy": "flags:smollm2", "budget": 0.3}, ["flags:smollm2", "gates:EXPORT"]),
+        ({"policy": "full", "budget": 0.3}, ["full"]),
+        ({"policy": "h2o", "budget": 0.3}, ["h2o"]),
+        ({"policy": "knorm@pyramid", "budget": 0.3}, ["pyramid"]),
+        ({"policy": "knorm+vatp", "budget": 0.3}, ["+vatp"]),
+        ({"policy": "knorm", "budget": 0.3, "schedule": "steps:16"}, ["schedule=steps:16"]),
+        ({"policy": "knorm", "budget": 0.3, "positions": "slot"}, ["positions=slot"]),
+        ({"policy": "knorm", "budget": 0.3, "kv_dtype": "int8"}, ["kv_dtype=int8"]),
+        ({"policy": "gates:smollm2", "budget": 0.3, "floor": 0.1}, ["floor"]),
+    ],
+)
+def test_refused(given, words):
+    with refuses(UserError, *words):
+        Settings.parse({"ag": given}, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"kind": "attention"}, "gate.kind=attention"),
+        ({"kind": "linear", "layer_offset": 1, "first_layer": 1}, "gate.layer_offset=1"),
+        ({"kind": "linear", "scope": "prompt"}, "gate.scope=prompt"),
+    ],
+)
+def test_gates_that_vllm_cannot_run(tmp_path, tiny_llama, options, word):
+    gates_for(tiny_llama(), **options).save_pretrained(tmp_path / "gates")
+    with refuses(UserError, word):
+        Settings.parse({"ag": {"gates": str(tmp_path / "gates"), "budget": 0.3}}, {})
+
+
+@pytest.mark.parametrize("kind", ["linear", "affine", "mlp", "fast_kvzip", "retention"])
+def test_gates_that_vllm_runs(tmp_path, tiny_llama, kind):
+    gates_for(tiny_llama(), kind=kind).save_pretrained(tmp_path / "gates")
+    made = Settings.parse({"ag": {"gates": str(tmp_path / "gates"), "budget": 0.3}}, {})
+    assert isinstance(made.made.gates, ag.AttentionGates)
+    hidden = torch.randn(1, 5, tiny_llama().config.hidden_size)
+    assert made.made.gates.layers["0"](hidden).shape == (1, 2, 5)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 0), ({}, 0), ({"ag_protect": 7}, 7), ({"ag_protect": 99}, 40)])
+def test_protected_tokens(given, expected):
+    assert protected_tokens(given, 40) == expected
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "7", True, None])
+def test_protected_tokens_that_are_no_number(value):
+    with refuses(UserError, "ag_protect"):
+        protected_tokens({"ag_protect": value}, 40)
