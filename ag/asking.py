@@ -33,8 +33,8 @@ class Answers:
 
     def __str__(self) -> str:
         """Return the answers, a line each, and a line with the memory."""
-        held = f"{self.kept_share:.1%} of the context kept, {self.nbytes / 2**20:.2f} MiB"
-        return "\n".join([*self.texts, f"[{held} of {self.plain_nbytes / 2**20:.2f} MiB]"])
+        memory = f"{self.kept_share:.1%} of the context kept, {self.nbytes / 2**20:.2f} MiB"
+        return "\n".join([*self.texts, f"[{memory} of {self.plain_nbytes / 2**20:.2f} MiB]"])
 
 
 @torch.no_grad()
@@ -106,13 +106,13 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, context: str, question: str) -> 
         return (tokenizer.bos_token or "") + context, f"\n\nQuestion: {question}\nAnswer:"
     message = {"role": "user", "content": f"{context}\n\n{question}"}
     text = str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
-    before, found, after = text.rpartition(f"\n\n{question}")
-    if not found:
+    before, separator, after = text.rpartition(f"\n\n{question}")
+    if not separator:
         raise UserError(
             f"ag.ask: the chat template changes the question {question!r:.80}: expected it as it is; leave blanks at "
             "its end out."
         )
-    return before, found + after
+    return before, separator + after
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, device: torch.device) -> Tensor:

@@ -91,16 +91,16 @@ def instrument(model: nn.Module) -> Attachment:
 def _sites(decoder: Any) -> Iterator[tuple[Site, Any]]:
     """Yield each module that attends, and where that is."""
     config = decoder.config
-    places = {index: place for place, index in enumerate(attention_layers(config))}
+    kv_layers = {index: number for number, index in enumerate(attention_layers(config))}
     shared, types = shared_layers(config), getattr(config, "layer_types", None) or ()
-    modules = {index: attention_of(decoder.layers[index]) for index in sorted([*places, *shared])}
+    modules = {index: attention_of(decoder.layers[index]) for index in sorted([*kv_layers, *shared])}
     heads, masked = kv_heads(config), _masks_windows(type(decoder))
     for number, (index, module) in enumerate(modules.items()):
-        kind, place = types[index] if types else "full_attention", places[shared.get(index, index)]
+        kind, kv_layer = types[index] if types else "full_attention", kv_layers[shared.get(index, index)]
         chunk = chunk_size(config) if kind == "chunked_attention" else None
         windowed = kind == "sliding_attention" if types else masked
         window = getattr(config, "sliding_window", None) if windowed else None
-        yield Site(number, place, index in shared, chunk, kind, heads[place].number, window), module
+        yield Site(number, kv_layer, index in shared, chunk, kind, heads[kv_layer].number, window), module
 
 
 def _masks_windows(decoder: Any) -> bool:

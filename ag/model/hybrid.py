@@ -142,9 +142,9 @@ class States(Cache):
         """Append the sequences of another cache of this model."""
         self.crop()
         other.crop()
-        for mine, other_layer in zip(self.kept, other.kept, strict=True):
+        for layer, other_layer in zip(self.kept, other.kept, strict=True):
             for name in ("conv_states", "recurrent_states"):
-                rows, added = getattr(mine, name), getattr(other_layer, name)
+                rows, added = getattr(layer, name), getattr(other_layer, name)
                 rows.update({n: torch.cat([x, added[n]]) for n, x in rows.items() if x is not None})
 
 

@@ -113,7 +113,7 @@ class Step:
 
     num_tokens: int
     pages: Pages
-    whole: Sequences | None = None
+    whole_prompts: Sequences | None = None
     packed: Sequences | None = None
     reading: Reading | None = None
 
@@ -125,7 +125,7 @@ class PackedRequest:
     Attributes:
         prompt: tokens of the prompt.
         placement: where its blocks lie in its block table.
-        held: ``[L, H]`` long, tokens of the prompt in each row.
+        row_lengths: ``[L, H]`` long, tokens of the prompt in each row.
         longest: the most of these, on the host, and in ``most_minis`` the most minis.
         taken: ``[L, H]`` long, minis that these take.
         minis: ``[L, H, W]`` int32, minis of each row, the first ``taken`` and those of new tokens.
@@ -134,7 +134,7 @@ class PackedRequest:
 
     prompt: int
     placement: Placement
-    held: Tensor
+    row_lengths: Tensor
     longest: int
     taken: Tensor
     most_minis: int
@@ -206,7 +206,7 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         settings = settings_of(vllm_config)
         assert settings is not None
         self.geometry: Geometry = kv_cache_spec.geometry
-        self.policy = settings.made
+        self.policy = settings.made_policy
         if self.policy.gates is not None:
             self.policy.gates.to(device)
         self.layers = vllm_config.compilation_config.static_forward_context
@@ -262,29 +262,29 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         runner = self.runner()
         requests = [] if runner is None else runner.input_batch.req_ids[: common.num_reqs]
         packed: list[int] = []
-        whole: list[int] = []
+        whole_rows: list[int] = []
         reading: list[int] = []
         changed = False
         for row in range(common.num_reqs):
             if row >= len(requests):
-                whole.append(row)  # a row that vLLM made up for a measurement or to fill a batch
+                whole_rows.append(row)  # a row that vLLM made up for a measurement or to fill a batch
                 continue
-            request, seen = requests[row], lengths[row] - (starts[row + 1] - starts[row])
+            request, num_read = requests[row], lengths[row] - (starts[row + 1] - starts[row])
             prompt, protected, placement = self.prompt_of(request)
-            if seen < prompt:
+            if num_read < prompt:
                 reading.append(row)
-            if seen < prompt or placement is None:
-                whole.append(row)
+            if num_read < prompt or placement is None:
+                whole_rows.append(row)
                 continue
-            if seen == prompt:
+            if num_read == prompt:
                 table = common.block_table_tensor[row].long()
                 self.packed[request], changed = self.pack(pages, prompt, protected, placement, table), True
             table = common.block_table_tensor[row]
             changed |= self.packed[request].extend(pages, table, lengths[row] - prompt)
             packed.append(row)
         step = Step(common.num_actual_tokens, pages)
-        if whole:
-            step.whole = self.whole_sequences(common, whole, starts)
+        if whole_rows:
+            step.whole_prompts = self.whole_sequences(common, whole_rows, starts)
         if packed:
             names = tuple(requests[row] for row in packed)
             if changed or self._stacked is None or self._stacked[0] != names:
@@ -299,8 +299,8 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
 
     def pack(self, pages: Pages, prompt: int, protected: int, placement: Placement, table: Tensor) -> PackedRequest:
         """Evict from a prompt that was read, whose blocks are ``table`` ``[W]`` long, and pack what stays."""
-        place = torch.arange(prompt, device=table.device)
-        slots = table[place // pages.block_size] * pages.block_size + place % pages.block_size
+        token_indices = torch.arange(prompt, device=table.device)
+        slots = table[token_indices // pages.block_size] * pages.block_size + token_indices % pages.block_size
         gates = self.policy.gates
         scored = [*range(len(self.names))] if gates is None else gates.layer_indices
         logits = pages.read_logits(slots)
@@ -316,17 +316,17 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
             kept = keep.new_ones(len(self.names), *keep.shape[1:])
             kept[scored] = keep
             keep = kept
-        held, minis, taken = pages.pack(keep, table, placement.packed)
-        longest, most = int(held.max()), int(taken.max())
+        row_lengths, minis, taken = pages.pack(keep, table, placement.packed)
+        longest, most = int(row_lengths.max()), int(taken.max())
         minis = minis[..., : most + 8].contiguous()
-        return PackedRequest(prompt, placement, held, longest, taken, most, minis)
+        return PackedRequest(prompt, placement, row_lengths, longest, taken, most, minis)
 
     def stack(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """Return the minis ``[L, R, H, W]`` of packed requests, and the tokens ``[L, R, H]`` of their prompts' rows."""
         requests = [self.packed[name] for name in names]
         longest = max(request.minis.shape[-1] for request in requests)
         padded = [nn.functional.pad(x.minis, (0, longest - x.minis.shape[-1])) for x in requests]
-        return torch.stack(padded, 1), torch.stack([request.held for request in requests], 1)
+        return torch.stack(padded, 1), torch.stack([request.row_lengths for request in requests], 1)
 
     def whole_sequences(self, common: Any, rows: list[int], starts: list[int]) -> Sequences:
         """Return the rows whose tokens vLLM's own block table holds."""
@@ -343,15 +343,15 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
     def packed_sequences(self, rows: list[int], starts: list[int], lengths: list[int]) -> Sequences:
         """Return packed requests as sequences (request, head) of one KV head each."""
         assert self._stacked is not None
-        names, minis, held = self._stacked
+        names, minis, row_lengths = self._stacked
         size, heads, device = self.geometry.block_size, self.geometry.kv_heads, self.device
         counts = [starts[row + 1] - starts[row] for row in rows]
         answers = [lengths[row] - self.packed[name].prompt for row, name in zip(rows, names, strict=True)]
-        held = held + torch.tensor(answers, device=device)[:, None]  # new tokens included
+        row_lengths = row_lengths + torch.tensor(answers, device=device)[:, None]  # new tokens included
         new = torch.tensor(counts, device=device)
         longest_query = max(counts)
         if longest_query == 1:  # a query of each head, as they lie
-            last = held - 1
+            last = row_lengths - 1
             slots = minis.gather(-1, (last // size)[..., None])[..., 0].long() * size + last % size
             slots = slots.flatten(1)
             at = None if len(rows) == len(starts) - 1 else torch.tensor([starts[row] for row in rows], device=device)
@@ -361,12 +361,14 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
             for index, row in enumerate(rows):
                 tokens = torch.arange(starts[row], starts[row + 1], device=device)
                 order_parts.append((tokens * heads + torch.arange(heads, device=device)[:, None]).flatten())
-                at = held[:, index, :, None] - counts[index] + torch.arange(counts[index], device=device)  # [L, H, T]
+                at = (
+                    row_lengths[:, index, :, None] - counts[index] + torch.arange(counts[index], device=device)
+                )  # [L, H, T]
                 slot_parts.append((minis[:, index].gather(-1, at // size).long() * size + at % size).flatten(1))
             order, slots = torch.cat(order_parts), torch.cat(slot_parts, 1)
         begins = torch.zeros(len(rows) * heads + 1, dtype=torch.int32, device=device)
         begins[1:] = new.repeat_interleave(heads).cumsum(0)
-        tokens_held = held.flatten(1).int()
+        tokens_held = row_lengths.flatten(1).int()
         longest = max(self.packed[name].longest + answer for name, answer in zip(names, answers, strict=True))
         tables = minis[..., : -(-longest // size)].flatten(1, 2).contiguous()
         plans = [self.kernels.plan(self.group, 1, x, begins) for x in tokens_held]
@@ -418,7 +420,7 @@ class EvictionImpl(AttentionImpl[Step]):
         settings = settings_of(config)
         assert settings is not None
         layers = config.model_config.get_num_layers(config.parallel_config)
-        gates = settings.made.gates
+        gates = settings.made_policy.gates
         EvictionImpl.geometry = Geometry(
             settings,
             block_size,
@@ -456,8 +458,8 @@ class EvictionImpl(AttentionImpl[Step]):
             step.reading.check(self.index)
         count, heads = step.num_tokens, self.num_kv_heads
         query, key, value, result = query[:count], key[:count], value[:count], output[:count]
-        if step.whole is not None:
-            self.attend(query, key, value, result, kv_cache, step.whole)
+        if step.whole_prompts is not None:
+            self.attend(query, key, value, result, kv_cache, step.whole_prompts)
         if step.packed is not None:
             group = self.num_heads // heads
             by_head = (count * heads, group, -1), (count * heads, 1, -1)

@@ -54,7 +54,7 @@ def install() -> None:
         init(self, *args, prefix=prefix, **kwargs)
         config = get_current_vllm_config_or_none()
         settings = None if config is None else settings_of(config)
-        gates = None if settings is None else settings.made.gates
+        gates = None if settings is None else settings.made_policy.gates
         if gates is not None and (layer := extract_layer_index(prefix)) in gates.layer_indices:
             self.ag_layer = layer
 

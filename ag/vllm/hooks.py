@@ -199,5 +199,5 @@ def check_gates(config: Any, settings: Settings) -> None:
     if spec.path is not None:
         check_base(export.local(spec.path), export.read_info(spec.path), config.model_config.hf_text_config)
     if not isinstance(config.additional_config, dict) or KEY not in config.additional_config:
-        given = {"policy": settings.policy, "budget": settings.budget, **json.loads(settings.options)}
-        config.additional_config = {**(config.additional_config or {}), KEY: given}
+        settings_given = {"policy": settings.policy, "budget": settings.budget, **json.loads(settings.options)}
+        config.additional_config = {**(config.additional_config or {}), KEY: settings_given}

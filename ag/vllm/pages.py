@@ -38,9 +38,9 @@ class Pages:
         self.minis = first.as_strided((count, 1, self.block_size, width), (self.mini_size, self.mini_size, width, 1), 0)
         self.numbers = self.minis.view(-1)
         self.offsets = offsets.to(first.device)
-        whole = torch.equal(offsets.flatten(), torch.arange(self.mini_size))
+        lie_in_order = torch.equal(offsets.flatten(), torch.arange(self.mini_size))
         #: ``[M N, 2 D]``, the tokens, where the numbers of one lie together. None: they do not.
-        self.tokens = self.minis.view(-1, width) if whole else None
+        self.tokens = self.minis.view(-1, width) if lie_in_order else None
         bases = torch.tensor([x.storage_offset() // self.mini_size for x in regions], device=first.device)
         #: ``[L, H]`` long, mini of each layer and head in block 0; a block further it is H minis further.
         self.first_mini = (bases[: len(caches), None] + torch.arange(self.heads, device=first.device)).contiguous()
@@ -103,8 +103,8 @@ class Pages:
             Tokens ``[L, H]`` of each row, its minis ``[L, H, W]`` int32, and how many these are ``[L, H]``.
         """
         size, (layers, heads, _) = self.block_size, keep.shape
-        held = keep.sum(-1)
-        taken = -(-held // size)
+        row_lengths = keep.sum(-1)
+        taken = -(-row_lengths // size)
         free = (self.all_minis + table[packed.start : packed.stop, None] * heads).flatten()
         end = taken.flatten().cumsum(0).view_as(taken)
         assert int(end[-1, -1]) <= len(free), "placement.place counts fewer minis than rows need"
@@ -123,7 +123,7 @@ class Pages:
             old = self.first_mini[layer, head] + table[token // size] * heads
             numbers = self.read(old, token % size)
             self.write(minis[layer, head, order // size].long(), order % size, numbers)
-        return held, minis, taken
+        return row_lengths, minis, taken
 
 
 def logits_pages(geometry: Geometry) -> int:
@@ -156,9 +156,9 @@ def measured_offsets(write: Any, block_size: int, size: int, dtype: torch.dtype)
             marks.append(cache.flatten().float().long())
     offsets = torch.full((block_size, 2 * size), -1)
     for half in range(2):
-        token, number, here = marks[3 * half : 3 * half + 3]
-        place = here.nonzero()[:, 0]
-        offsets[token[place], number[place] + half * size] = place
+        token, number, is_marked = marks[3 * half : 3 * half + 3]
+        marked = is_marked.nonzero()[:, 0]
+        offsets[token[marked], number[marked] + half * size] = marked
     if max(block_size, size) > 256 or sorted(offsets.flatten().tolist()) != [*range(2 * block_size * size)]:
         raise UserError(
             f"vLLM's kernel stores tokens of {size} numbers in blocks of {block_size} in a way that is not known: "

@@ -63,7 +63,7 @@ def kept_tokens(geometry: Geometry, prompt: int, protected: int) -> int:
         prompt: tokens of the prompt.
         protected: first tokens of the prompt that the request protects.
     """
-    policy = geometry.settings.made
+    policy = geometry.settings.made_policy
     assert policy.scorer is not None
     length = torch.tensor([prompt])
     budget = policy.capacity(length)
@@ -86,7 +86,7 @@ def place(geometry: Geometry, prompt: int, protected: int = 0) -> Placement | No
     """
     size, kept = geometry.block_size, kept_tokens(geometry, prompt, protected)
     rows, whole_minis = geometry.scored_layers * geometry.kv_heads, -(-prompt // size)
-    compares = geometry.settings.made.allocator.compares_heads
+    compares = geometry.settings.made_policy.allocator.compares_heads
     minis = rows * (kept + size - 1) // size if compares else rows * -(-kept // size)
     minis = min(minis, rows * whole_minis)
     minis += (geometry.layers - geometry.scored_layers) * geometry.kv_heads * whole_minis

@@ -115,8 +115,8 @@ class _EndsChunks:
     def _mamba_block_aligned_split(
         self, request: Any, num_new_tokens: int, num_new_local_computed_tokens: int = 0, num_external: int = 0
     ) -> int:
-        seen = request.num_computed_tokens + num_new_local_computed_tokens + num_external
-        left: int = request.num_prompt_tokens - seen
+        num_read = request.num_computed_tokens + num_new_local_computed_tokens + num_external
+        left: int = request.num_prompt_tokens - num_read
         return min(num_new_tokens, left) if left > 0 else num_new_tokens
 
 

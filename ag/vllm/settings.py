@@ -51,25 +51,29 @@ class Settings:
         Raises:
             UserError: a key or a value is not known, or vLLM cannot run the policy.
         """
-        given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-        if given is None and GATES_VARIABLE in environment:
-            given = {"gates": environment[GATES_VARIABLE]}
+        settings_given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+        if settings_given is None and GATES_VARIABLE in environment:
+            settings_given = {"gates": environment[GATES_VARIABLE]}
             if BUDGET_VARIABLE in environment:
-                given["budget"] = _number(environment[BUDGET_VARIABLE])
-        if given is None:
+                settings_given["budget"] = _number(environment[BUDGET_VARIABLE])
+        if settings_given is None:
             return None
-        if not isinstance(given, Mapping) or not {"gates", "policy"} & {*given} or "budget" not in given:
+        if (
+            not isinstance(settings_given, Mapping)
+            or not {"gates", "policy"} & {*settings_given}
+            or "budget" not in settings_given
+        ):
             raise UserError(
-                f"additional_config {KEY}={given!r:.80}: expected gates (or policy) and a budget, such as "
+                f"additional_config {KEY}={settings_given!r:.80}: expected gates (or policy) and a budget, such as "
                 '{"gates": "smollm2", "budget": 0.3}.'
             )
-        options = {name: value for name, value in given.items() if name not in ("gates", "policy", "budget")}
-        spec = PolicySpec.parse(str(given.get("policy", "gates")))
-        spec = spec.with_gates(given.get("gates"), '"gates": "EXPORT"')
-        return _checked(cls(str(spec), given["budget"], json.dumps(options, sort_keys=True)))
+        options = {name: value for name, value in settings_given.items() if name not in ("gates", "policy", "budget")}
+        spec = PolicySpec.parse(str(settings_given.get("policy", "gates")))
+        spec = spec.with_gates(settings_given.get("gates"), '"gates": "EXPORT"')
+        return _checked(cls(str(spec), settings_given["budget"], json.dumps(options, sort_keys=True)))
 
     @property
-    def made(self) -> Policy:
+    def made_policy(self) -> Policy:
         """The policy, with its gates read once in each process."""
         return _made(self)
 
@@ -87,13 +91,13 @@ class Settings:
             )
         check_known(spec.scorer, SCORERS, "policy of vLLM", self.policy)
         check_known(str(spec.allocator), ALLOCATORS, "allocator of vLLM", self.policy)
-        made = self.made
+        policy = self.made_policy
         refused = {
             f"+{spec.wrapper}": spec.wrapper is not None,
-            f"schedule={made.schedule}": made.schedule != "prefill",
-            f"positions={made.positions}": made.positions != "original",
-            f"kv_dtype={made.kv_dtype}": made.kv_dtype != "float",
-            "floor": bool(getattr(made.allocator, "floor", 0)),
+            f"schedule={policy.schedule}": policy.schedule != "prefill",
+            f"positions={policy.positions}": policy.positions != "original",
+            f"kv_dtype={policy.kv_dtype}": policy.kv_dtype != "float",
+            "floor": bool(getattr(policy.allocator, "floor", 0)),
         }
         for name, is_refused in refused.items():
             if is_refused:
@@ -101,7 +105,7 @@ class Settings:
                     f"Policy '{self.policy}' in vLLM: {name}: expected a scorer and an allocator that evict once, at "
                     "the end of the prompt; leave it out, or serve it by ag.serve."
                 )
-        gates = made.gates
+        gates = policy.gates
         if gates is None:
             return
         wrong = {

@@ -79,8 +79,8 @@ def test_as_the_cache(model, tmp_path, policy, options, protected):
     keys = keys_of(model, ids)
     settings = Settings.parse({"ag": {"policy": text, **options}}, {})
     logits = None
-    if settings.made.gates is not None:
-        found = settings.made.gates
+    if settings.made_policy.gates is not None:
+        found = settings.made_policy.gates
         with torch.no_grad():
             logits = torch.stack(
                 [found.stored(found.layers[str(x)](seen.hidden[x][None]))[0] for x in range(len(keys))]
@@ -88,7 +88,7 @@ def test_as_the_cache(model, tmp_path, policy, options, protected):
     layers, heads = len(keys), keys[0].shape[0]
     geometry = Geometry(settings, 16, heads, layers, layers, layers, apart=False)
     kept = kept_tokens(geometry, TOKENS, protected)
-    mask = prompt_keep_mask(settings.made, kept, protected, [*range(layers)], keys.__getitem__, logits)
+    mask = prompt_keep_mask(settings.made_policy, kept, protected, [*range(layers)], keys.__getitem__, logits)
     assert torch.equal(mask, kept_by_cache(model, ids, text, protected, **options))
     assert int(mask.sum()) == kept * layers * heads
 

@@ -80,7 +80,7 @@ def test_gate_that_did_not_run(smollm2):
     from ag.vllm.backend import Reading
     from ag.vllm.settings import Settings
 
-    gates = Settings("gates:smollm2", 0.3).made.gates
+    gates = Settings("gates:smollm2", 0.3).made_policy.gates
     reading = Reading(None, gates, None, None, ran={0})
     reading.check(0)
     with refuses(UserError, "layer 1"):

@@ -32,7 +32,7 @@ def test_settings(given, environment, expected):
     if made is not None:
         there = pickle.loads(pickle.dumps(made))  # as it goes to vLLM's other processes: a text, and no weights
         assert there == made and hash(there) == hash(made) and len(pickle.dumps(made)) < 1000
-        assert there.made.budget == expected.budget and there.made is made.made
+        assert there.made_policy.budget == expected.budget and there.made_policy is made.made_policy
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_gates_that_vllm_cannot_run(tmp_path, tiny_llama, options, word):
 def test_gates_that_vllm_runs(tmp_path, tiny_llama, kind):
     gates_for(tiny_llama(), kind=kind).save_pretrained(tmp_path / "gates")
     made = Settings.parse({"ag": {"gates": str(tmp_path / "gates"), "budget": 0.3}}, {})
-    assert isinstance(made.made.gates, ag.AttentionGates)
+    assert isinstance(made.made_policy.gates, ag.AttentionGates)
     hidden = torch.randn(1, 5, tiny_llama().config.hidden_size)
-    assert made.made.gates.layers["0"](hidden).shape == (1, 2, 5)
+    assert made.made_policy.gates.layers["0"](hidden).shape == (1, 2, 5)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 0), ({}, 0), ({"ag_protect": 7}, 7), ({"ag_protect": 99}, 40)])
