@@ -15,7 +15,7 @@ from ag.gates.folder import check_base
 from ag.vllm.gate_operator import NAME as OPERATOR
 from ag.vllm.settings import KEY, PROTECT, Settings, protected_tokens
 
-#: The release of vLLM whose functions this package uses (tests/vllm/test_conformance.py lists them).
+#: The release of vLLM whose functions this package uses.
 VLLM = "0.32"
 #: Tells the processes that vLLM starts that the engine evicts.
 ACTIVE = "AG_VLLM_ACTIVE"

@@ -82,7 +82,7 @@ class Ours:
         do not count, as they are address space for many more blocks.
         """
         size = self.cache.nbytes
-        beside = storage_bytes(self.cache, self.cache.pool.columns())
+        beside = storage_bytes(self.cache, self.cache.setup.pool.columns())
         return {"kept": self.cache.kept_share(), "kv_bytes": size, "all_bytes": size + beside}
 
 

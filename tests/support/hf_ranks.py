@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import ag
 import ag.hf
-from ag.config import Config, LossConfig, OptimConfig
+from ag.config import Config, OptimConfig
+from ag.config.loss import MeanGateConfig
 
 
 class Gated(ag.hf.GatedTrainer, Trainer):
@@ -33,7 +34,7 @@ def train(folder: str, rows_per_process: int) -> None:
     rows = [{"input_ids": x, "attention_mask": [1] * 16, "labels": [-100] * 7 + x[7:]} for x in ids]
     config = Config(
         gate=ag.GateConfig(num_heads=2, head_dim=8, bias=0.0),
-        loss=LossConfig(beta=0.4),
+        loss=MeanGateConfig(beta=0.4),
         optim=OptimConfig(gate_lr=0.1),
     )
     arguments = TrainingArguments(

@@ -12,5 +12,6 @@ if __name__ == "__main__":
     from ag.serve import cluster
 
     ray_constants.SETUP_WORKER_FILENAME = str(Path(__file__).resolve().with_name("ray_worker.py"))
-    cluster.DRAIN_SECONDS = float(os.environ.get("AG_DRAIN_SECONDS", cluster.DRAIN_SECONDS))
+    if seconds := os.environ.get("AG_DRAIN_SECONDS"):
+        cluster.DRAIN_SECONDS = float(seconds)  # type: ignore[attr-defined]
     raise SystemExit(main())

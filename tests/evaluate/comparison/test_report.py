@@ -257,7 +257,7 @@ def test_views_are_what_a_cache_keeps(compared, tiny_folder):
     from ag.config import ModelConfig
     from ag.model.base import load_base
 
-    model, tokenizer = load_base(ModelConfig(str(tiny_folder)))
+    model, tokenizer = load_base(ModelConfig(name=str(tiny_folder)))
     text = json.loads((tiny_folder / "corpus" / "test.jsonl").read_text().splitlines()[1])["text"]
     ids = tokenizer(text)["input_ids"][:40]
     for one in compared.of_task("ppl"):
