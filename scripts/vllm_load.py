@@ -16,11 +16,13 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import httpx
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, ANSWER, BUDGET = 600, 64, 0.3
@@ -108,7 +110,7 @@ class Contestant:
         if words is None:
             words, self.answer = ["-c", BATCHES, model, str(ANSWER)], self._by_pipe
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        log = open(f"/tmp/vllm_load.{self.port}.log", "w")  # noqa: SIM115 - the process writes to it
+        log = tempfile.NamedTemporaryFile("w", suffix=".log", delete=False)  # noqa: SIM115 - the process writes to it
         options = {"stdout": log, "stderr": log} | pipes
         environment = os.environ | ENVIRONMENT
         self.process = subprocess.Popen([sys.executable, *words], env=environment, text=True, **options)  # type: ignore[call-overload]
@@ -120,9 +122,9 @@ class Contestant:
             return
         while True:
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2)
+                httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=2).raise_for_status()
                 return
-            except OSError:
+            except httpx.HTTPError:
                 if self.process.poll() is not None:
                     raise SystemExit(f"{log}: the server ended:\n{Path(log).read_text()[-2000:]}") from None
                 time.sleep(1)
