@@ -20,7 +20,7 @@ from ag.vllm.pages import Pages, logits_pages
 from ag.vllm.placement import Geometry, Placement, kept_tokens, place
 from ag.vllm.ranking import prompt_keep_mask
 from ag.vllm.scheduler import EvictionSpec
-from ag.vllm.settings import protected_tokens, settings_of
+from ag.vllm.settings import CACHE_TYPES, protected_tokens, settings_of
 
 LOGITS_LAYER = "gate_logits"  # name of the layer whose pages hold gate logits, before its index
 
@@ -78,8 +78,7 @@ class Reading:
 
     Attributes:
         pages: where the logits go.
-        gates: by index of their layer.
-        stored: turns logits into what a cache stores.
+        gates: of the policy, which also turn logits into what a cache stores.
         slots: ``[T]`` long of the prompts' tokens.
         order: ``[T]`` long, which tokens of the step these are. None: the first T.
         ran: layers whose gates ran.
@@ -250,8 +249,8 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         """Return a request's prompt tokens, its protected tokens, and where its prompt lies once it was read."""
         if request not in self.prompts:
             state = self.runner().requests[request]
-            prompt, params = state.num_prompt_tokens, state.sampling_params
-            protected = 0 if params is None else protected_tokens(params.extra_args, prompt)
+            prompt = state.num_prompt_tokens
+            protected = protected_tokens(state.sampling_params, prompt)
             self.prompts[request] = prompt, protected, place(self.geometry, prompt, protected)
         return self.prompts[request]
 
@@ -403,7 +402,7 @@ class EvictionImpl(AttentionImpl[Step]):
         refused = {
             "ALiBi": alibi_slopes is not None,
             f"sliding_window={sliding_window}": sliding_window is not None,
-            f"kv_cache_dtype={kv_cache_dtype}": kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+            f"kv_cache_dtype={kv_cache_dtype}": kv_cache_dtype not in CACHE_TYPES,
             f"logits_soft_cap={logits_soft_cap}": bool(logits_soft_cap),
             f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
             "layers that share keys": kv_sharing_target_layer_name is not None,

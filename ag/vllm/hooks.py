@@ -13,7 +13,7 @@ from ag.errors import UserError
 from ag.gates import export
 from ag.gates.folder import check_base
 from ag.vllm.gate_operator import NAME as OPERATOR
-from ag.vllm.settings import KEY, PROTECT, Settings, protected_tokens
+from ag.vllm.settings import CACHE_TYPES, KEY, PROTECT, Settings, protected_tokens
 
 #: The release of vLLM whose functions this package uses.
 VLLM = "0.32"
@@ -113,7 +113,7 @@ def install() -> None:
     @functools.wraps(verify)
     def verify_params(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            protected_tokens(self.extra_args, 0)
+            protected_tokens(self, 0)
         except UserError as error:
             raise VLLMValidationError(str(error), parameter=PROTECT) from error  # the server's status 400
         verify(self, *args, **kwargs)
@@ -169,7 +169,7 @@ def check(config: Any) -> None:
             "decode or prefill context parallelism": parallel.decode_context_parallel_size != 1
             or parallel.prefill_context_parallel_size != 1,
             "KV events (kv_events_config)": config.kv_events_config is not None,
-            f"kv_cache_dtype={cache.cache_dtype}": cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+            f"kv_cache_dtype={cache.cache_dtype}": cache.cache_dtype not in CACHE_TYPES,
             f"speculative decoding by {method}": method not in (None, "ngram"),
             "async scheduling with drafts": method is not None and bool(config.scheduler_config.async_scheduling),
             "micro-batches (enable_dbo)": bool(parallel.enable_dbo),

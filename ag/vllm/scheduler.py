@@ -57,8 +57,7 @@ class EvictionManager(FullAttentionManager):
         """Return where the prompt of a request lies once it is evicted from. None: it stays whole."""
         request = self.requests[request_id]
         prompt = request.num_prompt_tokens
-        params = request.sampling_params
-        protected = 0 if params is None else protected_tokens(params.extra_args, prompt)
+        protected = protected_tokens(request.sampling_params, prompt)
         found: Placement | None = place(self.kv_cache_spec.geometry, prompt, protected)
         return found
 

@@ -20,6 +20,7 @@ GATES_VARIABLE, BUDGET_VARIABLE = "AG_GATES", "AG_BUDGET"
 #: Scorers whose scores need no attention weights: those of a token by itself, or of the keys of the prompt.
 SCORERS = ("gates", "keydiff", "knorm", "random", "streaming_llm")
 ALLOCATORS = ("global", "uniform")
+CACHE_TYPES = ("auto", "bfloat16", "float16", "float32")  # types of keys and values that the pages may have
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,17 @@ def _checked(settings: Settings) -> Settings:
     return settings
 
 
-def protected_tokens(extra_args: Mapping[str, Any] | None, prompt: int) -> int:
+def protected_tokens(params: Any, prompt: int) -> int:
     """Return how many first tokens of a prompt a request protects, at most all ``prompt`` tokens.
+
+    Args:
+        params: vLLM's sampling parameters of the request. None: it has none, and protects nothing.
+        prompt: tokens of the prompt.
 
     Raises:
         UserError: the value is not a number of tokens.
     """
-    value = (extra_args or {}).get(PROTECT, 0)
+    value = (getattr(params, "extra_args", None) or {}).get(PROTECT, 0)
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
         raise UserError(f"{PROTECT}={value!r:.80}: expected a number of first tokens of the prompt, 0 or more.")
     return min(int(value), prompt)

@@ -1,6 +1,7 @@
 """What a user asks of vLLM, read and refused without vLLM."""
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,10 +87,10 @@ def test_gates_that_vllm_runs(tmp_path, tiny_llama, kind):
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 0), ({}, 0), ({"ag_protect": 7}, 7), ({"ag_protect": 99}, 40)])
 def test_protected_tokens(given, expected):
-    assert protected_tokens(given, 40) == expected
+    assert protected_tokens(SimpleNamespace(extra_args=given), 40) == expected
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "7", True, None])
 def test_protected_tokens_that_are_no_number(value):
     with refuses(UserError, "ag_protect"):
-        protected_tokens({"ag_protect": value}, 40)
+        protected_tokens(SimpleNamespace(extra_args={"ag_protect": value}), 40)
