@@ -401,6 +401,18 @@ def adapted(model, objective="lm", path=None, share=None):
     )
 
 
+def train_and_load(model, base, path):
+    """Train for a step; the export's adapter makes the trained model of a base."""
+    trainer = adapted(model, path=path)
+    trainer.args.max_steps = 1
+    trainer.train()
+    ag.detach(model)
+    ids = torch.tensor([labelled(1)[0]["input_ids"]])
+    with torch.no_grad():
+        again = export.load_adapter(base, path / "export")(ids).logits
+        assert torch.equal(model.eval()(ids).logits, again)
+
+
 def lora(**options):
     return LoraConfig(**{"r": 2, "target_modules": TARGETS, "init_lora_weights": False} | options)
 
@@ -447,14 +459,7 @@ def test_adapters_that_shape_the_model_are_in_the_export_or_refused(tiny_llama, 
 def test_an_adapter_that_does_not_act_is_no_hindrance(tiny_llama, tmp_path):
     model = get_peft_model(tiny_llama(), lora())
     model.add_adapter("tone", lora())
-    trainer = adapted(model, path=tmp_path)
-    trainer.args.max_steps = 1
-    trainer.train()
-    ag.detach(model)
-    ids = torch.tensor([labelled(1)[0]["input_ids"]])
-    with torch.no_grad():
-        again = export.load_adapter(tiny_llama(), tmp_path / "export")(ids).logits
-        assert torch.equal(model.eval()(ids).logits, again)
+    train_and_load(model, tiny_llama(), tmp_path)
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])
@@ -469,14 +474,7 @@ def test_an_adapter_that_changed_the_base_has_no_teacher(tiny_llama, tmp_path, s
 def test_an_adapter_that_changed_the_base_comes_back_or_is_refused(tiny_llama, tmp_path):
     """PEFT makes the base of PiSSA again from its weights; by a random decomposition it gets another one."""
     model = get_peft_model(tiny_llama(), lora(init_lora_weights="pissa"))
-    trainer = adapted(model, path=tmp_path)
-    trainer.args.max_steps = 1
-    trainer.train()
-    ag.detach(model)
-    ids = torch.tensor([labelled(1)[0]["input_ids"]])
-    with torch.no_grad():
-        again = export.load_adapter(tiny_llama(), tmp_path / "export")(ids).logits
-        assert torch.equal(model.eval()(ids).logits, again)
+    train_and_load(model, tiny_llama(), tmp_path)
     for start in ("pissa_niter_4", "lora_ga"):
         with refuses(ExportError, f"init_lora_weights={start}", "init_lora_weights=True"):
             adapted(get_peft_model(tiny_llama(), lora(init_lora_weights=start)), path=tmp_path)
