@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ag import engine
 from ag.config.command_line import command
+from ag.engine.setup import CacheSetup
 from ag.errors import UserError
 from ag.evaluate.tasks.follow import score
 from ag.gates import export
@@ -92,11 +93,7 @@ class EvictingLM(HFLM):
         if cut:
             log.warning("%d of %d contexts do not fit the model: their first tokens are cut.", cut, len(requests))
         single = sum(all(len(requests[index][2]) == 1 for index in members) for members in groups.values())
-        if (
-            single
-            and self.policy.spec.evicts
-            and engine.EvictionCache(self.model, self.policy).setup.prompt_sees == "dense"
-        ):
+        if single and self.policy.spec.evicts and CacheSetup.of(self.model, self.policy, None).prompt_sees == "dense":
             log.warning(
                 "%d of %d contexts have continuations of one token, which %r predicts before it evicts: as with a full "
                 "cache. schedule=blocks:m evicts before.",

@@ -19,7 +19,7 @@ from torch import nn
 
 from ag import cluster
 from ag.commands.compare import CompareConfig
-from ag.engine import EvictionCache
+from ag.engine.setup import CacheSetup
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import Cell
 from ag.evaluate.comparison.folder import FinishedCell, Folder
@@ -222,7 +222,7 @@ class Worker:
         )
 
     def _prefill(self, cell: Cell) -> str:
-        return EvictionCache(self.model, cell.policy).setup.prompt_sees
+        return CacheSetup.of(self.model, cell.policy, None).prompt_sees
 
 
 def _num_common_samples(outcomes_by_cell: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:
