@@ -84,7 +84,7 @@ def ask(
     device = next(model.parameters()).device
     context_ids = _ids(tokenizer, before, device)
     model(input_ids=context_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    report, kept_share = cache.report(), cache.kept_share()
+    report = cache.report()
     texts = []
     for _, after in prompts:
         ids = torch.cat([context_ids, _ids(tokenizer, after, device)], 1)
@@ -97,7 +97,7 @@ def ask(
         )
         text = str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()
         texts.append(text if tokenizer.chat_template else text.partition("\n")[0])
-    return Answers(texts, kept_share, sum(report.nbytes), report.plain_nbytes)
+    return Answers(texts, report.kept_share, sum(report.nbytes), report.plain_nbytes)
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, context: str, question: str) -> tuple[str, str]:

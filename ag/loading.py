@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ag.config import ModelConfig
+from ag.config.sections import WeightType
 from ag.engine import EvictionCache, policy
 from ag.engine.policy import Option
 from ag.errors import UserError
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
     Model = PreTrainedModel | PeftModel
-
-DType = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Loaded:
         return EvictionCache(self.model, policy(f"gates:{self.gates}", budget, schedule, **options))
 
 
-def load(gates: str, model: str | None = None, *, dtype: DType = "float32", device: str = "cpu") -> Loaded:
+def load(gates: str, model: str | None = None, *, dtype: WeightType = "float32", device: str = "cpu") -> Loaded:
     """Load an export: its base model, its adapter, the tokenizer and the gates.
 
     Args:
@@ -64,7 +63,7 @@ def load(gates: str, model: str | None = None, *, dtype: DType = "float32", devi
 
 
 def load_model(
-    gates: str | None, name: str | None, dtype: DType, device: str, *, adapter: bool = True
+    gates: str | None, name: str | None, dtype: WeightType, device: str, *, adapter: bool = True
 ) -> tuple[Model, PreTrainedTokenizerBase]:
     """Load a base model, with the adapter of exported gates if they have one, and the tokenizer.
 

@@ -31,11 +31,15 @@ def mapping(doc: str, **fields: Any) -> Any:
     return field(default_factory=dict, metadata={"doc": doc, **fields})
 
 
+#: Types of a model's weights.
+WeightType = Literal["float32", "bfloat16", "float16"]
+
+
 @dataclass
 class DtypeConfig:
     """The data type of a base model, which every command with a model takes."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's frozen weights")
+    dtype: WeightType = key("float32", "data type of the model's frozen weights")
 
 
 @dataclass

@@ -109,7 +109,7 @@ class LayerReader:
         """
         inputs = ScorerInputs(
             layer=self.layer,
-            group=self.rotated_queries.shape[1] // self.cached.shape[1],
+            group=self.group,
             lengths=self.lengths,
             decoding=self.decoding,
             records=MappingProxyType(records),
