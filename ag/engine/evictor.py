@@ -159,26 +159,24 @@ class Evictor:
         if counted_step:
             self._scores[store][layer] = score
             self._layers_left[store] -= 1
-            if not self._layers_left[store]:
-                self._evict_all_layers(reader, store, counts, sinks, recent)
+            if self._layers_left[store]:
+                return
+            score, token_index = self._scores[store], store.all_token_indices()
         elif bool((counts.kept[0] < store.held[layer]).any()):
-            token_index, caller_protected = reader.distinct_indices, reader.caller_protected
-            protected = retention.protected_mask(token_index, reader.lengths, sinks, recent, caller_protected)
-            score = retention.eviction_score(score.float(), protected, reader.expired)
-            flags = self._nonfinite.get(store)
-            if flags is None or flags.shape != store.lengths.shape:
-                flags = self._nonfinite[store] = torch.zeros_like(store.lengths)
-            store.compact(layer, score, counts.kept[0], nonfinite=flags[layer])
-
-    def _evict_all_layers(
-        self, reader: LayerReader, store: KVStore, counts: KeepCounts, sinks: Tensor, recent: Tensor
-    ) -> None:
-        """Evict from all layers of a store by their scores; ``reader`` reads the last of these layers."""
-        token_index, window = store.all_token_indices(), reader.sliding_window
-        protected = retention.protected_mask(token_index, reader.lengths, sinks, recent, reader.caller_protected)
-        expired = None if window is None else retention.expired_mask(token_index, reader.lengths, window)
-        score = retention.eviction_score(self._scores[store], protected, expired)
-        store.compact_all_layers(score, counts.keep_count, self._nonfinite[store])
+            score, token_index = score.float(), reader.distinct_indices
+        else:
+            return
+        lengths, window = reader.lengths, reader.sliding_window
+        protected = retention.protected_mask(token_index, lengths, sinks, recent, reader.caller_protected)
+        expired = None if window is None else retention.expired_mask(token_index, lengths, window)
+        score = retention.eviction_score(score, protected, expired)
+        if counted_step:
+            store.compact_all_layers(score, counts.keep_count, self._nonfinite[store])
+            return
+        flags = self._nonfinite.get(store)
+        if flags is None or flags.shape != store.lengths.shape:
+            flags = self._nonfinite[store] = torch.zeros_like(store.lengths)
+        store.compact(layer, score, counts.kept[0], nonfinite=flags[layer])
 
     def end_pass(self, batch: ForwardBatch) -> None:
         """Count the tokens after a step, and check that scores were finite.
