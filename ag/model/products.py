@@ -1,7 +1,7 @@
 """Faster linear layers and norms for decoding steps under an interceptor.
 
-PyTorch (MKL) multiplies the states of one token with a weight on one core, slower than memory allows: most of a
-decoding step on a CPU: there linear layers compute by :func:`ag.kernels.gemv.gemv`, on all threads. RMS norms of
+PyTorch multiplies the states of a few tokens with a weight slower than memory allows, and those of one token on one
+core: most of a decoding step on a CPU. There linear layers compute by :func:`ag.kernels.linear.linear`, on all threads. RMS norms of
 transformers are six operations with a launch each, and become one. From the first step on these layers have another
 ``forward``, which checks whether the current thread is in a step.
 """
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from ag.kernels.dispatch import VARIABLE
-from ag.kernels.gemv import version
+from ag.kernels.linear import MOST_TOKENS, version
 
 
 class _Here(threading.local):
@@ -77,7 +77,7 @@ class ThreadedLayers:
                 _install(module)
                 self.known[module] = None
         here.norms = True
-        here.products = tokens.device.type == "cpu" and len(tokens) == 1
+        here.products = tokens.device.type == "cpu" and len(tokens) <= MOST_TOKENS
         here.forced = os.environ.get(VARIABLE)
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -99,8 +99,8 @@ def _install(module: nn.Module) -> None:
 
 def _product(layer: nn.Linear, x: Tensor) -> Tensor:
     weight = layer.weight
-    one = not torch.compiler.is_compiling() and here.products and x.numel() == weight.shape[1]
-    if not one or torch.is_grad_enabled():
+    few = not torch.compiler.is_compiling() and here.products and x.numel() <= MOST_TOKENS * weight.shape[1]
+    if not few or torch.is_grad_enabled():
         return F.linear(x, weight, layer.bias)
     compute = version(weight.device.type, x.dtype, weight.dtype, weight.is_contiguous(), here.forced)
     return compute(x, weight, layer.bias)

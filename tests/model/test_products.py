@@ -1,4 +1,4 @@
-"""Products of one token: where they run, and that nothing stays changed when the model is given back."""
+"""Products of few tokens: where they run, and that nothing stays changed when the model is given back."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
 import ag
-from ag.kernels.gemv import cpu
+from ag.kernels.linear import MOST_TOKENS, cpu
 from ag.model import products
 from tests.support.bounds import hold, of_logits
 from tests.support.compiled import forget, needs
@@ -21,8 +21,8 @@ IDS = torch.arange(3, 23)[None]
 @pytest.fixture
 def calls(monkeypatch):
     """The weights that the kernel multiplied."""
-    made, kernel = [], cpu.gemv
-    monkeypatch.setattr(cpu, "gemv", lambda x, weight, bias: made.append(weight) or kernel(x, weight, bias))
+    made, kernel = [], cpu.linear
+    monkeypatch.setattr(cpu, "linear", lambda x, weight, bias: made.append(weight) or kernel(x, weight, bias))
     forget()
     yield made
     forget()
@@ -56,9 +56,10 @@ def test_every_weight_of_a_step_and_only_then(tiny_llama, calls):
 def test_where_they_do_not_run(tiny_llama, calls, monkeypatch):
     model = tiny_llama().requires_grad_(False)
     cache = ag.EvictionCache(model, "full")
-    step(model, cache, IDS.repeat(2, 1))
-    step(model, cache, IDS[:, :1].repeat(2, 1))
-    assert not calls, "two sequences"
+    many = MOST_TOKENS + 1
+    step(model, cache, IDS.repeat(many, 1))
+    step(model, cache, IDS[:, :1].repeat(many, 1))
+    assert not calls, "many sequences"
     cache.reset()
     step(model, cache, IDS)
     model(IDS[:, :1], past_key_values=cache)

@@ -6,6 +6,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute :func:`ag.kernels.gemv.gemv` in PyTorch."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute :func:`ag.kernels.linear.linear` in PyTorch."""
     return F.linear(x, weight, bias)

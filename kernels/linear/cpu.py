@@ -12,8 +12,9 @@ from ag.kernels import native
 KERNEL = native.Kernel(Path(__file__).with_name("cpu.cpp"))
 
 
-def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute :func:`ag.kernels.gemv.gemv` on the CPU; threads do not change the order of the float32 sums."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute :func:`ag.kernels.linear.linear` on the CPU; the sums of a token always have the same order."""
     out = torch.empty(*x.shape[:-1], len(weight), dtype=x.dtype)
-    KERNEL(native.TYPES[weight.dtype], x.contiguous(), weight, bias, *weight.shape, torch.get_num_threads(), out)
+    sizes = x.numel() // x.shape[-1], *weight.shape, torch.get_num_threads()
+    KERNEL(native.TYPES[weight.dtype], x.contiguous(), weight, bias, *sizes, out)
     return out

@@ -1,4 +1,4 @@
-"""The product of a weight matrix and one token's states."""
+"""The product of a weight matrix and the states of a few tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from ag.kernels.dispatch import VARIABLE, function
-from ag.kernels.gemv import cpu
+from ag.kernels.linear import cpu
+
+#: With more tokens PyTorch is about as fast.
+MOST_TOKENS = 8
 
 
-def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``weight @ x + bias`` for one token, ``[..., out]``.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``x @ weight.T + bias`` for a few tokens, ``[..., out]``.
 
     Args:
-        x: states ``[..., in]`` of one token.
+        x: states ``[..., in]`` of the tokens, at best not more than ``MOST_TOKENS``.
         weight: ``[out, in]``, in the type of ``x``.
         bias: ``[out]``, in the type of ``x``. None: no bias.
 
@@ -32,7 +35,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def version(
     device: str, states: torch.dtype, dtype: torch.dtype, contiguous: bool, forced: str | None
 ) -> Callable[..., Tensor]:
-    """Return the version of :func:`gemv` for states and a weight of these types on a device.
+    """Return the version of :func:`linear` for states and a weight of these types on a device.
 
     Args:
         device: type of the device.
@@ -45,4 +48,4 @@ def version(
     if dtype not in (torch.float32, torch.bfloat16) or states != dtype:
         reason = f"states of {states} and a weight of {dtype} are not both float32 or bfloat16"
     versions = {"cpp": reason or cpu.KERNEL.unavailable(device), "reference": None}
-    return function("gemv", versions, forced)
+    return function("linear", versions, forced)
