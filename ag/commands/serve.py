@@ -39,7 +39,7 @@ class ServeConfig(SharedPolicy):
         "parts of chats that are never evicted: system (text of system messages), template (what the chat template "
         "adds)",
     )
-    prefill_tokens: int = key(512, "prompt tokens that are read between two tokens of running answers", ge=1)
+    prefill_tokens: int = key(1024, "prompt tokens that are read between two tokens of running answers", ge=1)
     batch: int = key(64, "largest number of requests answered at once", ge=1)
     queue: int = key(256, "largest number of waiting requests", ge=1)
     prompt_lookup: int = key(

@@ -138,12 +138,13 @@ class Evictor:
             evicting = None if bool(batch.evict.all()) else batch.evict.to(reader.lengths.device)
             keep_masks = self.decide(reader, evicting, records)
             store.put_records(layer, records)
-            for index, keep in keep_masks.items():
-                kept, rows = keep.sum(-1).cpu(), stores[index]
-                if bool((kept < rows.held[index]).any()):
-                    order = reader.slot_order if index == layer else order_slots(rows.token_indices(index))
-                    by_slot = keep if order is None else torch.empty_like(keep).scatter_(-1, order, keep)
-                    rows.compact(index, by_slot, kept)
+            for rows in dict.fromkeys(stores[index] for index in keep_masks):
+                by_slot = {}
+                for index, keep in keep_masks.items():
+                    if stores[index] is rows:
+                        order = reader.slot_order if index == layer else order_slots(rows.token_indices(index))
+                        by_slot[index] = keep if order is None else torch.empty_like(keep).scatter_(-1, order, keep)
+                rows.keep(by_slot)
             return
         if counted_step:
             counts = self._step[store]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -248,19 +248,40 @@ class KVStore:
             spare: a row keeps free blocks for this many further tokens.
             nonfinite: ``[B, Hkv]`` int32, set to 1 for rows with a score of NaN; None: nobody asks.
         """
-        this_layer, turns = slice(layer, layer + 1), self.rotation
-        order = None if turns is None else turns.order(self, layer)
+        self._compact({layer: score}, kept[None], spare, nonfinite)
+
+    def keep(self, masks: Mapping[int, Tensor]) -> None:
+        """Keep the tokens in masks ``[B, Hkv, N]`` bool by slot, by layer, and evict others; see :meth:`compact`."""
+        lengths = {layer: mask.sum(-1).cpu() for layer, mask in masks.items()}
+        masks = {layer: mask for layer, mask in masks.items() if bool((lengths[layer] < self.held[layer]).any())}
+        if masks:
+            kept = self.held[min(masks) : max(masks) + 1].clone()
+            for layer in masks:
+                kept[layer - min(masks)] = lengths[layer]
+            self._compact(masks, kept)
+
+    def _compact(
+        self, scores: Mapping[int, Tensor], kept: Tensor, spare: int = 0, nonfinite: Tensor | None = None
+    ) -> None:
+        """Do :meth:`compact` with scores by layer; ``kept`` ``[L', B, Hkv]`` is of the first of them to the last."""
+        layers, turns = slice(min(scores), max(scores) + 1), self.rotation
+        orders = {} if turns is None else {layer: turns.order(self, layer) for layer in scores}
+        self.make_own(layers, kept)
+        for layer, score in scores.items():
+            self._compact_rows(layer, score, kept[layer - layers.start], nonfinite)
+        self.shrink_to(layers, kept, spare)
+        for layer, order in orders.items():
+            turns.close_up(self, layer, order)
+
+    def _compact_rows(self, layer: int, score: Tensor, kept: Tensor, nonfinite: Tensor | None) -> None:
+        """Do the device's part of :meth:`compact`."""
         if score.dtype == torch.bool:
             score = torch.full_like(score, -retention.INF, dtype=torch.float32).masked_fill_(score, retention.INF)
-        self.make_own(this_layer, kept[None])
         records, rows = self.records[layer], len(kept) * self.kv_heads
         for name, x in records.items():
             records[name] = x.contiguous()
         noted = [x.view(rows, -1, x.shape[-1]) for x in records.values()]
         kv_compact(self.pages(layer), score, kept.flatten().int().to(score.device), noted, nonfinite)
-        self.shrink_to(this_layer, kept[None], spare)
-        if turns is not None:
-            turns.close_up(self, layer, order)
 
     def make_own(self, layers: slice, kept: Tensor) -> None:
         """Replace the shared blocks that change when ``kept`` ``[L', B, Hkv]`` tokens stay by copies."""

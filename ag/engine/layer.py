@@ -298,7 +298,7 @@ class Layer:
             return store.truncate(tokens, slice(self.index, self.index + 1))
         token_indices = store.token_indices(self.index)
         keep = (token_indices >= 0) & (token_indices < left.to(token_indices.device)[:, None, None])
-        store.compact(self.index, keep, keep.sum(-1).cpu())
+        store.keep({self.index: keep})
 
     def _remove_hidden(self, batch: ForwardBatch, store: KVStore, query: Tensor, coming: Tensor | int = 0) -> None:
         """Remove the tokens that no query of a token index from ``query`` ``[B]`` on sees.

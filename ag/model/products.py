@@ -1,9 +1,9 @@
 """Faster linear layers and norms for decoding steps under an interceptor.
 
 PyTorch multiplies the states of a few tokens with a weight slower than memory allows, and those of one token on one
-core: most of a decoding step on a CPU. There linear layers compute by :func:`ag.kernels.linear.linear`, on all threads. RMS norms of
-transformers are six operations with a launch each, and become one. From the first step on these layers have another
-``forward``, which checks whether the current thread is in a step.
+core: most of a decoding step on a CPU. There linear layers compute by :func:`ag.kernels.linear.linear`, on all threads.
+RMS norms of transformers are six operations with a launch each, and become one. From the first step on these layers
+have another ``forward``, which checks whether the current thread is in a step.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class Scheduler:
         pool: Pool,
         budget: int | float | None = None,
         *,
-        prefill_tokens: int = 512,
+        prefill_tokens: int = 1024,
         batch: int = 64,
         queue: int = 256,
         prompt_lookup: int = 0,

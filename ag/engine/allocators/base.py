@@ -73,9 +73,13 @@ class Candidates:
 
     def after(self, kept: Tensor) -> Candidates:
         """Return only the candidates in ``kept``, in their order."""
-        order = (~kept).byte().argsort(dim=-1, stable=True)[..., : int(kept.sum(-1).max())]
-        score = self.score.masked_fill(~kept, -retention.INF).gather(-1, order)
-        return replace(self, score=score, second=None if self.second is None else self.second.gather(-1, order))
+        width = int(kept.sum(-1).max())
+        place = (kept.cumsum(-1) - 1).where(kept, width)  # the others share a place behind, which is cut off
+
+        def moved(x: Tensor) -> Tensor:
+            return x.new_full((*x.shape[:2], width + 1), -retention.INF).scatter_(-1, place, x)[..., :width]
+
+        return replace(self, score=moved(self.score), second=None if self.second is None else moved(self.second))
 
 
 def over_heads(parts: Sequence[Candidates], floor: float, total: Tensor) -> list[Tensor]:
