@@ -60,6 +60,9 @@ class CompareConfig(SharedModel, SharedBudgets, LoadingConfig):
         "the policy that other policies are tested against, at its own budget or theirs; full is added if policies "
         "does not list it",
     )
+    mine: str | None = key(
+        None, "the policy that every verdict names, with its place; null means the last of policies, or of also"
+    )
     batch_policies: int = key(8, "policies of a task that share the reading of a prompt, if they allow it", ge=1)
     seed: int = key(0, "seed of generated samples", ge=0, le=2**32 - 1)
     output: str | None = key(
@@ -76,8 +79,10 @@ class CompareConfig(SharedModel, SharedBudgets, LoadingConfig):
         self.policies, self.also = [*self.policies, *self.also], []  # a dumped configuration can be read again
         if self.baseline == FULL and FULL not in self.policies:
             self.policies = [FULL, *self.policies]
-        if self.baseline not in [*self.policies, *(split_label(text)[0] for text in self.policies)]:
-            raise UserError(f"baseline={self.baseline}: expected one of policies={self.policies}")
+        known = [None, *self.policies, *(split_label(text)[0] for text in self.policies)]
+        for name, text in (("baseline", self.baseline), ("mine", self.mine)):
+            if text not in known:
+                raise UserError(f"{name}={text}: expected one of policies={self.policies}")
 
     @property
     def specs(self) -> dict[str, PolicySpec]:

@@ -17,7 +17,7 @@ config = CompareConfig(
     root=folder,  # with the texts in corpus/validation.jsonl
     output=output,
 )
-for result in compare(config, Console(stderr=True)).results:
-    summary, paired = result.summary, result.paired
-    print(f"{result.name}: {summary.kept:.0%} kept, {summary.mean:.3f} {summary.metric}", end="")
-    print("" if paired is None else f", {paired.difference:+.3f} [{paired.low:+.3f}, {paired.high:+.3f}] to full")
+for row in compare(config, Console(stderr=True)).results:
+    print(f"{row.name}: {row.kept:.0%} kept, {row.mean:.3f} {row.metric}", end="")
+    difference = f", {row.difference:+.3f} [{row.difference_low:+.3f}, {row.difference_high:+.3f}] to full"
+    print(difference if row.evicts else "")

@@ -75,9 +75,8 @@ def lines(output: Path | str) -> list[dict[str, Any]]:
 
 def without_charts(patch: pytest.MonkeyPatch) -> None:
     """Draw no charts: they take most of the time, and test_report draws them."""
-    patch.setattr("ag.evaluate.comparison.charts.draw", lambda comparison: {})
-    patch.setattr("ag.evaluate.comparison.page.svg", lambda chart: "")
-    patch.setattr("ag.evaluate.comparison.page.legend_mark", lambda look: "")
+    patch.setattr("ag.evaluate.comparison.figures.save", lambda comparison, charts: None)
+    patch.setattr("ag.evaluate.comparison.figures.svg", lambda chart: "")
 
 
 @pytest.fixture

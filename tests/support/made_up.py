@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ag.config.spec import PolicySpec
-from ag.evaluate.comparison.folder import Summary
-from ag.evaluate.comparison.result import Comparison, Result
+from ag.evaluate.comparison.folder import FinishedCell, Summary
+from ag.evaluate.comparison.rows import Comparison
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import Tags
 
@@ -35,7 +34,7 @@ SUMMARY = Summary(
 )
 COSTS = {"mine": 0.2, "h2o": 0.5, "h2o+caote@preference": 0.501, "tova": 0.9}  # nats over full, times what is evicted
 BUDGETS = (0.5, 0.3, 0.2, 0.1)
-SPECS = {"mine": PolicySpec.parse("gates:somewhere@heads")}
+POLICIES = {"mine": "gates:somewhere@heads", "gates": "gates:x", "flags": "flags:x", "fitting": "flags:x"}  # by label
 N = 24
 SPREAD = 0.02  # of a score's own noise
 NOISE = 5 * SPREAD / N**0.5  # five deviations of its mean
@@ -45,7 +44,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def result(task: str, label: str, budget: float | None, cost: float, seed: int) -> Result:
+def result(task: str, label: str, budget: float | None, cost: float, seed: int) -> FinishedCell:
     """N samples of the same difficulty under every policy, with a little noise each."""
     hard = np.random.default_rng(0).normal(2.5, 0.4, N)
     nats = hard + cost + np.random.default_rng(seed).normal(0, SPREAD, N) * (cost > 0)
@@ -59,7 +58,7 @@ def result(task: str, label: str, budget: float | None, cost: float, seed: int) 
     summary = replace(
         SUMMARY,
         key=f"{task}{label}{budget}",
-        policy=f"ag.policy('{SPECS.get(label, label)}', budget={budget})",
+        policy=f"ag.policy('{POLICIES.get(label, label)}', budget={budget})",
         label=label,
         budget=budget,
         kept=kept,
@@ -71,7 +70,7 @@ def result(task: str, label: str, budget: float | None, cost: float, seed: int) 
         floor=0.1 if asked else None,
         **TASKS[task],
     )
-    return Result(summary, outcomes, [], SPECS.get(label) or PolicySpec(label))
+    return FinishedCell(summary, outcomes, [])
 
 
 def comparison(folder: Path, **costs: float) -> Comparison:
@@ -81,4 +80,4 @@ def comparison(folder: Path, **costs: float) -> Comparison:
         results.append(result(task, "full", None, 0.0, 0))
         for number, (label, cost) in enumerate((COSTS | costs).items()):
             results += [result(task, label, one, cost * (1 - one), 10 * number + 1) for one in BUDGETS]
-    return Comparison.tested(folder, "full", results)
+    return Comparison(results, folder)

@@ -17,7 +17,7 @@ from ag.config.keys import nearest
 from ag.engine import Policy, policy
 from ag.errors import UserError
 from ag.evaluate import tasks
-from ag.evaluate.comparison.folder import Summary, tag_mean
+from ag.evaluate.comparison.folder import Summary, tag_values
 from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.tasks import Loaded, Outcome, Task
 from ag.evaluate.tasks.questions import QuestionTask
@@ -86,7 +86,8 @@ class Cell:
         kept = sum(outcome.kept * outcome.tokens for outcome in outcomes) / tokens if tokens else 1.0
         lengths = [self.task.length(sample) for sample in loaded.samples]
         options = {k: v for k, v in asdict(self.task).items() if k not in ("name", "root") and v is not None}
-        tags: dict[str, Any] = {name: tag_mean(outcomes, name) for name in ("nats", "hits", "kl", "same_top1")}
+        tags = {name: [*tag_values(outcomes, name).values()] for name in ("nats", "hits", "kl", "same_top1")}
+        means: dict[str, Any] = {name: mean_and_error(values)[0] if values else None for name, values in tags.items()}
         return Summary(
             key=self.key,
             policy=repr(self.policy),
@@ -109,7 +110,7 @@ class Cell:
             versions=VERSIONS,
             problem=problem,
             question=getattr(self.task, "question", None),
-            **tags,
+            **means,
             floor=self.task.floor(loaded.samples) if problem is None else None,
             over_budget=sum(outcome.over_budget for outcome in outcomes) if problem is None else None,
             untouched=self.untouched(loaded.samples, prefill),

@@ -1,26 +1,33 @@
-"""A comparison from its configuration to its page."""
+"""Comparisons from their settings to their files, and several comparisons as one."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import yaml  # type: ignore[import-untyped]
+from pandas import DataFrame
 from rich.console import Console
 
-from ag.commands.compare import CompareConfig
+from ag.commands.compare import CompareConfig, stored
+from ag.commands.report import ReportConfig
 from ag.config.command_line import Invocation
 from ag.config.recipes import dump
 from ag.config.sections import WandbConfig
-from ag.errors import BudgetWarning
+from ag.errors import BudgetWarning, UserError, check_known
+from ag.evaluate.comparison import figures, tables
 from ag.evaluate.comparison.cells import list_cells
-from ag.evaluate.comparison.charts import save
-from ag.evaluate.comparison.folder import DamagedRowWarning, Folder
+from ag.evaluate.comparison.folder import ROWS, DamagedRowWarning, FinishedCell, Folder
 from ag.evaluate.comparison.page import render
-from ag.evaluate.comparison.result import NOT_COMPARED, Comparison, uncompared_results
-from ag.evaluate.comparison.tables import counted, markdown, printed
+from ag.evaluate.comparison.rows import NOT_COMPARED, Comparison, uncompared_results
 from ag.evaluate.comparison.work import run_missing_cells
 from ag.training.artifacts import log_report
+
+COLUMNS = ["label", "budget", "task", "metric", "kept", "mean", "error", "n", "kv_bytes"]  # of the table at W&B
+HUB = "the Hugging Face hub"
 
 
 def run(invocation: Invocation[CompareConfig]) -> int:
@@ -30,22 +37,16 @@ def run(invocation: Invocation[CompareConfig]) -> int:
         return 0
     console = Console()
     comparison = compare(invocation.config, console, invocation.line)
-    console.print(printed(comparison))
-    for task in comparison.tasks:
-        remark = comparison.uninformative(task)
-        console.print(f"{task}: {counted(comparison, task)}{remark and f'; {remark}'}", soft_wrap=True)
-    if sentences := uncompared_results(comparison):
-        console.print(f"{NOT_COMPARED} {'; '.join(sentences)}", soft_wrap=True)
-    console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
+    show(comparison, console)
     if "wandb" in invocation.config.logger:
         log(comparison, comparison.folder, invocation.config.recipe, invocation.config.wandb)
-    for result in comparison.failed:
-        print(f"ag.compare: error: {result.summary.task}: {result.name}: {result.summary.problem}", file=sys.stderr)
+    for row in comparison.failed:
+        print(f"ag.compare: error: {row.task}: {row.name}: {row.problem}", file=sys.stderr)
     return 2 if comparison.failed else 0
 
 
 def compare(config: CompareConfig, console: Console, command: str = "") -> Comparison:
-    """Run the cells that are missing in the output folder, and write its table, plots and page.
+    """Run the cells that are missing in the output folder, and write its tables, figures and page.
 
     Args:
         config: what to compare.
@@ -64,20 +65,120 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
         finished = run_missing_cells(config, cells, folder, console, command)
     for warning in caught:
         console.print(f"warning: {warning.message}", soft_wrap=True)
-    comparison = Comparison.of(config, cells, finished, folder.path)
+    shown = []
+    for cell in cells:
+        # an earlier command may have given the policy another label
+        shown.append(_renamed(finished.pop(cell.key), label=cell.label, policy=repr(cell.policy)))
+    kv_dtype = next(iter(config.held), "float")
+    baseline, mine = (
+        stored(config.called.get(text, text), kv_dtype)
+        for text in (config.baseline, config.mine or config.policies[-1])
+    )
+    hidden = [f"{other.summary.task}: {other.summary.name}" for other in finished.values()]
+    comparison = Comparison(shown, folder.path, baseline, mine, _data(config.root, config.roots), hidden)
     (folder.path / "config.yaml").write_text(dump(config))
-    (folder.path / "table.md").write_text(markdown(comparison), encoding="utf-8")
-    save(comparison)
-    (folder.path / "report.html").write_text(render(comparison), encoding="utf-8")
-    if comparison.hidden:
-        console.print(f"{len(comparison.hidden)} rows of earlier commands are in the folder and not shown.")
+    write(comparison)
+    if hidden:
+        console.print(f"{len(hidden)} rows of earlier commands are in the folder and not shown.")
     return comparison
 
 
-COLUMNS = ("label", "budget", "task", "metric", "kept", "mean", "error", "n", "kv_bytes")
+def write(comparison: Comparison) -> None:
+    """Write the tables, figures and the page of a comparison into its folder."""
+    tables.write(comparison)
+    charts = figures.all_charts(comparison)
+    figures.save(comparison, charts)
+    (comparison.folder / "report.html").write_text(render(comparison, charts), encoding="utf-8")
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print the table of a comparison, what was counted, and where the page is."""
+    console.print(tables.printed(comparison))
+    for task in comparison.tasks:
+        remark = comparison.uninformative(task)
+        console.print(f"{task}: {tables.counted(comparison, task)}{remark and f'; {remark}'}", soft_wrap=True)
+    if sentences := uncompared_results(comparison):
+        console.print(f"{NOT_COMPARED} {'; '.join(sentences)}", soft_wrap=True)
+    console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
 
 
 def log(comparison: Comparison, run_folder: Path, name: str, settings: WandbConfig) -> None:
     """Log a comparison to the W&B run of a folder: its own, or the folder of an ``ag.fit`` run."""
-    rows = [[getattr(result.summary, column) for column in COLUMNS] for result in comparison.results]
-    log_report(comparison.folder, run_folder, f"{name}-report", settings, COLUMNS, rows)
+    rows = comparison.rows[COLUMNS].astype(object)
+    rows = rows.where(rows.notna(), None)
+    log_report(comparison.folder, run_folder, f"{name}-report", settings, COLUMNS, rows.values.tolist())
+
+
+def report(invocation: Invocation[ReportConfig]) -> int:
+    """Run ``python -m ag.report`` and print the joined table; returns the exit code."""
+    config, console = invocation.config, Console()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DamagedRowWarning)
+        cells, data = join(list(map(Path, config.folders)))
+    for warning in caught:
+        console.print(f"warning: {warning.message}", soft_wrap=True)
+    labels = list(dict.fromkeys(cell.summary.label for cell in cells))
+    for name, label in (("baseline", config.baseline), ("mine", config.mine)):
+        if label is not None and not (label == "full" and name == "baseline"):
+            check_known(label, labels, name)
+    if invocation.dry_run:
+        print(*(f"{cell.summary.task}: {cell.summary.name}" for cell in cells), sep="\n")
+        return 0
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    comparison = Comparison(cells, output, config.baseline, config.mine, data)
+    write(comparison)
+    show(comparison, console)
+    return 0
+
+
+def join(paths: Sequence[Path]) -> tuple[list[FinishedCell], str]:
+    """Read the finished cells of several folders, of all commands that wrote there, and where their data came from.
+
+    A task that was measured in several ways (model, weights, data, options) is several tasks, whose names say what
+    differs. A label that means other policies in other folders gets the name of its folder. Of equal rows the one with
+    the most samples remains.
+
+    Raises:
+        UserError: no row can be read.
+    """
+    cells, conditions, folders = dict[str, FinishedCell](), dict[str, dict[str, str]](), dict[str, str]()
+    for path in paths:
+        settings = yaml.safe_load((path / "config.yaml").read_text()) if (path / "config.yaml").is_file() else {}
+        data = _data(settings.get("root"), settings.get("roots") or {}) if settings else tables.UNKNOWN
+        for key, cell in Folder(path).read().items():
+            if key not in cells or cells[key].summary.problem is not None:
+                cells[key], folders[key] = cell, path.name
+                ways = {name: str(getattr(cell.summary, name)) for name in ("task", "model", "dtype", "quantization")}
+                options = {name: str(value) for name, value in (cell.summary.task_options or {}).items()}
+                conditions[key] = ways | {"data": data} | options
+    if not cells:
+        raise UserError(f"folders={[*map(str, paths)]}: {ROWS} has no row that can be read; run the commands again.")
+    measured = DataFrame.from_dict(conditions, orient="index").astype(object)
+    for task, group in measured.groupby("task", sort=False):
+        differing = [name for name in group if group[name].nunique(dropna=False) > 1]
+        for key, row in group[differing].iterrows() if differing else ():
+            way = ", ".join(f"{name}={value}" for name, value in row.dropna().items())
+            cells[key] = _renamed(cells[key], task=f"{task} ({way})")
+    policies: dict[tuple[str, str], set[str]] = {}  # by name and task
+    for cell in cells.values():
+        policies.setdefault((cell.summary.name, cell.summary.task), set()).add(cell.summary.policy)
+    ambiguous = {name for (name, _), meant in policies.items() if len(meant) > 1}
+    labels = {cell.summary.label for cell in cells.values() if cell.summary.name in ambiguous}
+    unique: dict[tuple[str, str], FinishedCell] = {}
+    for key, cell in cells.items():
+        if cell.summary.label in labels:
+            cell = _renamed(cell, label=f"{cell.summary.label} ({folders[key]})")
+        place = cell.summary.task, cell.summary.name
+        if place not in unique or unique[place].summary.n <= cell.summary.n:
+            unique[place] = cell
+    return list(unique.values()), "; ".join(measured.data.unique())
+
+
+def _renamed(cell: FinishedCell, **names: str) -> FinishedCell:
+    return cell._replace(summary=replace(cell.summary, **names))  # type: ignore[arg-type]
+
+
+def _data(root: str | None, roots: dict[str, str]) -> str:
+    """Return where the samples of a comparison come from, as text."""
+    return "; ".join([root or HUB, *(f"{task}: {path}" for task, path in roots.items())])

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from ag.errors import UserError
-from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.inside import KeptTokens
 from ag.evaluate.tasks import Outcome
 from ag.files import locked, replacing
@@ -83,12 +82,6 @@ class Summary:
     def name(self) -> str:
         """The policy and its budget."""
         return self.label if self.budget is None else f"{self.label} {self.budget}"
-
-    @property
-    def left_out(self) -> str:
-        """The number of samples that were left out, and why."""
-        counts = ((self.too_long, "too long"), (self.too_short, "too short"))
-        return ", ".join(f"{number} {reason}" for number, reason in counts if number) or "0"
 
 
 class FinishedCell(NamedTuple):
@@ -214,12 +207,8 @@ def parse(adapter: TypeAdapter[T], line: str | bytes) -> T:
         raise ValueError("; ".join(messages)[:300]) from None
 
 
-def tag_mean(outcomes: Sequence[Outcome], name: str) -> float | None:
-    """Return the mean of a tag over the samples that have it; None if no sample has it."""
-    values = tag_values(outcomes, name).values()
-    return mean_and_error(list(values))[0] if values else None
-
-
-def tag_values(outcomes: Sequence[Outcome], name: str) -> dict[str, float]:
-    """Return the value of a tag by sample."""
-    return {outcome.sample: float(outcome.tags[name]) for outcome in outcomes if name in outcome.tags}
+def tag_values(outcomes: Sequence[Outcome], tag: str = "") -> dict[str, float]:
+    """Return a tag by sample, for the samples that have it; an empty tag means the score."""
+    if not tag:
+        return {outcome.sample: outcome.score for outcome in outcomes}
+    return {outcome.sample: float(outcome.tags[tag]) for outcome in outcomes if tag in outcome.tags}

@@ -30,7 +30,7 @@ class ComparisonProgress:
         self._begun = self._last = clock()
         self._finished_before = self._num_finished = num_finished
         self._name, self._samples, self._outcomes, self._together, self._waiting = "cells", 0, 0, 1, 0
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[said]}"))
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[numbers]}"))
         self._bar = Progress(*columns, console=console, transient=True)
         self._task = self._bar.add_task(self._name, total=total, numbers="")
 
@@ -52,9 +52,8 @@ class ComparisonProgress:
             samples: number of samples of their task.
             waiting: finished samples of cells that run later.
         """
-        suffix = f" and {together - 1} more" if together > 1 else ""
-        self._name, self._together, self._samples, self._outcomes = name + suffix, together, samples, 0
-        self._waiting = waiting
+        self._name = name + (f" and {together - 1} more" if together > 1 else "")
+        self._together, self._samples, self._outcomes, self._waiting = together, samples, 0, waiting
 
     def outcome(self, samples: int = 1) -> None:
         """Add finished samples of one cell."""
@@ -79,10 +78,9 @@ class ComparisonProgress:
         return self._num_finished + ((self._outcomes + self._waiting) / self._samples if self._samples else 0.0)
 
     def _show(self) -> None:
+        text = self.progress_text()
         if self._console.is_terminal:
-            self._bar.update(
-                self._task, completed=self._completed, description=self._name, numbers=self.progress_text()
-            )
+            self._bar.update(self._task, completed=self._completed, description=self._name, numbers=text)
         elif self._clock() - self._last >= SECONDS:
             self._last = self._clock()
-            self._console.print(f"{self.progress_text()} ({self._name})", soft_wrap=True, highlight=False)
+            self._console.print(f"{text} ({self._name})", soft_wrap=True, highlight=False)

@@ -1,286 +1,238 @@
-"""The tables of a comparison and the sentences about it, for the page, ``table.md`` and the terminal."""
+"""The tables of a comparison as frames of text, the sentences about it, and the files ``table.md, .csv, .tex``."""
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from pandas import DataFrame
 from rich import box
 from rich.table import Table as Printed
 
-from ag.evaluate.comparison.folder import Summary
-from ag.evaluate.comparison.result import (
+from ag.evaluate.comparison.folder import tag_values
+from ag.evaluate.comparison.rows import (
     NOT_COMPARED,
+    POSITION,
     Comparison,
-    Result,
-    by_position,
-    paired_difference,
-    part_names,
+    Row,
+    part_kinds,
+    part_values,
+    percent,
     uncompared_results,
 )
-from ag.evaluate.comparison.statistics import Paired
 from ag.evaluate.comparison.verdict import find_verdicts, headlines
 from ag.evaluate.tasks import unit
 
 OVER = "over budget"
 OVER_NOTE = "samples with more protected tokens (sinks, recent, window) than the budget allows; these are kept"
-OPTIONAL = ("nats", "nats difference", "hits", "kl", "same_top1", OVER)  # columns that are left out without values
-TEXTS = ("policy", "prefill")  # columns that hold no numbers
-#: The columns of a task's table, each with a note on it.
-COLUMNS = {
-    "policy": "",
-    "budget": "",
-    "kept": "kept share of the prompt's (token, layer, KV head) entries; of all tokens if decoding evicts",
+#: What columns of a task's table mean.
+NOTES = {
+    "±": "standard error of the mean over samples",
+    "[ ]": "95 % bootstrap interval of the difference to the baseline, paired by sample",
+    "p": "two-sided sign-flip test of that difference, not corrected for the number of comparisons",
+    "kept": "measured share of the prompt's (token, layer, KV head) entries; of all tokens if decoding evicts",
     OVER: OVER_NOTE,
-    "score": "mean over samples, with its standard error",
-    "difference": "paired difference to the baseline, with a 95 % bootstrap interval",
-    "p": "sign-flip test of that difference",
-    "nats": "mean negative log-likelihood of a token of the right answer, with its error; the answer is given",
-    "nats difference": "paired difference to the baseline, with a 95 % bootstrap interval; lower is better",
+    "nats": "mean negative log-likelihood of a token of the right answer, which is given; lower is better",
     "hits": "share of the samples with a right answer whose every token is the likeliest",
     "kl": "mean KL divergence from a full cache's next-token distribution, in nats, on the right answer's tokens",
     "same_top1": "share of these tokens where policy and full cache agree on the likeliest token",
-    "n": "",
     "left out": "samples too long for the model or too short for the task; how many were cut in the middle",
     "prefill": "earlier tokens that a prompt token sees: all, kept by gates, or kept after earlier blocks",
     "KV MB": "mean bytes allocated for keys and values after a prompt, or at the end if decoding evicts",
+    "memory": "these bytes as a share of the full cache's",
 }
-UNKNOWN = "unknown"  # value that rows of earlier versions lack
-BY_POSITION = (
-    "Nats a token in blocks that begin at these positions: the nats of {0}, and the differences of all policies to it. "
-    "A number without a sign is the nats of a policy with another kept share."
-)
+LEADERS = "Mean scores with the kept share, sorted by score (over several tasks by the mean rank); best first."
 BY_PART = (
-    "Each cell has the {1} of one part of the samples, and the nats a token: the nats of {0}, and the paired "
-    "differences of all policies to it, with a 95 % bootstrap interval. The worst part has the lowest {1}."
+    "{1}Mean nats a token of each part: the nats of {0}, and the paired differences of all policies to it, named parts "
+    "with a 95 % bootstrap interval. A number without a sign is the nats of a policy with another kept share."
 )
-END = "held@end"  # tag of a stream's outcome
+UNKNOWN = "unknown"  # value that rows of earlier versions lack
+END, LAST = "held@end", "last"  # tag of a stream's outcome; the last column of a table by part
 MAX_BLOCKS = 12  # columns of a table by position
 
 
-class Head(NamedTuple):
-    """The head of a column."""
+class Section(NamedTuple):
+    """The results of a task."""
 
-    name: str
-    note: str = ""
-    small: str = ""  # text below the name, in small letters
-    number: bool = True  # whether the column has numbers
-
-
-class Cell(NamedTuple):
-    """A cell of a table."""
-
-    text: str
-    value: float | str | None = None  # the sort key; None sorts last
-    small: str = ""  # text after it, in small letters
+    task: str
+    notes: list[str]  # what was run, and how long the samples are
+    remark: str  # why the task is not informative; empty if it is
+    table: DataFrame
+    more: list[tuple[str, str, DataFrame]]  # tables by position and by parts: title, note and table
 
 
-class Table(NamedTuple):
-    """A table. Its first column names the lines."""
-
-    head: Sequence[Head]
-    lines: Sequence[Sequence[Cell]]
-    foot: Sequence[Cell] = ()  # a last line that is not sorted
+def write(comparison: Comparison) -> None:
+    """Write ``table.csv`` (all rows, in numbers), ``table.tex`` (the leaderboard) and ``table.md`` (all tables)."""
+    folder = comparison.folder
+    comparison.rows.to_csv(folder / "table.csv", index=False)
+    leaderboard(comparison).to_latex(folder / "table.tex", index=False, escape=True)
+    (folder / "table.md").write_text(markdown(comparison), encoding="utf-8")
 
 
 def markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown: verdicts, the leaderboard, a table for each task, how it was measured."""
+    """Return title, date and data, verdicts, leaderboard, a table for each task, and how it was measured."""
     verdicts = find_verdicts(comparison)
-    first_verdicts = headlines(verdicts)
-    parts = [
-        f"- {verdict}."
-        for verdict in [*first_verdicts, *(verdict for verdict in verdicts if verdict not in first_verdicts)]
-    ]
-    parts += ["", "## Scores\n"] if verdicts else []
-    parts.append(_markdown(leaderboard(comparison)))
-    if named := meanings(comparison):
-        parts += [*(f"- {name}: `{policy}`" for name, policy in named.items()), ""]
-    for task in comparison.tasks:
-        task_section, summary = section(comparison, task), comparison.of_task(task)[0].summary
-        which = "higher" if summary.higher_is_better else "lower"
-        parts.append(
-            f"## {task}\n\n{summary.metric}, {which} is better; {task_section['counted']}\n\n"
-            f"{task_section['prompts']}\n"
-        )
-        parts += [f"**{task_section['uninformative']}**\n"] if task_section["uninformative"] else []
-        parts.append(_markdown(task_section["table"]))
-        if OVER in [column.name for column in task_section["table"].head]:
-            parts.append(f"{OVER}: {OVER_NOTE}.\n")
-        parts += [f"### {title}\n\n{note}\n\n{_markdown(table)}" for title, note, table in task_section["more"]]
+    first = headlines(verdicts)
+    parts = [f"# {title(comparison)}\n", f"{subtitle(comparison)}\n"]
+    parts += [f"- {verdict}." for verdict in [*first, *(verdict for verdict in verdicts if verdict not in first)]]
+    parts += ["\n## Leaderboard\n", f"{LEADERS}\n", _markdown(leaderboard(comparison))]
+    parts += [f"- {name}: `{policy}`" for name, policy in meanings(comparison).items()]
+    for task, notes, remark, table, more in sections(comparison):
+        parts += [f"\n## {task}\n", *(f"{note}\n" for note in notes), *([f"**{remark}**\n"] if remark else [])]
+        parts += [_markdown(table), *(f"### {name}\n\n{note}\n\n{_markdown(frame)}" for name, note, frame in more)]
+    parts += ["\n## What the columns mean\n", *(f"- {name}: {note}" for name, note in NOTES.items()), ""]
     if sentences := uncompared_results(comparison):
         parts += [f"{NOT_COMPARED}\n", *(f"- {sentence}" for sentence in sentences), ""]
     parts.append("## How it was measured\n")
-    for name, text in measured([result.summary for result in comparison.results]):
+    for name, text in measured(comparison):
         parts.append(f"- {name}: `{text}`" if name == "command" else f"- {name}: {text}")
     return "\n".join([*parts, ""])
 
 
+def title(comparison: Comparison) -> str:
+    """Return the number of policies, the models and the tasks."""
+    tasks, policies = comparison.tasks, comparison.rows.label.nunique()
+    named = ", ".join(tasks) if len(tasks) <= 3 else f"{len(tasks)} tasks"
+    return f"{policies} policies on {', '.join(comparison.rows.model.unique())}: {named}"
+
+
+def subtitle(comparison: Comparison) -> str:
+    """Return the days of the rows, and the data."""
+    days = sorted({date[:10] for date in comparison.rows.date if date is not None})
+    return f"{' to '.join(dict.fromkeys([*days[:1], *days[-1:]])) or f'date {UNKNOWN}'}; data: {comparison.data}"
+
+
 def printed(comparison: Comparison) -> Printed:
     """Return the table that the command prints."""
-    over = any(result.summary.over_budget for result in comparison.results)
+    over = (comparison.rows.over_budget > 0).any()
     caption = f"* {OVER}: there are {OVER_NOTE}" if over else None
     table = Printed(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption)
     for column in ("task", "policy"):
         table.add_column(column, overflow="fold")
-    columns = ["kept", "score", "difference", "p"]
-    columns += ["nats"] if any(result.nats is not None for result in comparison.results) else []
+    against = f"against {comparison.baseline}"
+    columns = ["kept", "score", against, "p", *(["nats"] if comparison.rows.nats.notna().any() else [])]
     for column in columns:
-        named = f"to {comparison.baseline}" if column == "difference" else column
-        table.add_column(named, justify="right", no_wrap=True)
-    for result in comparison.results:
-        cells = line(result)
+        table.add_column(column.replace("against", "to"), justify="right", no_wrap=True)
+    for row in comparison.results:
+        texts = _texts(row, comparison.baseline) | {"score": _score(row).rstrip(":")}
         # little room: table.md has errors and intervals, and the command prints why a cell failed
-        texts = {column: cells[column].text.partition(" ")[0].rstrip(":") for column in columns}
-        texts |= {"kept": f"{'*' if result.summary.over_budget else ''}{texts['kept']}", "p": cells["p"].text}
-        table.add_row(result.summary.task, result.name, *texts.values())
+        cells = [texts[column] if column == "p" else texts[column].partition(" ± ")[0] for column in columns]
+        cells = [cell.partition(" [")[0].partition(":")[0] for cell in cells]
+        cells[0] = "*" * (row.over_budget > 0) + cells[0]
+        table.add_row(row.task, row.name, *cells)
     return table
 
 
-def leaderboard(comparison: Comparison) -> Table:
-    """Return the mean score of each policy and budget by task, and averages over tasks with one metric."""
-    summaries = {task: [result.summary for result in comparison.of_task(task)] for task in comparison.tasks}
-    num_samples = {task: max(summary.n for summary in task_summaries) for task, task_summaries in summaries.items()}
-    metrics = Counter(
-        task_summaries[0].metric for task_summaries in summaries.values() if task_summaries[0].higher_is_better
-    )
-    averaged = [metric for metric, tasks in metrics.items() if tasks > 1]
-    head = [Head("policy", number=False)]
-    for task, (summary, *_) in summaries.items():
-        arrow = "↑" if summary.higher_is_better else "↓"
-        head.append(Head(task, small=f"{summary.metric} {arrow}, n = {num_samples[task]}"))
-    head += [Head(f"average {metric}", small="↑") for metric in averaged]
-    lines = []
-    for name, results in comparison.named.items():
-        task_summaries = {result.summary.task: result.summary for result in results}
-        cells = [Cell(name, name)]
-        for task in summaries:
-            own = task_summaries.get(task)
-            if own is None or own.mean is None or own.kept is None:
-                cells.append(Cell("" if own is None else "none"))
-            else:
-                fewer = "" if own.n == num_samples[task] else f", n = {own.n}"
-                cells.append(Cell(f"{own.mean:.4f}", own.mean, f"{100 * own.kept:.0f} %{fewer}"))
-        for metric in averaged:
-            means = [summary.mean for summary in task_summaries.values() if summary.metric == metric]
-            measured_means = [mean for mean in means if mean is not None]
-            complete = len(measured_means) == metrics[metric]  # averages are over all tasks of the metric
-            cells.append(Cell(f"{fmean(measured_means):.4f}", fmean(measured_means)) if complete else Cell("none"))
-        lines.append(cells)
-    remarks = [comparison.uninformative(task) for task in summaries]
-    foot = [Cell(text) for text in ("full cache", *remarks, *("" for _ in averaged))] if any(remarks) else []
-    return Table(head, lines, foot)
+def leaderboard(comparison: Comparison) -> DataFrame:
+    """Return the mean score of each policy by task, and averages over tasks with one metric, the best first."""
+    rows, texts = comparison.rows, []
+    tasks = rows.groupby("task", sort=False).agg({"metric": "first", "higher_is_better": "first", "n": "max"})
+    for row in comparison.results:
+        fewer = f", n = {row.n}" if row.n < tasks.n[row.task] else ""
+        texts.append(f"{row.mean:.4f} ({percent(row.kept)}{fewer})" if row.n else "none")
+    text, means = (rows.assign(text=texts).pivot(index="name", columns="task", values=x) for x in ("text", "mean"))
+    signs = tasks.higher_is_better.map({True: -1, False: 1})
+    unable = {task for task in tasks.index if comparison.uninformative(task)}
+    ranked = [task for task in tasks.index if task not in unable] or list(tasks.index)
+    places = (means * signs)[ranked].rank().mean(axis=1, skipna=False)  # NaN, and therefore last, without a score
+    table = text[tasks.index].fillna("").loc[places[rows.name.unique()].sort_values(kind="stable").index]
+    heads = {}
+    for task, metric, higher, n in tasks.itertuples():
+        remark = ", not informative" * (task in unable)
+        heads[task] = f"{task} ({metric} {'↑' if higher else '↓'}, n = {n}{remark})"
+    for metric, alike in tasks[tasks.higher_is_better].groupby("metric", sort=False):
+        if len(alike) > 1:
+            averages = means[alike.index].mean(axis=1, skipna=False)
+            table[f"average {metric}"] = averages.map("{:.4f}".format).replace("nan", "none")
+    return table.rename(columns=heads).rename_axis(index="policy", columns=None).reset_index()
 
 
-def section(comparison: Comparison, task: str, *columns: str) -> dict[str, Any]:
-    """Return the texts and tables of a task.
+def sections(comparison: Comparison) -> list[Section]:
+    """Return the texts and tables of each task."""
+    found = []
+    for task in comparison.tasks:
+        rows = comparison.of_task(task)
+        kinds = dict.fromkeys(kind for row in rows for kind in part_kinds(comparison.outcomes(row)))
+        more = []
+        for kind in kinds:
+            score = (
+                "" if kind == POSITION else f"Before each comma the {rows[0].metric}; the worst part has the lowest. "
+            )
+            note = BY_PART.format(comparison.baseline, score)
+            more.append((f"{task} by {kind}", note, by_part(comparison, task, kind)))
+        which = "higher" if rows[0].higher_is_better else "lower"
+        notes = [f"{rows[0].metric}, {which} is better; {counted(comparison, task)}", prompts(rows)]
+        found.append(Section(task, notes, comparison.uninformative(task), of_task(comparison, task), more))
+    return found
 
-    ``columns`` are added to its ``table``; ``more`` are tables by position and by parts, each with title and note.
-    """
-    summaries = [result.summary for result in comparison.of_task(task)]
-    positions, note = table_by_position(comparison, task), BY_PART.format(comparison.baseline, summaries[0].metric)
-    further_tables = [
-        (f"{task} by {part_kind}", note, part) for part_kind, part in tables_by_part(comparison, task).items()
-    ]
-    if positions is not None:
-        further_tables.insert(0, (f"{task} by position", BY_POSITION.format(comparison.baseline), positions))
+
+def of_task(comparison: Comparison, task: str) -> DataFrame:
+    """Return all results of a task; columns without values are left out."""
+    rows = comparison.of_task(task)
+    table = DataFrame([_texts(row, comparison.baseline) for row in rows]).fillna("")
+    empty = [column for column in table if column not in ("policy", "budget") and (table[column] == "").all()]
+    return table.drop(columns=empty).rename(columns={"score": rows[0].metric})
+
+
+def _texts(row: Row, baseline: str) -> dict[str, str]:
+    """Return the line of a row by column."""
+    cut, done = f" ({row.cut} cut)" if row.cut else "", bool(row.n)
     return {
-        "task": task,
-        "counted": counted(comparison, task),
-        "prompts": prompts(summaries),
-        "uninformative": comparison.uninformative(task),
-        "table": of_task(comparison, task, *columns),
-        "more": further_tables,
+        "policy": row.label,
+        "budget": row.budget,
+        "kept": f"{row.kept:.1%}" if done else "",
+        OVER: f"{row.over_budget:.0f} of {row.n}" if row.over_budget > 0 else "",
+        "score": _score(row),
+        f"against {baseline}": _interval(row, "difference"),
+        "p": "< 0.001" if row.difference_p < 0.001 else _number(row.difference_p, ".3f"),
+        "nats": _with_error(row.nats, row.nats_error),
+        "nats difference": _interval(row, "nats_difference"),
+        "hits": _number(row.hits, ".4f"),
+        "kl": _number(row.kl, ".4f"),
+        "same_top1": _number(row.same_top1, ".1%"),
+        "n": str(row.n),
+        "left out": _left_out(row) + cut,
+        "prefill": row.prefill,
+        "KV MB": f"{row.kv_bytes / 1e6:.2f}" if done else "",
+        "memory": percent(row.memory) if row.memory > 0 else "",
+        "seconds": f"{row.seconds:.1f}",
     }
 
 
-def of_task(comparison: Comparison, task: str, *extra_columns: str) -> Table:
-    """Return all results of a task, with ``extra_columns``. Optional columns without values are left out."""
-    results = comparison.of_task(task)
-    lines = [line(result) for result in results]
-    absent = {column for column in OPTIONAL if not any(cells[column].text for cells in lines)}
-    columns = [column for column in (*COLUMNS, *extra_columns) if column not in absent]
-    names = {"score": results[0].summary.metric, "difference": f"against {comparison.baseline}"}
-    head = [Head(names.get(name, name), COLUMNS.get(name, ""), number=name not in TEXTS) for name in columns]
-    return Table(head, [[cells[column] for column in columns] for cells in lines])
-
-
-def line(result: Result) -> dict[str, Cell]:
-    """Return the line of a result by column."""
-    summary, paired, nats = result.summary, result.paired, result.paired_nats
-    cut = f" ({summary.cut} cut)" if summary.cut else ""
-    cells = dict.fromkeys(COLUMNS, Cell("")) | {
-        "policy": Cell(summary.label, summary.label),
-        "budget": Cell(result.budget, summary.budget),
-        "n": Cell(f"{summary.n}", summary.n),
-        "left out": Cell(f"{summary.left_out}{cut}", summary.too_long + summary.too_short),
-        "prefill": Cell(summary.prefill, summary.prefill),
-        "seconds": Cell(f"{summary.seconds:.1f}", summary.seconds),
+def by_part(comparison: Comparison, task: str, kind: str) -> DataFrame:
+    """Return a table of the parts of the samples: at most 12 positions, or all turns or kinds, and the worst of them."""
+    lines: dict[str, dict[Any, str]] = {}
+    for row in comparison.of_task(task):
+        base, outcomes, line = comparison.baseline_of(row), comparison.outcomes(row), dict[Any, str]()
+        scores = part_values(outcomes, kind, "score").mean()
+        for part, mean in part_means(comparison, row, base, kind)["mean"].items():
+            line[part] = f"{mean:.3f}" if base is None else f"{mean:+.3f}"
+            if kind != POSITION:
+                paired = None if base is None else comparison.paired(row, base, f"nats@{kind} {part}")
+                interval = "" if paired is None else f" [{paired.low:+.3f}, {paired.high:+.3f}]"
+                line[part] = f"{scores[part]:.2f}, {line[part]}{interval}"
+        ends = tag_values(outcomes, END).values()
+        line[LAST] = f"{fmean(ends):.1%}" if ends else "" if scores.empty else f"{scores.idxmin()}: {scores.min():.2f}"
+        lines |= {row.name: line} if outcomes else {}
+    table = DataFrame.from_dict(lines, orient="index")
+    parts = [column for column in table if column != LAST]
+    if kind == POSITION:
+        parts = sorted(parts)[:: -(-len(parts) // MAX_BLOCKS)]
+    heads = {
+        part: f"from {part:,}" if kind == POSITION else f"{kind} {part}" for part in parts if isinstance(part, int)
     }
-    if summary.mean is None or summary.kept is None:
-        return cells | {"score": Cell(f"none: {summary.problem}")}
-    cells |= {
-        "kept": Cell(f"{summary.kept:.1%}", summary.kept),
-        OVER: Cell(f"{summary.over_budget} of {summary.n}" if summary.over_budget else "", summary.over_budget),
-        "score": Cell(_mean(summary.mean, summary.error), summary.mean),
-        "KV MB": Cell(f"{summary.kv_bytes / 1e6:.2f}", summary.kv_bytes),
-    }
-    if paired is not None:
-        p = "< 0.001" if paired.p < 0.001 else f"{paired.p:.3f}"
-        cells |= {"difference": Cell(_interval(paired), paired.difference), "p": Cell(p, paired.p)}
-    if result.nats is not None:
-        cells["nats"] = Cell(_mean(*result.nats), summary.nats)
-    if nats is not None:
-        cells["nats difference"] = Cell(_interval(nats), nats.difference)
-    for name, form in (("hits", ".4f"), ("kl", ".4f"), ("same_top1", ".1%")):
-        value = getattr(summary, name)
-        cells[name] = Cell("" if value is None else f"{value:{form}}", value)
-    return cells
+    heads[LAST] = "kept at the end" if kind == POSITION else "worst"
+    return table[[*parts, LAST]].fillna("").rename(columns=heads).reset_index(names="policy")
 
 
-def table_by_position(comparison: Comparison, task: str) -> Table | None:
-    """Return a task by position, in at most 12 evenly spaced blocks. None: its outcomes have no blocks."""
-    results = [result for result in comparison.of_task(task) if result.outcomes and result.outcomes[0].blocks]
-    if not results:
-        return None
-    starts = sorted({start for result in results for outcome in result.outcomes for start in outcome.blocks})
-    starts = starts[:: -(-len(starts) // MAX_BLOCKS)]
-    lines = []
-    for result in results:
-        base = comparison.baseline_of(result)
-        form = ".3f" if base is None else "+.3f"
-        texts = {start: f"{mean:{form}}" for start, (mean, _) in by_position(result, base).items()}
-        ends = result.values(END).values()
-        end_share = f"{fmean(ends):.1%}" if ends else ""
-        lines.append([Cell(result.name), Cell(end_share), *(Cell(texts.get(start, "")) for start in starts)])
-    names = ["kept at the end", *(f"from {start:,}" for start in starts)]
-    return Table([Head("policy", number=False), *map(Head, names)], lines)
-
-
-def tables_by_part(comparison: Comparison, task: str) -> dict[str, Table]:
-    """Return tables of the scores of the samples' parts, by kind of part; see :data:`BY_PART`."""
-    results = [result for result in comparison.of_task(task) if result.outcomes]
-    tables = {}
-    for part_kind, names in part_names(results).items():
-        lines = []
-        for result in results:
-            base, cells, means = comparison.baseline_of(result), list[Cell](), dict[str, float]()
-            for name in names:
-                scores = result.values(f"score@{part_kind} {name}")
-                if not scores:
-                    cells.append(Cell(""))
-                    continue
-                means[name] = fmean(scores.values())
-                paired = None if base is None else paired_difference(result, base, f"nats@{part_kind} {name}")
-                mean_nats = fmean(result.values(f"nats@{part_kind} {name}").values())
-                nats = f"{mean_nats:.3f}" if paired is None else _interval(paired, 3)
-                cells.append(Cell(f"{means[name]:.2f}, {nats}", means[name]))
-            worst_part = min(means, key=lambda name: means[name])
-            lines.append([Cell(result.name), *cells, Cell(f"{worst_part}: {means[worst_part]:.2f}", means[worst_part])])
-        heads = [f"{part_kind} {name}" if name.isdigit() else name for name in names]
-        tables[part_kind] = Table([Head("policy", number=False), *map(Head, heads), Head("worst")], lines)
-    return tables
+def part_means(comparison: Comparison, row: Row, base: Row | None, kind: str) -> DataFrame:
+    """Return mean and standard error of the nats of each part (columns ``mean``, ``error``), less those of a base."""
+    values = part_values(comparison.outcomes(row), kind)
+    if base is not None:  # on the samples and parts that both have
+        values = (values - part_values(comparison.outcomes(base), kind)).dropna(axis=1, how="all")
+    return DataFrame({"mean": values.mean(), "error": values.sem()})
 
 
 def counted(comparison: Comparison, task: str) -> str:
@@ -289,72 +241,79 @@ def counted(comparison: Comparison, task: str) -> str:
     It also has the number of samples that no policy can change, see
     :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
     """
-    summaries = [result.summary for result in comparison.of_task(task)]
-    summary = max(summaries, key=lambda summary: summary.n)
-    parts = [f"{summary.n} {unit(task)}, left out: {summary.left_out}"]
-    if summary.question is not None:
-        parts.append(f"question {summary.question} eviction")
-    if untouched := max((summary.untouched or 0 for summary in summaries if summary.n), default=0):
+    rows = comparison.of_task(task)
+    row = max(rows, key=lambda row: row.n)
+    parts = [f"{row.n} {unit(task)}, left out: {_left_out(row)}"]
+    if row.question is not None:
+        parts.append(f"question {row.question} eviction")
+    if untouched := max((int(row.untouched) for row in rows if row.n and row.untouched > 0), default=0):
         parts.append(f"{untouched} with answers of one token alone, which eviction after the prompt cannot change")
     return "; ".join(parts)
 
 
+def prompts(rows: Sequence[Row]) -> str:
+    """Return how long the samples of a task are, and the options of the task."""
+    row = next((row for row in rows if not math.isnan(row.prompt_mean)), None)
+    if row is None:
+        return f"prompts: {UNKNOWN}; options: {UNKNOWN}"
+    low, high = row.prompt_min, row.prompt_max
+    spread = "" if low == high else f" on average ({low:g} to {high:g})"
+    options = ", ".join(f"{name}={_plain(value)}" for name, value in (row.task_options or {}).items())
+    return f"prompts: {row.prompt_mean:g} tokens{spread}; options: {options or 'none'}"
+
+
 def meanings(comparison: Comparison) -> dict[str, str]:
     """Return the full policies of labels and shortened paths, by the name of the result."""
-    results = comparison.results
-    return {result.name: result.summary.policy for result in results if result.summary.label != str(result.spec)}
+    return {row.name: row.policy for row in comparison.results if row.label != row.spec}
 
 
-def measured(summaries: Sequence[Summary]) -> list[tuple[str, str]]:
+def measured(comparison: Comparison) -> list[tuple[str, str]]:
     """Return how a comparison was measured, as (subject, text). If rows differ, each text has its number of rows."""
-    dates = sorted(summary.date for summary in summaries if summary.date is not None)
+    dates = sorted(date for date in comparison.rows.date if date is not None)
     period = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
-    counts_by_name: dict[str, Counter[str]] = {}
-    for summary in summaries:
-        weights = [summary.model, summary.dtype or f"dtype {UNKNOWN}", summary.quantization or "none"]
-        threads = f", {summary.threads} thread{'s' * (summary.threads != 1)}" if summary.threads else ""
-        for name, text in {
-            "model": ", ".join(weights).removesuffix(", none"),
-            "versions": ", ".join(f"{name} {version}" for name, version in summary.versions.items()),
-            "hardware": (summary.hardware or UNKNOWN) + threads,
-            "date": period if summary.date else UNKNOWN,
-            "command": summary.command or UNKNOWN,
-        }.items():
-            counts_by_name.setdefault(name, Counter())[text] += 1
+    lines = []
+    for row in comparison.results:
+        weights = [row.model, row.dtype or f"dtype {UNKNOWN}", row.quantization or "none"]
+        threads = f", {row.threads:.0f} thread{'s' * (row.threads != 1)}" if row.threads > 0 else ""
+        versions = ", ".join(f"{name} {version}" for name, version in row.versions.items())
+        machine, date = (row.hardware or UNKNOWN) + threads, period if row.date else UNKNOWN
+        lines.append((", ".join(weights).removesuffix(", none"), versions, machine, date, row.command or UNKNOWN))
+    frame = DataFrame(lines, columns=["model", "versions", "hardware", "date", "command"])
     return [
-        (name, text if len(counts) == 1 else f"{text} ({count} of {len(summaries)} rows)")
-        for name, counts in counts_by_name.items()
-        for text, count in counts.items()
+        (name, text if count == len(lines) else f"{text} ({count} of {len(lines)} rows)")
+        for name in frame
+        for text, count in frame[name].value_counts(sort=False).items()
     ]
 
 
-def prompts(summaries: Sequence[Summary]) -> str:
-    """Return how long the samples of a task are, and the options of the task."""
-    summary = next((summary for summary in summaries if summary.prompt_mean is not None), None)
-    if summary is None:
-        return f"prompts: {UNKNOWN}; options: {UNKNOWN}"
-    low, high = summary.prompt_min, summary.prompt_max
-    spread = "" if low == high else f" on average ({low} to {high})"
-    options = ", ".join(f"{name}={_plain(value)}" for name, value in (summary.task_options or {}).items())
-    return f"prompts: {summary.prompt_mean:g} tokens{spread}; options: {options or 'none'}"
-
-
-def _markdown(table: Table) -> str:
-    def markdown_line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |\n"
-
-    rule = "|---|" + "---:|" * (len(table.head) - 1) + "\n"
-    lines = [markdown_line([cell.text for cell in cells]) for cells in table.lines]
-    return markdown_line([column.name for column in table.head]) + rule + "".join(lines)
+def _markdown(table: DataFrame) -> str:
+    """Return a table in Markdown: pandas' own needs another package."""
+    lines = [list(table), ["---", *["---:"] * (table.shape[1] - 1)], *table.values.tolist()]
+    escaped = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
 def _plain(value: Any) -> str:
     return f"[{','.join(map(_plain, value))}]" if isinstance(value, list) else str(value)
 
 
-def _mean(mean: float, error: float | None) -> str:
-    return f"{mean:.4f}" + ("" if error is None else f" ± {error:.4f}")
+def _left_out(row: Row) -> str:
+    counts = ((row.too_long, "too long"), (row.too_short, "too short"))
+    return ", ".join(f"{number} {reason}" for number, reason in counts if number) or "0"
 
 
-def _interval(paired: Paired, digits: int = 4) -> str:
-    return "{:+.{d}f} [{:+.{d}f}, {:+.{d}f}]".format(paired.difference, paired.low, paired.high, d=digits)
+def _score(row: Row) -> str:
+    return _with_error(row.mean, row.error) if row.n else f"none: {row.problem}"
+
+
+def _with_error(mean: float, error: float) -> str:
+    return _number(mean, ".4f") + ("" if math.isnan(error) else f" ± {error:.4f}")
+
+
+def _number(value: float, form: str) -> str:
+    return "" if math.isnan(value) else f"{value:{form}}"
+
+
+def _interval(row: Row, name: str) -> str:
+    value, low, high = (getattr(row, name + end) for end in ("", "_low", "_high"))
+    return "" if math.isnan(value) else f"{value:+.4f} [{low:+.4f}, {high:+.4f}]"

@@ -55,7 +55,7 @@ def test_a_cell_that_ends_its_workers_has_a_row(config, quiet, monkeypatch):
     weights = sum(x.stat().st_size for x in Path(given.model).glob("*.safetensors"))
     assert [room.memory for room in rooms] == [2 * weights] and weights
     assert len(found.failed) == 5
-    assert all("3 workers ended" in x.summary.problem and "out of memory" in x.summary.problem for x in found.failed)
+    assert all("3 workers ended" in x.problem and "out of memory" in x.problem for x in found.failed)
     monkeypatch.setattr(cluster, "share", lambda units, make, room: ((unit, make()(unit)) for unit in units))
     again = compare(config(cluster="auto", retry=True), quiet)
-    assert not again.failed and all(result.summary.n == 6 for result in again.results)
+    assert not again.failed and all(result.n == 6 for result in again.results)

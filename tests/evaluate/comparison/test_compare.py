@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 import random
 import re
 import shlex
@@ -19,7 +20,7 @@ import ag
 from ag.compare import CompareConfig, main
 from ag.errors import UserError
 from ag.evaluate import tasks
-from ag.evaluate.comparison import charts, work
+from ag.evaluate.comparison import figures, work
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.compare import compare
 from ag.evaluate.comparison.folder import ROWS
@@ -57,70 +58,70 @@ def done(config, finished):
 
 
 def test_cells_hold_what_a_plain_computation_gives(finished, tiny_folder, tiny_llama):
-    named = [("full", None), ("h2o", 0.5), ("h2o", 0.25), ("tova", 0.5), ("tova", 0.25)]
-    assert [(result.summary.label, result.summary.budget) for result in finished.results] == named
+    named = [("full", ""), ("h2o", "0.5"), ("h2o", "0.25"), ("tova", "0.5"), ("tova", "0.25")]
+    assert [(result.label, result.budget) for result in finished.results] == named
     for result in finished.results:
-        losses, kept = by_hand_cells.continuations(tiny_folder, result.summary.label, result.summary.budget, 40, 8)
+        budget = float(result.budget) if result.budget else None
+        losses, kept = by_hand_cells.continuations(tiny_folder, result.label, budget, 40, 8)
         bound = of_nats(tiny_llama())
-        assert [outcome.score for outcome in result.outcomes] == pytest.approx(losses, abs=bound)
-        assert (result.summary.n, result.summary.too_short, result.summary.too_long) == (6, 1, 0)
-        hold(result.summary.mean, sum(losses) / 6, bound)
-        assert result.summary.kept == pytest.approx(kept)
-        assert result.summary.prefill == "dense"
+        assert [outcome.score for outcome in finished.outcomes(result)] == pytest.approx(losses, abs=bound)
+        assert (result.n, result.too_short, result.too_long) == (6, 1, 0)
+        hold(result.mean, sum(losses) / 6, bound)
+        assert result.kept == pytest.approx(kept)
+        assert result.prefill == "dense"
     full, h2o = finished.results[:2]
-    assert full.paired is None
-    assert h2o.paired.difference == pytest.approx(h2o.summary.mean - full.summary.mean)
-    assert h2o.summary.policy == "ag.policy('h2o', budget=0.5)"
+    assert math.isnan(full.difference) and full.memory == 1
+    assert h2o.difference == pytest.approx(h2o.mean - full.mean)
+    assert h2o.memory == h2o.kv_bytes / full.kv_bytes
+    assert h2o.policy == "ag.policy('h2o', budget=0.5)"
 
 
 def test_kvzip_reads_the_models_own_tokens(config, quiet, tiny_folder, tiny_llama, tiny_tokenizer):
     """Beside another policy, which shares the prompt's pass."""
-    [_, result] = compare(config(policies=["full", "kvzip"], budgets=[0.5], samples=2), quiet).results
+    comparison = compare(config(policies=["full", "kvzip"], budgets=[0.5], samples=2), quiet)
     policy = ag.policy("kvzip", 0.5).with_tokenizer(tiny_tokenizer)
     losses, _ = by_hand_cells.continuations(tiny_folder, policy, None, 40, 8)
-    assert [outcome.score for outcome in result.outcomes] == pytest.approx(losses[:2], abs=of_nats(tiny_llama()))
+    scores = [outcome.score for outcome in comparison.outcomes(comparison.results[1])]
+    assert scores == pytest.approx(losses[:2], abs=of_nats(tiny_llama()))
 
 
 @pytest.mark.slow
 def test_codes_are_lines_of_their_own(config, quiet):
-    """The other cells stay the same; bytes have a chart, with the best mix."""
+    """The other cells stay the same, and a chart shows quality by bytes."""
     longer = {"ppl": {"prompt": 66, "continuation": 8}}  # of which half is fewer blocks, also with a spare one
     given = config(policies=["full", "tova"], budgets=[0.5], kv_dtypes=["float", "int8"], task_options=longer)
     cells = {cell.label: cell for cell in list_cells(given)}
     assert [*cells] == ["full", "full int8", "tova", "tova int8"]
     assert {cells["full"].key, cells["tova"].key} <= {cell.key for cell in list_cells(config(task_options=longer))}
     comparison = compare(given, quiet)
-    found = {result.summary.label: result.summary for result in comparison.results}
+    found = {result.label: result for result in comparison.results}
     assert found["tova int8"].policy == "ag.policy('tova', budget=0.5, kv_dtype='int8')"
     for name in ("full", "tova"):
         plain, coded = found[name], found[f"{name} int8"]
         assert coded.kept == plain.kept and coded.kv_bytes < 0.5 * plain.kv_bytes
     assert found["full"].kl == 0 < found["full int8"].kl < found["tova"].kl and found["full"].same_top1 == 1
-    [chart] = charts.charts_by_bytes(comparison, "ppl")
-    mix, *others = chart.lines
-    drawn = {point.x: point.y for line in others for point in line.points}
-    full = found["full"]
-    expected = {x.kv_bytes / full.kv_bytes: x.mean - full.mean for x in found.values()}
-    assert {x: pytest.approx(y) for x, y in expected.items() if x != 1} == drawn
-    best = [(x, y) for x, y in sorted(drawn.items()) if all(y < other for less, other in drawn.items() if less < x)]
-    assert [(point.x, point.y) for point in mix.points] == best
+    [chart] = figures.quality_charts(comparison, "ppl")
+    assert chart.x_label == figures.MEMORY
+    expected = {(x.label, x.kv_bytes / found["full"].kv_bytes, x.mean) for x in comparison.results}
+    assert {*zip(chart.points.label, chart.points.x, chart.points.y, strict=True)} == expected
 
 
 def test_codes_alone_are_compared_with_a_full_cache_of_codes(config, quiet):
     given = config(policies=["full", "tova"], budgets=[0.5], kv_dtypes=["int8"])
     full, tova = compare(given, quiet).results
-    assert tova.paired.difference == pytest.approx(tova.summary.mean - full.summary.mean) and full.paired is None
+    assert tova.difference == pytest.approx(tova.mean - full.mean) and math.isnan(full.difference)
     given.kv_dtypes = ["int8", "float"]
     both = compare(given, quiet)
-    assert (both.baseline, both.labels) == ("full", ["full", "full int8", "tova", "tova int8"])
+    assert (both.baseline, both.mine) == ("full", "tova")
+    assert [*both.rows.label] == ["full", "full int8", "tova", "tova int8"]
 
 
 def test_rows_count_the_samples_that_protect_more_than_the_budget(config, quiet, capsys):
     """Of 40 tokens snapkv's window has 32, and 0.1 are 4."""
     named = config(policies=["full", "snapkv", "h2o+vatp"], policy_options={"h2o+vatp": {"sinks": 2}}, budgets=[0.1])
     comparison = compare(named, quiet)
-    assert [result.summary.over_budget for result in comparison.results] == [0, 6, 0]  # of h2o+vatp 2 + 2 stay
-    assert comparison.results[1].summary.kept == pytest.approx(32 / 40)
+    assert [result.over_budget for result in comparison.results] == [0, 6, 0]  # of h2o+vatp 2 + 2 stay
+    assert comparison.results[1].kept == pytest.approx(32 / 40)
     table = (comparison.folder / "table.md").read_text()
     [row] = [line for line in table.splitlines() if line.startswith("| snapkv | 0.1 |")]
     assert row.split(" | ")[2:4] == ["80.0%", "6 of 6"] and "\nover budget: samples with" in table
@@ -151,7 +152,7 @@ def test_rows_of_earlier_versions_are_resumed_and_unknown(config, quiet, done, m
     monkeypatch.setattr("ag.model.base.load_base", None)
     comparison = compare(config(batch_policies=1), quiet, "another command")
     assert (done / ROWS).read_text() == old
-    assert [result.summary.mean for result in comparison.results] == [row["mean"] for row in rows]
+    assert [result.mean for result in comparison.results] == [row["mean"] for row in rows]
     text = (done / "table.md").read_text()
     for line in ("dtype unknown", "- hardware: unknown", "- date: unknown", "- command: `unknown`", "options: unknown"):
         assert line in text
@@ -314,19 +315,19 @@ def test_gates_by_their_flags_and_ranked(config, quiet, tiny_llama, tmp_path):
     path, short = tmp_path / "gates", f"…/{tmp_path.name}/gates"
     policies = ["full", f"flags:{path}", f"gates:{path}"]
     comparison = compare(config(policies=policies, budgets=[0.5]), quiet)
-    assert [(e.summary.label, e.summary.budget, e.summary.prefill) for e in comparison.results] == [
-        ("full", None, "dense"),
-        (f"flags:{short}", None, "sparse"),
-        (f"gates:{short}", 0.5, "dense"),
+    assert [(e.label, e.budget, e.prefill) for e in comparison.results] == [
+        ("full", "", "dense"),
+        (f"flags:{short}", "", "sparse"),
+        (f"gates:{short}", "0.5", "dense"),
     ]
     full, flags, ranked = comparison.results
-    assert 0.2 < flags.summary.kept < 0.95 and ranked.summary.kept == pytest.approx(0.5)
-    assert (full.is_gated, flags.is_gated, ranked.is_gated) == (False, True, True)
+    assert 0.2 < flags.kept < 0.95 and ranked.kept == pytest.approx(0.5)
+    assert (full.gated, flags.gated, ranked.gated) == (False, True, True)
     with torch.no_grad():
         next(gates.parameters()).add_(0.5)
     export.save(tmp_path / "gates", gates, base_model="tiny")
     again = [cell.key for cell in list_cells(config(policies=policies, budgets=[0.5]))]
-    assert again[0] == full.summary.key and not {flags.summary.key, ranked.summary.key} & {*again}
+    assert again[0] == full.key and not {flags.key, ranked.key} & {*again}
 
 
 def test_flags_are_found_again_that_were_called_gates(config, quiet, tiny_llama, tmp_path, monkeypatch):
@@ -334,11 +335,11 @@ def test_flags_are_found_again_that_were_called_gates(config, quiet, tiny_llama,
     export.save(tmp_path / "gates", gates_for(tiny_llama()), base_model="tiny")
     path = tmp_path / "gates"
     before = compare(config(policies=["full", f"gates:{path}"], budgets=[]), quiet)
-    assert before.results[1].summary.policy == f"ag.policy('gates:{path}')"
+    assert before.results[1].policy == f"ag.policy('gates:{path}')"
     monkeypatch.setattr("ag.model.base.load_base", None)
     now = compare(config(policies=["full", f"flags:{path}"], budgets=[]), quiet)
-    assert now.results[1].summary.policy == f"ag.policy('flags:{path}')"
-    assert now.results[1].values() == before.results[1].values() and now.results[1].is_gated and not now.hidden
+    assert now.results[1].policy == f"ag.policy('flags:{path}')"
+    assert now.results[1].mean == before.results[1].mean and now.results[1].gated and not now.hidden
     with refuses(UserError, "'ppl: a'", "'ppl: b'", "one cell"):
         list_cells(config(policies=["full", f"a=flags:{path}", f"b=gates:{path}"], budgets=[]))
 
@@ -354,10 +355,10 @@ def test_one_export_at_several_shares_under_labels(config, quiet, tiny_llama, tm
     options = {"g90": {"share": 0.9}, "g10": {"share": 0.1}}
     given = config(policies=["full", *(f"{name}={path}" for name in options)], policy_options=options, baseline="g90")
     comparison = compare(given, quiet)
-    assert comparison.labels == [*comparison.named] == ["full", "g90", "g10"]
-    kept = [result.summary.kept for result in comparison.results[1:]]
+    assert [*comparison.rows.label] == [*comparison.rows.name] == ["full", "g90", "g10"]
+    kept = [result.kept for result in comparison.results[1:]]
     assert kept[0] > kept[1] + 0.1
-    assert [one.paired is not None for one in comparison.results] == [True, False, False]  # g10 holds less than g90
+    assert [*comparison.rows.difference.notna()] == [True, False, False]  # g10 holds less than g90
     assert f"- g10: `ag.policy('{path}', share=0.1)`" in (comparison.folder / "table.md").read_text()
     assert f"<code>ag.policy(&#39;{path}&#39;, share=0.1)" in (comparison.folder / "report.html").read_text()
 
@@ -440,17 +441,17 @@ def test_what_no_policy_can_change_is_refused(one_token, config, quiet, tiny_lla
     given = one_token | {"tasks": ["boolq"], "policies": ["full", "random", f"mine=flags:{gates}"]}
     given["task_options"] = {"boolq": {"question": "before"}}
     found = compare(config(**given), quiet)
-    assert [(one.summary.n, one.summary.untouched) for one in found.results] == [(4, 0), (0, 4), (4, 0)]
+    assert [(one.n, one.untouched) for one in found.results] == [(4, 0), (0, 4), (4, 0)]
     [failed] = found.failed
-    names(failed.summary.problem, "boolq", "random 0.1", "task_options.boolq.question=after", "schedule=blocks:m")
+    names(failed.problem, "boolq", "random 0.1", "task_options.boolq.question=after", "schedule=blocks:m")
     blocks = compare(config(**given, schedule="blocks:16"), quiet).results[1]
-    assert (blocks.summary.prefill, blocks.summary.untouched, blocks.summary.n) == ("blocks", 0, 4)
+    assert (blocks.prefill, blocks.untouched, blocks.n) == ("blocks", 0, 4)
     assert compare(config(**given, schedule="blocks:500"), quiet).failed  # no prompt is longer than a block
 
 
 def test_samples_that_no_policy_can_change_are_counted(one_token, config, quiet):
     """Of two questions one has answers of one token only."""
     comparison = compare(config(**one_token, tasks=["openbookqa"], policies=["full", "random"]), quiet)
-    assert [one.summary.untouched for one in comparison.results] == [0, 1]
+    assert [one.untouched for one in comparison.results] == [0, 1]
     said = "2 questions, left out: 0; question before eviction; 1 with answers of one token"
     assert said in (comparison.folder / "table.md").read_text()

@@ -1,5 +1,6 @@
 """A scorer, wrapper or task that fails takes its own cell with it, and no other."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.evaluate import tasks
 from ag.evaluate.comparison import work
 from ag.evaluate.comparison.compare import compare
+from ag.evaluate.comparison.folder import tag_values
 from ag.evaluate.tasks import Outcome
 from tests.evaluate.conftest import lines, without_charts, words
 from tests.support.refused import names
@@ -41,8 +43,9 @@ def results(comparison):
     """Scores, kept shares and views by cell; None for one that failed."""
     found = {}
     for result in comparison.results:
-        kept = [outcome.kept for outcome in result.outcomes], [view.kept.tolist() for view in result.views]
-        found[result.name] = None if result.summary.problem else (result.values(), *kept)
+        _, outcomes, views = comparison.cells[result.key]
+        kept = [outcome.kept for outcome in outcomes], [view.kept.tolist() for view in views]
+        found[result.name] = None if result.problem else (tag_values(outcomes), *kept)
     return found
 
 
@@ -67,7 +70,7 @@ def test_the_others_go_on(config, quiet, alone, monkeypatch, capsys):
     comparison = compare(config(budgets=[0.5], policies=listed[1:-1].split(",")), quiet)
     assert results(comparison) == alone | {"lookup 0.5": None, "h2o+shapeless 0.5": None} and len(said) == 2
     for result in comparison.failed:
-        assert (result.summary.mean, result.summary.kept, result.summary.n) == (None, None, 0)
+        assert math.isnan(result.mean) and math.isnan(result.kept) and result.n == 0
     table = [line for line in (comparison.folder / "table.md").read_text().splitlines() if line.startswith("| ")]
     assert len({line.count("|") for line in table[-4:]}) == 1  # a failed cell's row is as long as the others
 
@@ -93,7 +96,7 @@ def test_samples_that_were_done_are_not_run_again(config, quiet, alone, monkeypa
         patch.setattr(kind, "run", fail)
         failed = compare(given, quiet)
     assert results(failed) == alone | {"tova 0.5": None}
-    assert failed.failed[0].summary.problem == "out of memory: none left"
+    assert failed.failed[0].problem == "out of memory: none left"
     assert calls == [(listed, every), *(([name], every[3:]) for name in listed)]
     assert compare(given, quiet).failed  # a failed cell runs again only with retry=true
     given.retry = True
@@ -124,15 +127,15 @@ def test_a_task_that_fails(config, quiet, monkeypatch):
 
     monkeypatch.setattr(tasks.TASKS["needle_single"][0], "read", read)
     comparison = compare(config(policies=["full", "h2o"], budgets=[0.5], tasks=["needle_single", "ppl"]), quiet)
-    counts = [(result.summary.task, result.summary.n) for result in comparison.results]
+    counts = [(result.task, result.n) for result in comparison.results]
     assert counts == [("needle_single", 0)] * 2 + [("ppl", SAMPLES)] * 2
     for result in comparison.failed:
-        names(result.summary.problem, "IndexError", "no needle", "test_failing_cells.py")
+        names(result.problem, "IndexError", "no needle", "test_failing_cells.py")
     short = config(policies=["full"], task_options={"ppl": {"prompt": 400, "continuation": 8}})
-    row = compare(short, quiet).results[0].summary
+    row = compare(short, quiet).results[0]
     assert row.problem.startswith("no sample can be run") and (row.n, row.too_short) == (0, 7)
     monkeypatch.setattr(tasks.TASKS["ppl"][0], "run", run)
     for name, score, tags in (("kl inf", 1.0, {"nats": 1.0, "kl": float("inf")}), ("score nan", float("nan"), {})):
         outcomes = [Outcome("0", score, 40, 0.5, 10, 0.0, tags)]
         [result] = compare(config(policies=["full"], samples=1, output=f"{config().output}/{name}"), quiet).results
-        names(result.summary.problem, f"sample 0 has the {name}: expected a finite number", "dtype=float32")
+        names(result.problem, f"sample 0 has the {name}: expected a finite number", "dtype=float32")

@@ -1,19 +1,28 @@
 "use strict";
 
-// Tables: a click on a head, or Enter or Space on it, sorts by its column; again, the other way round.
+// Tables: a click on a head, or Enter or Space on it, sorts by its column; again, the other way round. A cell counts by
+// the number that it begins with; names count as texts, and cells without a result come last, both ways.
+function sortKey(cell) {
+  const text = cell.textContent, number = parseFloat(text.replace(/^< /, ""));
+  if (text === "" || text.startsWith("none")) return "";
+  return cell.cellIndex === 0 || isNaN(number) ? text : number;
+}
 for (const table of document.querySelectorAll("table.sortable")) {
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, column) => {
-    head.querySelector("button").addEventListener("click", () => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = head.textContent;
+    head.replaceChildren(button);
+    button.addEventListener("click", () => {
       const down = head.getAttribute("aria-sort") === "ascending";
       heads.forEach((other) => other.removeAttribute("aria-sort"));
       head.setAttribute("aria-sort", down ? "descending" : "ascending");
       const rows = [...table.tBodies[0].rows];
-      const value = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
       rows.sort((one, other) => {
-        const [a, b] = [value(one), value(other)];
-        if (a === "" || b === "") return (a === "") - (b === ""); // nothing comes last, both ways
-        const order = isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b;
+        const [a, b] = [sortKey(one.cells[column]), sortKey(other.cells[column])];
+        if (a === "" || b === "") return (a === "") - (b === "");
+        const order = typeof a === "string" || typeof b === "string" ? `${a}`.localeCompare(`${b}`) : a - b;
         return down ? -order : order;
       });
       table.tBodies[0].append(...rows);

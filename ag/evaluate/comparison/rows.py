@@ -1,0 +1,281 @@
+"""A comparison as a table with a row for each cell, paired with the baseline; and which rows may be compared."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pandas import DataFrame
+
+from ag.config.spec import PolicySpec
+from ag.errors import UserError
+from ag.evaluate.comparison.folder import FinishedCell, tag_values
+from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error
+from ag.evaluate.tasks import Outcome
+
+Row = Any  # a row of Comparison.rows, with its columns as attributes; what was not measured is NaN
+SPARE = 0.02  # largest difference of two kept shares that count as equal, as a share of the prompt
+OF_SHARE = 0.2  # and relative to the smaller share, which is stricter for small shares
+NOT_COMPARED = "Not compared with each other, because their kept shares differ:"
+POSITION = "position"  # kind of the parts of a text: blocks of tokens, named by their first position
+FLOATS = ("kept", "mean", "error", "nats", "hits", "kl", "same_top1", "floor", "over_budget", "untouched", "seconds")
+FLOATS += ("kv_bytes", "threads", "prompt_mean", "prompt_min", "prompt_max", "prompt_kept", "nats_error")
+TYPES = dict.fromkeys(FLOATS, float) | dict.fromkeys(("n", "too_long", "too_short", "cut", "tokens"), int)
+TYPES |= dict.fromkeys(("evicts", "gated", "higher_is_better"), bool)
+PAIRED = ("error", "low", "high", "p")  # fields of a paired difference, beside the difference itself
+
+
+class Comparison:
+    """The results of a comparison.
+
+    Attributes:
+        rows: a row for each cell, in order. The columns are the fields of :class:`Summary`, with the budget as text
+            ("1" is a token, "1.0" the whole prompt, empty without a budget), and: ``name`` (policy and budget);
+            ``evicts`` and ``gated``; ``prompt_kept``, the kept share as a mean over prompts; ``tokens`` of all prompts;
+            ``memory``, the bytes as a share of the full cache's; ``nats_error``; and the paired difference to the
+            baseline, ``difference`` of scores and ``nats_difference`` of nats, with ``..._error``, ``..._low``,
+            ``..._high`` (95 % interval) and ``..._p``.
+        cells: the finished cells by key.
+        folder: where tables, figures and page are written.
+        baseline: label of the policy that all policies are paired with.
+        mine: label of the policy that every verdict names.
+        data: where the samples came from.
+        hidden: names of cells in the folder that only earlier commands list.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[FinishedCell],
+        folder: Path,
+        baseline: str = "full",
+        mine: str | None = None,
+        data: str = "",
+        hidden: Sequence[str] = (),
+    ) -> None:
+        self.cells = {cell.summary.key: cell for cell in cells}
+        self.folder, self.baseline, self.data, self.hidden = folder, baseline, data, hidden
+        self.mine = cells[-1].summary.label if mine is None else mine
+        self._pairs: dict[tuple[str, str, str], Paired | None] = {}
+        rows = DataFrame([_row(cell) for cell in cells], dtype=object).astype(TYPES)
+        full_bytes = rows[~rows.evicts & (rows.n > 0)].drop_duplicates("task").set_index("task").kv_bytes
+        rows["memory"] = (rows.kv_bytes / rows.task.map(full_bytes)).where(rows.n > 0)
+        unpaired = list(rows.itertuples(index=False))
+        self._baselines = {(row.task, row.budget): row for row in reversed(unpaired) if row.label == baseline}
+        self.rows = rows.join(DataFrame([self._differences(row) for row in unpaired], dtype=float))
+
+    @cached_property
+    def results(self) -> list[Row]:
+        """The rows one by one."""
+        return list(self.rows.itertuples(index=False))
+
+    @property
+    def failed(self) -> list[Row]:
+        """The cells without a result."""
+        return [row for row in self.results if row.problem is not None]
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks, in their order."""
+        return list(self.rows.task.unique())
+
+    @property
+    def budgets(self) -> list[str]:
+        """The budgets as text, in their order."""
+        return [budget for budget in self.rows.budget.unique() if budget]
+
+    def of_task(self, task: str) -> list[Row]:
+        """Return the rows of a task."""
+        return [row for row in self.results if row.task == task]
+
+    def at(self, task: str, budget: str) -> list[Row]:
+        """Return the rows of a task at a budget, and those without a budget."""
+        return [row for row in self.of_task(task) if row.budget in ("", budget)]
+
+    def outcomes(self, row: Row) -> list[Outcome]:
+        """Return the outcomes of a row's samples."""
+        return self.cells[row.key].outcomes
+
+    def paired(self, row: Row, other: Row, tag: str = "") -> Paired | None:
+        """Compare the scores of two rows by sample, or a tag such as ``nats``. None: they share no sample."""
+        key = row.key, other.key, tag
+        if key not in self._pairs:
+            self._pairs[key] = paired_difference(self.outcomes(row), self.outcomes(other), tag)
+        return self._pairs[key]
+
+    def baseline_of(self, row: Row) -> Row | None:
+        """Return the baseline's row at this budget if the kept shares are equal."""
+        other = self.baseline_at(row)
+        return other if other is not None and comparable(row, other) else None
+
+    def baseline_at(self, row: Row) -> Row | None:
+        """Return the baseline's row at this budget, else its row without a budget. None: it has neither."""
+        for budget in (row.budget, ""):
+            other = self._baselines.get((row.task, budget))
+            if other is not None and other.n and row.n and other.key != row.key:
+                return other
+        return None
+
+    def uninformative(self, task: str) -> str:
+        """Return a remark if the model cannot do a task, as its full cache shows; else an empty text."""
+        for row in self.of_task(task):
+            if not row.evicts and row.mean <= row.floor:
+                return f"not informative for this model: {row.metric} {row.mean:.4f} with the full cache"
+        return ""
+
+    def _differences(self, row: Row) -> dict[str, float]:
+        """Return the columns of the differences to the baseline."""
+        base, columns = self.baseline_of(row), {}
+        for tag, name in (("", "difference"), ("nats", "nats_difference")):
+            paired = None if base is None else self.paired(row, base, tag)
+            columns[name] = math.nan if paired is None else paired.difference
+            columns |= {f"{name}_{field}": getattr(paired, field, None) for field in PAIRED}
+        return columns
+
+
+def _row(cell: FinishedCell) -> dict[str, Any]:
+    """Return the columns of a cell that need no other cell."""
+    summary, outcomes, _ = cell
+    [policy] = ast.parse(summary.policy, mode="eval").body.args[:1]  # type: ignore[attr-defined]
+    spec, nats = policy_spec(ast.literal_eval(policy)), list(tag_values(outcomes, "nats").values())
+    return asdict(summary) | {
+        "budget": "" if summary.budget is None else str(summary.budget),
+        "name": summary.name,
+        "spec": str(spec),
+        "evicts": spec.evicts,
+        "gated": spec.reads_gates,
+        "prompt_kept": sum(outcome.kept for outcome in outcomes) / len(outcomes) if outcomes else None,
+        "tokens": sum(outcome.tokens for outcome in outcomes),
+        "nats_error": mean_and_error(nats)[1] if nats else None,
+    }
+
+
+def policy_spec(text: str) -> PolicySpec:
+    """Return the parts of a policy; of a plugin that is not loaded, a policy that evicts and reads no gates."""
+    try:
+        return PolicySpec.parse(text)
+    except UserError:
+        return PolicySpec(text)
+
+
+def paired_difference(outcomes: Sequence[Outcome], others: Sequence[Outcome], tag: str = "") -> Paired | None:
+    """Compare the scores of two lists of outcomes, or a tag (``nats``). None: they share no sample."""
+    scores, other_scores = tag_values(outcomes, tag), tag_values(others, tag)
+    common = [sample for sample in scores if sample in other_scores]
+    if not common:
+        return None
+    blocks = None if tag else _block_differences(outcomes, others)
+    return compare([scores[sample] for sample in common], [other_scores[sample] for sample in common], blocks)
+
+
+def _block_differences(
+    outcomes: Sequence[Outcome], others: Sequence[Outcome]
+) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
+    """Return the differences of blocks and their tokens for each sample of both lists. None: there are no blocks."""
+    others_by_sample = {outcome.sample: outcome for outcome in others}
+    blocks = []
+    for outcome in outcomes:
+        if outcome.sample in others_by_sample:
+            nats_by_block, other_nats = outcome.blocks, others_by_sample[outcome.sample].blocks
+            if not nats_by_block or nats_by_block.keys() != other_nats.keys():
+                return None
+            differences = np.array([nats - other_nats[start] for start, nats in nats_by_block.items()])
+            blocks.append((differences, np.diff([*nats_by_block, outcome.tokens]).astype(np.float64)))
+    return blocks
+
+
+def part_values(outcomes: Sequence[Outcome], kind: str, measure: str = "nats") -> DataFrame:
+    """Return a measure of the parts of each sample, ``[samples, parts]``.
+
+    Args:
+        outcomes: outcomes of one row.
+        kind: kind of the parts (``turn``), or :data:`POSITION`.
+        measure: ``nats``, or ``score``, which blocks of a text do not have.
+    """
+    values: dict[str, Mapping[Any, float]] = {
+        outcome.sample: outcome.blocks if kind == POSITION else outcome.parts.get(kind, {}).get(measure, {})
+        for outcome in outcomes
+    }
+    frame = DataFrame.from_dict({sample: dict(parts) for sample, parts in values.items()}, orient="index")
+    numbered = all(str(name).isdigit() for name in frame.columns)
+    return frame.rename(columns=int)[sorted(map(int, frame.columns))] if numbered else frame
+
+
+def part_kinds(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the kinds of the samples' parts, in their order."""
+    kinds = {kind: None for outcome in outcomes for kind in ([POSITION] if outcome.blocks else []) + [*outcome.parts]}
+    return list(kinds)
+
+
+def at_budget(rows: Sequence[Row], budget: str) -> list[Row]:
+    """Return the rows of a task that evict and may be compared at a budget.
+
+    The smallest kept share at this budget is the reference, since a policy may protect more than the budget. A policy
+    without a budget (flags) takes part if its kept share is equal. An empty budget selects all policies without one.
+    """
+    evicting, lowest = _evicting(rows, budget)
+    return [row for row in evicting if not budget or (lowest is not None and same_kept_share(row, lowest))]
+
+
+def uncompared_results(comparison: Comparison) -> list[str]:
+    """Return sentences on the rows that are not compared, because their kept shares differ."""
+    pairs = []
+    for task in comparison.tasks:
+        rows = comparison.of_task(task)
+        for budget in comparison.budgets:
+            evicting, lowest = _evicting(rows, budget)
+            pairs += [(row, lowest) for row in evicting if lowest is not None and not same_kept_share(row, lowest)]
+        bases = [(row, comparison.baseline_at(row)) for row in rows]
+        pairs += [(row, base) for row, base in bases if base is not None and not comparable(row, base)]
+    return list(dict.fromkeys(f"{row.task}: {_difference_text(row, other)}" for row, other in pairs))
+
+
+def comparable(row: Row, other: Row) -> bool:
+    """Whether two rows of a task may be paired: their kept shares are equal, or one is the full cache."""
+    return not (row.evicts and other.evicts) or same_kept_share(row, other)
+
+
+def same_kept_share(row: Row, other: Row) -> bool:
+    """Whether two rows have equal kept shares, both over all tokens and as a mean over prompts.
+
+    The two shares differ if prompts differ in length: a budget in tokens is a large share of a short prompt and a
+    small share of a long prompt, while flags keep about equal shares of both. Memory is a mean over tokens, the score
+    a mean over prompts. If the model writes the texts, their lengths differ between policies. Then equal numbers of
+    cached tokens suffice.
+    """
+    if shares_agree(row.kept, other.kept) and shares_agree(row.prompt_kept, other.prompt_kept):
+        return True
+    mean_tokens = (row.tokens + other.tokens) / 2
+    return row.tokens != other.tokens and shares_agree(
+        row.kept * row.tokens / mean_tokens, other.kept * other.tokens / mean_tokens
+    )
+
+
+def shares_agree(share: float, other: float) -> bool:
+    """Whether two kept shares count as equal: they differ by at most 2 % of the prompt and a fifth of the smaller."""
+    return abs(share - other) <= min(SPARE, OF_SHARE * min(share, other)) + 1e-9  # 0.27 - 0.25 is a little over 0.02
+
+
+def percent(share: float) -> str:
+    """Return a share as text: ``25 %``, and with a decimal below ten."""
+    return f"{100 * share:.{0 if share >= 0.0995 else 1}f} %"
+
+
+def _evicting(rows: Sequence[Row], budget: str) -> tuple[list[Row], Row | None]:
+    """Return the rows that evict, at a budget or without one, and the smallest kept share's row at the budget."""
+    evicting = [row for row in rows if row.n and row.evicts and row.budget in ("", budget)]
+    at = [row for row in evicting if row.budget == budget]
+    return evicting, min(at, key=lambda row: (row.kept, row.prompt_kept), default=None)
+
+
+def _difference_text(row: Row, other: Row) -> str:
+    """Return a sentence on the different shares of two rows."""
+    which, of = ("prompt_kept", " of a prompt on average") if shares_agree(row.kept, other.kept) else ("kept", "")
+    shares = [100 * getattr(one, which) for one in (row, other)]
+    return f"{row.name} keeps {shares[0]:.1f} %{of}, {other.name} {shares[1]:.1f} %"
