@@ -202,7 +202,7 @@ def _texts(row: Row, baseline: str) -> dict[str, str]:
 
 
 def by_part(comparison: Comparison, task: str, kind: str) -> DataFrame:
-    """Return a table of the parts of the samples: at most 12 positions, or all turns or kinds, and the worst of them."""
+    """Return a table of the parts of the samples: at most 12 positions, or all other parts and the worst of them."""
     lines: dict[str, dict[Any, str]] = {}
     for row in comparison.of_task(task):
         base, outcomes, line = comparison.baseline_of(row), comparison.outcomes(row), dict[Any, str]()

@@ -234,8 +234,8 @@ class Needles(Haystack):
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
         """Draw keys, values and places, then the hay; see :meth:`Generated.build`."""
-        keys = draw_distinct(lambda: KEYS[self.key](rng), self.keys)
-        values = draw_distinct(lambda: VALUES[self.value](rng, self.digits), self.keys * self.values)
+        keys = draw_distinct(rng, self.key, self.keys)
+        values = draw_distinct(rng, self.value, self.keys * self.values, self.digits)
         values_by_key = [values[i * self.values : (i + 1) * self.values] for i in range(self.keys)]
         end = "\n" if self.haystack == "needles" else ""
         needles = [
@@ -249,8 +249,8 @@ class Needles(Haystack):
             fractions[0] = variant.depth
         hay, taken = sample_sentences(rng, material, size) if self.haystack != "needles" else [], set(keys)
         while len(hay) < size:
-            if (key := KEYS[self.key](rng)) not in taken:
-                hay.append(self.needle(key, VALUES[self.value](rng, self.digits)) + end)
+            if (key := draw(rng, self.key)) not in taken:
+                hay.append(self.needle(key, draw(rng, self.value, self.digits)) + end)
         intro = f"{self.intro()}\n\n" if self.hint else ""
         references = [value for key_values in values_by_key[: self.queries] for value in key_values]
         question = f"\n\n{self.ask(keys[: self.queries])}"
@@ -343,8 +343,8 @@ class Variables(Generated):
 
     def _text_sample(self, rng: random.Random, letters: int, size: int) -> TextSample:
         length = self.hops + 1
-        values = draw_distinct(lambda: number(rng, 5), self.chains)
-        names = draw_distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)), self.chains * length)
+        values = draw_distinct(rng, "number", self.chains, 5)
+        names = draw_distinct(rng, "name", self.chains * length, letters)
         chains = [names[i * length : (i + 1) * length] for i in range(self.chains)]
         needles = interleave(rng, [assignments(*chain) for chain in zip(chains, values, strict=True)])
         fractions = sorted(rng.random() for _ in needles)
@@ -393,7 +393,7 @@ class FrequentWords(Generated):
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
         """Draw the words, and give each its share of ``size``; see :meth:`Generated.build`."""
         vocabulary = max(4, (variant.length - (self.generate or 0)) // 50)
-        words = draw_distinct(lambda: "".join(rng.choices(string.ascii_lowercase, k=6)), vocabulary - 1)
+        words = draw_distinct(rng, "code", vocabulary - 1, 6)
         counts = zeta_counts(size, vocabulary)
         text = [word for word, count in zip([DOTS, *words], counts, strict=True) for _ in range(count)]
         rng.shuffle(text)
@@ -598,22 +598,23 @@ def zeta_counts(total: int, ranks: int) -> list[int]:
     return [math.floor(6 * total / (math.pi * k) ** 2) for k in range(1, ranks + 1)]
 
 
-def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
-    """Call a function until it has returned ``count`` different texts, and return the texts."""
-    texts: dict[str, None] = {}
-    while len(texts) < count:
-        texts[draw()] = None
-    return list(texts)
+def draw(rng: random.Random, kind: str, length: int = 0) -> str:
+    """Draw a noun, a word (adjective and noun), a uuid of version 4, or a number, name or code of a length."""
+    if kind == "uuid":
+        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+    if kind == "number":  # without leading zeros
+        return str(rng.randrange(10 ** (length - 1), 10**length))
+    if kind in CHARACTERS:
+        return "".join(rng.choices(CHARACTERS[kind], k=length))
+    return "-".join(rng.choice(words) for words in KEYS[kind])
 
 
-def number(rng: random.Random, digits: int) -> str:
-    """Draw a number without leading zeros."""
-    return str(rng.randrange(10 ** (digits - 1), 10**digits))
-
-
-def uuid4(rng: random.Random) -> str:
-    """Draw a UUID of version 4."""
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+def draw_distinct(rng: random.Random, kind: str, count: int, length: int = 0) -> list[str]:
+    """Draw words of a kind, see :func:`draw`, until ``count`` different ones were drawn."""
+    words: dict[str, None] = {}
+    while len(words) < count:
+        words[draw(rng, kind, length)] = None
+    return list(words)
 
 
 def shuffled_words(rng: random.Random, count: int) -> list[str]:
@@ -630,10 +631,6 @@ def shuffled_words(rng: random.Random, count: int) -> list[str]:
 # everyday English words, for keys that are drawn and lists that are counted
 WORDS = (Path(__file__).parent / "words.txt").read_text(encoding="utf-8")
 ADJECTIVES, NOUNS, VERBS = (words.split() for words in WORDS.split("\n\n"))
-#: Kinds of keys and values of needles, and functions that draw them.
-KEYS: dict[str, Callable[[random.Random], str]] = {
-    "noun": lambda rng: rng.choice(NOUNS),
-    "word": lambda rng: f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}",
-    "uuid": uuid4,
-}
-VALUES: dict[str, Callable[[random.Random, int], str]] = {"number": number, "uuid": lambda rng, digits: uuid4(rng)}
+#: Kinds of keys by the tables that their parts are drawn from, and kinds of names by their characters.
+KEYS = {"noun": (NOUNS,), "word": (ADJECTIVES, NOUNS)}
+CHARACTERS = {"name": string.ascii_uppercase, "code": string.ascii_lowercase}

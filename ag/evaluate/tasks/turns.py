@@ -6,7 +6,6 @@ The two modes follow SCBench (https://arxiv.org/abs/2412.10319). Kinds of questi
 from __future__ import annotations
 
 import random
-import string
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from ag.evaluate.tasks.base import Outcome, PositiveInt, Sample, Samples, by_par
 from ag.evaluate.tasks.follow import distance, feed
 from ag.evaluate.tasks.questions import TextSample, num_blank_tokens
 from ag.evaluate.tasks.ruler import (
-    NOUNS,
     Digits,
     Haystack,
     Variant,
@@ -31,7 +29,6 @@ from ag.evaluate.tasks.ruler import (
     insert_needles,
     interleave,
     join,
-    number,
     sample_depths,
     sample_sentences,
 )
@@ -101,9 +98,9 @@ class Turns(Haystack):
         while question_kinds[0] == "updated":
             rng.shuffle(question_kinds)
         update_turn = rng.randrange(question_kinds.index("updated"))  # the turn with the new number
-        keys = iter(draw_distinct(lambda: rng.choice(NOUNS), len(QUESTION_KINDS)))
-        values = iter(draw_distinct(lambda: number(rng, self.digits), 2 * len(QUESTION_KINDS)))
-        names = iter(draw_distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=3)), 2 * (self.hops + 1)))
+        keys = iter(draw_distinct(rng, "noun", len(QUESTION_KINDS)))
+        values = iter(draw_distinct(rng, "number", 2 * len(QUESTION_KINDS), self.digits))
+        names = iter(draw_distinct(rng, "name", 2 * (self.hops + 1), 3))
         chains, turns, update = [], list[Turn](), ""
         for kind in question_kinds:
             if kind == "variable":
