@@ -1,10 +1,12 @@
 """The page in headless Chromium."""
 
-from dataclasses import replace
+import re
 
 import pytest
 
+from ag.evaluate.comparison import figures
 from ag.evaluate.comparison.page import render
+from ag.evaluate.comparison.rows import Comparison
 from tests.support import made_up
 from tests.support.browser import browser
 
@@ -44,19 +46,20 @@ def page(chromium, compared):
 def led(tmp_path_factory):
     """A page with a verdict, two curves and rows that it does not show."""
     folder = tmp_path_factory.mktemp("led")
-    comparison = replace(made_up.comparison(folder), hidden=["ppl: cake 0.5"])
-    (folder / "report.html").write_text(render(comparison))
+    comparison = Comparison(list(made_up.comparison(folder).cells.values()), folder, hidden=["ppl: cake 0.5"])
+    (folder / "report.html").write_text(render(comparison, figures.all_charts(comparison)))
     return folder
 
 
 def column(table, number):
+    """The numbers of a column; None where there is none."""
     rows = table.find_elements(By.CSS_SELECTOR, "tbody tr")
-    cells = [row.find_elements(By.CSS_SELECTOR, "th, td")[number] for row in rows]
-    return [cell.get_attribute("data-value") for cell in cells]
+    texts = [row.find_elements(By.CSS_SELECTOR, "td")[number].get_attribute("textContent") for row in rows]
+    return [float(re.match(r"[-+.0-9]+", text)[0]) if text else None for text in texts]
 
 
 def by_number(values, down=False):
-    return sorted((v for v in values if v), key=float, reverse=down) + [v for v in values if not v]
+    return sorted((v for v in values if v is not None), reverse=down) + [v for v in values if v is None]
 
 
 def test_sorting_by_click_and_by_keyboard(page):
@@ -72,14 +75,14 @@ def test_sorting_by_click_and_by_keyboard(page):
     differences = column(table, 4)
     heads[4].find_element(By.TAG_NAME, "button").send_keys(Keys.SPACE)
     assert heads[3].get_attribute("aria-sort") is None
-    assert column(table, 4) == by_number(differences) and column(table, 4)[-1] == ""  # the baseline has no difference
+    assert column(table, 4) == by_number(differences) and column(table, 4)[-1] is None  # the baseline has no difference
 
 
 def test_the_viewer_shows_what_was_kept(page, compared):
     browser = page()
-    results = {result.name: result for result in compared.of_task("ppl")}
+    views = {row.name: compared.cells[row.key].views for row in compared.of_task("ppl")}
     selects = {name: Select(browser.find_element(By.ID, name)) for name in ("prompt", "policy", "layer", "head")}
-    assert [option.text for option in selects["policy"].options] == [*compared.named]
+    assert [option.text for option in selects["policy"].options] == [*views]
     assert [option.text for option in selects["layer"].options] == ["all layers", "0", "1", "2"]
     selects["prompt"].select_by_index(1)
     text = browser.find_element(By.ID, "text")
@@ -90,12 +93,12 @@ def test_the_viewer_shows_what_was_kept(page, compared):
         for layer, head in ((0, 0), (2, 1)):
             selects["layer"].select_by_visible_text(str(layer))
             selects["head"].select_by_visible_text(str(head))
-            kept = results[name].views[1].kept[layer, head]
+            kept = views[name][1].kept[layer, head]
             tokens = browser.find_elements(By.CSS_SELECTOR, "#text > *")
             assert [token.tag_name == "span" for token in tokens] == kept.tolist()
             assert f"{kept.sum()} of {len(kept)} tokens kept" in browser.find_element(By.ID, "summary").text
     selects["head"].select_by_visible_text("all heads")
-    kept = results["snapkv@pyramid 0.5"].views[1].kept[2]
+    kept = views["snapkv@pyramid 0.5"][1].kept[2]
     token = browser.find_elements(By.CSS_SELECTOR, "#text > *")[3]
     assert token.get_attribute("title") == f"token 3: kept by {kept[:, 3].sum()} of 2"
     selects["prompt"].select_by_index(2)  # the other choices stay
@@ -113,7 +116,7 @@ def test_the_first_sections_fit(page, led, width, dark):
     titles = [title.text for title in browser.find_elements(By.TAG_NAME, "h2")]
     assert titles[:3] == ["Verdict", "Quality against memory", "Leaderboard"]
     verdicts = [one.text.partition(", 0.")[0] for one in browser.find_elements(By.CSS_SELECTOR, "#first > ul li")]
-    assert verdicts == ["At half the memory, needle_books: mine", "At half the memory, ppl: mine"]
+    assert verdicts == [f"At 50 % of the memory (budget 0.5), {task}: mine" for task in made_up.TASKS]
     one, two = (chart.rect for chart in browser.find_elements(By.CSS_SELECTOR, ".two .chart"))
     beside = one["y"] == two["y"] and two["x"] >= one["x"] + one["width"]
     assert beside if width > 1000 else two["y"] > one["y"] + one["height"] - 1

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from ag.config.spec import PolicySpec
-from ag.evaluate.comparison import charts
-from ag.evaluate.comparison.page import render, wins
-from ag.evaluate.comparison.result import (
+from ag.evaluate.comparison import figures
+from ag.evaluate.comparison.figures import kept_shares_text
+from ag.evaluate.comparison.folder import FinishedCell
+from ag.evaluate.comparison.page import render
+from ag.evaluate.comparison.rows import (
     Comparison,
-    Result,
     at_budget,
-    kept_shares_text,
     percent,
     same_kept_share,
     shares_agree,
@@ -24,8 +23,6 @@ from ag.evaluate.tasks import Outcome
 from tests.support import made_up
 
 LENGTHS = (100, 300)
-SPECS = {name: PolicySpec.parse(f"{name}:x") for name in ("flags", "gates")}
-SPECS |= {"mine": SPECS["gates"], "fitting": SPECS["flags"]}
 
 
 def result(label, budget, tokens, kept, task="ppl"):
@@ -37,12 +34,17 @@ def result(label, budget, tokens, kept, task="ppl"):
     ]
     total = sum(n * share for n, share in zip(tokens, kept, strict=True)) / sum(tokens)
     mean = sum(one.score for one in outcomes) / len(outcomes)
-    summary = replace(made.summary, task=task, kept=total, mean=mean, n=len(outcomes), floor=None)
-    return Result(summary, outcomes, [], SPECS.get(label) or PolicySpec(label))
+    key = f"{task}{label}{budget}{total}"
+    summary = replace(made.summary, key=key, task=task, kept=total, mean=mean, n=len(outcomes), floor=None)
+    return FinishedCell(summary, outcomes, [])
 
 
 def of(results, baseline="full"):
-    return Comparison.tested(Path(), baseline, results)
+    return Comparison(results, Path(), baseline)
+
+
+def rows(*results):
+    return of(results).results
 
 
 @pytest.mark.parametrize(
@@ -72,18 +74,20 @@ def test_shares_that_count_as_equal(one, other, same):
 def test_of_all_tokens_and_of_a_prompt_on_average(budget, flags, alike):
     """Budgets in tokens are different shares of prompts of different lengths: 60 tokens of 100 and of 300."""
     kept = [budget / n for n in LENGTHS] if isinstance(budget, int) else [budget] * 2
-    one, other = result("h2o", budget, LENGTHS, kept), result("flags", None, LENGTHS, flags)
+    cells = result("h2o", budget, LENGTHS, kept), result("flags", None, LENGTHS, flags)
+    one, other = rows(*cells)
     assert same_kept_share(one, other) is same_kept_share(other, one) is alike
     if not alike and budget == 60:
-        assert uncompared_results(of([one, other])) == ["ppl: flags keeps 30.0 % of a prompt on average, h2o 60 40.0 %"]
+        assert uncompared_results(of(cells)) == ["ppl: flags keeps 30.0 % of a prompt on average, h2o 60 40.0 %"]
 
 
 def test_texts_that_the_model_writes_differ_in_length():
     """70 tokens held behind solutions of 200 and of 230 tokens are the same memory, 110 are not."""
-    one, other = result("h2o", 70, (200, 200), (0.35, 0.35)), result("tova", 70, (230, 230), (70 / 230, 70 / 230))
+    cells = [result("h2o", 70, (200, 200), (0.35, 0.35)), result("tova", 70, (230, 230), (70 / 230, 70 / 230))]
+    one, other, more = rows(*cells, result("tova", 70, (230, 230), (110 / 230, 110 / 230)))
     assert not shares_agree(0.35, 70 / 230)
     assert same_kept_share(one, other) and same_kept_share(other, one)
-    assert not same_kept_share(one, result("tova", 70, (230, 230), (110 / 230, 110 / 230)))
+    assert not same_kept_share(one, more)
 
 
 @pytest.fixture
@@ -98,61 +102,45 @@ def mixed():
 
 def test_unequal_shares_are_never_paired(mixed, no_charts):
     comparison = of(mixed)
-    assert [one.summary.label for one in at_budget(comparison.results, "0.25")] == ["mine", "h2o", "fitting"]
-    pairs = wins(comparison, "0.25")
-    assert pairs.names == ["full (100 %)", "mine 0.25 (25 %)", "h2o 0.25 (25 %)", "fitting (26 %)"]
-    assert pairs.tasks.tolist() == [[1] * 4] * 4
+    assert [one.label for one in at_budget(comparison.results, "0.25")] == ["mine", "h2o", "fitting"]
     verdict = find_verdict(comparison, "ppl", "0.25")
-    assert (verdict.best.summary.label, verdict.rival.summary.label) == ("fitting", "h2o")
+    assert (verdict.best.label, verdict.rival.label) == ("fitting", "h2o")
     assert uncompared_results(comparison) == [
         "ppl: snapkv 0.25 keeps 32.0 %, mine 0.25 25.0 %",
         "ppl: flags keeps 63.0 %, mine 0.25 25.0 %",
     ]
-    for text in (render(comparison), markdown(comparison)):
+    for text in (render(comparison, {}), markdown(comparison)):
         assert all(line in text for line in uncompared_results(comparison))
-    assert [one.summary.label for one in comparison.results if one.paired is None] == ["full"]
-    without = find_verdict(of([one for one in mixed if one.budget == ""]), "ppl", "")
-    assert (without.best.summary.label, without.rival.summary.label) == ("flags", "full")
+    assert [one.label for one in comparison.results if one.difference != one.difference] == ["full"]
+    without = find_verdict(of([cell for cell in mixed if cell.summary.budget is None]), "ppl", "")
+    assert (without.best.label, without.rival.label) == ("flags", "full")
     assert "level" not in str(without)  # gates that hold different shares are neither rivals nor level
 
 
 def test_a_baseline_that_evicts_is_for_those_that_hold_as_much(mixed):
+    def paired(comparison):
+        return [*comparison.rows.name[comparison.rows.difference.notna()]]
+
     comparison = of(mixed, "flags")
-    assert [one.summary.label for one in comparison.results if one.paired] == ["full"]
+    assert paired(comparison) == ["full"]
     assert "ppl: h2o 0.25 keeps 25.0 %, flags 63.0 %" in uncompared_results(comparison)
     near = of(mixed, "fitting")
-    assert near.results[2].paired.difference == pytest.approx(0.01) and near.results[3].paired is None
+    assert near.results[2].difference == pytest.approx(0.01) and "snapkv 0.25" not in paired(near)
     same = of([*mixed, result("tova", 0.5, LENGTHS, (0.5, 0.5)), result("h2o", 0.5, LENGTHS, (0.5, 0.5))], "h2o")
-    assert [one.name for one in same.results if one.paired] == ["mine 0.25", "tova 0.5"]  # at the same budget
-
-
-def test_pairs_differ_between_tasks(mixed):
-    """Flags that hold as much as the others on one of two tasks are paired in that task alone."""
-    fits = [result(label, budget, LENGTHS, (0.25, 0.25), "other") for label, budget in (("h2o", 0.25), ("flags", None))]
-    pairs = wins(of([*mixed, *fits]), "0.25")
-    at = {name.split()[0]: place for place, name in enumerate(pairs.names)}
-    assert (pairs.tasks[at["h2o"], at["flags"]], pairs.tasks[at["h2o"], at["mine"]]) == (1, 1)
-    assert pairs.tasks[at["mine"], at["flags"]] == 0
+    assert paired(same) == ["mine 0.25", "tova 0.5"]  # at the same budget
 
 
 def test_shares_as_text():
     assert [percent(share) for share in (1.0, 0.0996, 0.094, 0.0)] == ["100 %", "10 %", "9.4 %", "0.0 %"]
-    shares = {0.5: (0.497, 0.529), 0.25: (0.25, 0.252), 0.02: (0.02, 0.02)}
-    results = [
-        result("h2o", budget, (100,), (share,), task)
-        for budget, both in shares.items()
-        for task, share in zip(made_up.TASKS, both, strict=True)
-    ]
-    assert kept_shares_text(results) == "2.0, 25, 50 to 53 %" and kept_shares_text([]) == ""
+    assert kept_shares_text([0.02, 0.25, 0.252, 0.497]) == "2.0, 25, 50 %"
 
 
 def test_every_legend_says_what_was_kept(mixed):
     comparison = of(mixed)
     labels = ["full (100 %)", "h2o (25 %)", "snapkv (32 %)", "mine (25 %)", "flags (63 %)", "fitting (26 %)"]
-    [quality], [lead] = charts.quality_charts(comparison, "ppl"), charts.lead_charts(comparison)
-    assert [line.name for line in quality.lines] == labels
-    assert [line.name for line in lead.lines] == labels[1:]
-    assert [line.name for line in quality.lines if line.level] == labels[:1]
-    page = render(comparison)
-    assert all(f"</svg>{label}</li>" in "".join(page.splitlines()) for label in labels)
+    [quality], [lead] = figures.quality_charts(comparison, "ppl"), figures.lead_charts(comparison)
+    assert {*quality.points.name} == {*labels} and {*lead.points.name} == {*labels[1:]}
+    assert [*quality.points.name[quality.points.level]] == labels[:1]
+    page = render(comparison, {"lead": [lead], "quality_ppl": [quality]})
+    assert all(f"</span> {label}</li>" in page for label in labels)
     assert page.count("stroke-dasharray") == 2  # levels of the leading curves and of the task
