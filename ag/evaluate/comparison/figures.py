@@ -163,7 +163,7 @@ def quality_charts(comparison: Comparison, task: str, tag: str = "") -> list[Cha
 
     rows = comparison.of_task(task)
     which = "higher" if rows[0].higher_is_better and not tag else "lower"
-    metric = "nats per answer token" if tag else rows[0].metric
+    metric = "nats per token" if tag else rows[0].metric
     title = f"{task}: nats of the right answer" if tag else task
     chart = _by_memory(comparison, title, f"{metric} ({which} is better)", rows, measure)
     return [] if chart.points.empty else [chart]

@@ -124,7 +124,7 @@ def test_rows_count_the_samples_that_protect_more_than_the_budget(config, quiet,
     assert comparison.results[1].kept == pytest.approx(32 / 40)
     table = (comparison.folder / "table.md").read_text()
     [row] = [line for line in table.splitlines() if line.startswith("| snapkv | 0.1 |")]
-    assert row.split(" | ")[2:4] == ["80.0%", "6 of 6"] and "\nover budget: samples with" in table
+    assert row.split(" | ")[2:4] == ["80.0%", "6 of 6"] and "\n- over budget: samples with" in table
     quiet.print(printed(comparison))
     assert "*80.0%" in quiet.file.getvalue() and "* over budget: there are" in quiet.file.getvalue()
     assert "warning" not in quiet.file.getvalue() and capsys.readouterr().err == ""
@@ -281,6 +281,15 @@ def test_progress_waits_for_a_sample_of_every_cell_before_it_tells_a_time(quiet)
     assert progress.progress_text() == "5 of 8 cells, about 0:02:00 left"
 
 
+def test_a_terminal_shows_a_bar():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    progress = ComparisonProgress(console, 2)
+    with progress.shown():
+        progress.begin("ppl: full", 1, 4)
+        progress.outcome()
+    assert "ppl: full" in console.file.getvalue() and "0 of 2 cells, 1 of 4 samples" in console.file.getvalue()
+
+
 @pytest.mark.parametrize("fails", [False, True], ids=["together", "then one by one"])
 def test_what_is_done_of_a_pass_of_several_cells_never_counts_less(config, quiet, monkeypatch, fails):
     """So that the time that is left does not jump when their rows are written, or when the pass fails."""
@@ -382,6 +391,9 @@ def test_the_baseline_full_is_added_where_it_is_not_listed(config):
     assert config(policies=["h2o"], baseline="h2o").policies == ["h2o"]
     with refuses(UserError, "baseline=snapkv", "['h2o']"):
         config(policies=["h2o"], baseline="snapkv")
+    with refuses(UserError, "mine=snapkv", "['full', 'a=h2o']"):
+        config(policies=["full", "a=h2o"], mine="snapkv")
+    assert config(policies=["full", "a=h2o"], mine="a").mine == "a"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""Several folders as one comparison: which rows are one row, and which only look so."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ag.config.recipes import dump
+from ag.evaluate.comparison.compare import join
+from ag.evaluate.comparison.folder import ROWS, Folder
+from ag.evaluate.comparison.rows import Comparison
+from ag.report import main
+from tests.support import made_up
+from tests.support.refused import names
+
+pytestmark = pytest.mark.usefixtures("no_charts")
+
+
+def cell(label, budget=0.5, cost=0.5, n=made_up.N, **changes):
+    """A cell of the task ppl with the first n samples."""
+    made = made_up.result("ppl", label, budget, cost, len(label))
+    mean, changes = sum(outcome.score for outcome in made.outcomes[:n]) / n, {"key": f"{label}{n}"} | changes
+    return made._replace(summary=replace(made.summary, n=n, mean=mean, **changes), outcomes=made.outcomes[:n])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """`folder(name, *cells)`: the path of a folder with these cells."""
+
+    def make(name, *cells):
+        for one in cells:
+            Folder(tmp_path / name).append(one)
+        return tmp_path / name
+
+    return make
+
+
+FULL = cell("full", None, 0.0)
+
+
+def shown(*paths):
+    return [(one.summary.task, one.summary.name, one.summary.n) for one in join(paths)[0]]
+
+
+def test_policies_of_two_folders_are_paired_with_one_full_cache(folder):
+    """The rows of the second folder are of an earlier version, which recorded less."""
+    paths = folder("a", FULL, cell("h2o")), folder("b", FULL, cell("tova", cost=0.9))
+    rows = [json.loads(line) for line in (paths[1] / ROWS).read_text().splitlines()]
+    later = ("dtype", "task_options", "date", "command", "threads", "hardware", "quantization", "over_budget")
+    lines = [json.dumps({name: row[name] for name in row if name not in later}) for row in rows]
+    (paths[1] / ROWS).write_text("\n".join(lines))
+    comparison = Comparison(join(paths)[0], paths[0])
+    assert [row.name for row in comparison.results] == ["full", "h2o 0.5", "tova 0.5"]
+    together = made_up.comparison(paths[0], h2o=1.0, tova=1.8).of_task("ppl")  # half is evicted
+    costs = {row.label: row.mean - together[0].mean for row in together if row.budget == "0.5"}
+    assert comparison.results[2].difference == pytest.approx(costs["tova"], abs=2 * made_up.NOISE)
+    assert comparison.results[2].difference_p < 0.001
+
+
+def test_a_task_that_was_measured_in_two_ways_is_two_tasks(folder):
+    """By what differs: here an option and the model; the data is written in the settings of the command."""
+    ways = [{"prompt": 512, "continuation": 64}, {"prompt": 256, "continuation": 64}]
+    one, other = (cell("h2o", key=f"k{i}", task_options=way, model=f"m{i}") for i, way in enumerate(ways))
+    assert shown(folder("a", one), folder("b", other)) == [
+        ("ppl (model=m0, prompt=512)", "h2o 0.5", 24),
+        ("ppl (model=m1, prompt=256)", "h2o 0.5", 24),
+    ]
+
+
+def test_data_of_two_places_is_apart(folder, config):
+    paths = folder("a", cell("h2o", key="k0")), folder("b", cell("tova", key="k1"))
+    for path, root in zip(paths, ("here", None), strict=True):
+        (path / "config.yaml").write_text(dump(config(root=root, roots={} if root else {"ppl": "there"})))
+    cells, data = join(paths)
+    hub = "the Hugging Face hub; ppl: there"
+    assert [one.summary.task for one in cells] == ["ppl (data=here)", f"ppl (data={hub})"]
+    assert data == f"here; {hub}"
+
+
+def test_a_label_with_two_meanings_has_the_name_of_its_folder(folder):
+    first, second = (f"ag.policy('gates:{name}', budget=0.5)" for name in "xy")
+    paths = folder("a", cell("g", policy=first, key="1")), folder("b", cell("g", policy=second, key="2"), cell("tova"))
+    assert [name for _, name, _ in shown(*paths)] == ["g (a) 0.5", "g (b) 0.5", "tova 0.5"]
+
+
+def test_of_one_policy_the_row_with_the_most_samples_counts(folder):
+    few, many = cell("h2o", n=5, key="few"), cell("h2o", key="many")
+    failed = cell("tova", key="t")
+    failed = failed._replace(summary=replace(failed.summary, n=0, mean=None, kept=None, problem="x"), outcomes=[])
+    paths = folder("a", many, failed), folder("b", few, cell("tova", key="t"))
+    assert shown(*paths) == [("ppl", "h2o 0.5", 24), ("ppl", "tova 0.5", 24)]
+
+
+def test_the_command(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    paths = [str(folder("a", FULL, cell("h2o"))), str(folder("b", cell("tova", cost=0.9)))]
+    assert main([*paths, f"output={tmp_path}/all", "mine=h2o"]) == 0
+    names(capsys.readouterr().out, "ppl", "h2o 0.5", "tova 0.5", f"{tmp_path}/all/report.html")
+    text = (tmp_path / "all" / "table.md").read_text()
+    names(text, "3 policies on smollm2: ppl", "data: unknown", "ppl: h2o, ")
+    assert main([*paths, "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["ppl: full", "ppl: h2o 0.5", "ppl: tova 0.5"]
+    for words, parts in (
+        ([str(tmp_path)], (str(tmp_path), ROWS, "ag.compare")),
+        (["output=x"], ("folders=[]", "ag.compare")),
+        ([*paths, "baseline=h2"], ("baseline 'h2'", "h2o?")),
+        ([*paths, "mine=tov"], ("mine 'tov'", "tova?")),
+    ):
+        assert main(words) == 2
+        names(capsys.readouterr().err, "ag.report: error: ", *parts)
