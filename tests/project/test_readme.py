@@ -25,6 +25,7 @@ from ag.explain import ExplainConfig
 from ag.gates.calibration import Calibration
 from ag.generate import GenerateConfig
 from ag.plan import PlanConfig
+from ag.report import main as report
 from ag.vllm.settings import Settings
 from ag.wheels import Source
 from tests.support import ROOT
@@ -116,6 +117,8 @@ def test_command_is_one_that_the_tests_cover(words, capsys, monkeypatch, tmp_pat
         with pytest.raises(SystemExit, match="0"):
             parse(words[3:], CompareConfig, program)
         assert {"--help": "policies=", "--recipes": "compare_small"}[words[3]] in capsys.readouterr().out
+    elif program == "ag.report":
+        assert report(words[3:]) == 2 and f"folders={words[3]}: it has no results" in capsys.readouterr().err
     elif program in SCHEMAS:
         config = parse(words[3:], SCHEMAS[program], program, "mode" if program == "ag.bench" else "").config
         policies = getattr(config, "policies", None) or getattr(config, "policy", None) or []

@@ -132,11 +132,11 @@ def lead_charts(comparison: Comparison) -> list[Chart]:
 
 
 def _asks_after(row: Row) -> bool:
-    return row.question == "after" and row.nats == row.nats
+    return bool(row.question == "after" and row.nats == row.nats)
 
 
 def _continues(row: Row) -> bool:
-    return row.question is None and row.metric == "nats per token"
+    return bool(row.question is None and row.metric == "nats per token")
 
 
 def _over_full(comparison: Comparison, title: str, rows: Sequence[Row]) -> Chart:
@@ -205,7 +205,7 @@ def charts_by_part(comparison: Comparison, task: str, kind: str) -> list[Chart]:
         compared = any(base is not None for base in bases)
         points = []
         for row, base in zip(rows, bases, strict=True):
-            if compared and base is None or not _numbered(part_values(comparison.outcomes(row), kind)):
+            if (compared and base is None) or not _numbered(part_values(comparison.outcomes(row), kind)):
                 continue
             name = f"{row.name} ({percent(row.kept)})"
             sign = ".3f" if base is None else "+.3f"

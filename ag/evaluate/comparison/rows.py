@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from pandas import DataFrame
 
 from ag.config.spec import PolicySpec
 from ag.errors import UserError
-from ag.evaluate.comparison.folder import FinishedCell, tag_values
+from ag.evaluate.comparison.folder import FinishedCell, Summary, tag_values
 from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error
 from ag.evaluate.tasks import Outcome
 
@@ -25,10 +25,10 @@ SPARE = 0.02  # largest difference of two kept shares that count as equal, as a 
 OF_SHARE = 0.2  # and relative to the smaller share, which is stricter for small shares
 NOT_COMPARED = "Not compared with each other, because their kept shares differ:"
 POSITION = "position"  # kind of the parts of a text: blocks of tokens, named by their first position
-FLOATS = ("kept", "mean", "error", "nats", "hits", "kl", "same_top1", "floor", "over_budget", "untouched", "seconds")
-FLOATS += ("kv_bytes", "threads", "prompt_mean", "prompt_min", "prompt_max", "prompt_kept", "nats_error")
-TYPES = dict.fromkeys(FLOATS, float) | dict.fromkeys(("n", "too_long", "too_short", "cut", "tokens"), int)
-TYPES |= dict.fromkeys(("evicts", "gated", "higher_is_better"), bool)
+#: Types of columns by the annotations of a summary's fields; all others hold objects.
+KINDS: dict[Any, type] = {"float": float, "float | None": float, "int | None": float, "int": int, "bool": bool}
+TYPES = {field.name: KINDS[field.type] for field in fields(Summary) if field.type in KINDS}
+TYPES |= {"evicts": bool, "gated": bool, "tokens": int, "prompt_kept": float, "nats_error": float}
 PAIRED = ("error", "low", "high", "p")  # fields of a paired difference, beside the difference itself
 
 
@@ -129,9 +129,9 @@ class Comparison:
                 return f"not informative for this model: {row.metric} {row.mean:.4f} with the full cache"
         return ""
 
-    def _differences(self, row: Row) -> dict[str, float]:
+    def _differences(self, row: Row) -> dict[str, float | None]:
         """Return the columns of the differences to the baseline."""
-        base, columns = self.baseline_of(row), {}
+        base, columns = self.baseline_of(row), dict[str, float | None]()
         for tag, name in (("", "difference"), ("nats", "nats_difference")):
             paired = None if base is None else self.paired(row, base, tag)
             columns[name] = math.nan if paired is None else paired.difference

@@ -218,12 +218,11 @@ def by_part(comparison: Comparison, task: str, kind: str) -> DataFrame:
         lines |= {row.name: line} if outcomes else {}
     table = DataFrame.from_dict(lines, orient="index")
     parts = [column for column in table if column != LAST]
-    if kind == POSITION:
-        parts = sorted(parts)[:: -(-len(parts) // MAX_BLOCKS)]
-    heads = {
-        part: f"from {part:,}" if kind == POSITION else f"{kind} {part}" for part in parts if isinstance(part, int)
-    }
-    heads[LAST] = "kept at the end" if kind == POSITION else "worst"
+    heads: dict[Any, str] = {LAST: "kept at the end" if kind == POSITION else "worst"}
+    if all(isinstance(part, int) for part in parts):
+        parts.sort()
+        heads |= {part: f"from {part:,}" if kind == POSITION else f"{kind} {part}" for part in parts}
+    parts = parts[:: -(-len(parts) // MAX_BLOCKS)] if kind == POSITION else parts
     return table[[*parts, LAST]].fillna("").rename(columns=heads).reset_index(names="policy")
 
 

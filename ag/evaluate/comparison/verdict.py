@@ -89,7 +89,7 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
         return comparison.paired(other, row, tag) if lower else comparison.paired(row, other, tag)
 
     gain = None if rival is None else gain_over(best, rival)
-    if gain is None:
+    if rival is None or gain is None:
         return without(f"no other policy can be compared with {compared[0].label}")
     unit = "nats" if tag or best.metric.startswith("nats") else f"in {best.metric}"
     level = [row.label for row in alike if (g := gain_over(best, row)) and (g.low <= 0 or g.p >= SIGNIFICANT)]
