@@ -46,7 +46,7 @@ def command(monkeypatch, tmp_path):
 def test_what_would_be_done(name, command, capsys):
     assert (
         SAID.keys() == WRONG.keys() == COMMANDS.keys() - {"fit", "plan", "report"}
-    )  # elsewhere; writes nothing; needs folders
+    )  # elsewhere
     words, said = SAID[name]
     assert (command(name, words), capsys.readouterr().out) == (0, said)
 

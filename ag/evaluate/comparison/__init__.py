@@ -1,1 +1,6 @@
-"""Policies over tasks. To read in this order: compare, cells, work, folder, result, verdict, tables, charts, page."""
+"""Comparisons: a table with a row for each policy, budget and task, and its report.
+
+``cells`` lists what to run, ``work`` runs it (each prompt is read once for all policies), and ``folder`` keeps the rows.
+``rows`` makes them a table, paired with the baseline by ``statistics``; ``verdict``, ``tables`` and ``figures`` say,
+write and draw what is in it, ``page`` puts these together, and ``compare`` has the commands.
+"""
