@@ -44,9 +44,7 @@ def command(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_would_be_done(name, command, capsys):
-    assert (
-        SAID.keys() == WRONG.keys() == COMMANDS.keys() - {"fit", "plan", "report"}
-    )  # elsewhere
+    assert SAID.keys() == WRONG.keys() == COMMANDS.keys() - {"fit", "plan", "report"}  # elsewhere
     words, said = SAID[name]
     assert (command(name, words), capsys.readouterr().out) == (0, said)
 

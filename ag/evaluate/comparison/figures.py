@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +16,10 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
-from pandas import DataFrame
+from pandas import DataFrame, Series
 
 from ag.evaluate.comparison.folder import tag_values
 from ag.evaluate.comparison.rows import POSITION, Comparison, Row, part_kinds, part_values, percent
-from ag.evaluate.comparison.statistics import bootstrap
 from ag.evaluate.comparison.tables import part_means
 from ag.gates.figures import DPI
 
@@ -68,7 +67,7 @@ class Chart:
             ``high`` (ends of the interval or of the standard error), ``text``, and ``level`` (whether a single point is
             drawn as a level through the chart: the full cache).
         looks: the look of each policy; gates are drawn last.
-        zero: label of the policy that is subtracted, drawn at 0. None: nothing was subtracted.
+        zero: label of the policy that is subtracted, drawn at 0. Empty: nothing was subtracted.
     """
 
     title: str
@@ -76,7 +75,7 @@ class Chart:
     y_label: str
     points: DataFrame
     looks: dict[str, Look]
-    zero: str | None = None
+    zero: str = ""
 
 
 @matplotlib.rc_context(STYLE)
@@ -118,78 +117,65 @@ def lead_charts(comparison: Comparison) -> list[Chart]:
     """Return nats over the full cache by kept share, for the first task that asks after eviction and the first text.
 
     Tasks with fewer than two kept shares are left out, and tasks that the model cannot do. Intervals are 95 %
-    intervals of the paired difference. Without a result of the full cache the charts show the nats themselves.
+    intervals of the paired difference. If the baseline is no full cache, the charts show nats with standard errors.
     """
-    charts = []
-    for subject, is_subject in (("question after eviction", _asks_after), ("continuation", _continues)):
-        for task in comparison.tasks:
-            rows = [row for row in comparison.of_task(task) if row.n]
-            shares = {row.kept for row in rows if row.evicts and is_subject(row)}
-            if len(shares) >= MIN_SHARES and not comparison.uninformative(task):
-                charts.append(_over_full(comparison, f"{subject}: {task}", rows))
-                break
+    rows, charts = comparison.rows, []
+    asks_after = (rows.question == "after") & rows.nats.notna()
+    continues = rows.question.isna() & (rows.metric == "nats per token")
+    for subject, chosen, tag in (("question after eviction", asks_after, "nats"), ("continuation", continues, "")):
+        shares = rows[chosen & rows.evicts & (rows.n > 0)].groupby("task", sort=False).kept.nunique()
+        tasks = [task for task in shares.index[shares >= MIN_SHARES] if not comparison.uninformative(task)]
+        for task in tasks[:1]:
+            full = rows[(rows.task == task) & (rows.label == comparison.baseline) & ~rows.evicts]
+            name, title = "nats_difference" if tag else "difference", f"{subject}: {task}"
+            if full.empty:
+                charts.append(_by_memory(comparison, task, title, "nats", *_errors(rows, tag)))
+            else:
+                interval = (rows[name + end] for end in ("", "_low", "_high"))
+                zero = comparison.baseline
+                charts.append(_by_memory(comparison, task, title, "nats over the full cache", *interval, zero=zero))
     return charts
-
-
-def _asks_after(row: Row) -> bool:
-    return bool(row.question == "after" and row.nats == row.nats)
-
-
-def _continues(row: Row) -> bool:
-    return bool(row.question is None and row.metric == "nats per token")
-
-
-def _over_full(comparison: Comparison, title: str, rows: Sequence[Row]) -> Chart:
-    full = next((row for row in rows if not row.evicts), None)
-    tag = "nats" if any(_asks_after(row) for row in rows) else ""
-
-    def measure(row: Row) -> tuple[float, float, float] | None:
-        values = np.array(list(tag_values(comparison.outcomes(row), tag).values()))
-        if row is full or not len(values):
-            return None
-        paired = None if full is None else comparison.paired(row, full, tag)
-        return (values.mean(), *bootstrap(values)) if paired is None else (paired.difference, paired.low, paired.high)
-
-    y_label = "nats" if full is None else "nats over the full cache"
-    return _by_memory(comparison, title, y_label, rows, measure, None if full is None else full.label)
 
 
 def quality_charts(comparison: Comparison, task: str, tag: str = "") -> list[Chart]:
     """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors."""
-
-    def measure(row: Row) -> tuple[float, float, float] | None:
-        mean, error = (row.nats, row.nats_error) if tag else (row.mean, row.error)
-        return None if np.isnan(mean) else (mean, mean - np.nan_to_num(error), mean + np.nan_to_num(error))
-
-    rows = comparison.of_task(task)
-    which = "higher" if rows[0].higher_is_better and not tag else "lower"
-    metric = "nats per token" if tag else rows[0].metric
+    row = comparison.of_task(task)[0]
+    which = "higher" if row.higher_is_better and not tag else "lower"
+    label = f"{'nats per token' if tag else row.metric} ({which} is better)"
     title = f"{task}: nats of the right answer" if tag else task
-    chart = _by_memory(comparison, title, f"{metric} ({which} is better)", rows, measure)
+    chart = _by_memory(comparison, task, title, label, *_errors(comparison.rows, tag))
     return [] if chart.points.empty else [chart]
 
 
+def _errors(rows: DataFrame, tag: str) -> tuple[Series, Series, Series]:
+    """Return means, and the ends of their standard errors; a single sample has none."""
+    mean, error = (rows.nats, rows.nats_error) if tag else (rows["mean"], rows.error)
+    return mean, mean - error.fillna(0), mean + error.fillna(0)
+
+
 def _by_memory(
-    comparison: Comparison,
-    title: str,
-    y_label: str,
-    rows: Sequence[Row],
-    measure: Callable[[Row], tuple[float, float, float] | None],
-    zero: str | None = None,
+    comparison: Comparison, task: str, title: str, label: str, y: Series, low: Series, high: Series, zero: str = ""
 ) -> Chart:
     """Return a chart by kept share; if keys and values were stored in several types, by their bytes."""
-    in_bytes = len({row.kv_bytes for row in rows if row.n and not row.evicts}) > 1
-    sign = "+.4f" if zero is not None else ".4f"
-    points = []
-    for row in rows:
-        if row.n and (measured := measure(row)) is not None:
-            shares = sorted({other.kept for other in rows if other.label == row.label and other.n})
-            x, (y, low, high) = (row.memory if in_bytes else row.kept), measured
-            text = f"{row.name}: {y:{sign}} [{low:{sign}}, {high:{sign}}] at {percent(row.kept)} kept"
-            legend = f"{shorten(row.label)} ({kept_shares_text(shares)})"
-            points.append((row.label, legend, x, y, low, high, text, not row.evicts))
-    x_label = MEMORY if in_bytes else KEPT
-    return Chart(_titled(title, rows), x_label, y_label, _frame(points), looks(comparison), zero)
+    rows = comparison.rows
+    rows = rows[(rows.task == task) & (rows.n > 0)]
+    in_bytes = rows[~rows.evicts].kv_bytes.nunique() > 1
+    shares = rows.sort_values("kept").groupby("label").kept.agg(kept_shares_text)
+    points = rows[["label"]].assign(
+        name=[f"{shorten(name)} ({shares[name]})" for name in rows.label],
+        x=rows.memory if in_bytes else rows.kept,
+        y=y,
+        low=low,
+        high=high,
+        level=~rows.evicts,
+    )
+    sign = "+.4f" if zero else ".4f"
+    points["text"] = [
+        f"{row.name}: {point.y:{sign}} [{point.low:{sign}}, {point.high:{sign}}] at {percent(row.kept)} kept"
+        for row, point in zip(rows.itertuples(index=False), points.itertuples(index=False), strict=True)
+    ]
+    title = f"{title}, {rows.n.max()} samples"
+    return Chart(title, MEMORY if in_bytes else KEPT, label, points.dropna(subset="y"), looks(comparison), zero)
 
 
 def charts_by_part(comparison: Comparison, task: str, kind: str) -> list[Chart]:
@@ -212,13 +198,15 @@ def charts_by_part(comparison: Comparison, task: str, kind: str) -> list[Chart]:
             for x, (y, error) in part_means(comparison, row, base, kind).iterrows():
                 error = np.nan_to_num(error)
                 text = f"{name}: {y:{sign}} {'from' if kind == POSITION else kind} {x:,}"
-                points.append((row.label, shorten(name), x, y, y - error, y + error, text, False))
+                points.append((row.label, shorten(name), x, y, y - error, y + error, False, text))
         if points:
-            y_label = f"nats a token over {comparison.baseline}" if compared else "nats a token"
-            title = _titled(f"{task} at budget {budget}" if budget else task, rows)
+            title = f"{task}{f' at budget {budget}' if budget else ''}, {max(row.n for row in rows)} samples"
             x_label = "position in the text (tokens)" if kind == POSITION else kind
-            zero = comparison.baseline if compared else None
-            charts.append(Chart(title, x_label, y_label, _frame(points), looks(comparison), zero))
+            y_label, zero = ("nats a token", "")
+            if compared:
+                y_label, zero = f"nats a token over {comparison.baseline}", comparison.baseline
+            frame = DataFrame(points, columns=["label", "name", "x", "y", "low", "high", "level", "text"])
+            charts.append(Chart(title, x_label, y_label, frame, looks(comparison), zero))
     return charts
 
 
@@ -226,15 +214,7 @@ def _numbered(values: DataFrame) -> bool:
     return all(isinstance(column, int) for column in values.columns)
 
 
-def _frame(points: Sequence[tuple[Any, ...]]) -> DataFrame:
-    return DataFrame(points, columns=["label", "name", "x", "y", "low", "high", "text", "level"])
-
-
-def _titled(title: str, rows: Sequence[Row]) -> str:
-    return f"{title}, {max(row.n for row in rows)} samples"
-
-
-def kept_shares_text(shares: Sequence[float]) -> str:
+def kept_shares_text(shares: Iterable[float]) -> str:
     """Return ascending kept shares as text: ``10, 25, 50 %``."""
     return f"{', '.join(dict.fromkeys(percent(share).removesuffix(' %') for share in shares))} %"
 
@@ -260,7 +240,7 @@ def draw(axes: Axes, chart: Chart) -> None:
     """Draw a chart; the id of each point is its text. The axes reach beyond the ends of all bars."""
     # over the gates' thicker line: both are visible if they coincide
     level: Any = {"linestyle": "--", "linewidth": 1, "alpha": 0.7, "zorder": 10}
-    if chart.zero is not None:
+    if chart.zero:
         axes.axhline(0, color=THEME[chart.looks[chart.zero].colour], **level)
         axes.set_yscale("symlog", linthresh=SMALL, linscale=0.3)
     groups = chart.points.sort_values("x").groupby(["label", "name"], sort=False)
@@ -277,7 +257,7 @@ def draw(axes: Axes, chart: Chart) -> None:
             axes.plot(point.x, point.y, look.marker, markersize=5, label=legend, gid=TIP + point.text, **style)
     axes.margins(y=0.05)
     axes.set_xlim(left=0)
-    if chart.zero is not None:
+    if chart.zero:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     share = PercentFormatter(1, decimals=0, symbol=" %")

@@ -191,6 +191,6 @@ def test_two_curves_lead(tmp_path):
     cells = comparison.cells.values()
     alone = Comparison([cell for cell in cells if cell.summary.budget], tmp_path, "h2o")
     [text] = [one for one in lead_charts(alone) if "ppl" in one.title]
-    assert (text.y_label, text.zero) == ("nats", None)
+    assert (text.y_label, text.zero) == ("nats", "")
     one_share = Comparison([cell for cell in cells if cell.summary.budget in (None, 0.5)], tmp_path)
     assert lead_charts(one_share) == []
