@@ -49,7 +49,10 @@ def _format_metrics(trainer: Trainer, formats: dict[str, tuple[str, str]]) -> di
 
 
 class RichBar(RichProgressBar):
-    """Lightning's rich bar with LM loss, evicted share and tokens per second."""
+    """Lightning's rich bar with LM loss, evicted share and tokens per second in 80 characters.
+
+    Lightning's own columns leave no room for them, and it counts the epochs of a run of `max_steps` as "0/-2".
+    """
 
     def __init__(self, log_every: int) -> None:
         super().__init__(refresh_rate=10, leave=True, theme=RichProgressBarTheme(metrics_text_delimiter="  "))
@@ -80,7 +83,10 @@ class RichBar(RichProgressBar):
 
 
 class TextBar(StepCallback, ProgressBar):
-    """One line every few optimiser steps (about 50 in a run) and one for each validation."""
+    """One line every few optimiser steps (about 50 in a run) and one for each validation.
+
+    Lightning's bars write the same line again and again, which a log file keeps.
+    """
 
     def __init__(self, log_every: int) -> None:
         super().__init__()

@@ -64,6 +64,8 @@ class ValidateAfterSteps(StepCallback):
 class Throughput(StepCallback):
     """Logs `train/tokens_per_second` of all ranks, without padding and without the time of validations.
 
+    Lightning's ThroughputMonitor waits for the device after each batch; this waits at log steps only.
+
     Args:
         log_every: optimiser steps between log lines.
     """
