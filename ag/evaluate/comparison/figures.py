@@ -88,6 +88,7 @@ def save(comparison: Comparison, charts: dict[str, list[Chart]]) -> None:
             figures[f"depths_{task}"] = depths(comparison, rows)
     for name, figure in figures.items():
         figure.savefig(comparison.folder / f"{name}.png")
+        figure.set_layout_engine("none")  # it stays as it was laid out, which takes most of the time
         figure.savefig(comparison.folder / f"{name}.svg", metadata={"Date": None})
 
 
@@ -105,12 +106,12 @@ def all_charts(comparison: Comparison) -> dict[str, list[Chart]]:
 
 def looks(comparison: Comparison) -> dict[str, Look]:
     """Return the look of each policy, by label."""
-    counts, found = Counter[bool](), {}
+    counts, by_label = Counter[bool](), {}
     for label, gated in comparison.rows.drop_duplicates("label")[["label", "gated"]].itertuples(index=False):
         number = counts[gated]
         counts[gated] += 1
-        found[label] = Look("gates" if gated else COLOURS[number % len(COLOURS)], [*MARKERS][number % len(MARKERS)])
-    return found
+        by_label[label] = Look("gates" if gated else COLOURS[number % len(COLOURS)], [*MARKERS][number % len(MARKERS)])
+    return by_label
 
 
 def lead_charts(comparison: Comparison) -> list[Chart]:

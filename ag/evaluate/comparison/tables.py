@@ -151,7 +151,7 @@ def leaderboard(comparison: Comparison) -> DataFrame:
 
 def sections(comparison: Comparison) -> list[Section]:
     """Return the texts and tables of each task."""
-    found = []
+    task_sections = []
     for task in comparison.tasks:
         rows = comparison.of_task(task)
         kinds = dict.fromkeys(kind for row in rows for kind in part_kinds(comparison.outcomes(row)))
@@ -164,8 +164,8 @@ def sections(comparison: Comparison) -> list[Section]:
             more.append((f"{task} by {kind}", note, by_part(comparison, task, kind)))
         which = "higher" if rows[0].higher_is_better else "lower"
         notes = [f"{rows[0].metric}, {which} is better; {counted(comparison, task)}", prompts(rows)]
-        found.append(Section(task, notes, comparison.uninformative(task), of_task(comparison, task), more))
-    return found
+        task_sections.append(Section(task, notes, comparison.uninformative(task), of_task(comparison, task), more))
+    return task_sections
 
 
 def of_task(comparison: Comparison, task: str) -> DataFrame:

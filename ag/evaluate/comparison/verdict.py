@@ -49,8 +49,8 @@ def find_verdicts(comparison: Comparison) -> list[Verdict]:
             verdicts.append(Verdict(task, "", [f"{task}: no verdict, {remark}"]))
             continue
         budgets = [x for x in comparison.budgets or [""] if any(row.evicts for row in comparison.at(task, x))]
-        found = [find_verdict(comparison, task, budget) for budget in budgets]
-        verdicts += sorted(found, key=lambda verdict: abs(verdict.memory - HALF))
+        task_verdicts = [find_verdict(comparison, task, budget) for budget in budgets]
+        verdicts += sorted(task_verdicts, key=lambda verdict: abs(verdict.memory - HALF))
     return verdicts
 
 
