@@ -26,8 +26,8 @@ class RunCheckpoint(StepCallback, Checkpoint):
     an error hold the loop counters from the end of the last optimiser step, or from the start of the validation after
     it. A resumed run therefore repeats only the unfinished step or validation, and a run that ended at
     `trainer.max_steps` continues inside its epoch if `trainer.max_steps` is raised. (Lightning's ModelCheckpoint saves
-    the counters of the moment: after an error between two accumulated batches, a resumed run would lack the gradient of
-    the first.)
+    either every few steps or after validations, and the counters of the moment: after an error between two accumulated
+    batches, a resumed run would lack the gradient of the first.)
 
     Args:
         run_dir: the run folder.
