@@ -181,4 +181,5 @@ def _renamed(cell: FinishedCell, **names: str) -> FinishedCell:
 
 def _data(root: str | None, roots: dict[str, str]) -> str:
     """Return where the samples of a comparison come from, as text."""
-    return "; ".join([root or HUB, *(f"{task}: {path}" for task, path in roots.items())])
+    places = [HUB if root is None else str(Path(root).resolve())]
+    return "; ".join([*places, *(f"{task}: {Path(path).resolve()}" for task, path in roots.items())])

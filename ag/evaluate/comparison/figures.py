@@ -132,9 +132,9 @@ def lead_charts(comparison: Comparison) -> list[Chart]:
             if full.empty:
                 charts.append(_by_memory(comparison, task, title, "nats", *_errors(rows, tag)))
             else:
-                interval = (rows[name + end] for end in ("", "_low", "_high"))
-                zero = comparison.baseline
-                charts.append(_by_memory(comparison, task, title, "nats over the full cache", *interval, zero=zero))
+                y, low, high = (rows[name + end] for end in ("", "_low", "_high"))
+                label, zero = "nats over the full cache", comparison.baseline
+                charts.append(_by_memory(comparison, task, title, label, y, low, high, zero))
     return charts
 
 

@@ -100,10 +100,11 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
     if mine is not None and (lag := gain_over(mine, best)):
         place = f"number {others.index(mine) + 2} of {len(compared)}"
         sentences.append(f"{mine.label}, {place}, {_gain_text(lag, unit, best.label)} {_test_text(lag)}")
-    if full is None:
+    evicting = [] if full is None else [row for row in (best, rival) if row.evicts]
+    losses = [(row, lost) for row in evicting if (lost := gain_over(row, full))]
+    if not losses:
         sentences.append("The full cache has no result to compare with")
     else:
-        losses = [(row, lost) for row in (best, rival) if row.evicts and (lost := gain_over(row, full))]
         sentences += _distance_text(comparison, losses, full, rival is full, tag, unit)
     return Verdict(task, budget, [*sentences, *left_out], best, rival, gain, memory)
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -72,9 +73,9 @@ def test_data_of_two_places_is_apart(folder, config):
     for path, root in zip(paths, ("here", None), strict=True):
         (path / "config.yaml").write_text(dump(config(root=root, roots={} if root else {"ppl": "there"})))
     cells, data = join(paths)
-    hub = "the Hugging Face hub; ppl: there"
-    assert [one.summary.task for one in cells] == ["ppl (data=here)", f"ppl (data={hub})"]
-    assert data == f"here; {hub}"
+    here, hub = Path("here").resolve(), f"the Hugging Face hub; ppl: {Path('there').resolve()}"
+    assert [one.summary.task for one in cells] == [f"ppl (data={here})", f"ppl (data={hub})"]
+    assert data == f"{here}; {hub}"
 
 
 def test_a_label_with_two_meanings_has_the_name_of_its_folder(folder):

@@ -168,9 +168,11 @@ def test_without_a_verdict_it_says_why(tmp_path):
     [unable] = find_verdicts(Comparison(unable, tmp_path))
     assert str(unable).startswith("needles: no verdict, not informative for this model: exact match 0.0833")
     assert not any(one.certain for one in (nothing, alone, unable))
-    no_full = Comparison([scored("h2o", 0.5, 12), scored("tova", 0.5, 2)], tmp_path, "h2o")
-    no_full = find_verdict(no_full, "needles", "0.5")
-    assert no_full.sentences[1] == "The full cache has no result to compare with"
+    cells, full = [scored("h2o", 0.5, 12), scored("tova", 0.5, 2)], scored("full", None, 24)
+    others = full._replace(outcomes=[replace(one, sample=f"other {one.sample}") for one in full.outcomes])
+    for more in ([], [others]):  # no full cache, and one on other samples
+        no_full = find_verdict(Comparison([*more, *cells], tmp_path, "h2o"), "needles", "0.5")
+        assert no_full.sentences[1] == "The full cache has no result to compare with"
 
 
 def test_two_curves_lead(tmp_path):
