@@ -43,9 +43,7 @@ NOTES = {
     "KV MB": "mean bytes allocated for keys and values after a prompt, or at the end if decoding evicts",
     "memory": "these bytes as a share of the full cache's",
 }
-LEADERS = (
-    "Mean scores with the kept share, the best first; of several tasks by the mean rank, and last without a score."
-)
+LEADERS = "Mean scores with the kept share, best first; of several tasks by the mean rank, and last without a score."
 BY_PART = (
     "{1}Mean nats a token of each part: the nats of {0}, and the paired differences of all policies to it, named parts "
     "with a 95 % bootstrap interval. A number without a sign is the nats of a policy with another kept share."
