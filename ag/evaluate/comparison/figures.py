@@ -165,9 +165,9 @@ def _by_memory(
     points = rows[["label"]].assign(
         name=[f"{shorten(name)} ({shares[name]})" for name in rows.label],
         x=rows.memory if in_bytes else rows.kept,
-        y=y,
-        low=low,
-        high=high,
+        y=y[rows.index],  # an empty frame would take all
+        low=low[rows.index],
+        high=high[rows.index],
         level=~rows.evicts,
     )
     sign = "+.4f" if zero else ".4f"
