@@ -22,6 +22,7 @@ from ag.commands.shared import SharedPolicy
 from ag.config.command_line import Invocation
 from ag.config.spec import specs_by_name
 from ag.engine import EvictionCache, Policy, policy
+from ag.engine.block_pool import BLOCK
 from ag.engine.decode import decode
 from ag.engine.report import Report
 from ag.errors import BudgetWarning, UserError
@@ -58,9 +59,26 @@ def run(invocation: Invocation[GenerateConfig]) -> int:
     for name, generation in generations.items():
         print(f"--- {name} ---\n{generation.text}\n" if len(generations) > 1 else f"{generation.text}\n")
     Console().print(table(generations))
-    if invocation.config.policy is not None:
-        print(f"\n{next(iter(generations.values())).report}")
+    first = next(iter(generations.values()))
+    print(savings(first))
+    if invocation.config.layers:
+        print(f"\n{first.report}")
     return 0
+
+
+def savings(generation: Generation) -> str:
+    """Return a sentence: what eviction saved, and why this is not the evicted share."""
+    used, plain = (n / 2**20 for n in (generation.kv_bytes, generation.report.plain_nbytes))
+    if generation.evicted == 0:
+        return (
+            f"Nothing was evicted: {generation.prompt_tokens} prompt tokens are too few for this policy and its "
+            f"budget. The cache takes {used:.2f} MiB."
+        )
+    return (
+        f"The cache takes {used:.2f} MiB, transformers' own {plain:.2f} MiB: {1 - used / plain:.0%} saved. "
+        f"{generation.evicted:.0%} of the prompt went; new tokens stay, and a row's last block of {BLOCK} tokens may "
+        "not be full."
+    )
 
 
 def table(generations: dict[str, Generation]) -> Table:

@@ -8,3 +8,12 @@ output="${1:-runs}"
 run="$(ls -d "$output"/quickstart/*/ | tail -n 1)"
 .venv/bin/python -m ag.generate gates="${run}export" prompt="$(cat scripts/quickstart.txt)" max_new_tokens=12 compare=true
 .venv/bin/python -m ag.evaluate run="$run"
+cat <<END
+
+What you saw: small gates learnt which tokens of a passage a later question needs, and the others left the cache.
+The difference is in nats per token of the answers, against the full cache. Below 0 the gates also learnt the form of
+the answers, as training on answers does; accuracy says whether the facts are still there. Next:
+  .venv/bin/ag generate model=smollm2 policy=gates:smollm2 budget=0.3 file=README.md compare=true
+  .venv/bin/ag fit recipe=quickstart gate.kind=linear
+  .venv/bin/ag serve model=smollm2 policy=gates:smollm2 share=0.3
+END

@@ -39,6 +39,7 @@ class GenerateConfig(SharedPolicy):
     top_p: float = key(1.0, "sample from the likeliest tokens that together have this probability", ge=0, le=1)
     seed: int = key(0, "seed of the samples", ge=0, le=2**32 - 1)
     compare: bool = key(False, "also continue with a full cache")
+    layers: bool = key(False, "also print the tokens and bytes of each layer")
 
     def check(self) -> None:
         """Refuse a policy, a prompt and spans that cannot be used."""
