@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": "a run's gates on its own validation rows",
     "explain": "pictures of what policies keep, and why",
     "bench": "time and memory beside plain transformers",
+    "data": "sample data for a first try: ag data sample FOLDER",
     "models": "folder of a base model; fetches it if needed",
 }
 

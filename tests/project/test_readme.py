@@ -18,6 +18,7 @@ from ag.commands.serve import ServeConfig
 from ag.compare import CompareConfig
 from ag.config import Config
 from ag.config.command_line import parse
+from ag.data.__main__ import main as data_command
 from ag.evaluate.__main__ import EvaluateConfig
 from ag.evaluate.__main__ import main as evaluate
 from ag.evaluate.comparison.cells import list_cells
@@ -72,7 +73,7 @@ def commands(page):
             while words and re.match(r"^[A-Z_]+=", words[0]):  # environment of the command
                 words = words[1:]
             if words:
-                yield words
+                yield ["python", "-m", f"ag.{words[1]}", *words[2:]] if words[0] == "ag" else words
 
 
 LOADED = functools.cache(ag.AttentionGates.from_pretrained)  # the shipped gates, or those of `small_export`
@@ -134,6 +135,8 @@ def test_command_is_one_that_the_tests_cover(words, capsys, monkeypatch, tmp_pat
         assert told.model == "ag"
         options = {name: value for name, value in told.model_args.items() if name not in ("pretrained", "policy")}
         assert ag.policy(told.model_args["policy"], **options)
+    elif program == "ag.data":
+        assert data_command([*words[3:-1], str(tmp_path / words[-1])]) == 0
     elif program == "ag.models":
         monkeypatch.setattr(Source, "get", lambda source, accepted=None: tmp_path / source.name)
         assert models.main(words[3:]) == 0
