@@ -149,6 +149,10 @@ def test_command_is_one_that_the_tests_cover(words, capsys, monkeypatch, tmp_pat
         assert protocol.parse(kind, words[words.index("-d") + 1].encode()).model == "smollm2"
     elif program == "vllm":
         assert Settings.parse(json.loads(words[words.index("--additional-config") + 1]), {}) is not None
+    elif program == "docker":
+        built = {words[i + 1] for i in range(len(words) - 1) if words[i] == "-f"}
+        assert all((ROOT / file).is_file() for file in built)
+        assert built or parse(words[words.index("ag") + 1 :], ServeConfig, "ag.serve")
     elif program in ("bash", "python"):
         assert (ROOT / words[1]).is_file()
     else:
