@@ -19,6 +19,7 @@ COMMANDS = {
     "explain": "pictures of what policies keep, and why",
     "bench": "time and memory beside plain transformers",
     "data": "sample data for a first try: ag data sample FOLDER",
+    "doctor": "whether this machine is ready, and what to do where it is not",
     "models": "folder of a base model; fetches it if needed",
 }
 

@@ -18,6 +18,13 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def cpu_features() -> set[str]:
+    """Return the processor's instruction sets by their names in Linux; empty if it does not name them."""
+    lines = CPU.read_text().splitlines() if CPU.is_file() else []
+    listed = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return set(next(listed, "").split())
+
+
 def main_memory() -> int:
     """Return the bytes of main memory that this process may use."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]

@@ -88,6 +88,7 @@ def main_from_schema(
     first: str = "",
     check: Callable[[Any], None] | None = None,
     elsewhere: bool = False,
+    bare: bool = False,
 ) -> Main:
     """Make the ``main`` of a program from the schema of its keys.
 
@@ -100,11 +101,12 @@ def main_from_schema(
         check: raises the command's own errors before torch is loaded, after :func:`ag.config.early.check`. None: no
             further checks.
         elsewhere: whether the described work runs on another machine, with other devices.
+        bare: whether the program runs without any argument.
     """
 
     @command(program)
     def main(argv: list[str]) -> int:
-        invocation = parse(argv, schema, program, first)
+        invocation = parse(argv, schema, program, first, bare)
         early.check(invocation.config, elsewhere)
         if check is not None:
             check(invocation.config)
@@ -131,7 +133,7 @@ def _short_warnings(program: str) -> Iterator[None]:
         yield
 
 
-def parse(argv: Sequence[str], schema: type[T], program: str, first: str = "") -> Invocation[T]:
+def parse(argv: Sequence[str], schema: type[T], program: str, first: str = "", bare: bool = False) -> Invocation[T]:
     """Read a command line (arguments as in :func:`main_from_schema`); run help, listings and sweeps.
 
     Raises:
@@ -140,6 +142,9 @@ def parse(argv: Sequence[str], schema: type[T], program: str, first: str = "") -
     """
     try:
         words = [f"{first}={argv[0]}", *argv[1:]] if first and argv and not re.match("-|.*=", argv[0]) else argv
+        if not words and not bare:
+            hint = "recipe=NAME, " if "recipe" in keys(schema) else ""
+            raise ConfigError(f"nothing to do: give {hint}key=value or --help")
         options, overrides = _split_arguments(words, keys(schema))
         if "--help" in options:
             _exit_with(_help(schema, program))
@@ -165,9 +170,6 @@ def _exit_with(text: str) -> NoReturn:
 
 def _split_arguments(argv: Sequence[str], schema_keys: Mapping[str, Key]) -> tuple[set[str], dict[str, str]]:
     """Separate options from ``key=text``. If a key is repeated, its last value counts."""
-    if not argv:
-        hint = "recipe=NAME, " if "recipe" in schema_keys else ""
-        raise ConfigError(f"nothing to do: give {hint}key=value or --help")
     options, overrides = set(), {}
     for argument in argv:
         name, equals, text = argument.partition("=")

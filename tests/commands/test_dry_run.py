@@ -11,6 +11,7 @@ SAID = {
     "serve": (["policy=h2o", "share=0.3", "memory=1.5GiB", "port=80"], "h2o: 1610612736 bytes, 127.0.0.1:80\n"),
     "explain": (["policies=[h2o,tova+caote]", "root=."], "h2o\ntova+caote\n"),
     "bench": (["prefill", "context=[64,128]"], "prefill: context 64, batch 1\nprefill: context 128, batch 1\n"),
+    "doctor": ([], "packages\nprocessor\nmemory\ngpus\nkernels\nfolder\nhub\n"),
     "models": (["gemma3-270m", "accept_license=gemma"], "gemma3-270m\n"),
     "compare": (["policies=[full,h2o]", "budgets=[8]", "root=."], "ppl: full\nppl: h2o 8\n"),
     "evaluate": (["policies=[full,h2o]", "budgets=[8]", "root=."], "responses: full\nresponses: h2o 8\n"),
@@ -44,7 +45,7 @@ def command(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_would_be_done(name, command, capsys):
-    assert SAID.keys() == WRONG.keys() == COMMANDS.keys() - {"fit", "plan", "report"}  # elsewhere
+    assert SAID.keys() == WRONG.keys() | {"doctor"} == COMMANDS.keys() - {"fit", "plan", "report"}  # elsewhere
     words, said = SAID[name]
     assert (command(name, words), capsys.readouterr().out) == (0, said)
 
