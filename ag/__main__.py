@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": "continue a text under a policy, and show what it saves",
     "serve": "a server with OpenAI's API and continuous batching",
     "compare": "policies on tasks at budgets: tables, tests and a page",
+    "choose": "the smallest budget whose cost on your own data stays below a bound",
     "report": "join finished comparisons: tables, figures and a page",
     "evaluate": "a run's gates on its own validation rows",
     "explain": "pictures of what policies keep, and why",

@@ -94,7 +94,7 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
 
     def rows(split: str, start: int, stop: int | None, max_rows: int | None, counts: SplitCounts) -> list[Row]:
         numbered = itertools.islice(enumerate(source.read(split), start=1), start, stop)
-        encoded = (_chats if form.chat else _pairs)(form, data, tokenizer, numbered, source.where(split))
+        encoded = encoded_rows(form, data, tokenizer, numbered, source.where(split))
         fits = (fit for row in encoded if (fit := truncate_prompt(row, limit, leading_tokens, counts)) is not None)
         return list(itertools.islice(fits, max_rows))
 
@@ -135,6 +135,21 @@ def detect_form(row: Record | None, data: SftConfig, source_name: str) -> RowFor
     raise DataError(
         f"{source_name} has the fields {', '.join(row)}: expected {expected}; name others by {keys_of_columns}"
     )
+
+
+def encoded_rows(
+    form: RowForm,
+    data: SftConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterator[tuple[int, Record]],
+    source_name: str,
+) -> Iterator[Row]:
+    """Tokenise numbered rows of chats, or of prompts and responses, of any length.
+
+    Raises:
+        DataError: a row has another form, or no answer; the message names it.
+    """
+    return (_chats if form.chat else _pairs)(form, data, tokenizer, rows, source_name)
 
 
 def _pairs(

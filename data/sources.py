@@ -74,7 +74,7 @@ class Source:
         """
         if self.folder is None:
             return iter(self._load_hub(split))
-        return itertools.chain.from_iterable(map(_read, self._split_files(split)))
+        return itertools.chain.from_iterable(map(read_file, self._split_files(split)))
 
     def _split_files(self, split: str) -> list[Path]:
         """Return the files of a split, or the folder that ``save_to_disk`` wrote of it."""
@@ -187,7 +187,7 @@ def check_fields(row: Mapping[str, Any], fields: Mapping[str, type | tuple[type,
             raise DataError(f"{location}: field {name} is {type(row[name]).__name__}, expected {expected}")
 
 
-def _read(file: Path) -> Iterator[Record]:
+def read_file(file: Path) -> Iterator[Record]:
     """Yield the rows of a file, or of a folder that ``save_to_disk`` wrote; a plain text is one row.
 
     JSON and CSV are not read by ``datasets``, which gives each column one type: silently, integers become floats beside

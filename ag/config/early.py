@@ -16,6 +16,7 @@ from ag.errors import UserError
 EXPECTED = {
     "file": "no such file; expected a text file in UTF-8.",
     "folder": "no such folder; expected an existing one.",
+    "rows": "no such file or folder; expected an existing one.",
 }
 NO_GPU = "no driver of a CUDA device is on this machine"
 

@@ -44,8 +44,8 @@ class Key:
     le: float | None = None  # largest value
     words: str = ""  # description of the values, if the type allows more; the code that reads them checks them
     of: str = ""  # for a mapping: the key that lists its entries
-    #: Meaning of the values. policy, budget, device: ag.config.early checks them; export, file, folder: a path that
-    #: must exist; output: any other path.
+    #: Meaning of the values. policy, budget, device: ag.config.early checks them; export, file, folder, rows (of
+    #: a file or a folder): a path that must exist; output: any other path.
     holds: str = ""
 
     def expected(self) -> str:

@@ -15,6 +15,7 @@ from ag.evaluate.tasks.base import Task
 from ag.evaluate.tasks.instructions import Instructions
 from ag.evaluate.tasks.longbench import SUBSETS, LongBench
 from ag.evaluate.tasks.multiple_choice import MultipleChoice
+from ag.evaluate.tasks.own import Own
 from ag.evaluate.tasks.perplexity import Continuation, Stream
 from ag.evaluate.tasks.responses import Responses
 from ag.evaluate.tasks.turns import Turns
@@ -48,6 +49,7 @@ TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "ppl": (Continuation, {}),
     "ppl_stream": (Stream, {}),
     "responses": (Responses, {}),
+    "own": (Own, {}),
     "worked": (Worked, {}),
     "needle_single": (ruler.OneNeedle, GRID),
     "needle_text": (ruler.OneNeedle, GRID | {"haystack": "text"}),

@@ -1,0 +1,54 @@
+"""The file ``choice.json``: a policy and a budget that ``ag.choose`` found, for other commands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ag.errors import UserError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a command takes from a choice.
+
+    Attributes:
+        model: name or folder of the base model.
+        policy: text of the policy, with the export of the gates if it reads any.
+        budget: share of each prompt, or tokens per KV head.
+        schedule: when tokens are evicted.
+        options: options of the policy by name.
+    """
+
+    model: str
+    policy: str
+    budget: int | float
+    schedule: str = "prefill"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: str) -> Choice:
+        """Read a file that ``ag.choose`` wrote.
+
+        Raises:
+            UserError: the file cannot be read or is no choice, or nothing held.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"choice={path}: {error}; expected a file that ag.choose wrote.") from error
+        if not isinstance(content, dict) or "choice" not in content:
+            raise UserError(f"choice={path}: no key choice: expected a file that ag.choose wrote.")
+        chosen = content["choice"]
+        if chosen is None:
+            raise UserError(f"choice={path}: nothing held in it: expected a file with a choice; use policy=full.")
+        names = {part.name for part in fields(cls)}
+        if not isinstance(chosen, dict) or chosen.keys() != names:
+            raise UserError(f"choice={path}: choice={chosen!r:.80}: expected the keys {', '.join(sorted(names))}.")
+        return cls(**chosen)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values by name."""
+        return asdict(self)

@@ -1,0 +1,220 @@
+"""Tests of which shares keep the mean cost below a bound, with a confidence that holds for any distribution.
+
+The cost of a row is what a policy loses on it against the full cache, clipped to ``[-clip, clip]``. Rows are
+independent draws of one distribution. A wager tests the hypothesis that the mean of clipped costs is at least ``loss``:
+it starts with 1 and bets, before each row, a part of its capital on a cost below ``loss``. Under the hypothesis the
+capital is a supermartingale, so that it ever reaches ``1 / level`` with probability at most ``level`` (Ville's
+inequality; Waudby-Smith and Ramdas, 2023, https://arxiv.org/abs/2010.09686). This holds at every row: a test may stop
+at any time.
+
+The shares of a policy are tested from large to small up to the first that is not shown to hold (fixed-sequence
+testing), and ``1 - confidence`` is divided among the policies (Bonferroni). The probability that any share is wrongly
+said to hold is then at most ``1 - confidence`` (Angelopoulos et al., Learn then Test, 2021,
+https://arxiv.org/abs/2110.01052). The policies and shares to test are chosen on other rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+CAP = 0.95  # largest part of the capital that a row of the largest cost takes
+IMAGINED = 0.5  # weight of a row of the largest cost among the rows that a bet is computed from
+CLEAR = 2  # standard errors above the bound at which the mean cost is clearly too high
+GRID = 1000  # means between -clip and clip that an upper bound is searched among
+
+Vector = NDArray[np.float64] | np.float64
+
+
+class Moments(NamedTuple):
+    """Number, sum and sum of squares of costs."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def plus(self, cost: float) -> Moments:
+        """Return the moments with one more cost."""
+        return Moments(self.count + 1, self.total + cost, self.squares + cost * cost)
+
+    def mean(self, errors: float = 0.0) -> float:
+        """Return the mean plus a number of standard errors of it; the error of a single cost is 0."""
+        mean = self.total / self.count
+        variance = max(0.0, self.squares - self.count * mean**2) / max(1, self.count - 1)
+        return mean + errors * math.sqrt(variance / self.count)
+
+
+def growth(cost: float, seen: Moments, loss: Vector, clip: float) -> Vector:
+    """Return by how much a row changes the log of a wager's capital, for each tested mean ``loss``.
+
+    The bet is the approximate growth-optimal one for the rows before it (aGRAPA; Waudby-Smith and Ramdas, 2023,
+    appendix B.3) and half a row of the largest cost, which an early bet would otherwise ignore.
+
+    Args:
+        cost: clipped cost of the row.
+        seen: moments of the rows before it, and of the search rows.
+        loss: tested means ``[n]``, below ``clip``.
+        clip: largest cost.
+    """
+    first = seen.count * loss - seen.total + IMAGINED * (loss - clip)
+    second = seen.count * loss**2 - 2 * loss * seen.total + seen.squares + IMAGINED * (loss - clip) ** 2
+    bet = np.minimum(np.maximum(first / second, 0.0), CAP / (clip - loss))
+    return np.asarray(np.log1p(bet * (loss - cost)))
+
+
+def upper_bound(costs: Sequence[float], search: Sequence[float], clip: float, level: float) -> float:
+    """Return a bound that lies below the mean cost with probability at most ``level``, whenever the rows stopped.
+
+    Args:
+        costs: clipped costs of the test rows in their order.
+        search: clipped costs of other rows, which bets may use.
+        clip: largest cost.
+        level: probability of an error.
+    """
+    means = np.linspace(clip, -clip, GRID + 1)[1:-1]
+    capital, largest = np.zeros(len(means)), np.zeros(len(means))
+    seen = Moments()
+    for cost in search:
+        seen = seen.plus(cost)
+    for cost in costs:
+        capital = capital + growth(cost, seen, means, clip)
+        largest, seen = np.maximum(largest, capital), seen.plus(cost)
+    refuted = largest >= -math.log(level)
+    num_refuted = len(means) if refuted.all() else int(refuted.argmin())  # from the largest mean down
+    return float(means[num_refuted - 1]) if num_refuted else clip
+
+
+def rows_needed(loss: float, clip: float, level: float) -> int:
+    """Return the smallest number of test rows that can show a mean cost below ``loss``, if no row costs anything.
+
+    Fewer rows cannot exclude that rare rows of the largest cost have a mean of ``loss``.
+    """
+    return math.ceil(-math.log(level) / math.log1p(CAP * loss / (clip - loss)))
+
+
+@dataclass
+class Trial:
+    """What is known of one policy at one share."""
+
+    share: float
+    search: list[float] = field(default_factory=list)  # clipped costs of the search rows
+    costs: list[float] = field(default_factory=list)  # clipped costs of the test rows, in their order
+    seen: Moments = Moments()  # of all these costs
+    capital: float = 0.0  # log of the wager's capital after the last test row
+    crossed: bool = False  # whether the capital reached 1 / level
+    stopped: bool = False  # whether no further row is measured
+
+    def add_search(self, cost: float) -> None:
+        """Add the clipped cost of a search row."""
+        self.search.append(cost)
+        self.seen = self.seen.plus(cost)
+
+    def add_test(self, cost: float, loss: float, clip: float) -> None:
+        """Add the clipped cost of a test row, and what the wager against a mean of ``loss`` wins or loses by it."""
+        self.capital += float(growth(cost, self.seen, np.float64(loss), clip))
+        self.costs.append(cost)
+        self.seen = self.seen.plus(cost)
+
+
+def promising(trials: Sequence[Sequence[Trial]], loss: float) -> list[list[Trial]]:
+    """Choose by the search rows what to test: of each policy its first shares, perhaps none.
+
+    A share may hold if its mean cost, less the standard error, is at most ``loss``. It is likely to hold if the mean
+    plus the standard error is. A policy is left out if none of its shares may hold, or if a smaller share than
+    each of these is likely to hold under another policy.
+
+    Args:
+        trials: by policy, each from the largest share to the smallest.
+        loss: the tested mean.
+    """
+    likely = [_first(policy_trials, lambda trial: trial.seen.mean(errors=1) <= loss) for policy_trials in trials]
+    smallest = min((trial.share for policy_trials in likely for trial in policy_trials), default=1.0)
+    may = [_first(policy_trials, lambda trial: trial.seen.mean(errors=-1) <= loss) for policy_trials in trials]
+    return [policy_trials if policy_trials and policy_trials[-1].share <= smallest else [] for policy_trials in may]
+
+
+def _first(trials: Sequence[Trial], holds: Callable[[Trial], bool]) -> list[Trial]:
+    """Return the trials before the first for which something does not hold."""
+    return [*itertools.takewhile(holds, trials)]
+
+
+@dataclass
+class SharesTest:
+    """The test of several policies at several shares, row by row.
+
+    Attributes:
+        trials: what is tested, by policy, each from the largest share to the smallest.
+        loss: the bound that mean costs are tested against.
+        clip: largest cost.
+        confidence: probability that no share is wrongly said to hold.
+        num_rows: rows that the test may read.
+    """
+
+    trials: list[list[Trial]]
+    loss: float
+    clip: float
+    confidence: float
+    num_rows: int
+
+    @property
+    def level(self) -> float:
+        """Probability of an error for each policy."""
+        return (1 - self.confidence) / max(1, len(self.trials))
+
+    @property
+    def running(self) -> list[Trial]:
+        """The trials whose cost of the next row is needed."""
+        return [trial for policy_trials in self.trials for trial in policy_trials if not trial.stopped]
+
+    def add(self, costs: Sequence[float]) -> None:
+        """Take the clipped costs of the next row, one for each of :attr:`running`, and stop what is decided.
+
+        To stop a trial that is not shown to hold never makes an error more likely.
+        """
+        for trial, cost in zip(self.running, costs, strict=True):
+            trial.add_test(cost, self.loss, self.clip)
+            trial.crossed = trial.stopped = trial.capital >= -math.log(self.level)
+        for policy_trials in self.trials:
+            given_up = next(
+                (i for i, trial in enumerate(policy_trials) if self._is_hopeless(trial)), len(policy_trials)
+            )
+            for trial in policy_trials[given_up:]:
+                trial.stopped = True
+        best = min((trial.share for policy_trials in self.trials for trial in self.holding(policy_trials)), default=1.0)
+        for policy_trials in self.trials:
+            possible = _first(policy_trials, lambda trial: trial.crossed or not trial.stopped)
+            if not possible or possible[-1].share > best:
+                for trial in policy_trials:
+                    trial.stopped = True
+
+    def _is_hopeless(self, trial: Trial) -> bool:
+        """Whether a trial is not expected to cross: its mean is too high, or too few rows are left."""
+        if trial.crossed or not trial.costs:
+            return False
+        largest_gain = self.loss - min(0.0, trial.seen.mean(errors=-CLEAR))
+        left = (self.num_rows - len(trial.costs)) * math.log1p(CAP * largest_gain / (self.clip - self.loss))
+        out_of_reach = trial.capital + left < -math.log(self.level)
+        return out_of_reach or trial.seen.mean(errors=-CLEAR) > self.loss
+
+    def holding(self, policy_trials: Sequence[Trial]) -> list[Trial]:
+        """Return the trials of a policy that are shown to hold: those before the first that did not cross."""
+        return _first(policy_trials, lambda trial: trial.crossed)
+
+    def bounds(self, policy_trials: Sequence[Trial]) -> list[float | None]:
+        """Return a bound of each mean cost of a policy; with the stated confidence all bounds of all policies hold.
+
+        A share that holds has the bound ``loss``, and the first one that does not its own :func:`upper_bound`; behind
+        it there is none (Hsu and Berger, Stepwise confidence intervals without multiplicity adjustment, 1999).
+        """
+        num_holding = len(self.holding(policy_trials))
+        bounds: list[float | None] = [self.loss] * num_holding
+        for trial in policy_trials[num_holding : num_holding + 1]:
+            own = upper_bound(trial.costs, trial.search, self.clip, self.level)
+            bounds.append(max(self.loss, own))
+        return bounds + [None] * (len(policy_trials) - len(bounds))

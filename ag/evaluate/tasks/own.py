@@ -1,0 +1,176 @@
+"""Your own texts, questions and chats: nats per token of their answers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ag.config.data import SftConfig
+from ag.data.collate import start_tokens, tokenize, tokenize_after
+from ag.data.custom_sft import detect_form, encoded_rows
+from ag.data.encode import divided
+from ag.data.sources import ENDINGS, DataError, Record, check_fields, read_file
+from ag.engine import EvictionCache
+from ag.errors import UserError
+from ag.evaluate.tasks.base import LeftOut, PositiveInt, PromptTask, Sample, Tags
+from ag.evaluate.tasks.follow import feed, score
+from ag.model.chat import runs
+
+
+class Question(NamedTuple):
+    """A question about a context, as tokens."""
+
+    question: list[int]  # tokens between the context and the answer
+    answer: list[int]
+
+
+@dataclass(frozen=True)
+class Own(PromptTask):
+    """The rows of a file, or of all files of a folder. The score is the answers' NLL per token.
+
+    The columns of a file's first row decide how its rows are read:
+
+    - ``context`` with ``question`` and ``answer``, or with ``questions``, a list of such objects. Each question is
+      asked alone, from the cache after the context, and the score is the mean over questions;
+    - a chat, or a prompt and its response, as in :mod:`ag.data.custom_sft`. All that stands before the answer, which is
+      the assistant's last turn, is the prompt;
+    - ``text``: its last tokens are the answer. A ``.txt`` file is one text.
+
+    A context is read and evicted before its question. A row that is longer than the model's context is left out, except
+    a text, which loses its end.
+
+    Attributes:
+        continuation: last tokens of a text, which are its answer.
+        question: ``after``: the context is evicted before its question is read; ``before``: with one question, which is
+            the end of the prompt, as a server reads a request.
+    """
+
+    continuation: PositiveInt = 64
+    question: Literal["after", "before"] = "after"
+
+    metric: ClassVar[str] = "nats per token"
+    higher_is_better: ClassVar[bool] = False
+    unit: ClassVar[str] = "rows"
+    compares: ClassVar[bool] = False
+
+    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+        """Read the rows; see :meth:`ag.evaluate.tasks.Task.read`."""
+        for file in self._files():
+            rows = iter(read_file(file))
+            first = next(rows, None)
+            if first is None:
+                continue
+            records, context = itertools.chain([first], rows), "context" in first
+            read = self._questions if context else self._answers
+            for sample in read(tokenizer, records, str(file), max_tokens):
+                longest = max((len(part.question) + len(part.answer) for part in sample.parts), default=0)
+                if len(sample.prompt) + max(longest, len(sample.target_tokens)) > max_tokens:
+                    yield "too long"
+                elif not sample.prompt or not (sample.parts or self.reads_on(sample)):
+                    yield "too short"  # nothing is evicted, or nothing is predicted after the eviction
+                else:
+                    yield sample
+
+    def reads_on(self, sample: Sample) -> bool:
+        """Return whether tokens are read after the prompt; see :meth:`ag.evaluate.tasks.Task.reads_on`."""
+        return bool(sample.parts) or len(sample.target_tokens) > 1
+
+    def answer(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: EvictionCache,
+        last_hidden: Tensor,
+        sample: Sample,
+    ) -> tuple[float, Tags]:
+        """Return the mean over the answers of their negative log-likelihood per token."""
+        if not sample.parts:
+            return _nats(model, cache, last_hidden, sample.target_tokens), {}
+        nats = []
+        for number, part in enumerate(sample.parts, start=1):
+            asked = cache if number == len(sample.parts) else copy.deepcopy(cache)
+            device = last_hidden.device
+            after = feed(model, asked, Tensor([part.question]).long().to(device))[:, -1]
+            nats.append(_nats(model, asked, after, part.answer))
+        return sum(nats) / len(nats), {}
+
+    def _files(self) -> list[Path]:
+        if self.root is None:
+            raise UserError(f"Task {self.name}: nothing to read: give data=FILE or a folder (in ag.compare root=).")
+        path = Path(self.root)
+        files = [path] if path.is_file() else sorted(file for file in path.glob("*") if file.name.endswith(ENDINGS))
+        if not files or not files[0].name.endswith(ENDINGS):
+            raise DataError(f"{path}: expected a file, or a folder of files, that end in {', '.join(ENDINGS)}")
+        return files
+
+    def _questions(
+        self, tokenizer: PreTrainedTokenizerBase, rows: Iterator[Record], where: str, max_tokens: int
+    ) -> Iterator[Sample]:
+        """Tokenise contexts with questions."""
+        start = start_tokens(tokenizer)
+        for number, row in enumerate(rows, start=1):
+            location = f"{where} row {number}"
+            check_fields(row, {"context": str}, location)
+            context, parts = start + tokenize(tokenizer, [row["context"]])[0], []
+            for asked in _asked(row, location):
+                text = f"\n\n{asked['question'].strip()}\n"
+                both = start + tokenize(tokenizer, [row["context"] + text])[0]
+                [answer] = tokenize_after(tokenizer, [asked["answer"].strip()])
+                parts.append((divided(context, both), answer))
+            name = f"{Path(where).stem}/{number}"
+            if self.question == "before":
+                if len(parts) > 1:
+                    raise DataError(f"{location} has {len(parts)} questions: question=before reads one a row")
+                [((prompt, question), answer)] = parts
+                yield Sample(name, prompt + question, answers=[answer])
+            else:
+                shortest = min((prompt for (prompt, _), _ in parts), key=len)
+                told = [Question([*prompt[len(shortest) :], *question], answer) for (prompt, question), answer in parts]
+                yield Sample(name, shortest, parts=told)
+
+    def _answers(
+        self, tokenizer: PreTrainedTokenizerBase, rows: Iterator[Record], where: str, max_tokens: int
+    ) -> Iterator[Sample]:
+        """Tokenise texts, chats, and prompts with responses."""
+        first = next(rows)
+        data = SftConfig(name=where)
+        form, records = detect_form(first, data, where), itertools.chain([first], rows)
+        stem = Path(where).stem
+        if form.columns == [data.text_field]:
+            for number, row in enumerate(records, start=1):
+                check_fields(row, {data.text_field: str}, f"{where} row {number}")
+                ids = (start_tokens(tokenizer) + tokenize(tokenizer, [row[data.text_field]])[0])[:max_tokens]
+                end = max(0, len(ids) - self.continuation)
+                yield Sample(f"{stem}/{number}", ids[:end], answers=[ids[end:]])
+            return
+        if form.chat and tokenizer.chat_template is None:
+            raise DataError(f"{where} has messages, and the tokenizer has no chat template: use an instruct model")
+        encoded = encoded_rows(form, data, tokenizer, enumerate(records, start=1), where)
+        for number, row in enumerate(encoded, start=1):
+            begin, end = (row.response_start, len(row.tokens)) if row.loss is None else runs(row.loss)[-1]
+            tokens = row.tokens.tolist()
+            yield Sample(f"{stem}/{number}", tokens[:begin], answers=[tokens[begin:end]])
+
+
+def _asked(row: Record, location: str) -> Sequence[dict[str, Any]]:
+    """Return the questions of a row with their answers."""
+    asked = row.get("questions", [row])
+    if not isinstance(asked, list) or not asked or not all(isinstance(entry, dict) for entry in asked):
+        raise DataError(f'{location}: expected questions as a list of {{"question": ..., "answer": ...}}')
+    for entry in asked:
+        check_fields(entry, {"question": str, "answer": str}, location)
+        if not entry["answer"].strip():
+            raise DataError(f"{location} has an empty answer: leave the question out, or write an answer")
+    return asked
+
+
+def _nats(model: nn.Module, cache: EvictionCache, last_hidden: Tensor, answer: list[int]) -> float:
+    [(log_likelihoods, _)] = score(model, cache, last_hidden, [answer])
+    return -float(log_likelihoods.mean())
