@@ -5,7 +5,9 @@ independent draws of one distribution. A wager tests the hypothesis that the mea
 it starts with 1 and bets, before each row, a part of its capital on a cost below ``loss``. Under the hypothesis the
 capital is a supermartingale, so that it ever reaches ``1 / level`` with probability at most ``level`` (Ville's
 inequality; Waudby-Smith and Ramdas, 2023, https://arxiv.org/abs/2010.09686). This holds at every row: a test may stop
-at any time.
+at any time. Beside ``loss`` a grid of larger means is tested. Means are refuted from the largest down, and the smallest
+that is refuted is an upper bound. If it is wrong, the wager against the largest mean of the grid below the true one has
+won: one event, whose probability is at most ``level``.
 
 The shares of a policy are tested from large to small up to the first that is not shown to hold (fixed-sequence
 testing), and ``1 - confidence`` is divided among the policies (Bonferroni). The probability that any share is wrongly
@@ -27,9 +29,11 @@ from numpy.typing import NDArray
 CAP = 0.95  # largest part of the capital that a row of the largest cost takes
 IMAGINED = 0.5  # weight of a row of the largest cost among the rows that a bet is computed from
 CLEAR = 2  # standard errors above the bound at which the mean cost is clearly too high
-GRID = 1000  # means between -clip and clip that an upper bound is searched among
+FEWEST = 10  # test rows before a trial may be given up
+SPENT = 2 / 3  # part of the test rows that would suffice if none cost anything
+GRID = 100  # tested means from the bound of the cost to the largest cost
 
-Vector = NDArray[np.float64] | np.float64
+Vector = NDArray[np.float64]
 
 
 class Moments(NamedTuple):
@@ -65,29 +69,7 @@ def growth(cost: float, seen: Moments, loss: Vector, clip: float) -> Vector:
     first = seen.count * loss - seen.total + IMAGINED * (loss - clip)
     second = seen.count * loss**2 - 2 * loss * seen.total + seen.squares + IMAGINED * (loss - clip) ** 2
     bet = np.minimum(np.maximum(first / second, 0.0), CAP / (clip - loss))
-    return np.asarray(np.log1p(bet * (loss - cost)))
-
-
-def upper_bound(costs: Sequence[float], search: Sequence[float], clip: float, level: float) -> float:
-    """Return a bound that lies below the mean cost with probability at most ``level``, whenever the rows stopped.
-
-    Args:
-        costs: clipped costs of the test rows in their order.
-        search: clipped costs of other rows, which bets may use.
-        clip: largest cost.
-        level: probability of an error.
-    """
-    means = np.linspace(clip, -clip, GRID + 1)[1:-1]
-    capital, largest = np.zeros(len(means)), np.zeros(len(means))
-    seen = Moments()
-    for cost in search:
-        seen = seen.plus(cost)
-    for cost in costs:
-        capital = capital + growth(cost, seen, means, clip)
-        largest, seen = np.maximum(largest, capital), seen.plus(cost)
-    refuted = largest >= -math.log(level)
-    num_refuted = len(means) if refuted.all() else int(refuted.argmin())  # from the largest mean down
-    return float(means[num_refuted - 1]) if num_refuted else clip
+    return np.log1p(bet * (loss - cost))
 
 
 def rows_needed(loss: float, clip: float, level: float) -> int:
@@ -98,6 +80,16 @@ def rows_needed(loss: float, clip: float, level: float) -> int:
     return math.ceil(-math.log(level) / math.log1p(CAP * loss / (clip - loss)))
 
 
+def policies_allowed(loss: float, clip: float, confidence: float, num_rows: int) -> int:
+    """Return how many policies a test of so many rows may have: at least 1.
+
+    The confidence is divided among them. Rows without a cost then show each in two thirds of the rows, so that there is
+    room for some costs.
+    """
+    largest = math.log(1 - confidence) + SPENT * num_rows * math.log1p(CAP * loss / (clip - loss))
+    return max(1, int(math.exp(min(largest, 10.0))))
+
+
 @dataclass
 class Trial:
     """What is known of one policy at one share."""
@@ -106,8 +98,9 @@ class Trial:
     search: list[float] = field(default_factory=list)  # clipped costs of the search rows
     costs: list[float] = field(default_factory=list)  # clipped costs of the test rows, in their order
     seen: Moments = Moments()  # of all these costs
-    capital: float = 0.0  # log of the wager's capital after the last test row
-    crossed: bool = False  # whether the capital reached 1 / level
+    capital: Vector = field(default_factory=lambda: np.zeros(GRID))  # log of each wager's capital
+    largest: Vector = field(default_factory=lambda: np.zeros(GRID))  # the largest that it was
+    crossed: bool = False  # whether all tested means are refuted, and the mean cost is below the last one, the bound
     stopped: bool = False  # whether no further row is measured
 
     def add_search(self, cost: float) -> None:
@@ -115,28 +108,43 @@ class Trial:
         self.search.append(cost)
         self.seen = self.seen.plus(cost)
 
-    def add_test(self, cost: float, loss: float, clip: float) -> None:
-        """Add the clipped cost of a test row, and what the wager against a mean of ``loss`` wins or loses by it."""
-        self.capital += float(growth(cost, self.seen, np.float64(loss), clip))
+    def add_test(self, cost: float, means: Vector, clip: float) -> None:
+        """Add the clipped cost of a test row, and what the wager against each mean wins or loses by it."""
+        self.capital = self.capital + growth(cost, self.seen, means, clip)
+        self.largest = np.maximum(self.largest, self.capital)
         self.costs.append(cost)
         self.seen = self.seen.plus(cost)
 
+    def num_refuted(self, level: float) -> int:
+        """Return the number of tested means that are refuted, from the largest down to the first that is not."""
+        refuted = self.largest >= -math.log(level)
+        return GRID if refuted.all() else int(refuted.argmin())
 
-def promising(trials: Sequence[Sequence[Trial]], loss: float) -> list[list[Trial]]:
+
+def promising(trials: Sequence[Sequence[Trial]], loss: float, most: int) -> list[list[Trial]]:
     """Choose by the search rows what to test: of each policy its first shares, perhaps none.
 
     A share may hold if its mean cost, less the standard error, is at most ``loss``. It is likely to hold if the mean
-    plus the standard error is. A policy is left out if none of its shares may hold, or if a smaller share than
-    each of these is likely to hold under another policy.
+    plus the standard error is. A policy is left out if none of its shares may hold, or if a smaller share than each of
+    these is likely to hold under another policy. If more than ``most`` policies are left, those with the smallest
+    shares that are likely to hold stay, and of equal shares the cheapest.
 
     Args:
         trials: by policy, each from the largest share to the smallest.
         loss: the tested mean.
+        most: largest number of policies that are tested.
     """
     likely = [_first(policy_trials, lambda trial: trial.seen.mean(errors=1) <= loss) for policy_trials in trials]
     smallest = min((trial.share for policy_trials in likely for trial in policy_trials), default=1.0)
     may = [_first(policy_trials, lambda trial: trial.seen.mean(errors=-1) <= loss) for policy_trials in trials]
-    return [policy_trials if policy_trials and policy_trials[-1].share <= smallest else [] for policy_trials in may]
+    kept = [policy_trials if policy_trials and policy_trials[-1].share <= smallest else [] for policy_trials in may]
+
+    def rank(index: int) -> tuple[bool, float, float]:
+        last = (likely[index] or kept[index] or trials[index])[-1]
+        return not kept[index], last.share if likely[index] else 1.0, last.seen.mean()
+
+    best = sorted(range(len(trials)), key=rank)[:most]
+    return [policy_trials if index in best else [] for index, policy_trials in enumerate(kept)]
 
 
 def _first(trials: Sequence[Trial], holds: Callable[[Trial], bool]) -> list[Trial]:
@@ -168,6 +176,11 @@ class SharesTest:
         return (1 - self.confidence) / max(1, len(self.trials))
 
     @property
+    def means(self) -> Vector:
+        """Tested mean costs, from just below the largest cost down to :attr:`loss`."""
+        return np.linspace(self.clip, self.loss, GRID + 1)[1:]
+
+    @property
     def running(self) -> list[Trial]:
         """The trials whose cost of the next row is needed."""
         return [trial for policy_trials in self.trials for trial in policy_trials if not trial.stopped]
@@ -177,9 +190,10 @@ class SharesTest:
 
         To stop a trial that is not shown to hold never makes an error more likely.
         """
+        means = self.means
         for trial, cost in zip(self.running, costs, strict=True):
-            trial.add_test(cost, self.loss, self.clip)
-            trial.crossed = trial.stopped = trial.capital >= -math.log(self.level)
+            trial.add_test(cost, means, self.clip)
+            trial.crossed = trial.stopped = trial.num_refuted(self.level) == GRID
         for policy_trials in self.trials:
             given_up = next(
                 (i for i, trial in enumerate(policy_trials) if self._is_hopeless(trial)), len(policy_trials)
@@ -195,11 +209,11 @@ class SharesTest:
 
     def _is_hopeless(self, trial: Trial) -> bool:
         """Whether a trial is not expected to cross: its mean is too high, or too few rows are left."""
-        if trial.crossed or not trial.costs:
+        if trial.crossed or len(trial.costs) < FEWEST:
             return False
         largest_gain = self.loss - min(0.0, trial.seen.mean(errors=-CLEAR))
         left = (self.num_rows - len(trial.costs)) * math.log1p(CAP * largest_gain / (self.clip - self.loss))
-        out_of_reach = trial.capital + left < -math.log(self.level)
+        out_of_reach = trial.capital[-1] + left < -math.log(self.level)
         return out_of_reach or trial.seen.mean(errors=-CLEAR) > self.loss
 
     def holding(self, policy_trials: Sequence[Trial]) -> list[Trial]:
@@ -209,12 +223,10 @@ class SharesTest:
     def bounds(self, policy_trials: Sequence[Trial]) -> list[float | None]:
         """Return a bound of each mean cost of a policy; with the stated confidence all bounds of all policies hold.
 
-        A share that holds has the bound ``loss``, and the first one that does not its own :func:`upper_bound`; behind
-        it there is none (Hsu and Berger, Stepwise confidence intervals without multiplicity adjustment, 1999).
+        A share that holds has the bound ``loss``, and the first one that does not has the smallest mean that its wagers
+        refute; behind it there is none (Hsu and Berger, Stepwise confidence intervals without multiplicity adjustment,
+        1999).
         """
-        num_holding = len(self.holding(policy_trials))
-        bounds: list[float | None] = [self.loss] * num_holding
-        for trial in policy_trials[num_holding : num_holding + 1]:
-            own = upper_bound(trial.costs, trial.search, self.clip, self.level)
-            bounds.append(max(self.loss, own))
-        return bounds + [None] * (len(policy_trials) - len(bounds))
+        num_holding, means = len(self.holding(policy_trials)), [self.clip, *self.means.tolist()]
+        tested = policy_trials[: num_holding + 1]
+        return [means[x.num_refuted(self.level)] for x in tested] + [None] * (len(policy_trials) - len(tested))

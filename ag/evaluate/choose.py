@@ -22,7 +22,7 @@ from ag.config.choice import Choice
 from ag.config.command_line import Invocation
 from ag.engine import Policy
 from ag.errors import UserError
-from ag.evaluate.choice import SharesTest, Trial, promising, rows_needed
+from ag.evaluate.choice import SharesTest, Trial, policies_allowed, promising, rows_needed
 from ag.evaluate.comparison.cells import VERSIONS, list_cells
 from ag.evaluate.comparison.progress import ComparisonProgress
 from ag.evaluate.comparison.work import Worker
@@ -141,7 +141,8 @@ def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
         if number == 0:
             tell(_duration(time.perf_counter() - start, task, rows, num_search))
     by_policy = [[*group] for _, group in itertools.groupby(candidates, lambda candidate: candidate.label)]
-    found = promising([[candidate.trial for candidate in group] for group in by_policy], config.loss)
+    most = policies_allowed(config.loss, clip, config.confidence, len(rows) - num_search)
+    found = promising([[candidate.trial for candidate in group] for group in by_policy], config.loss, most)
     tested = [policy_trials for policy_trials in found if policy_trials]
     tell(f"the search leaves {sum(map(len, tested))} of {len(candidates)} to test")
     test = SharesTest(tested, config.loss, clip, config.confidence, len(rows) - num_search)

@@ -1,93 +1,161 @@
-"""The promise of a choice, by simulation: costs are drawn whose true means are known."""
+"""The promise of a choice: exactly over all outcomes of few rows, and by simulation with known true means."""
 
+import itertools
 import math
-from statistics import fmean
 
 import numpy as np
 import pytest
 
-from ag.evaluate.choice import (
-    Moments,
-    SharesTest,
-    Trial,
-    growth,
-    promising,
-    rows_needed,
-    upper_bound,
-)
+from ag.evaluate.choice import SharesTest, Trial, policies_allowed, promising, rows_needed
 
 LOSS, CLIP, CONFIDENCE = 0.02, 0.5, 0.9
-SHARES = (0.8, 0.5, 0.3, 0.1)
-DRAWS = 500
-#: Three standard deviations of a share of 500 draws that is 0.1.
+DRAWS, SEARCHED, ROWS = 500, 20, 130
+#: Three standard deviations of how often something of probability 0.1 happens in 500 draws.
 DRAWN = 3 * math.sqrt(0.1 * 0.9 / DRAWS)
+JUST_ABOVE = 0.0201
 
 
 def rare(generator, mean, rows):
-    """Most rows cost nothing and a few the largest cost: the distribution that few rows tell the least of."""
+    """Most rows cost nothing and a few the largest cost: rows tell least of this distribution."""
     return np.where(generator.random(rows) < mean / CLIP, CLIP, 0.0)
 
 
 def heavy(generator, mean, rows):
-    """A gamma distribution of shape 0.3, which hardly reaches the largest cost."""
-    return np.minimum(generator.gamma(0.3, mean / 0.3, rows), CLIP)
+    """A gamma distribution of shape 0.3, whose mean is raised by what clipping takes."""
+    return np.minimum(generator.gamma(0.3, 1.02 * mean / 0.3, rows), CLIP)
 
 
 def wide(generator, mean, rows):
     return np.clip(generator.normal(mean, 0.05, rows), -CLIP, CLIP)
 
 
-def run_test(generator, draw, means, search=40, rows=120, confidence=CONFIDENCE):
-    """Run search and test on drawn costs; `means` by policy and share, from the largest share to the smallest."""
-    trials, true = [], {}
-    for policy in means:
-        trials.append([Trial(share) for share in SHARES])
-        for trial, mean in zip(trials[-1], policy, strict=True):
-            true[id(trial)] = mean
-            for cost in draw(generator, mean, search).tolist():
-                trial.add_search(cost)
-    test = SharesTest([group for group in promising(trials, LOSS) if group], LOSS, CLIP, confidence, rows)
-    for _ in range(rows):
+def trial_of(search, share=0.5):
+    trial = Trial(share)
+    for cost in search:
+        trial.add_search(cost)
+    return trial
+
+
+def run_test(generator, policies, rows=ROWS):
+    """Search and test on drawn costs; `policies` are distributions with means, from the largest share down."""
+    trials, truth = [], {}
+    for draw, means in policies:
+        group = [trial_of(draw(generator, mean, SEARCHED).tolist(), 0.8 / 2**i) for i, mean in enumerate(means)]
+        truth |= {id(trial): (draw, mean) for trial, mean in zip(group, means, strict=True)}
+        trials.append(group)
+    test = SharesTest([group for group in promising(trials, LOSS, len(trials)) if group], LOSS, CLIP, CONFIDENCE, rows)
+    costs = {id(x): truth[id(x)][0](generator, truth[id(x)][1], rows).tolist() for group in test.trials for x in group}
+    for row in range(rows):
         if not test.running:
             break
-        test.add([float(draw(generator, true[id(trial)], 1)[0]) for trial in test.running])
-    return test, true
+        test.add([costs[id(trial)][row] for trial in test.running])
+    return test, {key: mean for key, (_, mean) in truth.items()}
 
 
-@pytest.mark.parametrize("draw", [rare, heavy, wide])
+@pytest.mark.parametrize("loss", [0.02, 0.2])
+@pytest.mark.parametrize("low", [0.0, -0.5])
+def test_the_expected_capital_is_one(loss, low):
+    """Over all outcomes of nine rows with a mean of exactly ``loss``: any look at the row that is bet on breaks it."""
+    high_part, expected = (loss - low) / (CLIP - low), 0.0
+    for outcome in itertools.product((low, CLIP), repeat=9):
+        trial = trial_of([0.0, 0.01, -0.02, 0.0] * 8)
+        for cost in outcome:
+            trial.add_test(cost, np.array([loss]), CLIP)
+        high = outcome.count(CLIP)
+        expected += math.exp(trial.capital[0]) * high_part**high * (1 - high_part) ** (9 - high)
+    assert expected == pytest.approx(1, abs=1e-12)
+
+
+def test_fewer_rows_than_needed_show_nothing_and_free_rows_show_it_at_once():
+    needed = rows_needed(LOSS, CLIP, 0.1 / 3)
+    assert needed == math.ceil(math.log(30) / math.log(1 + 0.95 * 0.02 / 0.48))
+    trials = [[trial_of([0.0] * 40)] for _ in range(3)]
+    test = SharesTest(trials, LOSS, CLIP, 0.9, needed)
+    for row in range(needed):
+        assert len(test.running) == 3 and not any(trial.crossed for [trial] in trials), row
+        test.add([0.0] * 3)
+    assert test.running == [] and all(trial.crossed for [trial] in trials)
+
+
+def test_policies_beyond_what_the_rows_can_show_are_not_tested():
+    assert policies_allowed(LOSS, CLIP, CONFIDENCE, 70) == 1
+    three = next(rows for rows in range(70, 1000) if policies_allowed(LOSS, CLIP, CONFIDENCE, rows) == 3)
+    assert rows_needed(LOSS, CLIP, 0.1 / 3) in (two_thirds := math.floor(three * 2 / 3), two_thirds + 1)
+    trials = [[trial_of([cost] * 4)] for cost in (0.01, 0.005, 0.3, 0.015)]
+    assert promising(trials, LOSS, 4) == [trials[0], trials[1], [], trials[3]]
+    assert promising(trials, LOSS, 2) == [trials[0], trials[1], [], []]
+    trials[3][0].share = 0.3  # and no larger share can win
+    assert promising(trials, LOSS, 4) == [[], [], [], trials[3]]
+
+
+def test_the_bound_is_the_smallest_mean_that_is_refuted():
+    """Against a wager of one mean at a time."""
+    costs, search = wide(np.random.default_rng(1), 0.08, 60).tolist(), [0.0, 0.02, 0.01]
+    trial = trial_of(search)
+    test = SharesTest([[trial]], LOSS, CLIP, CONFIDENCE, 10**6)
+    for cost in costs:
+        trial.add_test(cost, test.means, CLIP)
+    [bound] = test.bounds([trial])
+
+    def largest(mean):
+        alone, capitals = trial_of(search), []
+        for cost in costs:
+            alone.add_test(cost, np.array([mean]), CLIP)
+            capitals.append(alone.capital[0])
+        return max(capitals)
+
+    step = (CLIP - LOSS) / len(test.means)
+    assert 0.08 < bound < 0.2
+    assert largest(bound) >= math.log(10) > largest(bound - step)
+    assert test.bounds([trial_of(search)]) == [CLIP]
+
+
 @pytest.mark.parametrize(
-    "means",
+    "policies",
     [
-        [(0.0201, 0.021, 0.022, 0.03)],
-        [(0.002, 0.0201, 0.021, 0.03), (0.0201, 0.0201, 0.0201, 0.0201), (0.001, 0.003, 0.0201, 0.3)],
+        [(rare, [JUST_ABOVE])] * 4,  # fails without a part of the level for each policy
+        [(rare, [0.0, JUST_ABOVE]), (heavy, [JUST_ABOVE])],
     ],
-    ids=["one policy", "three policies"],
+    ids=["four policies", "several shares"],
 )
-def test_a_share_above_the_bound_is_seldom_said_to_hold(draw, means):
+def test_a_share_above_the_bound_is_seldom_said_to_hold(policies):
     generator, wrong, below = np.random.default_rng(0), 0, 0
-    if draw is heavy:  # the largest cost cuts its mean a little: raise it above the bound again
-        means = [tuple(mean * 1.02 for mean in policy) for policy in means]
     for _ in range(DRAWS):
-        test, true = run_test(generator, draw, means)
-        wrong += any(true[id(x)] > LOSS for group in test.trials for x in test.holding(group))
-        below += any(
-            true[id(trial)] > bound
-            for group in test.trials
-            for trial, bound in zip(group, test.bounds(group), strict=True)
-            if bound is not None and trial.costs
-        )
-    print(wrong, below)
+        test, mean = run_test(generator, policies)
+        wrong += any(mean[id(trial)] > LOSS for group in test.trials for trial in test.holding(group))
+        bounds = [(mean[id(x)], y) for group in test.trials for x, y in zip(group, test.bounds(group), strict=True)]
+        below += any(bound is not None and true_mean > bound for true_mean, bound in bounds)
     assert wrong / DRAWS <= 1 - CONFIDENCE + DRAWN
     assert below / DRAWS <= 1 - CONFIDENCE + DRAWN
 
 
 def test_cheap_shares_are_found_and_dear_ones_cost_few_rows():
-    generator, chosen, read = np.random.default_rng(0), [], []
-    means = [(0.0, 0.002, 0.004, 0.2), (0.01, 0.1, 0.3, 0.4)]
-    for _ in range(50):
-        test, _ = run_test(generator, wide, means, rows=300)
-        chosen.append(min((x.share for group in test.trials for x in test.holding(group)), default=1.0))
-        read.append([len(trial.costs) for trial in test.trials[0]])
-        assert len(test.trials) == 1  # the second policy is left out by the search
-    assert np.mean(np.array(chosen) == 0.3) >= 0.9
-    assert all(len(rows) == 3 for rows in read) and np.mean(read) < 200
+    generator = np.random.default_rng(0)
+    policies, chosen = [(wide, [0.0, 0.002, 0.2]), (wide, [0.1, 0.2, 0.4])], []
+    for _ in range(20):
+        test, _ = run_test(generator, policies, rows=300)
+        [group] = test.trials  # the search leaves out the second policy, and the share of cost 0.2
+        assert [trial.share for trial in group] == [0.8, 0.4]
+        chosen.append([trial.share for trial in test.holding(group)])
+        assert all(len(trial.costs) < 300 for trial in group) == (len(chosen[-1]) == 2)
+    assert chosen.count([0.8, 0.4]) >= 18
+
+
+def test_a_share_behind_one_that_does_not_hold_does_not_hold():
+    trials = [trial_of([0.0] * 20, share) for share in (0.8, 0.5, 0.3)]
+    test = SharesTest([trials], LOSS, CLIP, CONFIDENCE, 1000)
+    while not trials[2].crossed:
+        test.add([0.03 if trial is trials[1] and len(trial.costs) % 2 else 0.0 for trial in test.running])
+    assert trials[0].crossed and not trials[1].crossed
+    assert test.holding(trials) == trials[:1]
+    held, own, behind = test.bounds(trials)
+    assert (held, behind) == (pytest.approx(LOSS), None) and LOSS < own <= CLIP
+
+
+def test_a_policy_that_cannot_have_the_smallest_share_is_not_measured_further():
+    small, large = Trial(0.3), Trial(0.5)
+    test = SharesTest([[small], [large]], LOSS, CLIP, CONFIDENCE, 1000)
+    while not small.crossed:
+        assert test.running == [small, large]
+        test.add([0.0, 0.0 if len(large.costs) % 2 else 0.03])
+    assert test.running == [] and not large.crossed and large.stopped
