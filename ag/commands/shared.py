@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ag.cluster import CLUSTER
+from ag.config.choice import Choice
 from ag.config.policies import FULL, GATES
 from ag.config.sections import BUDGET, MODEL, DtypeConfig, key, mapping
 from ag.config.spec import PolicySpec, check_policy, parse_budget
@@ -53,6 +54,9 @@ class SharedBudgets(Shared):
 class SharedPolicy(Shared, DtypeConfig):
     """The keys of a command that runs one policy."""
 
+    choice: str | None = key(
+        None, "file that ag.choose wrote, with a policy, its budget and options, and the model", holds="file"
+    )
     gates: str | None = key(None, "folder of exported gates for a policy named gates or flags", holds="export")
     policy: str | None = key(
         None,
@@ -69,6 +73,22 @@ class SharedPolicy(Shared, DtypeConfig):
         True, "apply the export's LoRA adapter to the model; false if it is merged into the model already"
     )
     model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.choice is None:
+            return
+        for name, given in {"policy": self.policy, "gates": self.gates, "budget": self.budget}.items():
+            if given is not None:
+                raise UserError(f"choice={self.choice} and {name}={given} both choose a policy: leave one out.")
+        chosen, self.choice = Choice.read(self.choice), None  # a dumped configuration can be read again
+        self.policy, self.gates, self.budget, self.schedule = (
+            chosen.policy,
+            chosen.gates,
+            chosen.budget,
+            chosen.schedule,
+        )
+        self.options, self.model = {**chosen.options, **self.options}, self.model or chosen.model
 
     @property
     def policy_text(self) -> str:

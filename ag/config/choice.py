@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ class Choice:
         budget: share of each prompt, or tokens per KV head.
         schedule: when tokens are evicted.
         options: options of the policy by name.
+        gates: export whose LoRA adapter the model had, if the policy names none.
     """
 
     model: str
@@ -27,6 +28,7 @@ class Choice:
     budget: int | float
     schedule: str = "prefill"
     options: dict[str, Any] = field(default_factory=dict)
+    gates: str | None = None
 
     @classmethod
     def read(cls, path: str) -> Choice:
@@ -48,7 +50,3 @@ class Choice:
         if not isinstance(chosen, dict) or chosen.keys() != names:
             raise UserError(f"choice={path}: choice={chosen!r:.80}: expected the keys {', '.join(sorted(names))}.")
         return cls(**chosen)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the values by name."""
-        return asdict(self)

@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -120,7 +120,10 @@ def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
     worker = Worker(comparison, "", ComparisonProgress(Console(quiet=True), 0))
     task, tokenizer = cells[0].task, worker.tokenizer
     loaded = task.load(tokenizer, config.samples, worker.max_tokens)
-    rows = [*loaded.samples]
+    rows = [row for row in loaded.samples if task.reads_on(row)]
+    if len(rows) < len(loaded.samples):
+        num_fixed = len(loaded.samples) - len(rows)
+        tell(f"{num_fixed} rows are left out: their answers of one token are predicted before the eviction")
     random.Random(config.seed).shuffle(rows)  # a file may be sorted
     num_search = max(1, round(config.search * len(rows)))
     clip = config.clip or (SCORE_CLIP if task.higher_is_better else CLIP)
@@ -228,7 +231,7 @@ def table(decision: Decision, config: ChooseConfig) -> Table:
     out = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     out.add_column("policy", overflow="fold")
     fits = f"{REQUEST // 1024}k requests\non {config.card:g} GiB"
-    for column in ("share", "kept", "cost", "below", "holds", "rows", "MiB per\n1,000 tokens", fits):
+    for column in ("share", "cost", "below", "holds", "rows", "MiB per\n1,000 tokens", fits):
         out.add_column(column, justify="right", no_wrap=True)
     for candidate in [decision.full, *decision.candidates]:
         row = entry(candidate, decision)
@@ -237,7 +240,6 @@ def table(decision: Decision, config: ChooseConfig) -> Table:
         out.add_row(
             candidate.label,
             f"{row['share']:g}",
-            f"{row['kept']:.2f}",
             f"{row['cost']:.4f}{searched}" if measured else "",
             "" if row["below"] is None else f"{row['below']:.4f}",
             "yes" if row["holds"] else "no" if measured and row["below"] is not None else "",
@@ -266,7 +268,7 @@ def entry(candidate: Candidate, decision: Decision) -> dict[str, Any]:
 def content(decision: Decision, config: ChooseConfig, command: str) -> dict[str, Any]:
     """Return the content of ``choice.json``."""
     return {
-        "choice": None if decision.chosen is None else _choice(decision.chosen, config).to_json(),
+        "choice": None if decision.chosen is None else asdict(_choice(decision.chosen, config)),
         "loss": config.loss,
         "confidence": config.confidence,
         "clip": decision.test.clip,
@@ -281,8 +283,17 @@ def content(decision: Decision, config: ChooseConfig, command: str) -> dict[str,
 def _choice(candidate: Candidate, config: ChooseConfig) -> Choice:
     """Return what other commands take. Folders are absolute, so that a command may start elsewhere."""
     spec = candidate.policy.spec
-    if spec.path is not None and Path(spec.path).exists():
-        spec = replace(spec, path=str(Path(spec.path).resolve()))
-    model = str(Path(config.model).resolve()) if Path(config.model).exists() else config.model
-    options = config.policy_options.get(candidate.label, {})
-    return Choice(model, str(spec), candidate.trial.share, config.schedule, options)
+    gates = config.adapter if spec.path is None else None
+    return Choice(
+        model=_absolute(config.model),
+        policy=str(spec if spec.path is None else replace(spec, path=_absolute(spec.path))),
+        budget=candidate.trial.share,
+        schedule=config.schedule,
+        options=dict(candidate.policy.options),
+        gates=None if gates is None else _absolute(gates),
+    )
+
+
+def _absolute(name: str) -> str:
+    """Return the absolute path of a folder; other names stay as they are."""
+    return str(Path(name).resolve()) if Path(name).exists() else name

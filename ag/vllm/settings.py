@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ag.config.choice import Choice
 from ag.config.spec import PolicySpec
 from ag.engine.policy import Policy, policy
 from ag.errors import UserError, check_known
@@ -43,7 +44,7 @@ class Settings:
 
         Args:
             additional_config: a mapping, whose key ``ag`` has ``gates`` or ``policy``, ``budget``, and options of the
-                policy by name.
+                policy by name, or ``choice``, a file of ``ag.choose``.
             environment: has AG_GATES and AG_BUDGET if the variables ask for eviction.
 
         Returns:
@@ -59,6 +60,8 @@ class Settings:
                 settings_given["budget"] = _number(environment[BUDGET_VARIABLE])
         if settings_given is None:
             return None
+        if isinstance(settings_given, Mapping) and "choice" in settings_given:
+            return _checked(cls._chosen(settings_given))
         if (
             not isinstance(settings_given, Mapping)
             or not {"gates", "policy"} & {*settings_given}
@@ -72,6 +75,15 @@ class Settings:
         spec = PolicySpec.parse(str(settings_given.get("policy", "gates")))
         spec = spec.with_gates(settings_given.get("gates"), '"gates": "EXPORT"')
         return _checked(cls(str(spec), settings_given["budget"], json.dumps(options, sort_keys=True)))
+
+    @classmethod
+    def _chosen(cls, settings_given: Mapping[str, Any]) -> Settings:
+        """Return the settings of a file that ``ag.choose`` wrote."""
+        if len(settings_given) > 1:
+            raise UserError(f"additional_config {KEY}={settings_given!r:.80}: expected nothing beside choice.")
+        chosen = Choice.read(str(settings_given["choice"]))
+        options = chosen.options | ({} if chosen.schedule == "prefill" else {"schedule": chosen.schedule})
+        return cls(chosen.policy, chosen.budget, json.dumps(options, sort_keys=True))
 
     @property
     def made_policy(self) -> Policy:

@@ -1,0 +1,211 @@
+"""``ag.choose`` from rows to the file, and the commands that take the file."""
+
+import json
+import random
+from statistics import fmean
+
+import pytest
+
+import ag
+from ag.choose import ChooseConfig, main
+from ag.commands.generate import GenerateConfig
+from ag.commands.serve import ServeConfig
+from ag.config.choice import Choice
+from ag.errors import UserError
+from ag.evaluate.choose import choose
+from ag.evaluate.tasks import make
+from ag.evaluate.tasks.own import Own
+from ag.vllm.settings import Settings
+from tests.support.refused import names, refuses
+
+SHARES = [0.8, 0.5, 0.25]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """A file of 30 contexts with a question each, of different lengths."""
+    file, rng = tmp_path_factory.mktemp("rows") / "rows.jsonl", random.Random(0)
+    letters = ["".join(rng.choices("abcdefgh ", k=rng.randint(50, 70))) for _ in range(30)]
+    records = [{"context": text, "question": f"{text[:9]}?", "answer": text[9:14]} for text in letters]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(file)
+
+
+@pytest.fixture
+def config(rows, tiny_folder, tmp_path):
+    """`config(**changes)`: two policies at three shares."""
+    values = {
+        "model": str(tiny_folder),
+        "data": rows,
+        "loss": 0.2,
+        "policies": ["knorm", "h2o"],
+        "shares": SHARES,
+        "output": str(tmp_path / "choice.json"),
+    }
+    return lambda **changes: ChooseConfig(**values | changes)
+
+
+@pytest.fixture
+def words(config):
+    """`words(**changes)`: the words of the command of such a configuration."""
+
+    def make_words(**changes):
+        settings = config(**changes)
+        listed = ("model", "data", "loss", "output", *changes)
+        values = {name: getattr(settings, name) for name in dict.fromkeys([*listed, "policies", "shares"])}
+        return [f"{name}={str(value).replace(chr(39), '').replace(' ', '')}" for name, value in values.items()]
+
+    return make_words
+
+
+@pytest.fixture
+def by_share(monkeypatch):
+    """Answers cost the evicted share: under h2o half of it, and everything below a share of 0.4."""
+
+    def answer(task, model, tokenizer, cache, last_hidden, sample):
+        evicted = 1 - cache.kept_share()
+        if "h2o" in repr(cache.policy):
+            evicted = evicted / 2 if evicted < 0.6 else 1.0
+        return 3 + evicted, {}
+
+    monkeypatch.setattr(Own, "answer", answer)
+
+
+def test_costs_are_means_of_clipped_differences_to_the_full_cache(config, rows, tiny_llama, tiny_tokenizer):
+    told = []
+    decision = choose(config(shares=[0.25]), told.append)
+    assert len(told) == 2 and "30 rows (9 to search, 21 to test)" in told[0]
+    samples = make("own", rows).load(tiny_tokenizer, None, 512).samples
+    random.Random(0).shuffle(samples)
+    policies, scores = [ag.policy("full"), ag.policy("knorm", 0.25), ag.policy("h2o", 0.25)], [[], [], []]
+    for index, outcome in make("own", rows).run(tiny_llama(), tiny_tokenizer, policies, samples):
+        scores[index].append(outcome.score)
+    for candidate, own in zip(decision.candidates, scores[1:], strict=True):
+        costs = [min(max(score - full, -0.5), 0.5) for full, score in zip(scores[0], own, strict=True)]
+        assert candidate.trial.search == pytest.approx(costs[:9], abs=1e-5)
+        assert candidate.trial.costs == pytest.approx(costs[9 : 9 + len(candidate.trial.costs)], abs=1e-5)
+        assert candidate.cost == pytest.approx(fmean(candidate.trial.costs or candidate.trial.search))
+        assert max(costs) > 0.01
+
+
+def test_the_cheaper_policy_at_its_smallest_share_is_written(words, tiny_folder, by_share, tmp_path, capsys):
+    assert main(words(loss=0.35)) == 0
+    out = capsys.readouterr().out
+    assert "h2o at 0.5" in out and f"choice={tmp_path / 'choice.json'}" in out.replace("\n", "")
+    content = json.loads((tmp_path / "choice.json").read_text())
+    assert Choice.read(str(tmp_path / "choice.json")) == Choice(str(tiny_folder), "h2o", 0.5)
+    table = {(row["policy"], row["share"]): row for row in content["table"]}
+    assert [*table] == [("full", 1.0), *((name, share) for name in ("knorm", "h2o") for share in SHARES)]
+    costs = [table["h2o", share]["cost"] for share in SHARES]
+    assert costs == [pytest.approx(0.1, abs=0.01), pytest.approx(0.25, abs=0.01), 0.5]  # the last one is clipped
+    assert [table["h2o", share]["holds"] for share in SHARES] == [True, True, False]
+    assert table["h2o", 0.5]["below"] == pytest.approx(0.35) and table["h2o", 0.5]["rows"] < content["tested_rows"] + 1
+    # the search leaves knorm out, which holds at 0.8 alone
+    assert all((table["knorm", share]["rows"], table["knorm", share]["below"]) == (9, None) for share in SHARES)
+    sizes = [table["h2o", share]["mib_per_1000_tokens"] for share in SHARES]
+    assert sizes == sorted(sizes, reverse=True) and table["full", 1.0]["mib_per_1000_tokens"] >= sizes[0]
+    fits = [table["h2o", share]["requests"] for share in SHARES]
+    assert fits == sorted(fits) and (content["clip"], content["confidence"]) == (0.5, 0.9)
+
+
+def test_nothing_holds(words, by_share, tmp_path, capsys):
+    assert main(words(shares=[0.25], loss=0.2)) == 1
+    assert "nothing holds" in capsys.readouterr().out
+    assert json.loads((tmp_path / "choice.json").read_text())["choice"] is None
+    with refuses(UserError, "choice.json", "policy=full"):
+        Choice.read(str(tmp_path / "choice.json"))
+
+
+def test_lost_score_is_a_cost(config):
+    """Hits of needles: a random model never hits, so that nothing is lost."""
+    options = {"lengths": [300], "repeats": 5, "depths": [0.5]}
+    decision = choose(
+        config(
+            data=None,
+            task="needle_single",
+            task_options=options,
+            loss=0.45,
+            confidence=0.6,
+            policies=["knorm"],
+            shares=[0.5],
+        ),
+        lambda line: None,
+    )
+    [candidate] = decision.candidates
+    assert decision.test.clip == 1.0 and candidate.cost == 0.0 and candidate.holds
+
+
+def test_rows_that_cannot_show_it_are_refused_before_the_first_is_read(words, capsys, monkeypatch):
+    monkeypatch.setattr(Own, "run", lambda *_: pytest.fail("a row was read"))
+    assert main(words(loss=0.02)) == 2
+    names(capsys.readouterr().err, "21 rows", "loss=0.02", "clip=0.5", "at least 60")
+    assert main(words(loss=0.5)) == 2
+    names(capsys.readouterr().err, "loss=0.5", "clip=0.5")
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"data": None}, ["data=FILE", "task=NAME"]),
+        ({"task": "ppl"}, ["data=FILE", "task=NAME"]),
+        ({"shares": [1.0]}, ["shares=[1.0]"]),
+        ({"policies": ["full"]}, ["full", "budget"]),
+        ({"policies": ["h3o"]}, ["h3o", "h2o"]),
+        ({"output": "choice.txt"}, ["choice.txt", ".json"]),
+    ],
+)
+def test_what_is_refused(changes, parts, config):
+    with refuses(UserError, *parts):
+        config(**changes).check()
+
+
+def test_the_shipped_gates_of_the_model_take_part(config):
+    assert config(model="smollm2", policies=[]).policies == ["gates:smollm2", "snapkv", "keydiff"]
+    assert config(policies=[]).policies == ["snapkv", "keydiff"]
+
+
+@pytest.fixture
+def chosen(tmp_path):
+    """`chosen(**changes)`: a file of a choice."""
+
+    def write(**changes):
+        choice = {"model": "smollm2", "policy": "snapkv", "budget": 0.3, "schedule": "prefill"}
+        choice |= {"options": {"window": 16}, "gates": None} | changes
+        (tmp_path / "choice.json").write_text(json.dumps({"choice": choice}))
+        return str(tmp_path / "choice.json")
+
+    return write
+
+
+@pytest.mark.parametrize("command", [GenerateConfig, ServeConfig])
+def test_commands_take_the_file(command, chosen):
+    file = chosen(schedule="every")
+    config = command(choice=file)
+    assert (config.model, config.policy, config.budget, config.schedule) == ("smollm2", "snapkv", 0.3, "every")
+    assert config.options == {"window": 16} and str(config.spec()) == "snapkv"
+    assert command(choice=file, model="other").model == "other"
+    for name, value in (("policy", "h2o"), ("budget", 0.5), ("gates", "smollm2")):
+        with refuses(UserError, f"choice={file}", f"{name}={value}"):
+            command(choice=file, **{name: value})
+
+
+def test_vllm_takes_the_file(chosen):
+    file = chosen(policy="gates:smollm2", options={})
+    assert Settings.parse({"ag": {"choice": file}}, {}) == Settings("gates:smollm2", 0.3)
+    with refuses(UserError, "ag", "choice"):
+        Settings.parse({"ag": {"choice": file, "budget": 0.5}}, {})
+    for changes, named in (({}, "snapkv"), ({"policy": "knorm", "options": {}, "schedule": "every"}, "schedule=every")):
+        with refuses(UserError, named):
+            Settings.parse({"ag": {"choice": chosen(**changes)}}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("{", "choice"), ("[]", "key choice"), ('{"loss": 1}', "key choice"), ('{"choice": {"policy": "h2o"}}', "budget")],
+)
+def test_a_file_that_is_no_choice_is_refused(text, named, tmp_path):
+    (tmp_path / "choice.json").write_text(text)
+    with refuses(UserError, "choice.json", named):
+        Choice.read(str(tmp_path / "choice.json"))
+    with refuses(UserError, "nowhere.json"):
+        Choice.read(str(tmp_path / "nowhere.json"))
