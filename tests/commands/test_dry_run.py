@@ -14,6 +14,7 @@ SAID = {
     "doctor": ([], "packages\nprocessor\nmemory\ngpus\nkernels\nfolder\nhub\n"),
     "models": (["gemma3-270m", "accept_license=gemma"], "gemma3-270m\n"),
     "compare": (["policies=[full,h2o]", "budgets=[8]", "root=."], "ppl: full\nppl: h2o 8\n"),
+    "choose": (["policies=[h2o]", "shares=[0.5,0.3]", "data=/"], "own: full\nown: h2o 0.5\nown: h2o 0.3\n"),
     "evaluate": (["policies=[full,h2o]", "budgets=[8]", "root=."], "responses: full\nresponses: h2o 8\n"),
 }
 WRONG = {
@@ -23,6 +24,7 @@ WRONG = {
     "bench": ["context=[0]"],
     "models": ["smollm2", "accept_license=gemma"],
     "compare": ["policies=[full,h2o]"],
+    "choose": ["policies=[h2o]"],
     "evaluate": ["policies=[h3o]", "root=."],
 }
 

@@ -73,17 +73,17 @@ def by_share(monkeypatch):
 
 def test_costs_are_means_of_clipped_differences_to_the_full_cache(config, rows, tiny_llama, tiny_tokenizer):
     told = []
-    decision = choose(config(shares=[0.25]), told.append)
-    assert len(told) == 2 and "30 rows (9 to search, 21 to test)" in told[0]
-    samples = make("own", rows).load(tiny_tokenizer, None, 512).samples
+    decision = choose(config(shares=[0.25], samples=16), told.append)
+    assert len(told) == 2 and "16 rows (5 to search, 11 to test)" in told[0]
+    samples = make("own", rows).load(tiny_tokenizer, 16, 512).samples
     random.Random(0).shuffle(samples)
     policies, scores = [ag.policy("full"), ag.policy("knorm", 0.25), ag.policy("h2o", 0.25)], [[], [], []]
     for index, outcome in make("own", rows).run(tiny_llama(), tiny_tokenizer, policies, samples):
         scores[index].append(outcome.score)
     for candidate, own in zip(decision.candidates, scores[1:], strict=True):
         costs = [min(max(score - full, -0.5), 0.5) for full, score in zip(scores[0], own, strict=True)]
-        assert candidate.trial.search == pytest.approx(costs[:9], abs=1e-5)
-        assert candidate.trial.costs == pytest.approx(costs[9 : 9 + len(candidate.trial.costs)], abs=1e-5)
+        assert candidate.trial.search == pytest.approx(costs[:5], abs=1e-5)
+        assert candidate.trial.costs == pytest.approx(costs[5 : 5 + len(candidate.trial.costs)], abs=1e-5)
         assert candidate.cost == pytest.approx(fmean(candidate.trial.costs or candidate.trial.search))
         assert max(costs) > 0.01
 

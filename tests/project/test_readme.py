@@ -13,7 +13,9 @@ from transformers import LlamaConfig
 
 import ag
 from ag import fit, generate, models
+from ag.choose import ChooseConfig
 from ag.commands.bench import BenchConfig
+from ag.commands.doctor import DoctorConfig
 from ag.commands.serve import ServeConfig
 from ag.compare import CompareConfig
 from ag.config import Config
@@ -37,8 +39,10 @@ SCHEMAS = {
     "ag.generate": GenerateConfig,
     "ag.serve": ServeConfig,
     "ag.evaluate": EvaluateConfig,
+    "ag.choose": ChooseConfig,
     "ag.explain": ExplainConfig,
     "ag.bench": BenchConfig,
+    "ag.doctor": DoctorConfig,
 }
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("kernels/*/*.md")})
 README = " ".join((ROOT / "README.md").read_text().split())
@@ -101,6 +105,10 @@ ALL = [
 @pytest.mark.parametrize("words", ALL)
 def test_command_is_one_that_the_tests_cover(words, capsys, monkeypatch, tmp_path, small_export):
     program = words[2] if words[:2] == ["python", "-m"] else words[0]
+    if "choice.json" in " ".join(words):
+        monkeypatch.chdir(tmp_path)
+        chosen = {"model": "smollm2", "policy": "gates:smollm2", "budget": 0.3, "schedule": "prefill"}
+        (tmp_path / "choice.json").write_text(json.dumps({"choice": {**chosen, "options": {}, "gates": None}}))
     if program in RUNS:
         stop = [] if {"--help", "--recipes"} & set(words) else ["--print"]
         with pytest.raises(SystemExit) as done:

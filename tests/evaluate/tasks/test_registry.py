@@ -13,7 +13,7 @@ def test_names_and_groups():
     for name in TASKS:
         task = make(name)
         assert task.name == name and task.metric
-        assert task.higher_is_better == (name not in ("ppl", "ppl_stream", "responses"))
+        assert task.higher_is_better == (name not in ("ppl", "ppl_stream", "responses", "own"))
     sizes = {"multiple_choice": 9, "needle": 5, "needle_books": 3, "instructions": 4, "ruler": 13, "longbench": 16}
     assert {name: len(names) for name, names in GROUPS.items()} == sizes
     assert expand(["boolq", "longbench", "obqa", "qasper", "boolq"]) == ["boolq", *GROUPS["longbench"], "openbookqa"]
