@@ -9,7 +9,8 @@ def show(invocation: Invocation[PlanConfig]) -> int:
     """Print the plan of a run, without loading weights; returns the exit code."""
     from ag.training.memory_plan import report
 
-    print(report(invocation.config, invocation.config.tflops))
+    config = invocation.config
+    print(report(config, config.tflops, config.card))
     return 0
 
 

@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ag.config import Config
 from ag.config.command_line import main_from_schema
 from ag.config.sections import key
+from ag.errors import UserError
+
+#: Memory of some cards in GiB, by their names.
+CARDS = {"3090": 24, "4090": 24, "5090": 32, "a100": 80, "a100-40": 40, "a6000": 48, "h100": 80, "h200": 141}
+CARDS |= {"l4": 24, "l40s": 48, "t4": 16, "v100": 32}
+GPU = "NAME or GIB, and xN for several, as 4090x4 or 24GiB"
+
+
+class Card(NamedTuple):
+    """A device that a run is planned for."""
+
+    name: str
+    gib: float
 
 
 @dataclass
 class PlanConfig(Config):
-    """The keys of a planned run, and the speed of its devices."""
+    """The keys of a planned run, and the memory and speed of its devices."""
 
+    gpu: str | None = key(
+        None, f"the device: says whether a step fits, and sets trainer.devices; null means no answer ({GPU})"
+    )
     tflops: float | None = key(
         None, "10^12 operations per second of one device; null means measured on matrix products here", ge=1e-6
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gpu is not None and (count := _split(self.gpu)[1]):
+            self.trainer.devices = int(count)
+
+    @property
+    def card(self) -> Card | None:
+        """The device of ``gpu``. None: none is given."""
+        if self.gpu is None:
+            return None
+        name, _ = _split(self.gpu)
+        size = re.fullmatch(r"(\d+(?:\.\d+)?)gi?b", name)
+        return Card(name if size is None else f"{size[1]} GiB", CARDS[name] if size is None else float(size[1]))
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    """Return the name of a card and the number of cards, None without one; refuse an unknown card."""
+    match = re.fullmatch(r"(.+?)(?:x([1-9]\d*))?", text.lower().removeprefix("rtx"))
+    if match is None or (match[1] not in CARDS and not re.fullmatch(r"\d+(\.\d+)?gi?b", match[1])):
+        raise UserError(f"gpu={text}: expected {GPU}; names are {', '.join(CARDS)}.")
+    return match[1], match[2]
 
 
 main = main_from_schema("ag.plan", PlanConfig, "ag.plan:show", elsewhere=True)

@@ -37,6 +37,7 @@ from torch import nn
 from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from ag.commands.plan import Card
 from ag.config import Config
 from ag.config.data import FactsConfig, SplitConfig, WorkedConfig
 from ag.data.facts import TRAIN_ROWS as FACTS
@@ -51,6 +52,7 @@ from ag.model.structure import attention_of, decoder_of
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 GIB = 1 << 30
+USABLE = 0.85  # part of a device's memory that a plan may fill; see docs/planning.md
 TFLOPS = 70  # 10^12 operations a second of a GPU like an RTX 4090 in training
 GENERATED = {"facts": FACTS, "worked": PROBLEMS}  # training rows without data.train_samples
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a nibble, an 8-bit maximum per 64 weights, a float32 per 256 maxima
@@ -173,8 +175,14 @@ def plan(config: Config) -> MemoryPlan:
     )
 
 
-def report(config: Config, tflops: float | None = None) -> str:
-    """Return the plan as a table; ``tflops`` are 10^12 operations a second of one device, measured here by default."""
+def report(config: Config, tflops: float | None = None, card: Card | None = None) -> str:
+    """Return the plan as a table.
+
+    Args:
+        config: a whole configuration.
+        tflops: 10^12 operations a second of one device. None: measured here.
+        card: the device, for a verdict on training and inference. None: no verdict.
+    """
     step_plan = plan(config)
     source = "measured on matrix products here: a lower bound" if tflops is None else "given"
     tflops = _measured_tflops(config) if tflops is None else tflops
@@ -198,8 +206,21 @@ def report(config: Config, tflops: float | None = None) -> str:
             f"at {tflops:.3g} tera-operations a second ({source}): {seconds:.3g} s a step, "
             f"{step_plan.tokens / seconds:,.0f} tokens a second on all devices",
             *run_lines,
+            *([] if card is None else _verdict(step_plan, card)),
         ]
     )
+
+
+def _verdict(step_plan: MemoryPlan, card: Card) -> list[str]:
+    """Say whether a step fits a device, and how many whole rows its memory holds without training."""
+    usable, needed = USABLE * card.gib, step_plan.total / GIB
+    answer = "yes" if needed <= usable else "no"
+    weights = step_plan.memory["base weights"]
+    num_rows = max(0, int((usable * GIB - weights) // step_plan.kv_cache))
+    return [
+        f"training fits {card.name}: {answer}, {needed:.1f} of {usable:.1f} GiB usable ({USABLE:.0%} of {card.gib:g})",
+        f"inference: {weights / GIB:.1f} GiB of weights, and room for the whole KV caches of {num_rows:,} rows",
+    ]
 
 
 def steps(config: Config) -> int | None:

@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import MixtralConfig
 
 from ag import plan as command
+from ag.commands.plan import PlanConfig
 from ag.config import Config, DataConfig, LoraConfig, LossConfig, ModelConfig, TrainerConfig
 from ag.config.gate import GateConfig
 from ag.errors import UserError
@@ -183,6 +184,32 @@ def test_report_of_a_json_file_which_is_enough(folder, tmp_path, capsys):
     assert "peak of a step" in out and "measured on matrix products" in out
     assert command.main([*arguments, "model.name=./nowhere"]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "gib", "devices"),
+    [
+        ("4090x4", "4090", 24, 4),
+        ("H100", "h100", 80, 1),
+        ("24GiBx2", "24 GiB", 24, 2),
+        ("0.001GiB", "0.001 GiB", 0.001, 1),
+    ],
+)
+def test_a_card_has_a_verdict(gpu, name, gib, devices, folder, capsys):
+    config = PlanConfig(**vars(config_of(folder)), gpu=gpu)
+    assert config.card == (name, gib) and config.trainer.devices == devices
+    found = plan(config)
+    fits = found.total <= 0.85 * gib * 2**30
+    assert fits == (gib > 1)
+    *_, training, inference = report(config, 1.0, config.card).splitlines()
+    assert training.startswith(f"training fits {name}: {'yes' if fits else 'no'}, {found.total / 2**30:.1f} of ")
+    room = 0.85 * gib * 2**30 - found.memory["base weights"]
+    assert f" of {max(0, int(room // found.kv_cache)):,} rows" in inference
+
+
+def test_an_unknown_card_is_refused(folder):
+    with refuses(UserError, "gpu=4091", "4090x4", "h100"):
+        PlanConfig(**vars(config_of(folder)), gpu="4091")
 
 
 @pytest.mark.slow
