@@ -21,7 +21,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,8 @@ GRID = 100  # tested means from the bound of the cost to the largest cost
 Vector = NDArray[np.float64]
 
 
-class Moments(NamedTuple):
+@dataclass(frozen=True)
+class Moments:
     """Number, sum and sum of squares of costs."""
 
     count: int = 0
