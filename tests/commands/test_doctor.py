@@ -112,7 +112,7 @@ def test_the_cache_folder_its_room_and_its_models(cache, monkeypatch):
 
 
 def test_the_hub(monkeypatch):
-    from huggingface_hub import constants, utils
+    from huggingface_hub import constants
 
     class Session:
         def __init__(self, answer):
@@ -127,7 +127,7 @@ def test_the_hub(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert doctor.hub(QUIET).text.startswith("not asked")
     for answer, well in ((200, True), (404, True), (503, False), (OSError("no\nroute"), False)):
-        monkeypatch.setattr(utils, "get_session", lambda answer=answer: Session(answer))
+        monkeypatch.setattr("huggingface_hub.get_session", lambda answer=answer: Session(answer))
         found = doctor.hub(DoctorConfig())
         assert (found.fix is None) == well
         assert well or str(getattr(answer, "args", [answer])[0]).split()[-1] in found.text

@@ -153,9 +153,9 @@ class Own(PromptTask):
         if form.chat and tokenizer.chat_template is None:
             raise DataError(f"{where} has messages, and the tokenizer has no chat template: use an instruct model")
         encoded = encoded_rows(form, data, tokenizer, enumerate(records, start=1), where)
-        for number, row in enumerate(encoded, start=1):
-            begin, end = (row.response_start, len(row.tokens)) if row.loss is None else runs(row.loss)[-1]
-            tokens = row.tokens.tolist()
+        for number, tokenized in enumerate(encoded, start=1):
+            loss, tokens = tokenized.loss, tokenized.tokens.tolist()
+            begin, end = (tokenized.response_start, len(tokens)) if loss is None else runs(loss)[-1]
             yield Sample(f"{stem}/{number}", tokens[:begin], answers=[tokens[begin:end]])
 
 
