@@ -1,4 +1,4 @@
-"""The processor and the main memory of this machine."""
+"""The processor and the main memory of this machine, and the memory of some cards."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ import contextlib
 import os
 import platform
 from pathlib import Path
+from typing import NamedTuple
 
 CPU = Path("/proc/cpuinfo")
 LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"  # of a container
+#: Memory of some cards in GiB, by their names.
+CARDS = {"3090": 24, "4090": 24, "5090": 32, "a100": 80, "a100-40": 40, "a6000": 48, "h100": 80, "h200": 141}
+CARDS |= {"l4": 24, "l40s": 48, "t4": 16, "v100": 32}
+
+
+class Card(NamedTuple):
+    """A GPU that a run is planned for."""
+
+    name: str
+    gib: float  # its memory
 
 
 def cpu_name() -> str:

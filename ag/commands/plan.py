@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ag.config import Config
 from ag.config.command_line import main_from_schema
 from ag.config.sections import key
 from ag.errors import UserError
+from ag.hardware import CARDS, Card
 
-#: Memory of some cards in GiB, by their names.
-CARDS = {"3090": 24, "4090": 24, "5090": 32, "a100": 80, "a100-40": 40, "a6000": 48, "h100": 80, "h200": 141}
-CARDS |= {"l4": 24, "l40s": 48, "t4": 16, "v100": 32}
 GPU = "NAME or GIB, and xN for several, as 4090x4 or 24GiB"
-
-
-class Card(NamedTuple):
-    """A device that a run is planned for."""
-
-    name: str
-    gib: float
 
 
 @dataclass

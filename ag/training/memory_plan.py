@@ -37,7 +37,6 @@ from torch import nn
 from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from ag.commands.plan import Card
 from ag.config import Config
 from ag.config.data import FactsConfig, SplitConfig, WorkedConfig
 from ag.data.facts import TRAIN_ROWS as FACTS
@@ -45,6 +44,7 @@ from ag.data.problems import TRAIN_ROWS as PROBLEMS
 from ag.data.templates import TASKS
 from ag.errors import UserError, first_line
 from ag.gates.gate import AttentionGate, AttentionGates
+from ag.hardware import Card
 from ag.model import base as models
 from ag.model import configurations, random_base
 from ag.model.geometry import attention_layers, fingerprint, kv_heads

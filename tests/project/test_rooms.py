@@ -35,7 +35,7 @@ BELOW = {
     "continuation": f"{LOW} gates engine data commands loading",
     "serve": f"{LOW} gates engine data commands continuation loading",
     "vllm": f"{LOW} gates engine",
-    "training": f"{LOW} gates data engine",
+    "training": f"{LOW} gates data engine hardware",
     "callbacks": f"{LOW} gates data engine training",
     "evaluate": f"{LOW} gates data training engine commands hardware",
 }
