@@ -265,13 +265,14 @@ class KVStore:
     ) -> None:
         """Do :meth:`compact` with scores by layer; ``kept`` ``[L', B, Hkv]`` is of the first of them to the last."""
         layers, turns = slice(min(scores), max(scores) + 1), self.rotation
-        orders = {} if turns is None else {layer: turns.order(self, layer) for layer in scores}
+        orders = None if turns is None else {layer: turns.order(self, layer) for layer in scores}
         self.make_own(layers, kept)
         for layer, score in scores.items():
             self._compact_rows(layer, score, kept[layer - layers.start], nonfinite)
         self.shrink_to(layers, kept, spare)
-        for layer, order in orders.items():
-            turns.close_up(self, layer, order)
+        if turns is not None and orders is not None:
+            for layer, order in orders.items():
+                turns.close_up(self, layer, order)
 
     def _compact_rows(self, layer: int, score: Tensor, kept: Tensor, nonfinite: Tensor | None) -> None:
         """Do the device's part of :meth:`compact`."""
