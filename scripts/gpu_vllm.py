@@ -3,7 +3,8 @@
 It makes a model with random weights and the geometry of Qwen 2.5 (1.5B), and gates with random weights, in FOLDER
 (build/gpu_vllm), and then runs these rows, each in its own process, in about ten minutes on an H100:
 
-- tokens: greedy tokens of vLLM with gates against ``ag.EvictionCache``, in bfloat16, where some answers may part;
+- tokens: greedy tokens of vLLM with gates against ``ag.EvictionCache``, in bfloat16, where some answers may part, with
+  and without a schedule;
 - free: all blocks are free after 40 requests, with and without prefix caching;
 - 8k, 32k: requests at once and tokens per second of 24 prompts, against vLLM without gates, in the same blocks.
 
@@ -33,7 +34,7 @@ GEOMETRY = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
 }
-BUDGET, SECONDS = 0.3, 240
+BUDGET, SCHEDULE, SECONDS = 0.3, "blocks:512+steps:4", 240
 ROWS = ("tokens", "free", "8k", "32k")
 
 
@@ -49,7 +50,9 @@ def make(folder: Path) -> None:
     torch.manual_seed(0)
     config = Qwen2Config(**GEOMETRY)
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
-    gates = ag.AttentionGates(config, ag.GateConfig(kind="mlp", hidden=128, sink_tokens=4, recent_tokens=64))
+    gates = ag.AttentionGates(
+        config, ag.GateConfig(kind="mlp", hidden=128, sink_tokens=4, recent_tokens=64, covers="all")
+    )
     gates.save_pretrained(folder / "gates")
 
 
@@ -59,12 +62,12 @@ def prompts_of(count: int, length: int, seed: int) -> list[list[int]]:
     return [[draw.randrange(1000, 150000) for _ in range(length)] for _ in range(count)]
 
 
-def engine(folder: Path, *, gates: bool, **options: Any) -> Any:
+def engine(folder: Path, *, gates: bool, schedule: str = "prefill", **options: Any) -> Any:
     """Return vLLM, in this process, with counts of its scheduler's steps in ``most_running``."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    settings = {"ag": {"gates": str(folder / "gates"), "budget": BUDGET}} if gates else {}
+    settings = {"ag": {"gates": str(folder / "gates"), "budget": BUDGET, "schedule": schedule}} if gates else {}
     fixed = {"dtype": "bfloat16", "skip_tokenizer_init": True, "seed": 0, "max_model_len": 40960}
     llm = LLM(str(folder / "model"), additional_config=settings, **(fixed | options))
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -97,26 +100,31 @@ def tokens(folder: Path) -> dict[str, Any]:
     import ag
 
     prompts = [prompts_of(1, length, length)[0] for length in (300, 700, 1500, 3000, 5000, 7000)]
-    found = {}
-    for name, options in (
-        ("eager", {"enforce_eager": True}),
-        ("graphs", {}),
-        ("chunks", {"max_num_batched_tokens": 512}),
+    found: dict[str, list[list[int]]] = {}
+    for name, schedule, options in (
+        ("eager", "prefill", {"enforce_eager": True}),
+        ("graphs", "prefill", {}),
+        ("chunks", "prefill", {"max_num_batched_tokens": 512}),
+        ("schedule", SCHEDULE, {}),
     ):
-        llm = engine(folder, gates=True, gpu_memory_utilization=0.5, **options)
+        llm = engine(folder, gates=True, schedule=schedule, gpu_memory_utilization=0.5, **options)
         found[name] = answers(llm, prompts, 16)
         llm.llm_engine.engine_core.shutdown()
         del llm
         torch.cuda.empty_cache()
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).cuda()
-    wanted = []
-    for prompt in prompts:
-        cache = ag.EvictionCache(model, f"gates:{folder / 'gates'}", budget=BUDGET)
-        ids = torch.tensor([prompt], device="cuda")
-        out = model.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False, eos_token_id=-1)
-        wanted.append(out[0, len(prompt) :].tolist())
-    equal = {name: sum(x == y for x, y in zip(got, wanted, strict=True)) for name, got in found.items()}
-    first = {name: sum(x[:2] == y[:2] for x, y in zip(got, wanted, strict=True)) for name, got in found.items()}
+    wanted: dict[str, list[list[int]]] = {"prefill": [], SCHEDULE: []}
+    for schedule, tokens_of_schedule in wanted.items():
+        for prompt in prompts:
+            cache = ag.EvictionCache(model, f"gates:{folder / 'gates'}", budget=BUDGET, schedule=schedule)
+            ids = torch.tensor([prompt], device="cuda")
+            out = model.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False, eos_token_id=-1)
+            tokens_of_schedule.append(out[0, len(prompt) :].tolist())
+    equal, first = {}, {}
+    for name, got in found.items():
+        pairs = [*zip(got, wanted[SCHEDULE if name == "schedule" else "prefill"], strict=True)]
+        equal[name] = sum(x == y for x, y in pairs)
+        first[name] = sum(x[:2] == y[:2] for x, y in pairs)
     return {"prompts": len(prompts), "equal": equal, "first two tokens equal": first}
 
 

@@ -16,9 +16,9 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ag.errors import UserError
-from ag.vllm.pages import Pages, logits_pages
+from ag.vllm.pages import Pages
 from ag.vllm.placement import Geometry, Placement, kept_tokens, place
-from ag.vllm.ranking import prompt_keep_mask
+from ag.vllm.ranking import Candidates, keep_mask
 from ag.vllm.scheduler import EvictionSpec
 from ag.vllm.settings import CACHE_TYPES, protected_tokens, settings_of
 
@@ -74,27 +74,34 @@ class Sequences:
 
 @dataclass
 class Reading:
-    """Prompts that a step reads, whose gates run.
+    """Tokens of a step on which gates run.
 
     Attributes:
         pages: where the logits go.
         gates: of the policy, which also turn logits into what a cache stores.
-        slots: ``[T]`` long of the prompts' tokens.
-        order: ``[T]`` long, which tokens of the step these are. None: the first T.
+        tokens: which tokens of the step these are.
+        of_whole: which of these belong to whole requests, and their slots ``[n]`` long. None: none.
+        packed: all packed requests, to which the rest belongs. None: none.
         ran: layers whose gates ran.
     """
 
     pages: Pages
     gates: Any
-    slots: Tensor
-    order: Tensor | None
+    tokens: Tensor | slice
+    of_whole: tuple[Tensor | slice, Tensor] | None = None
+    packed: Sequences | None = None
     ran: set[int] = field(default_factory=set)
 
     def run_gate(self, hidden: Tensor, layer: int) -> None:
         """Store the logits of a layer; ``hidden`` ``[T, d]`` are those of all tokens of the step."""
-        hidden = hidden[: len(self.slots)] if self.order is None else hidden[self.order]
-        logits = self.gates.stored(self.gates.layers[str(layer)](hidden[None]))[0]
-        self.pages.write_logits(self.slots, layer, logits.mT)
+        logits = self.gates.stored(self.gates.layers[str(layer)](hidden[self.tokens][None]))[0].mT
+        if self.of_whole is not None:
+            tokens, slots = self.of_whole
+            self.pages.write_logits(self.pages.slots_of(layer, slots), logits[tokens])
+        if self.packed is not None:
+            by_head = logits.flatten()
+            order = self.packed.order
+            self.pages.write_logits(self.packed.slots[layer], by_head if order is None else by_head[order])
         self.ran.add(layer)
 
     def check(self, layer: int) -> None:
@@ -112,37 +119,49 @@ class Step:
 
     num_tokens: int
     pages: Pages
-    whole_prompts: Sequences | None = None
+    whole_requests: Sequences | None = None
     packed: Sequences | None = None
     reading: Reading | None = None
 
 
 @dataclass
 class PackedRequest:
-    """A request whose prompt was evicted from.
+    """A request that was evicted from.
 
     Attributes:
-        prompt: tokens of the prompt.
         placement: where its blocks lie in its block table.
-        row_lengths: ``[L, H]`` long, tokens of the prompt in each row.
+        evicted_at: tokens of the text at the last eviction.
+        row_lengths: ``[L, H]`` long, tokens that each row kept then.
         longest: the most of these, on the host, and in ``most_minis`` the most minis.
         taken: ``[L, H]`` long, minis that these take.
         minis: ``[L, H, W]`` int32, minis of each row, the first ``taken`` and those of new tokens.
+        token_indices: ``[L, H, S]`` int32 of the tokens that stayed. None: the rows are not evicted from again.
+        layer_totals: ``[L]`` long, tokens that each layer kept at the end of the prompt, or as yet.
         tail_blocks: blocks of new tokens that ``minis`` has.
     """
 
-    prompt: int
     placement: Placement
+    evicted_at: int
     row_lengths: Tensor
     longest: int
     taken: Tensor
     most_minis: int
     minis: Tensor
+    token_indices: Tensor | None
+    layer_totals: Tensor
     tail_blocks: int = 0
 
-    def extend(self, pages: Pages, table: Tensor, new_tokens: int) -> bool:
-        """Add the minis of blocks that vLLM gave for new tokens; returns whether there were any."""
-        needed = -(-new_tokens // pages.block_size)
+    def indices_until(self, tokens: int) -> Tensor:
+        """Return the token indices ``[L, H, S]`` long after ``tokens`` of the text, -1 behind the end of a row."""
+        assert self.token_indices is not None
+        new = tokens - self.evicted_at
+        slot = torch.arange(self.longest + new, device=self.minis.device) - self.row_lengths[..., None]
+        stayed = nn.functional.pad(self.token_indices.long(), (0, new))
+        return stayed.where(slot < 0, slot + self.evicted_at).masked_fill(slot >= new, -1)
+
+    def extend(self, pages: Pages, table: Tensor, tokens: int) -> bool:
+        """Add the minis of blocks for new tokens, up to ``tokens`` of the text; returns whether there were any."""
+        needed = -(-(tokens - self.evicted_at) // pages.block_size)
         if needed <= self.tail_blocks:
             return False
         width = self.most_minis + needed
@@ -221,7 +240,7 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         self.kernels = first.kernels
         self.runner: Any = lambda: None
         self.pages: Pages | None = None
-        #: Of requests that are not finished, by id: prompt tokens, protected tokens, where the prompt lies.
+        #: Of requests that are not finished, by id: prompt tokens, protected tokens, where it lies after evictions.
         self.prompts: dict[str, tuple[int, int, Placement | None]] = {}
         self.packed: dict[str, PackedRequest] = {}
         self._stacked: tuple[tuple[str, ...], Tensor, Tensor] | None = None
@@ -242,11 +261,12 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         caches = [self.layers[name].kv_cache for name in self.names]
         if self.pages is None or self.pages.minis.data_ptr() != caches[0].untyped_storage().data_ptr():
             logits = None if self.logits_name is None else self.layers[self.logits_name].kv_cache
-            self.pages = Pages(caches, logits, self.kernels.offsets())
+            take = not self.geometry.evicts_again
+            self.pages = Pages(caches, logits, self.kernels.offsets(), rows_take_logits=take)
         return self.pages
 
     def prompt_of(self, request: str) -> tuple[int, int, Placement | None]:
-        """Return a request's prompt tokens, its protected tokens, and where its prompt lies once it was read."""
+        """Return a request's prompt tokens, its protected tokens, and where it lies after evictions."""
         if request not in self.prompts:
             state = self.runner().requests[request]
             prompt = state.num_prompt_tokens
@@ -262,66 +282,95 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         requests = [] if runner is None else runner.input_batch.req_ids[: common.num_reqs]
         packed: list[int] = []
         whole_rows: list[int] = []
-        reading: list[int] = []
-        changed = False
+        reading: list[int] = []  # of these
+        changed = packed_read = False
         for row in range(common.num_reqs):
             if row >= len(requests):
                 whole_rows.append(row)  # a row that vLLM made up for a measurement or to fill a batch
                 continue
             request, num_read = requests[row], lengths[row] - (starts[row + 1] - starts[row])
-            prompt, protected, placement = self.prompt_of(request)
-            if num_read < prompt:
-                reading.append(row)
-            if num_read < prompt or placement is None:
+            prompt, _, placement = self.prompt_of(request)
+            reads = self.policy.gates is not None and (num_read < prompt or self.policy.steps is not None)
+            if placement is None or num_read < placement.first:
                 whole_rows.append(row)
+                reading += [row] * reads
                 continue
-            if num_read == prompt:
-                table = common.block_table_tensor[row].long()
-                self.packed[request], changed = self.pack(pages, prompt, protected, placement, table), True
-            table = common.block_table_tensor[row]
-            changed |= self.packed[request].extend(pages, table, lengths[row] - prompt)
             packed.append(row)
+            packed_read |= reads
+            table = common.block_table_tensor[row].long()
+            if placement.evicts_at(num_read):
+                self.packed[request], changed = self.evict(pages, request, num_read, table), True
+            changed |= self.packed[request].extend(pages, table, lengths[row])
         step = Step(common.num_actual_tokens, pages)
         if whole_rows:
-            step.whole_prompts = self.whole_sequences(common, whole_rows, starts)
+            step.whole_requests = self.whole_sequences(common, whole_rows, starts)
         if packed:
             names = tuple(requests[row] for row in packed)
             if changed or self._stacked is None or self._stacked[0] != names:
                 self._stacked = names, *self.stack(names)
             step.packed = self.packed_sequences(packed, starts, lengths)
-        if reading and self.policy.gates is not None:
-            order = None if len(reading) == common.num_reqs else _tokens(reading, starts, self.device)
-            slots = common.slot_mapping[: starts[common.num_reqs]]
-            slots = slots if order is None else slots[order]
-            step.reading = Reading(pages, self.policy.gates, slots, order)
+        if reading or packed_read:
+            step.reading = self.reading(pages, common, reading, step.packed if packed_read else None, starts)
         return step
 
-    def pack(self, pages: Pages, prompt: int, protected: int, placement: Placement, table: Tensor) -> PackedRequest:
-        """Evict from a prompt that was read, whose blocks are ``table`` ``[W]`` long, and pack what stays."""
-        token_indices = torch.arange(prompt, device=table.device)
-        slots = table[token_indices // pages.block_size] * pages.block_size + token_indices % pages.block_size
-        gates = self.policy.gates
-        scored = [*range(len(self.names))] if gates is None else gates.layer_indices
-        logits = pages.read_logits(slots)
-        keep = prompt_keep_mask(
-            self.policy,
-            kept_tokens(self.geometry, prompt, protected),
-            protected,
+    def reading(
+        self, pages: Pages, common: Any, whole_rows: list[int], packed: Sequences | None, starts: list[int]
+    ) -> Reading:
+        """Return where the logits of some whole requests go, and of all packed ones if gates run on any of these."""
+        gates, everything = self.policy.gates, slice(0, starts[common.num_reqs])
+        if not whole_rows:
+            return Reading(pages, gates, everything, packed=packed)
+        tokens = everything if len(whole_rows) == common.num_reqs else _tokens(whole_rows, starts, self.device)
+        slots = common.slot_mapping[tokens]
+        if packed is None:
+            return Reading(pages, gates, tokens, (slice(None), slots))
+        return Reading(pages, gates, everything, (tokens, slots), packed)
+
+    def evict(self, pages: Pages, request: str, tokens: int, table: Tensor) -> PackedRequest:
+        """Evict from a request after ``tokens`` of its text, whose blocks are ``table`` ``[W]`` long, and pack it."""
+        prompt, protected, placement = self.prompt_of(request)
+        assert placement is not None
+        layers, heads, gates = len(self.names), self.geometry.kv_heads, self.policy.gates
+        scored = [*range(layers)] if gates is None else gates.layer_indices
+        kept = kept_tokens(self.geometry, prompt, protected, tokens)
+        if tokens == placement.first:  # it is whole, and began anew if it was packed before
+            minis = pages.minis_of(table[: placement.whole_blocks])
+            token_indices = torch.arange(tokens, device=table.device).expand(layers, heads, -1)
+            total = kept_tokens(self.geometry, prompt, protected, prompt) * heads
+            totals = torch.full((len(scored),), total, device=table.device)
+        else:
+            old = self.packed[request]
+            minis, token_indices, totals = old.minis.long(), old.indices_until(tokens), old.layer_totals
+        slots = torch.arange(token_indices.shape[-1], device=table.device)
+        at = minis[..., slots // pages.block_size], (slots % pages.block_size).expand(heads, -1)
+        logits = pages.read_logits(*at)
+        candidates = Candidates(
             scored,
-            keys=lambda layer: pages.keys(layer, slots),
+            token_indices[scored],
+            tokens,
+            prompt,
+            protected,
+            keys=lambda layer: pages.read(at[0][layer], at[1], slice(pages.size)),
             logits=None if logits is None else logits[scored],
         )
-        if len(scored) < len(self.names):
-            kept = keep.new_ones(len(self.names), *keep.shape[1:])
-            kept[scored] = keep
-            keep = kept
-        row_lengths, minis, taken = pages.pack(keep, table, placement.packed)
-        longest, most = int(row_lengths.max()), int(taken.max())
-        minis = minis[..., : most + 8].contiguous()
-        return PackedRequest(prompt, placement, row_lengths, longest, taken, most, minis)
+        keep = keep_mask(self.policy, candidates, kept, totals if tokens > prompt else None)
+        totals = keep.sum((1, 2)) if tokens <= prompt else totals
+        if len(scored) < layers:
+            all_stay = keep.new_ones(layers, *keep.shape[1:])
+            all_stay[scored] = keep
+            keep = all_stay
+        goes_apart = tokens == placement.first and self.geometry.apart
+        blocks = table[placement.packed.start : placement.packed.stop]
+        row_lengths, new_minis, taken = pages.pack(keep, minis, blocks, in_place=not goes_apart)
+        longest, indices = int(row_lengths.max()), None
+        if self.geometry.evicts_again:
+            order = (~keep).byte().argsort(dim=-1, stable=True)[..., :longest]
+            indices = token_indices.gather(-1, order).int()
+        most = int(taken.max())
+        return PackedRequest(placement, tokens, row_lengths, longest, taken, most, new_minis, indices, totals)
 
     def stack(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Return the minis ``[L, R, H, W]`` of packed requests, and the tokens ``[L, R, H]`` of their prompts' rows."""
+        """Return the minis ``[L, R, H, W]`` of packed requests, and the tokens ``[L, R, H]`` that their rows kept."""
         requests = [self.packed[name] for name in names]
         longest = max(request.minis.shape[-1] for request in requests)
         padded = [nn.functional.pad(x.minis, (0, longest - x.minis.shape[-1])) for x in requests]
@@ -345,8 +394,8 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         names, minis, row_lengths = self._stacked
         size, heads, device = self.geometry.block_size, self.geometry.kv_heads, self.device
         counts = [starts[row + 1] - starts[row] for row in rows]
-        answers = [lengths[row] - self.packed[name].prompt for row, name in zip(rows, names, strict=True)]
-        row_lengths = row_lengths + torch.tensor(answers, device=device)[:, None]  # new tokens included
+        new_tokens = [lengths[row] - self.packed[name].evicted_at for row, name in zip(rows, names, strict=True)]
+        row_lengths = row_lengths + torch.tensor(new_tokens, device=device)[:, None]  # new tokens included
         new = torch.tensor(counts, device=device)
         longest_query = max(counts)
         if longest_query == 1:  # a query of each head, as they lie
@@ -368,7 +417,7 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         begins = torch.zeros(len(rows) * heads + 1, dtype=torch.int32, device=device)
         begins[1:] = new.repeat_interleave(heads).cumsum(0)
         tokens_held = row_lengths.flatten(1).int()
-        longest = max(self.packed[name].longest + answer for name, answer in zip(names, answers, strict=True))
+        longest = max(self.packed[name].longest + added for name, added in zip(names, new_tokens, strict=True))
         tables = minis[..., : -(-longest // size)].flatten(1, 2).contiguous()
         plans = [self.kernels.plan(self.group, 1, x, begins) for x in tokens_held]
         return Sequences(tables, tokens_held, slots, begins, plans, order, longest_query, longest)
@@ -426,12 +475,12 @@ class EvictionImpl(AttentionImpl[Step]):
             self.num_kv_heads,
             layers,
             layers if gates is None else len(gates.layer_indices),
-            layers + (gates is not None),
+            config.model_config.max_model_len,
             bool(config.cache_config.enable_prefix_caching),
         )
         name = f"{LOGITS_LAYER}.{layers}"
         context = config.compilation_config.static_forward_context
-        if logits_pages(EvictionImpl.geometry) and name not in context:
+        if gates is not None and name not in context:
             context[name] = LogitsLayer(self, _backend())
         self.index: int | None = None
 
@@ -457,8 +506,8 @@ class EvictionImpl(AttentionImpl[Step]):
             step.reading.check(self.index)
         count, heads = step.num_tokens, self.num_kv_heads
         query, key, value, result = query[:count], key[:count], value[:count], output[:count]
-        if step.whole_prompts is not None:
-            self.attend(query, key, value, result, kv_cache, step.whole_prompts)
+        if step.whole_requests is not None:
+            self.attend(query, key, value, result, kv_cache, step.whole_requests)
         if step.packed is not None:
             group = self.num_heads // heads
             by_head = (count * heads, group, -1), (count * heads, 1, -1)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ag.config.spec import PolicySpec
+from ag.engine.policy import Policy
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.folder import check_base
@@ -37,9 +38,10 @@ def register() -> None:
             activate(settings is not None)
             if settings is None:
                 return create(self, *args, **kwargs)
-            prepare(self)
+            policy = settings.made_policy
+            prepare(self, policy)
             config = create(self, *args, **kwargs)
-            check(config)
+            check(config, policy)
             config.scheduler_config.scheduler_cls = (
                 f"ag.vllm.scheduler.{'Async' * bool(config.scheduler_config.async_scheduling)}EvictionScheduler"
             )
@@ -124,8 +126,8 @@ def install() -> None:
     SamplingParams.verify = verify_params
 
 
-def prepare(arguments: Any) -> None:
-    """Set what eviction needs in the arguments of an engine, and refuse another release of vLLM.
+def prepare(arguments: Any, policy: Policy) -> None:
+    """Set what eviction by a policy needs in the arguments of an engine, and refuse another release of vLLM.
 
     Raises:
         UserError: the release is another one, or an argument is refused.
@@ -147,16 +149,21 @@ def prepare(arguments: Any) -> None:
             f"tensor_parallel_size={arguments.tensor_parallel_size}": arguments.tensor_parallel_size != 1,
             f"data_parallel_size={arguments.data_parallel_size}": arguments.data_parallel_size != 1,
             "a KV connector (kv_transfer_config)": arguments.kv_transfer_config is not None,
+            f"prefix caching with schedule={policy.schedule}": (
+                policy.block is not None and bool(arguments.enable_prefix_caching)
+            ),
         }
     )
+    if policy.block is not None:
+        arguments.enable_prefix_caching = False  # the keys of a token depend on the whole prompt's length
     if arguments.block_size is None and current_platform.is_cpu():
         arguments.block_size = BLOCK_SIZE
     if not current_platform.is_cpu():
         arguments.attention_backend = AttentionBackendEnum.CUSTOM
 
 
-def check(config: Any) -> None:
-    """Refuse what eviction cannot go with.
+def check(config: Any, policy: Policy) -> None:
+    """Refuse what eviction by a policy cannot go with.
 
     Raises:
         UserError: names the setting, its value, and what is expected.
@@ -171,6 +178,8 @@ def check(config: Any) -> None:
             "KV events (kv_events_config)": config.kv_events_config is not None,
             f"kv_cache_dtype={cache.cache_dtype}": cache.cache_dtype not in CACHE_TYPES,
             f"speculative decoding by {method}": method not in (None, "ngram"),
+            # a rejected draft cannot take an eviction back
+            f"drafts with schedule={policy.schedule}": method is not None and policy.steps is not None,
             "async scheduling with drafts": method is not None and bool(config.scheduler_config.async_scheduling),
             "micro-batches (enable_dbo)": bool(parallel.enable_dbo),
             "MLA": model.use_mla,

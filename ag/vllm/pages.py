@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ag.errors import UserError
-from ag.vllm.placement import Geometry
 
 
 class Pages:
@@ -17,18 +16,23 @@ class Pages:
     Args:
         caches: of the model's layers, in their order, vLLM's ``[B, H, N, 2 D]``, all in one allocation whose layers
             follow each other.
-        logits: vLLM's pages of one more layer, in which the gate logits of tokens lie by their slots. None: no gates.
+        logits: vLLM's pages of one more layer, for the gate logits of the tokens in all other ones. None: no gates.
+        rows_take_logits: whether packed rows may take the memory of logits too, because no row's logits are read again.
         offsets: ``[N, 2 D]`` long, where the numbers of a token lie within a mini: its key, then its value.
     """
 
-    def __init__(self, caches: list[Tensor], logits: Tensor | None, offsets: Tensor) -> None:
+    def __init__(self, caches: list[Tensor], logits: Tensor | None, offsets: Tensor, *, rows_take_logits: bool) -> None:
         first = caches[0]
         self.blocks, self.heads, self.block_size, width = first.shape
         self.size, self.mini_size = width // 2, self.block_size * width
         regions = caches if logits is None else [*caches, logits]
-        if not all(x.is_contiguous() and x.shape == first.shape for x in regions) or not all(
-            x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for x in regions
-        ):
+        offsets_in_order = sorted(x.storage_offset() for x in regions)
+        if not all(
+            x.is_contiguous()
+            and x.shape == first.shape
+            and x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            for x in regions
+        ) or offsets_in_order != [first.numel() * number for number in range(len(regions))]:
             raise UserError(
                 f"vLLM's KV cache has the shape {tuple(first.shape)} and strides {first.stride()}: expected whole "
                 "layers of one allocation; set VLLM_KV_CACHE_LAYOUT=LBHNC."
@@ -42,12 +46,17 @@ class Pages:
         #: ``[M N, 2 D]``, the tokens, where the numbers of one lie together. None: they do not.
         self.tokens = self.minis.view(-1, width) if lie_in_order else None
         bases = torch.tensor([x.storage_offset() // self.mini_size for x in regions], device=first.device)
+        #: ``[R]`` long, the layer of each region, as they follow each other in memory; any for that of the logits.
+        self.layer_of = bases.argsort().clamp_max(len(caches) - 1)
         #: ``[L, H]`` long, mini of each layer and head in block 0; a block further it is H minis further.
         self.first_mini = (bases[: len(caches), None] + torch.arange(self.heads, device=first.device)).contiguous()
-        #: ``[R H]`` long, all minis of block 0, in any order.
-        self.all_minis = (bases[:, None] + torch.arange(self.heads, device=first.device)).flatten()
+        of_block_0 = (bases[:, None] + torch.arange(self.heads, device=first.device)).flatten()
+        num_layers = len(caches)
+        #: long, all minis of block 0 that rows may take, in any order, and those among them that hold logits before.
+        self.row_minis = of_block_0 if rows_take_logits else of_block_0[: num_layers * self.heads]
+        self.logits_minis = self.row_minis[num_layers * self.heads :]
         self.logits: Tensor | None = None
-        self.logits_minis = self.all_minis[len(caches) * self.heads :]
+        self.rows_take_logits = rows_take_logits
         if logits is not None:
             in_floats = logits.flatten(1).view(torch.float32)
             needed = self.block_size * len(caches) * self.heads
@@ -60,16 +69,29 @@ class Pages:
             #: ``[B, N, L, H]`` float32, stored logits.
             self.logits = in_floats[:, :needed].unflatten(1, (self.block_size, len(caches), self.heads))
 
-    def write_logits(self, slots: Tensor, layer: int, logits: Tensor) -> None:
-        """Store logits ``[T, H]`` of a layer by the slots ``[T]`` of their tokens."""
-        assert self.logits is not None
-        self.logits[slots // self.block_size, slots % self.block_size, layer] = logits
+    def minis_of(self, table: Tensor) -> Tensor:
+        """Return the minis ``[L, H, W]`` long of a whole request, whose blocks are ``table`` ``[W]`` long."""
+        return self.first_mini[..., None] + table * self.heads
 
-    def read_logits(self, slots: Tensor) -> Tensor | None:
-        """Return the logits ``[L, H, T]`` of the tokens in some slots ``[T]``; None if there are no gates."""
-        if self.logits is None:
-            return None
-        return self.logits[slots // self.block_size, slots % self.block_size].permute(1, 2, 0)
+    def slots_of(self, layer: int, slots: Tensor) -> Tensor:
+        """Return the slots ``[T, H]`` among minis of tokens that lie whole in vLLM's ``slots`` ``[T]`` of a layer."""
+        minis = self.first_mini[layer] + slots[:, None] // self.block_size * self.heads
+        return minis * self.block_size + slots[:, None] % self.block_size
+
+    def logits_at(self, minis: Tensor, places: Tensor) -> tuple[Tensor, ...]:
+        """Return where in ``logits`` those of tokens at places of minis lie."""
+        region_size = self.blocks * self.heads
+        region, within = minis // region_size, minis % region_size
+        return within // self.heads, places, self.layer_of[region], within % self.heads
+
+    def write_logits(self, slots: Tensor, logits: Tensor) -> None:
+        """Store logits by the slots among minis of their tokens."""
+        assert self.logits is not None
+        self.logits[self.logits_at(slots // self.block_size, slots % self.block_size)] = logits
+
+    def read_logits(self, minis: Tensor, places: Tensor) -> Tensor | None:
+        """Return the logits of tokens at places of minis; None if there are no gates."""
+        return None if self.logits is None else self.logits[self.logits_at(minis, places)]
 
     def read(self, minis: Tensor, places: Tensor, part: slice = slice(None)) -> Tensor:
         """Return keys and values ``[..., 2 D]``, or a part of these numbers, of tokens at places of minis ``[...]``."""
@@ -86,49 +108,43 @@ class Pages:
             return
         self.numbers[minis[:, None] * self.mini_size + self.offsets[places]] = numbers
 
-    def keys(self, layer: int, slots: Tensor) -> Tensor:
-        """Return the keys ``[H, T, D]`` of a layer of the tokens in some slots ``[T]``."""
-        minis = self.first_mini[layer][:, None] + slots // self.block_size * self.heads
-        return self.read(minis, (slots % self.block_size).expand(self.heads, -1), slice(self.size))
-
-    def pack(self, keep: Tensor, table: Tensor, packed: range) -> tuple[Tensor, Tensor, Tensor]:
-        """Move what stays of a prompt.
+    def pack(self, keep: Tensor, minis: Tensor, blocks: Tensor, *, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Move what stays of a request's rows, with its logits if these are read again.
 
         Args:
-            keep: ``[L, H, T]`` bool.
-            table: ``[W]`` long, the request's blocks.
-            packed: places of this table whose blocks take the rows.
+            keep: ``[L, H, S]`` bool, which slots of each row stay.
+            minis: ``[L, H, W]`` long, the minis of these slots.
+            blocks: long, those that take the rows.
+            in_place: whether rows may take minis that they are read from.
 
         Returns:
-            Tokens ``[L, H]`` of each row, its minis ``[L, H, W]`` int32, and how many these are ``[L, H]``.
+            Tokens ``[L, H]`` of each row, its minis ``[L, H, W]`` int32 with room for more, and how many these are
+            ``[L, H]``.
         """
         size, (layers, heads, _) = self.block_size, keep.shape
         row_lengths = keep.sum(-1)
         taken = -(-row_lengths // size)
-        free = (self.all_minis + table[packed.start : packed.stop, None] * heads).flatten()
+        free = (self.row_minis + blocks[:, None] * heads).flatten()
         end = taken.flatten().cumsum(0).view_as(taken)
         assert int(end[-1, -1]) <= len(free), "placement.place counts fewer minis than rows need"
         # kernels multiply what lies behind a row's end by 0, and half of a logit may be NaN as a number of 16 bits
-        self.minis[(self.logits_minis + table[packed.start : packed.stop, None] * heads).flatten()] = 0
-        index = torch.arange(len(table), device=keep.device)
+        self.minis[(self.logits_minis + blocks[:, None] * heads).flatten()] = 0
+        index = torch.arange(int(taken.max()) + 8, device=keep.device)
         inside = index < taken[..., None]
-        minis = torch.zeros(layers, heads, len(table), dtype=torch.int32, device=keep.device)
-        minis[inside] = free[((end - taken)[..., None] + index)[inside]].int()
-        # rows may take blocks that they are read from, if the request has none of its own for them: all is read first
-        parts = [range(layers)] if packed.start == 0 else [range(x, x + 1) for x in range(layers)]
-        for part in parts:
-            layer, head, token = keep[part.start : part.stop].nonzero(as_tuple=True)
-            layer = layer + part.start
-            order = (keep[part.start : part.stop].cumsum(-1) - 1)[keep[part.start : part.stop]]
-            old = self.first_mini[layer, head] + table[token // size] * heads
-            numbers = self.read(old, token % size)
-            self.write(minis[layer, head, order // size].long(), order % size, numbers)
-        return row_lengths, minis, taken
-
-
-def logits_pages(geometry: Geometry) -> int:
-    """Return for how many layers beside the model's own there is memory, which holds gate logits."""
-    return geometry.regions - geometry.layers
+        new_minis = torch.zeros(layers, heads, len(index), dtype=torch.int32, device=keep.device)
+        new_minis[inside] = free[((end - taken)[..., None] + index)[inside]].int()
+        for part in [range(layers)] if in_place else [range(x, x + 1) for x in range(layers)]:
+            chosen = keep[part.start : part.stop]
+            layer, head, slot = chosen.nonzero(as_tuple=True)
+            layer, order = layer + part.start, (chosen.cumsum(-1) - 1)[chosen]
+            old = minis[layer, head, slot // size].long(), slot % size
+            new = new_minis[layer, head, order // size].long(), order % size
+            numbers = self.read(*old)  # all is read before anything is written
+            logits = None if self.rows_take_logits else self.read_logits(*old)
+            self.write(*new, numbers)
+            if self.logits is not None and logits is not None:
+                self.logits[self.logits_at(*new)] = logits
+        return row_lengths, new_minis, taken
 
 
 def measured_offsets(write: Any, block_size: int, size: int, dtype: torch.dtype) -> Tensor:

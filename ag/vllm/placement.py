@@ -1,9 +1,10 @@
-"""Where the tokens of a request lie: arithmetic that vLLM's scheduler and its workers do each for themselves."""
+"""When a request is evicted from, and where its tokens lie; vLLM's scheduler and its workers each compute this."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,27 +13,75 @@ from ag.vllm.settings import Settings
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where an evicted prompt lies, in places of the request's block table.
+class Schedule:
+    """When a request is due for eviction: :class:`ag.engine.sequences.SequenceState`'s rule, for one token at a time.
 
     Attributes:
-        packed: places of the blocks that hold the prompt's rows.
-        tail: place from which blocks of new tokens are.
-        freed: places of the prompt's blocks that go back to vLLM.
+        prompt: tokens of the prompt.
+        full: tokens of the text from which steps count: those of the prompt, or the budget if that is more.
+        block: tokens of the prompt between evictions. None: its end alone.
+        steps: tokens after the prompt between evictions. None: nothing is evicted there.
     """
 
+    prompt: int
+    full: int
+    block: int | None
+    steps: int | None
+
+    def after(self, tokens: int) -> int | None:
+        """Return at how many tokens of the text, more than ``tokens``, an eviction is due; None: never again."""
+        if tokens < self.prompt:
+            return self.prompt if self.block is None else min((tokens // self.block + 1) * self.block, self.prompt)
+        if self.steps is None:
+            return None
+        return self.full + (max(tokens - self.full, 0) // self.steps + 1) * self.steps
+
+
+@dataclass(frozen=True)
+class Placement:
+    """When a request is evicted from, and where it lies then, in places of its block table.
+
+    Until the first eviction the request is whole, in vLLM's own blocks. Each eviction packs its rows into the blocks
+    at ``packed``. New tokens follow in the blocks from ``tail`` on, which stay for the tokens after the next eviction.
+
+    Attributes:
+        schedule: when evictions are due.
+        first: tokens of the text at the first eviction that finds something to evict.
+        whole_blocks: blocks of this text.
+        packed: places of the blocks that hold the rows.
+        tail: place from which blocks of new tokens are.
+        freed: by tokens of the text, places whose blocks go back to vLLM once the eviction at that number is over.
+    """
+
+    schedule: Schedule
+    first: int
+    whole_blocks: int
     packed: range
     tail: int
-    freed: range
+    freed: Mapping[int, range]
 
-    def places(self, new_tokens: int, block_size: int) -> int:
-        """Return the length of the block table for the prompt and ``new_tokens``."""
-        return self.tail + -(-new_tokens // block_size)
+    def chunk_end(self, tokens: int) -> int | None:
+        """Return where a chunk that begins after so many tokens of the text ends at the latest; None: anywhere."""
+        return self.first if tokens < self.first else self.schedule.after(tokens)
+
+    def evicts_at(self, tokens: int) -> bool:
+        """Return whether an eviction is due when so many tokens of the text were read."""
+        return self.chunk_end(tokens - 1) == tokens
+
+    def places(self, tokens: int, block_size: int) -> int:
+        """Return the length of the block table for so many tokens of the text."""
+        if tokens <= self.first:
+            return -(-tokens // block_size)
+        prompt, block, steps = self.schedule.prompt, self.schedule.block, self.schedule.steps
+        in_prompt, in_answer = min(tokens, prompt) - self.first, tokens - max(self.first, prompt)
+        in_prompt = in_prompt if block is None else min(in_prompt, block)
+        longest_run = max(in_prompt, in_answer if steps is None else min(in_answer, steps))
+        return max(self.whole_blocks, self.tail + -(-longest_run // block_size))
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What decides how many blocks a prompt keeps.
+    """What decides how many blocks a request keeps.
 
     Attributes:
         settings: the policy.
@@ -40,7 +89,7 @@ class Geometry:
         kv_heads: KV heads H of each layer.
         layers: layers of the model, L.
         scored_layers: layers that share the budget; the other ones keep all tokens.
-        regions: layers for which vLLM has memory: those of the model, and one of gate logits if there are gates.
+        longest: tokens of the longest text.
         apart: whether rows go to blocks of their own, because the prompt's blocks may be shared or used again (prefix
             caching); else they go to the first blocks of the prompt.
     """
@@ -50,31 +99,36 @@ class Geometry:
     kv_heads: int
     layers: int
     scored_layers: int
-    regions: int
+    longest: int
     apart: bool
+
+    @property
+    def evicts_again(self) -> bool:
+        """Whether packed rows are evicted from, so that their tokens need their logits and indices."""
+        return self.settings.made_policy.schedule != "prefill"
+
+    @property
+    def regions(self) -> int:
+        """Layers whose memory rows may take: those of the model, and that of logits that no row needs."""
+        return self.layers + (self.settings.made_policy.gates is not None and not self.evicts_again)
 
 
 @functools.lru_cache(maxsize=4096)
-def kept_tokens(geometry: Geometry, prompt: int, protected: int) -> int:
-    """Return the tokens that a KV head keeps, on average over those that share the budget.
+def kept_tokens(geometry: Geometry, prompt: int, protected: int, tokens: int) -> int:
+    """Return the tokens that a KV head keeps at most, on average over those that share the budget.
 
     Args:
         geometry: has the policy.
         prompt: tokens of the prompt.
         protected: first tokens of the prompt that the request protects.
+        tokens: of the text so far.
     """
-    policy = geometry.settings.made_policy
-    assert policy.scorer is not None
-    length = torch.tensor([prompt])
-    budget = policy.capacity(length)
-    marked = torch.arange(prompt)[None] < protected if protected else None
-    number = retention.count_protected(length, *policy.scorer.limits(budget), marked)
-    return min(int(retention.keep_count(budget, number)), prompt)
+    return max(_budget_and_protected(geometry, prompt, protected, tokens))
 
 
 @functools.lru_cache(maxsize=4096)
 def place(geometry: Geometry, prompt: int, protected: int = 0) -> Placement | None:
-    """Return where a prompt lies after eviction. None: eviction would free no block, and the prompt stays whole.
+    """Return where a request lies after evictions. None: none frees a block, and the request stays whole.
 
     A row of x tokens takes ceil(x / N) minis. The rows that share the budget have ``kept_tokens * rows`` tokens, which
     bounds their minis however uneven the heads are: by (tokens + rows * (N - 1)) / N.
@@ -84,15 +138,51 @@ def place(geometry: Geometry, prompt: int, protected: int = 0) -> Placement | No
         prompt: tokens of the prompt.
         protected: first tokens of the prompt that the request protects.
     """
-    size, kept = geometry.block_size, kept_tokens(geometry, prompt, protected)
-    rows, whole_minis = geometry.scored_layers * geometry.kv_heads, -(-prompt // size)
-    compares = geometry.settings.made_policy.allocator.compares_heads
-    minis = rows * (kept + size - 1) // size if compares else rows * -(-kept // size)
-    minis = min(minis, rows * whole_minis)
-    minis += (geometry.layers - geometry.scored_layers) * geometry.kv_heads * whole_minis
-    blocks, full = -(-minis // (geometry.regions * geometry.kv_heads)), prompt // size
-    if blocks >= full:
+    size, policy = geometry.block_size, geometry.settings.made_policy
+    budget, in_prompt, in_longest = _budget_and_protected(geometry, prompt, protected, prompt, geometry.longest)
+    schedule = Schedule(prompt, max(prompt, budget), policy.block, policy.steps)
+    first = schedule.after(0)
+    while first is not None and kept_tokens(geometry, prompt, protected, first) >= first:
+        first = schedule.after(first) if first < geometry.longest else None
+    if first is None:
         return None
+    rows, whole_blocks = geometry.scored_layers * geometry.kv_heads, -(-first // size)
+    kept = max(budget, in_prompt)
+    if policy.steps is not None:  # a layer keeps its total, or the protected tokens if these have become more
+        kept = min(kept + in_longest - in_prompt, geometry.longest)
+    minis = rows * (kept + size - 1) // size if policy.allocator.compares_heads else rows * -(-kept // size)
+    if not geometry.evicts_again:
+        minis = min(minis, rows * whole_blocks)
+    minis += (geometry.layers - geometry.scored_layers) * geometry.kv_heads * whole_blocks
+    blocks = -(-minis // (geometry.regions * geometry.kv_heads))
+    if not geometry.evicts_again and blocks >= prompt // size:
+        return None
+    following, steps = schedule.after(first), policy.steps or geometry.longest
     if geometry.apart:
-        return Placement(range(whole_minis, whole_minis + blocks), whole_minis + blocks, range(whole_minis))
-    return Placement(range(blocks), full, range(blocks, full))
+        packed, tail, freed = range(whole_blocks, whole_blocks + blocks), whole_blocks + blocks, range(whole_blocks)
+    else:  # new tokens go to blocks that the rows left, as many as they need until the next eviction
+        tail = max(blocks, whole_blocks - (1 if following is None else -(-(following - first) // size)))
+        packed, freed = range(blocks), range(blocks, tail)
+    placement = Placement(schedule, first, whole_blocks, packed, tail, {first: freed})
+    if first < prompt:  # the answer may need fewer blocks until its next eviction than the prompt
+        behind = range(tail + -(-steps // size), placement.places(prompt, size))
+        placement = replace(placement, freed={first: freed, prompt: behind})
+    return placement
+
+
+def most_blocks(geometry: Geometry) -> int:
+    """Return the blocks that a request of the longest text needs if it protects nothing."""
+    size, dense = geometry.block_size, -(-geometry.longest // geometry.block_size)
+    # with a long answer, or with a long prompt in its first packed pass
+    placements = place(geometry, 1), place(geometry, geometry.longest)
+    return max(dense if x is None else x.places(geometry.longest + 1, size) for x in placements)
+
+
+def _budget_and_protected(geometry: Geometry, prompt: int, protected: int, *tokens: int) -> tuple[int, ...]:
+    """Return the budget of a KV head, and how many of so many tokens of the text are protected, for each number."""
+    scorer, length = geometry.settings.made_policy.scorer, torch.tensor([prompt])
+    assert scorer is not None
+    budget = geometry.settings.made_policy.capacity(length)
+    marked = torch.ones(len(tokens), protected, dtype=torch.bool) if protected else None
+    counts = retention.count_protected(torch.tensor(tokens), *scorer.limits(budget), marked)
+    return int(budget), *counts.tolist()

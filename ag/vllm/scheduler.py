@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -12,7 +12,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ag.errors import UserError
-from ag.vllm.placement import Geometry, Placement, place
+from ag.vllm.placement import Geometry, Placement, most_blocks, place
 from ag.vllm.settings import protected_tokens
 
 
@@ -23,14 +23,13 @@ class EvictionSpec(FullAttentionSpec):
     geometry: Geometry
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """Return the length of a block table: the prompt, its rows in blocks of their own, and the answer."""
-        placement = place(self.geometry, max_len) if self.geometry.apart else None
-        return int(super().max_num_blocks_per_req(vllm_config, max_len)) + (len(placement.packed) if placement else 0)
+        """Return the length of a block table: the text, and its rows in blocks of their own."""
+        return 2 * int(super().max_num_blocks_per_req(vllm_config, max_len)) + 2
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Return the bytes of a layer that the longest request needs, while its prompt is packed."""
-        blocks = self.max_num_blocks_per_req(vllm_config, vllm_config.model_config.max_model_len)
-        return blocks * int(self.page_size_bytes)
+        geometry = replace(self.geometry, longest=vllm_config.model_config.max_model_len)
+        return most_blocks(geometry) * int(self.page_size_bytes)
 
     @classmethod
     def merge(cls, specs: list[Any]) -> EvictionSpec:
@@ -47,39 +46,36 @@ class EvictionSpec(FullAttentionSpec):
 
 
 class EvictionManager(FullAttentionManager):
-    """Frees the blocks that the worker emptied: it evicts before the pass of the token after the prompt."""
+    """Frees the blocks that the worker emptied: it evicts before the pass of the token after an eviction is due."""
 
     #: The scheduler's requests by id.
     requests: Mapping[str, Any] = {}
     supports_fine_grained_hash_lookup = False  # a copy of part of a block would leave its gate logits behind
 
-    def placement(self, request_id: str) -> Placement | None:
-        """Return where the prompt of a request lies once it is evicted from. None: it stays whole."""
-        request = self.requests[request_id]
-        prompt = request.num_prompt_tokens
-        protected = protected_tokens(request.sampling_params, prompt)
-        found: Placement | None = place(self.kv_cache_spec.geometry, prompt, protected)
+    def placement(self, request: Any) -> Placement | None:
+        """Return where a request lies once it is evicted from. None: it stays whole."""
+        protected = protected_tokens(request.sampling_params, request.num_prompt_tokens)
+        found: Placement | None = place(self.kv_cache_spec.geometry, request.num_prompt_tokens, protected)
         return found
 
     def places(self, request_id: str, tokens: int) -> int:
         """Return the tokens for which vLLM's own arithmetic gives the length of this request's block table."""
-        new_tokens = tokens - self.requests[request_id].num_prompt_tokens
-        placement = self.placement(request_id) if new_tokens > 0 and self.enable_caching else None
-        return tokens if placement is None else placement.places(new_tokens, self.block_size) * self.block_size
+        placement = self.placement(self.requests[request_id])
+        return tokens if placement is None else placement.places(tokens, self.block_size) * self.block_size
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free the prompt's blocks once the pass that evicted from them is over."""
-        if request_id in self.requests and processed_computed_tokens > self.requests[request_id].num_prompt_tokens:
-            placement = self.placement(request_id)
-            if placement is not None:
-                self._remove_blocks_in_range(request_id, placement.freed.start, placement.freed.stop)
+        """Free blocks once the pass is over before which they were evicted from."""
+        placement = self.placement(self.requests[request_id]) if request_id in self.requests else None
+        for tokens, freed in () if placement is None else placement.freed.items():
+            if processed_computed_tokens > tokens:
+                self._remove_blocks_in_range(request_id, freed.start, freed.stop)
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *args: Any, apply_admission_cap: bool = False, **kwargs: Any
     ) -> int:
-        """Return the blocks that a request still needs; to be admitted it needs those of its first packed pass."""
+        """Return the blocks that a request still needs; to be admitted it needs those of the pass after its prompt."""
         if apply_admission_cap:
             num_tokens = max(num_tokens, self.requests[request_id].num_prompt_tokens + 1)
         tokens = self.places(request_id, num_tokens)
@@ -97,13 +93,13 @@ class EvictionManager(FullAttentionManager):
 
 
 class _EndsChunks:
-    """Ends a chunk where a prompt ends, also for a request that was preempted and computes its answer anew."""
+    """Ends a chunk where an eviction is due, also for a request that was preempted and computes its answer anew."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.need_mamba_block_aligned_split = True  # the only hook that cuts chunks
-        for manager in self.kv_cache_manager.coordinator.single_type_managers:  # type: ignore[attr-defined]
-            manager.requests = self.requests  # type: ignore[attr-defined]
+        (self.manager,) = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
+        self.manager.requests = self.requests  # type: ignore[attr-defined]
 
     def add_request(self, request: Any) -> None:
         """Take a request, unless its prompt may grow after it was evicted from."""
@@ -115,8 +111,9 @@ class _EndsChunks:
         self, request: Any, num_new_tokens: int, num_new_local_computed_tokens: int = 0, num_external: int = 0
     ) -> int:
         num_read = request.num_computed_tokens + num_new_local_computed_tokens + num_external
-        left: int = request.num_prompt_tokens - num_read
-        return min(num_new_tokens, left) if left > 0 else num_new_tokens
+        placement = self.manager.placement(request)
+        end = None if placement is None else placement.chunk_end(num_read)
+        return num_new_tokens if end is None else min(num_new_tokens, end - num_read)
 
 
 class EvictionScheduler(_EndsChunks, Scheduler):

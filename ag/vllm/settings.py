@@ -107,7 +107,6 @@ class Settings:
         policy = self.made_policy
         refused = {
             f"+{spec.wrapper}": spec.wrapper is not None,
-            f"schedule={policy.schedule}": policy.schedule != "prefill",
             f"positions={policy.positions}": policy.positions != "original",
             f"kv_dtype={policy.kv_dtype}": policy.kv_dtype != "float",
             "floor": bool(getattr(policy.allocator, "floor", 0)),
@@ -115,16 +114,27 @@ class Settings:
         for name, is_refused in refused.items():
             if is_refused:
                 raise UserError(
-                    f"Policy '{self.policy}' in vLLM: {name}: expected a scorer and an allocator that evict once, at "
-                    "the end of the prompt; leave it out, or serve it by ag.serve."
+                    f"Policy '{self.policy}' in vLLM: {name}: expected a scorer and an allocator alone; leave it out, "
+                    "or serve it by ag.serve."
                 )
         gates = policy.gates
         if gates is None:
             return
+        config, evicts_again = gates.config, policy.schedule != "prefill"
+        partial = {
+            f"gate.covers={config.covers}": config.covers != "all" and policy.steps is not None,
+            f"gate.first_layer={config.first_layer}": config.first_layer > 0 and evicts_again,
+        }
+        for name, is_partial in partial.items():
+            if is_partial:
+                raise UserError(
+                    f"Policy '{self.policy}' in vLLM: schedule={policy.schedule} with {name}: expected gates of all "
+                    "layers and, after the prompt, of all tokens; use schedule=prefill, or serve these by ag.serve."
+                )
         wrong = {
-            f"gate.kind={gates.config.kind}": not all(isinstance(x, TokenGate) for x in gates.layers.values()),
-            f"gate.scope={gates.config.scope}": gates.config.scope != "causal",
-            f"gate.layer_offset={gates.config.layer_offset}": gates.config.layer_offset != 0,
+            f"gate.kind={config.kind}": not all(isinstance(x, TokenGate) for x in gates.layers.values()),
+            f"gate.scope={config.scope}": config.scope != "causal",
+            f"gate.layer_offset={config.layer_offset}": config.layer_offset != 0,
         }
         for name, is_wrong in wrong.items():
             if is_wrong:

@@ -5,8 +5,8 @@ import torch
 
 import ag
 from ag.errors import UserError
-from ag.vllm.placement import Geometry, kept_tokens
-from ag.vllm.ranking import prompt_keep_mask
+from ag.vllm.placement import Geometry, kept_tokens, place
+from ag.vllm.ranking import Candidates, keep_mask
 from ag.vllm.settings import Settings
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
@@ -53,6 +53,13 @@ def kept_by_cache(model, ids, policy, protected, **options):
     return keep
 
 
+def whole(keys, logits=None, protected=0):
+    """The tokens of a prompt in all layers."""
+    heads, tokens = keys[0].shape[:2]
+    indices = torch.arange(tokens).expand(len(keys), heads, -1)
+    return Candidates([*range(len(keys))], indices, tokens, tokens, protected, keys.__getitem__, logits)
+
+
 @pytest.mark.parametrize("protected", [0, 50])
 @pytest.mark.parametrize(
     ("policy", "options"),
@@ -86,9 +93,9 @@ def test_as_the_cache(model, tmp_path, policy, options, protected):
                 [found.stored(found.layers[str(x)](seen.hidden[x][None]))[0] for x in range(len(keys))]
             )
     layers, heads = len(keys), keys[0].shape[0]
-    geometry = Geometry(settings, 16, heads, layers, layers, layers, apart=False)
-    kept = kept_tokens(geometry, TOKENS, protected)
-    mask = prompt_keep_mask(settings.made_policy, kept, protected, [*range(layers)], keys.__getitem__, logits)
+    geometry = Geometry(settings, 16, heads, layers, layers, longest=TOKENS, apart=False)
+    kept = kept_tokens(geometry, TOKENS, protected, TOKENS)
+    mask = keep_mask(settings.made_policy, whole(keys, logits, protected), kept, None)
     assert torch.equal(mask, kept_by_cache(model, ids, text, protected, **options))
     assert int(mask.sum()) == kept * layers * heads
 
@@ -97,4 +104,40 @@ def test_score_that_is_not_finite(model):
     policy = ag.policy("knorm", budget=0.5)
     keys = [torch.zeros(2, 10, 4), torch.full((2, 10, 4), float("nan"))]
     with refuses(UserError, "layer 1", "knorm"):
-        prompt_keep_mask(policy, 5, 0, [0, 1], keys.__getitem__, None)
+        keep_mask(policy, whole(keys), 5, None)
+
+
+@pytest.mark.parametrize("protected", [0, 30, TOKENS])
+@pytest.mark.parametrize("policy", ["random", "random@global", "streaming_llm@global"])
+@pytest.mark.parametrize("schedule", ["steps:6", "blocks:20", "blocks:32+steps:3", "every"])
+@pytest.mark.parametrize("budget", [0.4, 95])
+@pytest.mark.filterwarnings("ignore::ag.errors.BudgetWarning")
+def test_again_as_the_cache(model, policy, schedule, budget, protected):
+    """Scores by the place in the text, so that rows need no keys: what stays after each eviction."""
+    settings = Settings(policy, budget, f'{{"schedule": "{schedule}", "recent": 5}}')
+    layers, heads, count = model.config.num_hidden_layers, model.config.num_key_value_heads, 25
+    geometry = Geometry(settings, 16, heads, layers, layers, longest=TOKENS + count, apart=False)
+    placement = place(geometry, TOKENS, protected)
+    held, totals = torch.zeros(layers, heads, TOKENS + count, dtype=bool), None
+    ids = torch.randint(0, model.config.vocab_size, (1, TOKENS + count), generator=torch.Generator().manual_seed(1))
+    cache = ag.EvictionCache(model, policy, budget=budget, schedule=schedule, recent=5)
+    if protected:
+        cache.protect([(0, protected)])
+    unread = torch.zeros(heads, TOKENS + count, 1)
+    for tokens in range(1, TOKENS + count + 1):
+        held[..., tokens - 1] = True
+        if placement is not None and placement.evicts_at(tokens):
+            indices = torch.arange(held.shape[-1]).where(held, -1)
+            candidates = Candidates([*range(layers)], indices, tokens, TOKENS, protected, lambda _: unread, None)
+            if totals is None:
+                totals = torch.full((layers,), kept_tokens(geometry, TOKENS, protected, TOKENS) * heads)
+            kept = kept_tokens(geometry, TOKENS, protected, tokens)
+            held = keep_mask(settings.made_policy, candidates, kept, totals if tokens > TOKENS else None)
+            totals = held.sum((1, 2)) if tokens <= TOKENS else totals
+        if tokens < TOKENS:
+            continue
+        with torch.no_grad():
+            model(ids[:, :TOKENS] if tokens == TOKENS else ids[:, tokens - 1 : tokens], past_key_values=cache)
+        for layer in range(layers):
+            for head, (row,) in enumerate(zip(*cache.kept_positions(layer), strict=True)):
+                assert held[layer, head].nonzero()[:, 0].tolist() == sorted(row)

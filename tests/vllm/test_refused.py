@@ -40,6 +40,17 @@ def test_argument(smollm2, options, words):
         config(smollm2, **options)
 
 
+def test_schedules_beside_prefixes_and_drafts(smollm2):
+    blocks, steps = GATES | {"schedule": "blocks:64"}, GATES | {"schedule": "steps:16"}
+    with refuses(UserError, "prefix caching", "schedule=blocks:64"):
+        config(smollm2, blocks, enable_prefix_caching=True)
+    assert not config(smollm2, blocks).cache_config.enable_prefix_caching
+    assert config(smollm2, steps).cache_config.enable_prefix_caching
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    with refuses(UserError, "drafts", "schedule=steps:16"):
+        config(smollm2, steps, speculative_config=drafts)
+
+
 def test_gates_of_another_model(smollm2):
     with refuses(ExportError, "load the base of the gates"):
         config(smollm2, {"gates": "qwen2.5-coder-0.5b", "budget": 0.3})
@@ -81,7 +92,7 @@ def test_gate_that_did_not_run(smollm2):
     from ag.vllm.settings import Settings
 
     gates = Settings("gates:smollm2", 0.3).made_policy.gates
-    reading = Reading(None, gates, None, None, ran={0})
+    reading = Reading(None, gates, slice(None), ran={0})
     reading.check(0)
     with refuses(UserError, "layer 1"):
         reading.check(1)

@@ -1,5 +1,6 @@
 """vLLM's own server with gates, asked by OpenAI's client: `--additional-config`, and no other flag."""
 
+import contextlib
 import json
 import os
 import socket
@@ -18,17 +19,18 @@ openai = pytest.importorskip("openai", reason="needs vLLM: bash scripts/vllm_env
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def client(smollm2, tmp_path_factory):
+@contextlib.contextmanager
+def serving(model, folder, **settings):
+    """A client of a server, which is another process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2), "--served-model-name", "smollm2"]
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "smollm2"]
     words += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048"]
     words += ["--enforce-eager", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    words += ["--additional-config", '{"ag": {"gates": "smollm2", "budget": 0.3}}']
+    words += ["--additional-config", json.dumps({"ag": {"gates": "smollm2", "budget": 0.3} | settings})]
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": str(ROOT)}
-    log = tmp_path_factory.mktemp("server") / "log"
+    log = folder / "log"
     with log.open("w") as file:
         server = subprocess.Popen([sys.executable, *words], stdout=file, stderr=file, env=environment)
     try:
@@ -45,17 +47,33 @@ def client(smollm2, tmp_path_factory):
         server.wait(60)
 
 
+@pytest.fixture(scope="module")
+def client(smollm2, tmp_path_factory):
+    with serving(smollm2, tmp_path_factory.mktemp("server")) as client:
+        yield client
+
+
+def token_ids(client, prompt):
+    out = client.completions.create(
+        model="smollm2",
+        prompt=prompt,
+        max_tokens=24,
+        temperature=0,
+        extra_body={"ignore_eos": True, "min_tokens": 24, "return_token_ids": True},
+    )
+    return out.choices[0].token_ids
+
+
 def test_text_of_long_prompts(client, reference):
     """Blocks have 32 tokens here, and the engine runs in another process."""
     for prompt in prompts_of([500, 700], seed=2):
-        out = client.completions.create(
-            model="smollm2",
-            prompt=prompt,
-            max_tokens=24,
-            temperature=0,
-            extra_body={"ignore_eos": True, "min_tokens": 24, "return_token_ids": True},
-        )
-        assert out.choices[0].token_ids == reference(prompt, count=24)
+        assert token_ids(client, prompt) == reference(prompt, count=24)
+
+
+def test_steps(smollm2, reference, tmp_path):
+    with serving(smollm2, tmp_path, schedule="steps:8") as client:
+        for prompt in prompts_of([100, 500], seed=2):
+            assert token_ids(client, prompt) == reference(prompt, count=24, schedule="steps:8")
 
 
 def test_protected_prompt_and_a_wrong_number(client, reference):

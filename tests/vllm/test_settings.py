@@ -21,6 +21,7 @@ NAMED = {"gates": "smollm2", "budget": 0.3}
         (NAMED, {}, Settings("gates:smollm2", 0.3)),
         ({"policy": "gates@uniform", "gates": "smollm2", "budget": 64}, {}, Settings("gates:smollm2@uniform", 64)),
         ({"policy": "knorm", "budget": 0.5, "recent": 8}, {}, Settings("knorm", 0.5, '{"recent": 8}')),
+        (NAMED | {"schedule": "steps:16"}, {}, Settings("gates:smollm2", 0.3, '{"schedule": "steps:16"}')),
         (None, {"AG_GATES": "smollm2", "AG_BUDGET": "0.3"}, Settings("gates:smollm2", 0.3)),
         (None, {"AG_GATES": "smollm2", "AG_BUDGET": "128"}, Settings("gates:smollm2", 128)),
         (NAMED, {"AG_GATES": "other", "AG_BUDGET": "7"}, Settings("gates:smollm2", 0.3)),
@@ -51,7 +52,7 @@ def test_settings(given, environment, expected):
         ({"policy": "h2o", "budget": 0.3}, ["h2o"]),
         ({"policy": "knorm@pyramid", "budget": 0.3}, ["pyramid"]),
         ({"policy": "knorm+vatp", "budget": 0.3}, ["+vatp"]),
-        ({"policy": "knorm", "budget": 0.3, "schedule": "steps:16"}, ["schedule=steps:16"]),
+        ({"policy": "knorm", "budget": 0.3, "schedule": "often"}, ["schedule='often'"]),
         ({"policy": "knorm", "budget": 0.3, "positions": "slot"}, ["positions=slot"]),
         ({"policy": "knorm", "budget": 0.3, "kv_dtype": "int8"}, ["kv_dtype=int8"]),
         ({"policy": "gates:smollm2", "budget": 0.3, "floor": 0.1}, ["floor"]),
@@ -74,6 +75,22 @@ def test_gates_that_vllm_cannot_run(tmp_path, tiny_llama, options, word):
     gates_for(tiny_llama(), **options).save_pretrained(tmp_path / "gates")
     with refuses(UserError, word):
         Settings.parse({"ag": {"gates": str(tmp_path / "gates"), "budget": 0.3}}, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "schedule", "word"),
+    [
+        ({"covers": "prompt"}, "steps:8", "gate.covers=prompt"),
+        ({"first_layer": 1, "covers": "all"}, "steps:8", "gate.first_layer=1"),
+        ({"first_layer": 1}, "blocks:8", "gate.first_layer=1"),
+    ],
+)
+def test_gates_of_a_part_that_is_evicted_again(tmp_path, tiny_llama, options, schedule, word):
+    gates_for(tiny_llama(), kind="linear", **options).save_pretrained(tmp_path / "gates")
+    given = {"gates": str(tmp_path / "gates"), "budget": 0.3}
+    Settings.parse({"ag": given}, {})
+    with refuses(UserError, word, f"schedule={schedule}"):
+        Settings.parse({"ag": given | {"schedule": schedule}}, {})
 
 
 @pytest.mark.parametrize("kind", ["linear", "affine", "mlp", "fast_kvzip", "retention"])
