@@ -22,6 +22,7 @@ UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10
 class ServeConfig(SharedPolicy):
     """The keys of ``python -m ag.serve``."""
 
+    config: str | None = key(None, "YAML file of these keys; the keys of the command line win")
     share: float | None = key(None, "share of each prompt that the policy keeps, instead of budget", ge=0, le=1)
     memory: str = key(
         "1GiB",

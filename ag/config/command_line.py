@@ -191,7 +191,10 @@ def _missing_key(argument: str, schema_keys: Mapping[str, Key]) -> str:
     """Return a hint for an argument without a key."""
     if argument in schema_keys:
         return f"; write {argument}=..."
-    if argument.endswith((".yaml", ".yml")) or argument in recipes():
+    is_file = argument.endswith((".yaml", ".yml"))
+    if is_file and "config" in schema_keys:
+        return f"; write config={argument}"
+    if is_file or argument in recipes():
         return f"; write recipe={argument}" if "recipe" in schema_keys else "; this command takes no recipe"
     return nearest(argument, list(schema_keys)) or "; --help lists the keys"
 

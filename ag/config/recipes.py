@@ -202,10 +202,10 @@ def _expand_home(value: Any) -> Any:
 
 
 def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
-    """Build the configuration: the values of ``recipe=``, or of the run of ``resume=``, then the overrides.
+    """Build the configuration: the values of ``recipe=``, ``config=`` or the run of ``resume=``, then the overrides.
 
     Args:
-        schema: dataclass of the keys; ``recipe`` and ``resume`` may be missing.
+        schema: dataclass of the keys; ``recipe``, ``config`` and ``resume`` may be missing.
         overrides: texts by dotted key.
     """
     schema_keys = keys(schema)
@@ -222,6 +222,11 @@ def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
     layers: list[dict[str, Any]] = []
     if "recipe" in override_values:
         layers = read_layers(find_recipe(override_values.pop("recipe"), Path()), schema_keys)
+    elif override_values.get("config"):
+        layers = read_layers(Path(os.path.expanduser(override_values.pop("config"))), schema_keys)
+        for layer in layers:
+            if layer.get("config"):
+                raise ConfigError(f"config={layer['config']} in a file of config=: write base: {layer['config']}")
     elif override_values.get("resume"):
         layers = [values_of(load_config(_run_config(override_values["resume"]), schema))]
     start = {name: value for layer in layers for name, value in layer.items()}

@@ -49,6 +49,40 @@ def test_a_share_is_a_budget():
     assert (config.budget, config.share) == (0.3, None)
 
 
+def test_a_file_of_keys(tmp_path, capsys):
+    """The command line wins over the file, and the file over its base; what is printed can be read again."""
+    (tmp_path / "base.yaml").write_text("model: smollm2\nport: 1\nbatch: 3\noptions: {window: 16}\n")
+    file = tmp_path / "serve.yaml"
+    file.write_text("base: base.yaml\npolicy: h2o\nshare: 0.3\nport: 2\nprotect: [system]\nmemory: 2GiB\n")
+    config = parse([f"config={file}", "memory=3GiB"], ServeConfig, "ag.serve").config
+    assert (config.model, config.policy, config.budget, config.protect) == ("smollm2", "h2o", 0.3, ["system"])
+    assert (config.port, config.batch, config.options) == (2, 3, {"window": 16})
+    assert config.memory_bytes == 3 * 2**30
+    with pytest.raises(SystemExit, match="0"):
+        parse([f"config={file}", "memory=3GiB", "--print"], ServeConfig, "ag.serve")
+    file.write_text(capsys.readouterr().out)
+    assert parse([f"config={file}"], ServeConfig, "ag.serve").config == config
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("polcy: h2o", "serve.yaml: unknown key 'polcy'; did you mean policy?"),
+        ("port: 70000", "serve.yaml: port=70000: expected whole number, at least 0, at most 65535"),
+        ("config: other.yaml", "config=other.yaml in a file of config=: write base: other.yaml"),
+        ("share: 0.3\nbudget: 64", "share=0.3 and budget=64 both set the budget"),
+        ("- port", "serve.yaml: expected keys with values"),
+        (None, "serve.yaml: there is no such file"),
+    ],
+)
+def test_a_file_that_is_refused(text, expected, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / "serve.yaml").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        parse([f"config={tmp_path / 'serve.yaml'}"], ServeConfig, "ag.serve")
+    assert expected in capsys.readouterr().err
+
+
 def test_without_the_extra():
     """The error names the command that installs it; the scheduler and help need no server library."""
     name = "openai"

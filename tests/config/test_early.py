@@ -66,7 +66,8 @@ REFUSED = {
     "fit quickstart": ("'quickstart'", "recipe=quickstart"),
     "fit something": ("'something'", "key=value", "--help"),
     "serve recipe=quickstart": ("'recipe'", "takes no recipe", "--help"),
-    "serve support.yaml": ("'support.yaml'", "takes no recipe"),
+    "serve support.yaml": ("'support.yaml'", "write config=support.yaml"),
+    "serve quickstart": ("'quickstart'", "takes no recipe"),
     "plan data.kind=text data.name=mine data.root=GONE": ("data.root=GONE", "no such folder"),
 }
 
