@@ -18,6 +18,7 @@ from typing import Any, Literal
 from ag.serve.metrics import Metrics
 from ag.serve.request import EncodedPrompt, Event, Stream, Token
 from ag.serve.scheduler import Scheduler, StoppedError
+from ag.serve.snapshot import sum_memories
 
 logger = logging.getLogger("ag.serve")
 
@@ -74,13 +75,15 @@ class CompletionStream:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Numbers of tokens so far: ``usage`` of OpenAI's API."""
+        """``usage`` of OpenAI's API: numbers of tokens so far. Its field ``ag`` says what the cache holds of them."""
+        memory = sum_memories([stream.memory for stream in self._streams])
         streams = {id(prompt): stream for prompt, stream in zip(self._prompts, self._streams, strict=True)}
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(stream.num_cached_tokens for stream in streams.values())},
+            "ag": {"kept_share": round(memory.kept_share, 4), "saved_bytes": memory.saved_bytes},
         }
 
     def _receive(self, first_index: int, index: int, event: Event) -> None:

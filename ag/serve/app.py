@@ -152,7 +152,7 @@ class Endpoints(ABC):
             asdict(snapshot)
             | asdict(snapshot.counts)
             | names
-            | {"counts": None, "num_ended": snapshot.counts.num_ended.total()}
+            | {"counts": None, "num_ended": snapshot.counts.num_ended.total(), "memory": asdict(snapshot.memory)}
         )
         return JSONResponse(figures | {"seconds": time.monotonic()})
 

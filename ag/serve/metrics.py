@@ -74,7 +74,7 @@ class Metrics:
         """Yield the current metrics."""
         yield from self._registry.collect()
         snapshot = self._snapshot()
-        counts, gauge, counter = snapshot.counts, GaugeMetricFamily, CounterMetricFamily
+        counts, memory, gauge, counter = snapshot.counts, snapshot.memory, GaugeMetricFamily, CounterMetricFamily
         states = {"waiting": snapshot.num_waiting, "reading": snapshot.num_prefilling, "running": len(snapshot.running)}
         blocks = {"taken": snapshot.blocks - snapshot.free, "free": snapshot.free}
         num_ended = {reason: counts.num_ended[reason] for reason in REASONS}
@@ -82,6 +82,8 @@ class Metrics:
             (gauge, "ag_answers", "Answers by state", "state", states),
             (gauge, "ag_blocks", "Blocks of keys and values by state", "state", blocks),
             (gauge, "ag_block_bytes", "Bytes of a block", "", snapshot.block_nbytes),
+            (gauge, "ag_kept_share", "Share of the tokens of running answers that is held", "", memory.kept_share),
+            (gauge, "ag_saved_bytes", "Bytes of a whole cache that running answers save", "", memory.saved_bytes),
             (
                 gauge,
                 "ag_prefix_blocks",

@@ -14,6 +14,7 @@ from ag.engine.masks import marked
 from ag.engine.policy import Policy
 from ag.errors import UserError, require
 from ag.serve.detokenizer import Detokenizer
+from ag.serve.snapshot import Memory
 
 #: Why a completion ended: an end token or stop text, ``max_tokens``, a cancellation, or a time limit.
 Reason = Literal["stop", "length", "cancelled", "timeout"]
@@ -137,6 +138,8 @@ class Stream:
         self.num_cached_tokens = 0
         #: Kept share of the prompt's entries after prefill, if requested. Set before the first event.
         self.kept_share: float | None = None
+        #: What the cache holds of the prompt and the completion. Set before the first event, and after each step.
+        self.memory = Memory()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         #: Passes an event to the reader.
         self.put = on_event or self._events.put

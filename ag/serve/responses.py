@@ -176,6 +176,7 @@ class ResponsesWriter:
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
+            "ag": usage["ag"],
         }
         return self._response | {
             "status": status,

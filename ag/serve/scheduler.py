@@ -29,7 +29,7 @@ from ag.serve.detokenizer import Detokenizer, Vocabulary
 from ag.serve.prefix_cache import PrefixCache, key_of
 from ag.serve.request import Event, Reason, Request, Stream, Token
 from ag.serve.sampler import Sampler, with_logprobs
-from ag.serve.snapshot import Counts, Running, Snapshot
+from ag.serve.snapshot import Counts, Running, Snapshot, cached_tokens, memories
 from ag.serve.structured import Masks, advance
 
 
@@ -364,9 +364,10 @@ class Scheduler:
                     completion.num_generated,
                     current_time - completion.submitted_at,
                     tuple(cached),
+                    completion.stream.memory,
                 )
                 for batch in batches
-                for completion, *cached in zip(batch.running, *_cached_tokens(batch.cache), strict=True)
+                for completion, *cached in zip(batch.running, *cached_tokens(batch.cache), strict=True)
             ),
             blocks=self.pool.capacity,
             free=self.pool.free,
@@ -472,8 +473,10 @@ class Scheduler:
             self.counts.cached += job.num_cached_tokens
             batch.admission.record_kept_share(job.cache, len(prompt))
             kept_share = job.cache.kept_share() if first.request.kept else None
+            [memory] = memories(job.cache)
             for completion, allowed in zip(list(job.completions), masks.result(), strict=True):
                 completion.stream.num_cached_tokens, completion.stream.kept_share = job.num_cached_tokens, kept_share
+                completion.stream.memory = memory
                 if num_logprobs is not None:
                     completion.stream.prompt = (Token(int(prompt[0])), *job.scored_tokens)
                 fork = job.cache if completion is job.completions[-1] else deepcopy(job.cache)
@@ -537,6 +540,8 @@ class Scheduler:
             self._fail(batch.running, batch.cache, error)
             return
         self.counts.steps += 1
+        for completion, memory in zip(batch.running, memories(batch.cache), strict=True):
+            completion.stream.memory = memory
         finished, num_rejected = [], []
         for completion, token_ids, token_logits, token_masks in zip(
             batch.running, next_token_ids, logits, allowed, strict=True
@@ -727,11 +732,6 @@ class Scheduler:
         for completion in completions:
             self._finish(completion, None, error)
         completions.clear()
-
-
-def _cached_tokens(cache: EvictionCache) -> list[list[float]]:
-    """Return the cached tokens of each sequence, by layer, as a mean over KV heads."""
-    return [store.held[layer].float().mean(1).tolist() for layer, store in enumerate(cache.state.store_of)]
 
 
 def _needs_whole_prompt(cache: EvictionCache) -> bool:

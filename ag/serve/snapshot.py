@@ -9,6 +9,8 @@ from functools import reduce
 from operator import add
 from typing import Any, Self
 
+from ag.engine.cache import EvictionCache
+
 
 class _Summed:
     """A dataclass with ``+``, field by field."""
@@ -36,6 +38,44 @@ class Counts(_Summed):
 
 
 @dataclass(frozen=True)
+class Memory(_Summed):
+    """What a cache holds of completions and their prompts."""
+
+    num_tokens: int = 0  # tokens that the model has read
+    num_held: float = 0.0  # those of them that are held, as a mean over the KV heads of all layers
+    saved_bytes: int = 0  # bytes of transformers' own cache of these tokens minus those of the blocks, at least 0
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the tokens that is held; 1 without tokens."""
+        return self.num_held / self.num_tokens if self.num_tokens else 1.0
+
+
+def memories(cache: EvictionCache) -> list[Memory]:
+    """Return the memory of each sequence of a cache. Blocks that several sequences share count for each of them."""
+    state, pool = cache.state, cache.setup.pool
+    num_tokens, block_nbytes = state.sequences.num_tokens, pool.block_nbytes(state.stores[0].gate_type)
+    token_nbytes, num_heads = Counter[int | None](), 0  # bytes of a token in transformers' cache, by sliding window
+    for layer, store in zip(state.layers, state.store_of, strict=True):
+        number, key, value = store.head_shape
+        token_nbytes[layer.window] += number * (key + value) * pool.dtype.itemsize
+        num_heads += number
+    whole_nbytes = sum(
+        (num_tokens if window is None else num_tokens.clamp(max=window - 1)) * nbytes
+        for window, nbytes in token_nbytes.items()
+    )
+    taken_nbytes = sum(store.owned.sum((0, 2)) for store in state.stores) * block_nbytes
+    num_held = sum(store.held.sum((0, 2)) for store in state.stores) / num_heads
+    saved_nbytes = (whole_nbytes - taken_nbytes).clamp(min=0)
+    return [*map(Memory, num_tokens.tolist(), num_held.tolist(), saved_nbytes.tolist())]
+
+
+def cached_tokens(cache: EvictionCache) -> list[list[float]]:
+    """Return the cached tokens of each sequence, by layer, as a mean over KV heads."""
+    return [store.held[layer].float().mean(1).tolist() for layer, store in enumerate(cache.state.store_of)]
+
+
+@dataclass(frozen=True)
 class Running:
     """A completion that is being generated."""
 
@@ -44,6 +84,7 @@ class Running:
     num_generated: int  # generated tokens so far
     seconds: float  # since it was submitted
     cached: tuple[float, ...]  # cached tokens per KV head, by layer
+    memory: Memory = Memory()  # after the last step, with the rejected drafts of that step
 
 
 @dataclass(frozen=True)
@@ -59,6 +100,16 @@ class Snapshot(_Summed):
     prefixes: int  # cached prefixes
     prefix_blocks: int  # blocks of cached prefixes; completions may share them
     counts: Counts  # totals so far
+
+    @property
+    def memory(self) -> Memory:
+        """The memory of all running completions."""
+        return sum_memories([completion.memory for completion in self.running])
+
+
+def sum_memories(parts: Sequence[Memory]) -> Memory:
+    """Return the memory of several completions together."""
+    return reduce(add, parts, Memory())
 
 
 def sum_snapshots(snapshots: Sequence[Snapshot]) -> Snapshot:

@@ -46,8 +46,11 @@ def test_it_shows_what_is_answered(tiny_llama, tmp_path):
             wait.until(lambda _: text("running") == "3" and float(text("speed")) > 0)
             rows = chromium.find_elements(By.CSS_SELECTOR, "#rows tr")
             assert [row.find_elements(By.TAG_NAME, "td")[1].text for row in rows] == ["400"] * 3
+            assert 0 < int(text("kept").removesuffix(" %")) < 100 and text("saved") != "0 bytes"
             bars = rows[0].find_elements(By.CSS_SELECTOR, "rect")
             assert len(bars) == 3 and all(0 < float(bar.get_attribute("height")) < 100 for bar in bars)
-        wait.until(lambda _: text("running") == "0" and text("taken") == "0 bytes" and text("ended") == "3")
+        wait.until(
+            lambda _: text("running") == "0" and text("taken") == text("saved") == "0 bytes" and text("ended") == "3"
+        )
         log = [line for line in chromium.get_log("browser") if "401" not in line["message"]]
         assert log == []

@@ -371,7 +371,8 @@ def test_snapshots(tiny_llama, tiny_tokenizer):
     assert (seen.num_waiting, seen.num_prefilling, len(seen.running)) == (1, 1, 1)
     (first,) = seen.running
     assert (first.index, first.num_prompt_tokens, first.num_generated, first.seconds) == (0, 40, 2, 3.0)
-    assert first.cached == (24.0,) * 2
+    assert first.cached == (24.0,) * 2 and seen.memory == first.memory
+    assert (first.memory.num_tokens, first.memory.num_held) == (41, 24.0)
     counts = seen.counts
     assert (counts.prompts, counts.tokens, counts.num_started, counts.ttft_seconds) == (40, 2, 1, 3.0)
     assert seen.free == pool.free and seen.block_nbytes * seen.blocks == pool.nbytes
@@ -379,3 +380,29 @@ def test_snapshots(tiny_llama, tiny_tokenizer):
     last = scheduler.snapshot()
     assert (last.running, last.free, last.counts.num_ended) == ((), pool.capacity, {"length": 3})
     assert seen.counts.tokens == 2 and last.counts.tokens == 27
+
+
+@pytest.mark.parametrize("kv_dtype", ["float", "int8"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_memory_of_an_answer_is_that_of_a_cache_of_its_own(tiny_llama, tiny_tokenizer, name, kv_dtype):
+    """The tokens held and the bytes saved, against transformers' cache of what was read; the last token is not."""
+    model = model_for(tiny_llama, name)
+    policy = replace(POLICIES[name], kv_dtype=kv_dtype)
+    scheduler = Scheduler(model, tiny_tokenizer, policy, ag.Pool(model, 2**22, kv_dtype))
+    request = Request(tokens=text(random.Random(1), 90), max_tokens=9, ignore_eos=True)
+    [stream] = scheduler.submit(request)
+    finish(scheduler)
+    ids = torch.tensor([[*request.tokens, *(token.id for token in stream)][:-1]])
+    cache = ag.EvictionCache(model, policy)
+    with torch.no_grad():
+        for part in (ids[:, :90], *ids[:, 90:].split(1, 1)):
+            model(part, past_key_values=cache)
+    memory, held = stream.memory, cache.report()
+    taken = sum(held.nbytes) - sum(layer.gate_memory.nbytes for layer in cache.state.layers)
+    assert memory.num_tokens == held.tokens == 98
+    assert memory.saved_bytes == max(0, held.plain_nbytes - taken)
+    assert bool(memory.saved_bytes) == (name != "full" or kv_dtype == "int8")
+    if name == "flags":  # a cache counts only those that later tokens see
+        assert held.kept_share <= memory.kept_share < 1
+    else:
+        assert memory.kept_share == pytest.approx(held.kept_share, rel=2**-23)  # a quotient of float32

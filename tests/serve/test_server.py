@@ -19,6 +19,7 @@ import ag  # noqa: E402
 from ag.commands.serve import ServeConfig  # noqa: E402
 from ag.errors import UserError  # noqa: E402
 from ag.serve import Request, Scheduler, answers, app  # noqa: E402
+from ag.serve.metrics import Metrics  # noqa: E402
 from ag.serve.scheduler import StoppedError  # noqa: E402
 from ag.serve.server import Server  # noqa: E402
 from ag.serve.start import listen  # noqa: E402
@@ -701,6 +702,32 @@ def test_figures_grow_by_what_was_asked(served, stream):
     assert [grown[f'ag_request_success_total{{finished_reason="{name}"}}'] for name in ("stop", "length")] == [2, 7]
 
 
+def test_what_an_answer_saved(served):
+    """In ``usage`` of each kind of answer, and in the figures while it is written; of several answers the sum."""
+    client, http, service = served
+    saved = [
+        http.post("/v1/completions", json=BODY | NEVER | {"prompt": "x" * 80, "n": n}).json()["usage"]["ag"]
+        for n in (1, 2)
+    ]
+    assert saved[0]["kept_share"] == saved[1]["kept_share"] == round((40 + 3) / 83, 4)
+    assert 0 < 2 * saved[0]["saved_bytes"] == saved[1]["saved_bytes"]
+    fields = {"model": "tiny", "prompt": "x" * 80, "max_tokens": 4, "temperature": 0, "extra_body": NEVER}
+    *_, last = client.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    assert last.usage.ag == saved[0]
+    response = client.responses.create(model="tiny", input="x" * 80, max_output_tokens=4)
+    assert 0 < response.usage.ag["kept_share"] < 1
+
+    scheduler = Scheduler(service.scheduler.model, TOKENIZER, POLICY, ag.Pool(service.scheduler.model, MEMORY))
+    metrics = Metrics(scheduler.snapshot)
+    read = lambda name: next(x for x in metrics.collect() if x.name == name).samples[0].value  # noqa: E731
+    assert (read("ag_kept_share"), read("ag_saved_bytes")) == (1, 0)
+    [stream] = scheduler.submit(Request(tokens=TOKENIZER("x" * 80)["input_ids"], max_tokens=5, logit_bias={2: -100.0}))
+    for _ in range(3):
+        scheduler.step()
+    assert read("ag_kept_share") == (40 + 3) / 83 and read("ag_saved_bytes") == saved[0]["saved_bytes"]
+    assert scheduler.snapshot().memory == stream.memory
+
+
 def test_what_prometheus_and_the_page_read(served):
     client, http, service = served
     before = http.get("/live").json()
@@ -708,6 +735,7 @@ def test_what_prometheus_and_the_page_read(served):
     idle(service.scheduler)
     now, text = http.get("/live").json(), http.get("/metrics").text
     assert (now["model"], now["policy"], now["status"], now["running"]) == ("tiny", "h2o 0.5", "ok", [])
+    assert now["memory"] == {"num_tokens": 0, "num_held": 0.0, "saved_bytes": 0}
     assert now["tokens"] == before["tokens"] + 4 and now["num_ended"] == before["num_ended"] + 1
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(figures["ag_answer_tokens_total"]) == now["tokens"]
