@@ -2,7 +2,9 @@
 
 from ag.commands.plan import PlanConfig as PlanConfig
 from ag.commands.plan import main as main
+from ag.commands.serve import ServeConfig
 from ag.config.command_line import Invocation
+from ag.hardware import Card
 
 
 def show(invocation: Invocation[PlanConfig]) -> int:
@@ -11,7 +13,40 @@ def show(invocation: Invocation[PlanConfig]) -> int:
 
     config = invocation.config
     print(report(config, config.tflops, config.card))
+    if config.card is not None:
+        print(serving_text(config, config.card))
     return 0
+
+
+def serving_text(config: PlanConfig, card: Card) -> str:
+    """Return how many requests a server on a device holds at once, under a policy that keeps ``share`` of each prompt.
+
+    Its memory is what the weights leave of the device. Keys and values have the type ``model.dtype``.
+
+    Raises:
+        ModelError: the model's configuration cannot be read.
+        UserError: the server does not run the model.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ag.engine.cache import EvictionCache
+    from ag.engine.policy import policy
+    from ag.serve.admission import Admission
+    from ag.training.memory_plan import GIB, USABLE, plan, read_geometry
+
+    memory = max(0, int(USABLE * card.gib * GIB - plan(config).memory["base weights"]))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            read_geometry(config),
+            dtype=getattr(torch, config.model.dtype),
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    cache = EvictionCache(model, policy("full") if config.share == 1 else policy("h2o", config.share))
+    admission = Admission(cache, model.config, ServeConfig.prefill_tokens)
+    context_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    text = admission.capacity_text(memory // cache.setup.pool.block_nbytes(), context_length)
+    return f"a server with memory={memory / GIB:.1f}GiB and share={config.share:g}: {text}"
 
 
 if __name__ == "__main__":

@@ -25,8 +25,12 @@ class PlanConfig(Config):
         None, "10^12 operations per second of one device; null means measured on matrix products here", ge=1e-6
     )
 
+    share: float = key(1.0, "share of each prompt that a server on the device of gpu= keeps", ge=1e-6, le=1)
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.share != 1 and self.gpu is None:
+            raise ValueError(f"share={self.share:g}: expected gpu= with it, the device of the server")
         if self.gpu is not None and (count := _split(self.gpu)[1]):
             self.trainer.devices = int(count)
 

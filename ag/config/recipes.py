@@ -38,7 +38,7 @@ CHOOSING = {"data": ("kind", "packing"), "loss": ("objective", "share_high", "re
 UNKNOWN = "unexpected_keyword_argument"  # pydantic's name of the error of a key that a dataclass does not have
 OWNERS = {"ag.plan": "ag.fit"}  # commands that take the recipes of another command
 MAY_CHANGE_ON_RESUME = re.compile(
-    r"resume|init|cluster|failures|tflops|output|logger|(wandb|checkpoint|export)\..+|data\.(root|cache|num_workers)"
+    r"resume|init|cluster|failures|tflops|gpu|share|output|logger|(wandb|checkpoint|export)\..+|data\.(root|cache|num_workers)"
     r"|loss\.contexts|trainer\.(accelerator|max_epochs|max_steps|val_every|val_batches|log_every|collapse_batches|progress)"
 )
 

@@ -15,6 +15,8 @@ from ag.engine.layer import MAX_HIDDEN
 from ag.model.geometry import sliding_windows
 from ag.serve.request import Request
 
+REQUEST = 4096  # tokens of the example request of a capacity; fewer if the context is shorter
+ANSWER = 8  # one eighth of the example request is its completion
 MARGIN = 1.25  # factor on the kept share of earlier prompts
 
 
@@ -94,6 +96,23 @@ class Admission:
         """Return how many copies of a request can run at once in a pool of ``blocks`` blocks."""
         need = self.need(request)
         return max(0, 1 + (blocks - max(need.prefill, need.decode)) // need.decode)
+
+    def capacity_text(self, blocks: int, context_length: int | None, batch: int | None = None) -> str:
+        """Return what fits into a pool of ``blocks`` blocks: tokens without eviction, and example requests.
+
+        Args:
+            blocks: blocks of the pool.
+            context_length: largest number of tokens of a sequence. None: no limit.
+            batch: largest number of requests at once. None: no limit.
+        """
+        length = min(REQUEST, context_length or REQUEST)
+        request = Request(tokens=[0] * (length - length // ANSWER), max_tokens=length // ANSWER)
+        fits = self.max_concurrent(request, blocks)
+        return (
+            f"memory for {self.full_cache_tokens(blocks):,} tokens of a whole cache: fits "
+            f"{fits if batch is None else min(fits, batch)} requests of {length:,} tokens "
+            f"({request.max_tokens:,} of the answer)"
+        )
 
     def _capacity(self, protected: Tensor, num_tokens: int) -> int:
         """Return the tokens per KV head after an eviction: the budget, or the protected tokens if these are more.

@@ -20,13 +20,10 @@ from ag.loading import load_model
 from ag.model.base import check_device
 from ag.serve.answers import error_location
 from ag.serve.app import Service
-from ag.serve.request import Request
 from ag.serve.scheduler import Scheduler
 
 logger = logging.getLogger("ag.serve")
 
-REQUEST = 4096  # tokens of the example request in the log's first line; fewer if the context is shorter
-ANSWER = 8  # one eighth of the example request is its completion
 DRAIN_SECONDS = 24.0  # for running completions after SIGTERM; orchestrators kill after 30
 CLOSE_SECONDS = 2  # for open connections, after the last completion
 
@@ -68,14 +65,7 @@ def load_service(config: ServeConfig) -> Service:
 
 def capacity_text(scheduler: Scheduler) -> str:
     """Return what fits into a scheduler's pool: tokens without eviction, and example requests under the policy."""
-    length = min(REQUEST, scheduler.context_length or REQUEST)
-    request = Request(tokens=[0] * (length - length // ANSWER), max_tokens=length // ANSWER)
-    fits = min(scheduler.admission.max_concurrent(request, scheduler.pool.capacity), scheduler.batch)
-    tokens = scheduler.admission.full_cache_tokens(scheduler.pool.capacity)
-    return (
-        f"memory for {tokens:,} tokens of a whole cache: fits {fits} requests of {length:,} tokens "
-        f"({request.max_tokens:,} of the answer)"
-    )
+    return scheduler.admission.capacity_text(scheduler.pool.capacity, scheduler.context_length, scheduler.batch)
 
 
 def with_environment_key(config: ServeConfig) -> ServeConfig:

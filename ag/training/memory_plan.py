@@ -92,7 +92,7 @@ def plan(config: Config) -> MemoryPlan:
             "loss.replay=true: a plan is of steps that run whole rows, and a step of replay takes less: expected "
             "loss.replay=false, for an upper bound."
         )
-    geometry = _geometry(config)
+    geometry = read_geometry(config)
     shape, vocabulary = fingerprint(geometry), geometry.get_text_config().vocab_size
     length, loss_tokens = _row(config, geometry.get_text_config().max_position_embeddings)
     base, adapted, gates = _build(config, geometry)
@@ -334,7 +334,7 @@ def _dtype(config: Config) -> torch.dtype:
     return dtype
 
 
-def _geometry(config: Config) -> PretrainedConfig:
+def read_geometry(config: Config) -> PretrainedConfig:
     """Read the configuration of ``model.name``: of random weights, from the package, a JSON file, a folder or the hub.
 
     Raises:

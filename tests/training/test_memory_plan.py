@@ -8,6 +8,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import MixtralConfig
 
+import ag
 from ag import plan as command
 from ag.commands.plan import PlanConfig
 from ag.config import Config, DataConfig, LoraConfig, LossConfig, ModelConfig, TrainerConfig
@@ -17,6 +18,7 @@ from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.model import base as models
 from ag.model.structure import decoder_of
+from ag.serve import Scheduler
 from ag.training.memory_plan import plan, report
 from ag.training.module import GatedLM
 from tests.support.refused import refuses
@@ -210,6 +212,26 @@ def test_a_card_has_a_verdict(gpu, name, gib, devices, folder, capsys):
 def test_an_unknown_card_is_refused(folder):
     with refuses(UserError, "gpu=4091", "4090x4", "h100"):
         PlanConfig(**vars(config_of(folder)), gpu="4091")
+
+
+@pytest.mark.parametrize("share", [1, 0.25])
+def test_the_requests_of_a_server_are_those_that_it_tells_at_its_start(folder, tiny_tokenizer, share, capsys):
+    config = config_of(folder, train="gates")
+    memory = int(0.85 * 0.004 * 2**30 - plan(config).memory["base weights"])
+    model, _ = models.load_base(config.model)
+    pool, policy = ag.Pool(model, memory), ag.policy("full") if share == 1 else ag.policy("snapkv", share)
+    scheduler = Scheduler(model, tiny_tokenizer, policy, pool, batch=10**6)
+    arguments = [f"model.name={folder}", "data.kind=facts", "trainer.accelerator=cpu", "train=gates", "tflops=1"]
+    assert command.main([*arguments, "gpu=0.004GiB", f"share={share}"]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    told = scheduler.admission.capacity_text(pool.capacity, scheduler.context_length, scheduler.batch)
+    assert " fits 0 requests" not in told and line.startswith("a server with memory=0.0GiB")
+    assert line.endswith(f" and share={share}: {told}")
+
+
+def test_a_share_without_a_card_is_refused(folder):
+    with refuses(ValueError, "share=0.5", "gpu="):
+        PlanConfig(**vars(config_of(folder)), share=0.5)
 
 
 @pytest.mark.slow
