@@ -18,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from openai.types import Model
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
@@ -44,6 +45,8 @@ from ag.versions import versions
 
 logger = logging.getLogger("ag.serve")
 
+#: The key in ``Authorization: Bearer KEY``. None: the header has none.
+ClientKey = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 BODY_SECONDS = 30  # longest time for a body to arrive
 RETRY = {"Retry-After": "5"}  # seconds
 STOPPING = "the server is stopping: ask again later, or another one."
@@ -210,12 +213,11 @@ class Endpoints(ABC):
         if name not in ("", self.name):
             raise ApiError(404, f"model={name[:200]!r}: expected {self.name!r}.", "model", "model_not_found")
 
-    async def _check_key(self, http: Http) -> None:
+    async def _check_key(self, sent: ClientKey) -> None:
         if not self.config.api_key:
             return
-        scheme, _, client_key = http.headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(client_key.strip().encode("latin-1"), self.config.api_key.encode())
-        if not is_right or scheme.lower() != "bearer":
+        client_key = "" if sent is None else sent.credentials.strip()
+        if not hmac.compare_digest(client_key.encode("latin-1"), self.config.api_key.encode()):
             raise ApiError(
                 401, "expected the header Authorization: Bearer KEY with this server's key.", code="invalid_api_key"
             )
