@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, cast
 
-from openai.types.chat import ChatCompletionNamedToolChoiceParam
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionNamedToolChoiceParam
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.shared import ReasoningEffort
@@ -538,12 +538,17 @@ class CompletionWriter:
                 message["content"] = message["content"] or None
             choices.append(self._choice(delta, {"message": message} if self._chat else {"text": delta.text}))
         prompt_fields = self._prompt_fields(completions[0]) if self._chat else {}
-        return self._json(choices, object="chat.completion", usage=usage, **prompt_fields)
+        return self._json(choices, is_whole=True, usage=usage, **prompt_fields)
 
-    def _json(self, choices: list[dict[str, Any]], *, object: str = "chat.completion.chunk", **more_fields: Any) -> str:
-        kind = object if self._chat else "text_completion"
-        fields = {"object": kind, "choices": choices, **more_fields, **self._head}
-        return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+    def _json(self, choices: list[dict[str, Any]], *, is_whole: bool = False, **more_fields: Any) -> str:
+        fields = {"choices": choices, **more_fields, **self._head}
+        if not self._chat:  # OpenAI's own type has no null for the reason of a delta and for the first token's logprob
+            return json.dumps({"object": "text_completion", **fields}, ensure_ascii=False, separators=(",", ":"))
+        if is_whole:
+            answer: BaseModel = ChatCompletion.model_validate({"object": "chat.completion", **fields})
+        else:
+            answer = ChatCompletionChunk.model_validate({"object": "chat.completion.chunk", **fields})
+        return answer.model_dump_json(exclude_unset=True)
 
     def _message_fields(self, delta: CompletionDelta) -> dict[str, Any]:
         """Return the message fields of a chat's delta."""

@@ -714,8 +714,10 @@ def test_what_an_answer_saved(served):
     fields = {"model": "tiny", "prompt": "x" * 80, "max_tokens": 4, "temperature": 0, "extra_body": NEVER}
     *_, last = client.completions.create(**fields, stream=True, stream_options={"include_usage": True})
     assert last.usage.ag == saved[0]
-    response = client.responses.create(model="tiny", input="x" * 80, max_output_tokens=4)
-    assert 0 < response.usage.ag["kept_share"] < 1
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 80}], "max_tokens": 4}
+    whole = client.chat.completions.create(**chat).usage
+    response = client.responses.create(model="tiny", input="x" * 80, max_output_tokens=4).usage
+    assert all(usage.ag["saved_bytes"] > 0 and 0.5 <= usage.ag["kept_share"] < 0.6 for usage in (whole, response))
 
     scheduler = Scheduler(service.scheduler.model, TOKENIZER, POLICY, ag.Pool(service.scheduler.model, MEMORY))
     metrics = Metrics(scheduler.snapshot)
