@@ -9,6 +9,8 @@ from functools import reduce
 from operator import add
 from typing import Any, Self
 
+import torch
+
 from ag.engine.cache import EvictionCache
 
 
@@ -60,19 +62,24 @@ def memories(cache: EvictionCache) -> list[Memory]:
         number, key, value = store.head_shape
         token_nbytes[layer.window] += number * (key + value) * pool.dtype.itemsize
         num_heads += number
-    whole_nbytes = sum(
-        (num_tokens if window is None else num_tokens.clamp(max=window - 1)) * nbytes
-        for window, nbytes in token_nbytes.items()
-    )
-    taken_nbytes = sum(store.owned.sum((0, 2)) for store in state.stores) * block_nbytes
-    num_held = sum(store.held.sum((0, 2)) for store in state.stores) / num_heads
+    whole_nbytes = torch.stack(
+        [
+            (num_tokens if window is None else num_tokens.clamp(max=window - 1)) * nbytes
+            for window, nbytes in token_nbytes.items()
+        ]
+    ).sum(0)
+    taken_nbytes = torch.stack([store.owned.sum((0, 2)) for store in state.stores]).sum(0) * block_nbytes
+    num_held = torch.stack([store.held.sum((0, 2)) for store in state.stores]).sum(0) / num_heads
     saved_nbytes = (whole_nbytes - taken_nbytes).clamp(min=0)
     return [*map(Memory, num_tokens.tolist(), num_held.tolist(), saved_nbytes.tolist())]
 
 
 def cached_tokens(cache: EvictionCache) -> list[list[float]]:
     """Return the cached tokens of each sequence, by layer, as a mean over KV heads."""
-    return [store.held[layer].float().mean(1).tolist() for layer, store in enumerate(cache.state.store_of)]
+    num_held = torch.stack([store.held.sum(2) for store in cache.state.stores]).sum(0)
+    num_heads = torch.tensor([store.kv_heads for store in cache.state.store_of])
+    by_layer: list[list[float]] = (num_held / num_heads[:, None]).tolist()
+    return by_layer
 
 
 @dataclass(frozen=True)
