@@ -24,7 +24,7 @@ from ag.model.chat import Part as ChatPart
 from ag.model.chat import for_template
 from ag.serve.answers import CompletionDelta
 from ag.serve.detokenizer import Vocabulary
-from ag.serve.request import Token
+from ag.serve.request import Count, MinP, Penalty, RepetitionPenalty, Temperature, Token, TopP
 from ag.serve.tools import OutputParser
 
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
@@ -219,24 +219,24 @@ class RequestBody(StrictModel):
 class GenerationParams(RequestBody):
     """The parameters of chat completions and text completions.
 
-    A parameter is copied to :class:`ag.serve.Request` if that has a field of this name. A new sampling parameter needs
-    a field here, a field there, and a line in :func:`ag.serve.sampler.processors`.
+    A parameter is copied to :class:`ag.serve.Request` if that has a field of this name, and shares its range. A new
+    sampling parameter needs a field here, a field there, and a line in :func:`ag.serve.sampler.processors`.
     """
 
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
     top_k: int = Field(0, ge=-1)  # -1 and 0: no limit
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] = Field(default_factory=list)
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    stop_token_ids: list[Count] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: Count = 0
     logit_bias: dict[TokenName, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
@@ -381,7 +381,7 @@ class CompletionRequest(GenerationParams):
     openai_fields = frozenset(CompletionCreateParamsBase.__annotations__)
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=0)  # 0: prefill only
+    max_tokens: Count | None = None  # 0: prefill only
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     ag: Extensions[Span] | None = None
@@ -425,7 +425,7 @@ class DetokenizeRequest(RequestBody):
     """The parameters of ``/detokenize`` in vLLM's format."""
 
     model: str = ""  # the server's
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: list[Count]
 
 
 def parse(kind: type[RequestBody], body: bytes) -> Any:

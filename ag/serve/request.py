@@ -5,8 +5,10 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cache
+from typing import Annotated, Any, Literal, get_type_hints
 
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,6 +21,14 @@ from ag.serve.snapshot import Memory
 #: Why a completion ended: an end token or stop text, ``max_tokens``, a cancellation, or a time limit.
 Reason = Literal["stop", "length", "cancelled", "timeout"]
 
+#: Ranges of parameters, of requests here and of the bodies that clients send.
+Count = Annotated[int, Field(ge=0)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -29,29 +39,29 @@ class Request:
     """
 
     tokens: Sequence[int]  # ids of the prompt
-    max_tokens: int = 128  # largest number of tokens of a completion; 0: prefill only
+    max_tokens: Count = 128  # largest number of tokens of a completion; 0: prefill only
     #: Tokens of a completion for which admission keeps blocks. A longer completion takes free blocks, and ends when the
     #: pool is full and nothing else runs. None: ``max_tokens``.
     reserved: int | None = None
-    temperature: float = 0.0  # divides logits before sampling; 0: greedy decoding
-    top_p: float = 1.0  # sample from the most probable tokens whose probabilities sum to this
-    top_k: int = 0  # sample from this number of most probable tokens; 0: no limit
-    min_p: float = 0.0  # sample from tokens with at least this share of the largest probability
-    repetition_penalty: float = 1.0  # divides the logits of earlier tokens, 0.01 to 100
-    frequency_penalty: float = 0.0  # subtracted from a token's logit per occurrence in the completion, -2 to 2
-    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the completion, -2 to 2
+    temperature: Temperature = 0.0  # divides logits before sampling; 0: greedy decoding
+    top_p: TopP = 1.0  # sample from the most probable tokens whose probabilities sum to this
+    top_k: Count = 0  # sample from this number of most probable tokens; 0: no limit
+    min_p: MinP = 0.0  # sample from tokens with at least this share of the largest probability
+    repetition_penalty: RepetitionPenalty = 1.0  # divides the logits of earlier tokens
+    frequency_penalty: Penalty = 0.0  # subtracted from a token's logit per occurrence in the completion
+    presence_penalty: Penalty = 0.0  # subtracted from the logits of tokens in the completion
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits, by token
     seed: int | None = None  # of sampling; None: each completion draws anew
     stop: tuple[str, ...] = ()  # texts that end a completion; they are not part of it
     stop_token_ids: Sequence[int] = ()  # further tokens that end a completion; their texts are not part of it
     include_stop_str_in_output: bool = False  # True if the text includes its stop text or token
     ignore_eos: bool = False  # True if the model's end tokens do not end a completion
-    min_tokens: int = 0  # before this number of tokens only ``max_tokens`` ends a completion
+    min_tokens: Count = 0  # before this number of tokens only ``max_tokens`` ends a completion
     continues: bool = True  # True: the prompt's text goes on; False: a new text, without a space before its first word
     special: bool = False  # True if a completion's text includes special tokens
-    logprobs: int | None = None  # number of most probable tokens to return per token; None: no log-probabilities
-    prompt_logprobs: int | None = None  # as ``logprobs``, for the prompt, which then uses no cached prefix
-    n: int = 1  # number of completions
+    logprobs: Count | None = None  # number of most probable tokens to return per token; None: no log-probabilities
+    prompt_logprobs: Count | None = None  # as ``logprobs``, for the prompt, which then uses no cached prefix
+    n: Annotated[int, Field(ge=1)] = 1  # number of completions
     policy: Policy | None = None  # None: the scheduler's policy
     kept: bool = False  # True if the stream reports the kept share of the prompt
     #: The completion's grammar: an unused matcher of :class:`ag.serve.structured.Grammars`. None: free text.
@@ -63,20 +73,14 @@ class Request:
     def __post_init__(self) -> None:
         if not self.tokens:
             raise UserError("Request: tokens is empty: expected a prompt of one token or more.")
-        require(self, "max_tokens", self.max_tokens >= 0, "0 or more")
-        require(self, "temperature", self.temperature >= 0, "0 or more")
-        require(self, "top_p", 0 < self.top_p <= 1, "above 0, at most 1")
-        require(self, "top_k", self.top_k >= 0, "0 or more")
-        require(self, "min_p", 0 <= self.min_p <= 1, "0 to 1")
-        require(self, "repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100")
-        for name in ("frequency_penalty", "presence_penalty"):
-            require(self, name, -2 <= getattr(self, name) <= 2, "-2 to 2")
-        expected = f"0 to max_tokens={self.max_tokens}"
-        require(self, "min_tokens", 0 <= self.min_tokens <= self.max_tokens, expected)
+        for name, adapter in _ranges().items():
+            try:
+                adapter.validate_python(getattr(self, name))
+            except ValidationError as error:
+                reason = error.errors()[0]["msg"]
+                raise UserError(f"Request: {name}={getattr(self, name)!r}: {reason}.") from None
+        require(self, "min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
         require(self, "stop", all(self.stop), "texts that are not empty")
-        for name in ("logprobs", "prompt_logprobs"):
-            require(self, name, getattr(self, name) is None or getattr(self, name) >= 0, "0 or more, or None")
-        require(self, "n", self.n >= 1, "1 or more")
         inside = all(0 <= first < end <= len(self.tokens) for first, end in self.protect)
         require(self, "protect", inside, f"pairs such as (0, 40), within the {len(self.tokens)} tokens of the prompt")
 
@@ -89,6 +93,14 @@ class Request:
         """Return which prompt tokens the request protects, ``[T]`` bool."""
         mask = marked(self.protect)
         return F.pad(mask, (0, len(self.tokens) - len(mask)))
+
+
+@cache
+def _ranges() -> dict[str, TypeAdapter[Any]]:
+    """Return an adapter for each field of a :class:`Request` that has a range."""
+    fields = get_type_hints(Request, include_extras=True)
+    ranged = {name: hint for name, hint in fields.items() if "Annotated" in str(hint)}
+    return {name: TypeAdapter(hint, config=ConfigDict(strict=True)) for name, hint in ranged.items()}
 
 
 @dataclass(frozen=True)

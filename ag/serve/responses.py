@@ -14,6 +14,7 @@ from pydantic import Field
 
 from ag.serve.answers import CompletionDelta
 from ag.serve.protocol import ChatCompletionRequest, Message, RequestBody, StrictModel
+from ag.serve.request import Temperature, TopP
 
 #: Parameters that are not supported, with values that change nothing.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
@@ -65,8 +66,8 @@ class ResponsesRequest(RequestBody):
     input: Annotated[str, Field(min_length=1)] | Annotated[list[InputMessage], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
     reasoning: Reasoning = Reasoning()
     stream: bool = False
 

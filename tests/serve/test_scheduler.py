@@ -336,10 +336,14 @@ def test_what_is_refused(tiny_llama, tiny_tokenizer):
     model = model_for(tiny_llama, "full")
     pool = ag.Pool(model, 2**18)
     scheduler = Scheduler(model, tiny_tokenizer, "full", pool, queue=2)
-    with refuses(UserError, "max_tokens=-1", "0 or more"):
+    with refuses(UserError, "max_tokens=-1", "greater than or equal to 0"):
         Request(tokens=[7], max_tokens=-1)
-    with refuses(UserError, "repetition_penalty=1e-300", "0.01 to 100"):
+    with refuses(UserError, "repetition_penalty=1e-300", "greater than or equal to 0.01"):
         Request(tokens=[7], repetition_penalty=1e-300)
+    with refuses(UserError, "temperature='hot'", "number"):
+        Request(tokens=[7], temperature="hot")
+    with refuses(UserError, "min_tokens=9", "at most max_tokens=8"):
+        Request(tokens=[7], min_tokens=9, max_tokens=8)
     with refuses(UserError, "protect=((1, 3),)", "(0, 40)", "2 tokens"):
         Request(tokens=[7, 8], protect=((1, 3),))
     with refuses(UserError, "tokens", "empty"):
