@@ -194,7 +194,7 @@ def test_vllm_takes_the_file(chosen):
     assert Settings.parse({"ag": {"choice": file}}, {}) == Settings("gates:smollm2", 0.3)
     with refuses(UserError, "ag", "choice"):
         Settings.parse({"ag": {"choice": file, "budget": 0.5}}, {})
-    for changes, named in (({}, "snapkv"), ({"policy": "knorm", "options": {}, "schedule": "every"}, "schedule=every")):
+    for changes, named in (({}, "snapkv"), ({"policy": "h2o", "options": {}}, "h2o")):
         with refuses(UserError, named):
             Settings.parse({"ag": {"choice": chosen(**changes)}}, {})
 

@@ -43,6 +43,7 @@ class Global(Allocator):
         total = sum((x.capacity * x.score.shape[1] for x in budgets.votes.values()), candidates.capacity * ahead)
         held = sum(x.valid.flatten(1).sum(1) for x in budgets.open.values())
         if ahead and bool((held <= total).all()):  # the first layers fit into the budget of all
+            budgets.open[layer] = budgets.votes[layer] = candidates.after(candidates.valid)
             return {layer: candidates.valid}
         best, masks = over_heads([*budgets.votes.values()], self.floor, total), {}
         for other, chosen in zip([*budgets.open], best, strict=True):
