@@ -48,6 +48,7 @@ class Generation:
     prefill_seconds: float  # until the first new token; includes a second pass of the policy over the prompt
     decode_seconds: float  # for the new tokens after the first
     report: Report  # contents of each layer at the end
+    evicts: bool  # False for a full cache
 
 
 def run(invocation: Invocation[GenerateConfig]) -> int:
@@ -69,15 +70,17 @@ def run(invocation: Invocation[GenerateConfig]) -> int:
 def savings(generation: Generation) -> str:
     """Return a sentence: what eviction saved, and why this is not the evicted share."""
     used, plain = (n / 2**20 for n in (generation.kv_bytes, generation.report.plain_nbytes))
+    sizes = f"The cache takes {used:.2f} MiB, transformers' own {plain:.2f} MiB"
+    if not generation.evicts:
+        return f"{sizes}."
     if generation.evicted == 0:
         return (
             f"Nothing was evicted: {generation.prompt_tokens} prompt tokens are too few for this policy and its "
-            f"budget. The cache takes {used:.2f} MiB."
+            f"budget. {sizes}."
         )
     return (
-        f"The cache takes {used:.2f} MiB, transformers' own {plain:.2f} MiB: {1 - used / plain:.0%} saved. "
-        f"{generation.evicted:.0%} of the prompt went; new tokens stay, and a row's last block of {BLOCK} tokens may "
-        "not be full."
+        f"{sizes}: {1 - used / plain:.0%} saved. {generation.evicted:.0%} of the prompt went; new tokens stay, and a "
+        f"row's last block of {BLOCK} tokens may not be full."
     )
 
 
@@ -177,6 +180,7 @@ def _generate(
         prefill_seconds=first - start,
         decode_seconds=last - first,
         report=cache.report(),
+        evicts=policy.spec.evicts,
     )
 
 

@@ -177,7 +177,7 @@ class Evictor:
         flags = self._nonfinite.get(store)
         if flags is None or flags.shape != store.lengths.shape:
             flags = self._nonfinite[store] = torch.zeros_like(store.lengths)
-        store.compact(layer, score, counts.kept[0], nonfinite=flags[layer])
+        store.compact({layer: score}, counts.kept, nonfinite=flags[layer])
 
     def end_pass(self, batch: ForwardBatch) -> None:
         """Count the tokens after a step, and check that scores were finite.

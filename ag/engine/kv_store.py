@@ -238,18 +238,6 @@ class KVStore:
 
     # ---- tokens go
 
-    def compact(self, layer: int, score: Tensor, kept: Tensor, spare: int = 0, nonfinite: Tensor | None = None) -> None:
-        """Evict tokens of a layer; see :func:`ag.kernels.kv_compact.kv_compact`.
-
-        Args:
-            layer: index of the layer.
-            score: ``[B, Hkv, N]`` by slot: a keep mask (bool), or float32 of :func:`ag.retention.eviction_score`.
-            kept: ``[B, Hkv]`` long on the CPU, tokens that each row keeps.
-            spare: a row keeps free blocks for this many further tokens.
-            nonfinite: ``[B, Hkv]`` int32, set to 1 for rows with a score of NaN; None: nobody asks.
-        """
-        self._compact({layer: score}, kept[None], spare, nonfinite)
-
     def keep(self, masks: Mapping[int, Tensor]) -> None:
         """Keep the tokens in masks ``[B, Hkv, N]`` bool by slot, by layer, and evict others; see :meth:`compact`."""
         lengths = {layer: mask.sum(-1).cpu() for layer, mask in masks.items()}
@@ -258,31 +246,36 @@ class KVStore:
             kept = self.held[min(masks) : max(masks) + 1].clone()
             for layer in masks:
                 kept[layer - min(masks)] = lengths[layer]
-            self._compact(masks, kept)
+            self.compact(masks, kept)
 
-    def _compact(
+    def compact(
         self, scores: Mapping[int, Tensor], kept: Tensor, spare: int = 0, nonfinite: Tensor | None = None
     ) -> None:
-        """Do :meth:`compact` with scores by layer; ``kept`` ``[L', B, Hkv]`` is of the first of them to the last."""
+        """Evict tokens of some layers; see :func:`ag.kernels.kv_compact.kv_compact`.
+
+        Args:
+            scores: by layer, ``[B, Hkv, N]`` by slot: a keep mask (bool), or float32 of
+                :func:`ag.retention.eviction_score`.
+            kept: ``[L', B, Hkv]`` long on the CPU, tokens that each row keeps, from the first of these layers to the
+                last.
+            spare: a row keeps free blocks for this many further tokens.
+            nonfinite: ``[B, Hkv]`` int32, set to 1 for rows with a score of NaN; None: nobody asks.
+        """
         layers, turns = slice(min(scores), max(scores) + 1), self.rotation
-        orders = None if turns is None else {layer: turns.order(self, layer) for layer in scores}
+        orders = {layer: None if turns is None else turns.order(self, layer) for layer in scores}
         self.make_own(layers, kept)
         for layer, score in scores.items():
-            self._compact_rows(layer, score, kept[layer - layers.start], nonfinite)
+            if score.dtype == torch.bool:
+                score = torch.full_like(score, -retention.INF, dtype=torch.float32).masked_fill_(score, retention.INF)
+            counts, records = kept[layer - layers.start].flatten().int(), self.records[layer]
+            for name, x in records.items():
+                records[name] = x.contiguous()
+            noted = [x.view(len(counts), -1, x.shape[-1]) for x in records.values()]
+            kv_compact(self.pages(layer), score, counts.to(score.device), noted, nonfinite)
         self.shrink_to(layers, kept, spare)
-        if turns is not None and orders is not None:
-            for layer, order in orders.items():
+        for layer, order in orders.items():
+            if turns is not None:
                 turns.close_up(self, layer, order)
-
-    def _compact_rows(self, layer: int, score: Tensor, kept: Tensor, nonfinite: Tensor | None) -> None:
-        """Do the device's part of :meth:`compact`."""
-        if score.dtype == torch.bool:
-            score = torch.full_like(score, -retention.INF, dtype=torch.float32).masked_fill_(score, retention.INF)
-        records, rows = self.records[layer], len(kept) * self.kv_heads
-        for name, x in records.items():
-            records[name] = x.contiguous()
-        noted = [x.view(rows, -1, x.shape[-1]) for x in records.values()]
-        kv_compact(self.pages(layer), score, kept.flatten().int().to(score.device), noted, nonfinite)
 
     def make_own(self, layers: slice, kept: Tensor) -> None:
         """Replace the shared blocks that change when ``kept`` ``[L', B, Hkv]`` tokens stay by copies."""

@@ -315,7 +315,8 @@ class Layer:
         keep = self.visible(store, index, token_indices, query, flags=not dense)
         kept = keep.sum(-1).cpu()
         if bool((kept < store.held[self.index] - coming).any()):
-            store.compact(self.index, keep, kept, spare=1 if batch.step else 0)  # the block of a step's token is kept
+            spare = 1 if batch.step else 0  # the block of a step's token is kept
+            store.compact({self.index: keep}, kept[None], spare)
             store.held[self.index] += coming
             batch.memo["expired"] = True
         self.longest_after_removal = int(kept.max())

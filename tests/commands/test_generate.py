@@ -235,6 +235,9 @@ def test_command_prints_texts_a_table_and_what_was_saved(folder, capsys, monkeyp
     assert main([f"gates={folder / 'export'}", "policy=tova", "budget=8", "prompt=Rosa", "max_new_tokens=2"]) == 0
     out = capsys.readouterr().out
     assert "Nothing was evicted: 4 prompt tokens are too few" in out and "scoring s" not in out
+    assert main([f"gates={folder / 'export'}", "policy=full", "prompt=Rosa", "max_new_tokens=2"]) == 0
+    out = capsys.readouterr().out
+    assert "The cache takes " in out and "Nothing was evicted" not in out
 
 
 @pytest.mark.parametrize(
@@ -283,7 +286,7 @@ def test_an_export_with_a_relative_path_of_its_base(folder, tmp_path, monkeypatc
 
 def test_labels_and_bytes_are_whole_in_80_columns():
     label = "snapkv+caote@preference 0.25"
-    row = Generation("", 1812, 64, 0.7, 123_456_789, 0.31, 1.2, 3.4, Report("", 0, [], [], []))
+    row = Generation("", 1812, 64, 0.7, 123_456_789, 0.31, 1.2, 3.4, Report("", 0, [], [], []), True)
     out = Console(width=80, file=io.StringIO())
     out.print(table({label: row}))
     lines = out.file.getvalue().splitlines()

@@ -99,14 +99,14 @@ class Machine:
                     {int(n) for n in token_indices[b, h][keep[b, h]]}
                     for b, h in itertools.product(*map(range, kept.shape))
                 ]
-                store.compact(layer, keep, kept)
+                store.compact({layer: keep}, kept[None])
             else:
                 kept = store.held[layer].clamp_max(self.draw.randint(0, 30))
                 stays = [
                     set(sorted(x.tolist())[len(x) - n :])
                     for x, n in zip(token_indices.flatten(0, 1), kept.flatten(), strict=True)
                 ]
-                store.compact(layer, token_indices.float(), kept)
+                store.compact({layer: token_indices.float()}, kept[None])
         except PoolFullError:
             assert self.pool.fixed
             return
