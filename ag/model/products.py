@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
+from ag.kernels import rms_norm
 from ag.kernels.dispatch import VARIABLE
 from ag.kernels.linear import MOST_TOKENS, version
 
@@ -30,6 +31,7 @@ class _Here(threading.local):
 
     products = False
     norms = False
+    is_step = False
     forced: str | None = None  # value of AG_KERNELS
 
 
@@ -70,14 +72,14 @@ class ThreadedLayers:
             tokens: ids ``[B, T]`` or embeddings ``[B, T, d]``.
         """
         here.products = here.norms = False
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or tokens.shape[1:2] != (1,):
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return
         for module in modules:
             if module not in self.known:
                 _install(module)
                 self.known[module] = None
-        here.norms = True
-        here.products = tokens.device.type == "cpu" and len(tokens) <= MOST_TOKENS
+        here.norms, here.is_step = True, tokens.shape[1:2] == (1,)
+        here.products = here.is_step and tokens.device.type == "cpu" and len(tokens) <= MOST_TOKENS
         here.forced = os.environ.get(VARIABLE)
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -118,9 +120,12 @@ def _is_rms_norm(kind: Any) -> bool:
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:
-    """Compute a norm in one operation; on a CPU in float32 alone: there the result is equal."""
-    fits = not torch.compiler.is_compiling() and here.norms
-    if fits and (x.is_cuda or x.dtype == norm.weight.dtype == torch.float32):
-        return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+    """Compute a norm in one operation where it is faster."""
+    weight = norm.weight
+    if here.norms and not torch.compiler.is_compiling():
+        if x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu":
+            return rms_norm.version("cpu", x.dtype, weight.dtype, here.forced)(x, weight, norm.variance_epsilon)
+        if here.is_step and (x.is_cuda or x.dtype == weight.dtype == torch.float32):
+            return F.rms_norm(x, x.shape[-1:], weight, norm.variance_epsilon)
     result: Tensor = type(norm).forward(norm, x)
     return result

@@ -9,6 +9,7 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
 import ag
 from ag.kernels.linear import MOST_TOKENS, cpu
+from ag.kernels.rms_norm import cpu as norm_cpu
 from ag.model import products
 from tests.support.bounds import hold, of_logits
 from tests.support.compiled import forget, needs
@@ -114,7 +115,7 @@ def test_layers_that_a_library_runs_in_its_own_way_are_left_alone(tiny_llama, ca
 
 
 def test_norms_of_one_token_are_one_operation_each(tiny_llama, monkeypatch):
-    """Bit by bit what the model computes; in 16 bits on a CPU, and of a formula of their own, they are left alone."""
+    """In float32 bit by bit what the model computes; norms of another formula are left alone."""
     model, calls = tiny_llama(), []
     for norm in model.modules():
         if type(norm).__name__ == "LlamaRMSNorm":
@@ -139,9 +140,22 @@ def test_norms_of_one_token_are_one_operation_each(tiny_llama, monkeypatch):
     assert torch.equal(step(model, cache, two), want)
     assert len(calls) == 2 * 3 + 1
     calls.clear()
-    half = tiny_llama().bfloat16()
-    cache = ag.EvictionCache(half, "full")
-    step(half, cache, IDS)
-    step(half, cache)
-    assert not calls
     assert products._is_rms_norm(MistralRMSNorm) and not products._is_rms_norm(Gemma3RMSNorm)
+
+
+def test_norms_in_bfloat16_run_in_c_plus_plus_in_prompts_and_steps(tiny_llama, monkeypatch):
+    model, made, kernel = tiny_llama().bfloat16(), [], norm_cpu.rms_norm
+    monkeypatch.setattr(norm_cpu, "rms_norm", lambda x, *rest: made.append(x.shape[1]) or kernel(x, *rest))
+    forget()
+    cache, plain = ag.EvictionCache(model, "full"), DynamicCache(config=model.config)
+    for tokens in (IDS, IDS[:, :1]):
+        want = step(model, plain, tokens)
+        made.clear()
+        got = step(model, cache, tokens)
+        assert made == [tokens.shape[1]] * (2 * 3 + 1)
+        hold(got, want, of_logits(model))
+    monkeypatch.setenv("AG_KERNELS", "reference")
+    made.clear()
+    step(model, cache)
+    assert not made
+    forget()

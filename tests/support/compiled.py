@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 
-from ag.kernels import attention_stats, dispatch, kv_append, kv_compact, linear, native, paged_attention
+from ag.kernels import attention_stats, dispatch, kv_append, kv_compact, linear, native, paged_attention, rms_norm
 
 INTERPRETED = dispatch.INTERPRETED
 
@@ -31,5 +31,5 @@ def forget() -> None:
     """Forget what was compiled, chosen and logged in this process."""
     choices = [x._version for x in (attention_stats, kv_append, kv_compact, paged_attention)]
     native.failures.clear()
-    for cached in (native._function, dispatch._log_choice, linear.version, *choices):
+    for cached in (native._function, dispatch._log_choice, linear.version, rms_norm.version, *choices):
         cached.cache_clear()
