@@ -4,7 +4,8 @@
 
 All answer the same prompts (600 random tokens, new in each round, and 64 tokens of answer), in bfloat16 with one
 thread, one after another in each round. CPU seconds are those of a contestant's processes, so that other work on the
-machine counts little. The environment is that of scripts/vllm_env.sh.
+machine counts little. The others are stopped meanwhile: a server that waits may poll, and slow the core beside it. The
+environment is that of scripts/vllm_env.sh.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, ANSWER, BUDGET = 600, 64, 0.3
@@ -72,12 +74,15 @@ def commands(model: str, gates: str, port: int) -> dict[str, list[str]]:
     }
 
 
-def cpu_seconds(process: int) -> float:
-    """Return the CPU seconds of a process and of those that it started."""
-    import psutil
+def processes_of(root: int) -> list[psutil.Process]:
+    """Return a process and those that it started."""
+    process = psutil.Process(root)
+    return [process, *process.children(recursive=True)]
 
-    root = psutil.Process(process)
-    return sum(sum(x.cpu_times()[:2]) for x in [root, *root.children(recursive=True)])
+
+def cpu_seconds(root: int) -> float:
+    """Return the CPU seconds of a process and of those that it started."""
+    return sum(sum(x.cpu_times()[:2]) for x in processes_of(root))
 
 
 def prompts_of(count: int, seed: int) -> list[list[int]]:
@@ -139,11 +144,24 @@ class Contestant:
         print(*lines, sep="\n", file=self.process.stdin, flush=True)
         return int(self.process.stdout.readline())
 
+    def stop(self) -> None:
+        """Stop the processes until :meth:`go_on`."""
+        for process in processes_of(self.process.pid):
+            process.suspend()
+
+    def go_on(self) -> None:
+        """Let stopped processes go on."""
+        for process in processes_of(self.process.pid):
+            process.resume()
+
     def per_second(self, prompts: list[list[int]]) -> float:
-        """Return the answers' tokens per CPU second."""
+        """Return the answers' tokens per CPU second, of a contestant that is stopped before and afterwards."""
+        self.go_on()
         before = cpu_seconds(self.process.pid)
         tokens = self.answer(prompts)
-        return tokens / (cpu_seconds(self.process.pid) - before)
+        rate = tokens / (cpu_seconds(self.process.pid) - before)
+        self.stop()
+        return rate
 
 
 def main() -> None:
@@ -161,6 +179,7 @@ def main() -> None:
         for name in given.only:
             contestants[name] = Contestant(name, given.model, given.gates)
             contestants[name].answer(prompts_of(1, -1))
+            contestants[name].stop()
         for at_once in map(int, given.at_once.split(",")):
             rates: dict[str, list[float]] = {name: [] for name in contestants}
             for number in range(given.rounds):
@@ -173,6 +192,7 @@ def main() -> None:
     finally:
         for contestant in contestants.values():
             contestant.process.terminate()
+            contestant.go_on()
         for contestant in contestants.values():
             contestant.process.wait(60)
 
