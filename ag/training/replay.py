@@ -8,7 +8,9 @@ queries attend to the kept tokens. The loss is the divergence from the response 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -161,8 +163,10 @@ class PromptStore:
 
     def __init__(self, model: nn.Module, gates: AttentionGates, folder: str | None, with_targets: bool = False) -> None:
         self.model, self.gates, self.with_targets = model, gates, with_targets
-        self._temporary = tempfile.TemporaryDirectory(prefix="ag-contexts-") if folder is None else None
-        self.folder = Path(folder or self._temporary.name)  # type: ignore[union-attr]
+        if folder is None:
+            folder = tempfile.mkdtemp(prefix="ag-contexts-")
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         decoder = decoder_of(model)
         if instrument(model).hybrid or shared_layers(decoder.config):
