@@ -39,7 +39,6 @@ from ag.serve.answers import CompletionStream, error_location, request_id
 from ag.serve.metrics import Metrics, Status, prometheus_text
 from ag.serve.prompts import REQUEST_TYPES, RequestBuilder, policy_text
 from ag.serve.protocol import ApiError, CompletionWriter, parse
-from ag.serve.responses import ResponsesRequest, ResponsesWriter
 from ag.serve.scheduler import QueueFullError, QueueTimeoutError, Scheduler, StoppedError
 from ag.versions import versions
 
@@ -336,19 +335,15 @@ class Service(Endpoints):
         """Answer a request by the scheduler."""
         params = parse(REQUEST_TYPES[path], body)
         self.check_model(params.model)
-        writer: CompletionWriter | ResponsesWriter | None = None
-        if isinstance(params, ResponsesRequest):
-            writer, params = ResponsesWriter(params), params.to_chat()
         encoded = await asyncio.get_running_loop().run_in_executor(self._encoder, self.prompts, params)
         if isinstance(encoded, dict):
             response: Response = JSONResponse(encoded)
             yield start_message(response)
             yield bytes(response.body)
             return
-        if writer is None:
-            writer = CompletionWriter(
-                params, self.scheduler.vocabulary, self.prompts.output_parser(params, encoded[0].request.tokens)
-            )
+        writer = CompletionWriter(
+            params, self.scheduler.vocabulary, self.prompts.output_parser(params, encoded[0].request.tokens)
+        )
         try:
             completions = CompletionStream(encoded, self.scheduler, self._metrics)
         except (QueueFullError, StoppedError):

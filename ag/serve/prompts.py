@@ -27,7 +27,6 @@ from ag.serve.protocol import (
     TokenizeRequest,
 )
 from ag.serve.request import EncodedPrompt, Request, Token
-from ag.serve.responses import ResponsesRequest
 from ag.serve.scheduler import Scheduler
 from ag.serve.structured import Grammars
 from ag.serve.tools import OutputParser, tool_call_format
@@ -40,7 +39,6 @@ RESERVED = 1024  # tokens for which admission keeps blocks if a request sets no 
 REQUEST_TYPES: dict[str, type[RequestBody]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
-    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -284,7 +282,7 @@ class RequestBuilder:
     def _chat(self, params: ChatCompletionRequest) -> tuple[Chat, str]:
         """Return a chat and its text from the chat template."""
         if self.tokenizer.chat_template is None:
-            raise ApiError(400, "the model has no chat template: use /v1/completions.", params.prompt_param)
+            raise ApiError(400, "the model has no chat template: use /v1/completions.", "messages")
         try:
             messages, variables = [message.for_template() for message in params.messages], params.template_variables
             chat, text = self._render_chat(
@@ -294,7 +292,7 @@ class RequestBuilder:
             effort = params.reasoning_effort is not None
             if effort and not reads(self.tokenizer, "reasoning_effort", variables.get("tools")):
                 message = "the chat template of the model has no reasoning_effort: leave it out."
-                raise ApiError(400, message, params.effort_param)
+                raise ApiError(400, message, "reasoning_effort")
             without_tools = "tools" in variables and replace(chat, variables={**variables, "tools": None})
             if without_tools and without_tools.text(self.tokenizer, params.opens_completion) == text:
                 raise ApiError(400, "the chat template of the model leaves tools out: leave them out too.", "tools")

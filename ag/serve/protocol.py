@@ -291,8 +291,6 @@ class ChatCompletionRequest(GenerationParams):
     """The parameters of ``/v1/chat/completions``."""
 
     prompt_param = "messages"
-    #: Name of the reasoning effort's parameter.
-    effort_param: ClassVar[str] = "reasoning_effort"
     limit_params = ["max_completion_tokens", "max_tokens"]
     openai_fields = frozenset(chat_params.CompletionCreateParamsBase.__annotations__)
 
@@ -448,7 +446,7 @@ def parse(kind: type[RequestBody], body: bytes) -> Any:
         if name not in IGNORED and values[name] not in kind.neutral_values.get(name, ()):
             raise ApiError(400, f"{name} is not supported by this server: leave it out.", name, "unsupported_parameter")
         del values[name]
-    for message in _objects(values.get("messages", values.get("input"))):
+    for message in _objects(values.get("messages")):
         for part in (message, *_objects(message.get("content"))):  # OpenAI's client sends empty fields
             for name in [name for name, value in part.items() if value is None or value == [] and name != "content"]:
                 del part[name]

@@ -17,7 +17,6 @@ from ag.serve.protocol import (  # noqa: E402
     TokenizeRequest,
     parse,
 )
-from ag.serve.responses import ResponsesRequest  # noqa: E402
 from tests.support.reasoning import TOOLS  # noqa: E402
 
 NAMED = {"type": "function", "function": {"name": "snow"}}
@@ -210,12 +209,12 @@ def test_values_that_are_too_large(change):
 
 #: Values of each type of JSON, and the types that each parameter takes, by their first letters.
 TYPED = {"s": ["", "x"], "b": [True], "i": [7], "f": [7.5], "l": [[], [None]], "o": [{}, {"x": 7}]}
-TEXT = "messages:l prompt:sl model:s input:sl tokens:l instructions:s stop:sl tools:l tool_choice:so reasoning_effort:s"
+TEXT = "messages:l prompt:sl model:s tokens:l stop:sl tools:l tool_choice:so reasoning_effort:s"
 FLAG = "stream:b echo:b ignore_eos:b include_stop_str_in_output:b return_token_ids:b continue_final_message:b"
 FLAG += " parallel_tool_calls:b add_generation_prompt:b add_special_tokens:b return_token_strs:b logprobs:bi"
-COUNT = "max_tokens:i max_completion_tokens:i max_output_tokens:i min_tokens:i n:i seed:i top_k:i top_logprobs:i"
+COUNT = "max_tokens:i max_completion_tokens:i min_tokens:i n:i seed:i top_k:i top_logprobs:i"
 NUMBER = "temperature:if top_p:if min_p:if repetition_penalty:if frequency_penalty:if presence_penalty:if"
-OTHER = "prompt_logprobs:i stop_token_ids:l logit_bias:o stream_options:o chat_template_kwargs:o ag:o reasoning:o"
+OTHER = "prompt_logprobs:i stop_token_ids:l logit_bias:o stream_options:o chat_template_kwargs:o ag:o"
 OTHER += " response_format:o structured_outputs:o"
 TYPES = dict(each.split(":") for part in (TEXT, FLAG, COUNT, NUMBER, OTHER) for each in part.split())
 #: Values out of range.
@@ -245,7 +244,6 @@ OUTSIDE = {
 KINDS = RIGHT | {
     TokenizeRequest: {"prompt": "x"},
     DetokenizeRequest: {"tokens": [7]},
-    ResponsesRequest: {"model": "m", "input": "x"},
 }
 
 
