@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -111,16 +111,6 @@ def token_bins(max_tokens: int | None) -> list[int]:
     """Return upper bounds of bins 1, 2, 5, 10, ... up to ``max_tokens``. None: up to a million."""
     bounds = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
     return [bound for bound in bounds if bound <= (max_tokens or 10**6)]
-
-
-def label_replicas(replica_metrics: Mapping[str, Sequence[Metric]]) -> list[Metric]:
-    """Merge the metrics of replicas, given by name. Each sample gets its replica's name as the label ``replica``."""
-    families: dict[str, Metric] = {}
-    for name, metrics in replica_metrics.items():
-        for metric in metrics:
-            family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-            family.samples += [sample._replace(labels=sample.labels | {"replica": name}) for sample in metric.samples]
-    return [*families.values()]
 
 
 def prometheus_text(metrics: Sequence[Metric]) -> bytes:

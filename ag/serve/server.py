@@ -39,10 +39,6 @@ def run(invocation: Invocation[ServeConfig]) -> int:
     if invocation.dry_run:
         print(f"{policy.spec}: {config.memory_bytes} bytes, {config.host}:{config.port}")
         return 0
-    if config.cluster is not None:
-        from ag.serve.cluster import run_on
-
-        return run_on(config.cluster, config)
     set_up_log()
     service = load_service(config)
     listener = listen(config.host, config.port)
