@@ -5,25 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
+from ag.serve.errors import request_id
 from ag.serve.metrics import Metrics
 from ag.serve.request import EncodedPrompt, Event, Stream, Token
 from ag.serve.scheduler import Scheduler, StoppedError
-from ag.serve.snapshot import sum_memories
+from ag.serve.snapshot import Memory
 
 logger = logging.getLogger("ag.serve")
-
-#: The current request's id, for the log.
-request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 SILENCE_SECONDS = 15.0  # between two comments on a silent stream; proxies often close it after 30 or 60 seconds
 
@@ -76,7 +71,7 @@ class CompletionStream:
     @property
     def usage(self) -> dict[str, Any]:
         """``usage`` of OpenAI's API: numbers of tokens so far. Its field ``ag`` says what the cache holds of them."""
-        memory = sum_memories([stream.memory for stream in self._streams])
+        memory = Memory.of_all([stream.memory for stream in self._streams])
         streams = {id(prompt): stream for prompt, stream in zip(self._prompts, self._streams, strict=True)}
         return {
             "prompt_tokens": self._prompt_tokens,
@@ -194,10 +189,3 @@ class CompletionStream:
     def _cancel(self) -> None:
         for stream in self._streams:
             stream.cancel()
-
-
-def error_location(error: BaseException) -> str:
-    """Return an error's type and location. Its text may quote a prompt and is left out, as are folders."""
-    frames = traceback.extract_tb(error.__traceback__)[-3:]
-    locations = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
-    return f"{type(error).__name__} at {locations}"

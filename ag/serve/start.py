@@ -18,8 +18,8 @@ from ag.engine.block_pool import Pool
 from ag.errors import UserError, first_line
 from ag.loading import load_model
 from ag.model.base import check_device
-from ag.serve.answers import error_location
 from ag.serve.app import Service
+from ag.serve.errors import error_location
 from ag.serve.scheduler import Scheduler
 
 logger = logging.getLogger("ag.serve")
