@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
 import time
+from dataclasses import replace
 from types import FrameType
 
-from ag.commands.serve import ServeConfig
+from ag.commands.serve import KEY_VARIABLE, ServeConfig
 from ag.config.command_line import Invocation
 from ag.continuation import read_policy
 from ag.errors import UserError
@@ -16,25 +19,20 @@ try:
     import uvicorn
 
     from ag.serve.app import STOPPING, Service
-    from ag.serve.start import (
-        CLOSE_SECONDS,
-        DRAIN_SECONDS,
-        announce,
-        listen,
-        load_service,
-        set_up_log,
-        with_environment_key,
-    )
+    from ag.serve.start import listen, load_service, set_up_log
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     raise UserError(f"ag.serve needs {missing}: pip install 'ag[serve]'.") from error
 
 logger = logging.getLogger("ag.serve")
 
+DRAIN_SECONDS = 24.0  # for running completions after SIGTERM; orchestrators kill after 30
+CLOSE_SECONDS = 2  # for open connections, after the last completion
+
 
 def run(invocation: Invocation[ServeConfig]) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code."""
-    config = with_environment_key(invocation.config)
+    config = replace(invocation.config, api_key=invocation.config.api_key or os.environ.get(KEY_VARIABLE))
     policy = read_policy(config)
     if invocation.dry_run:
         print(f"{policy.spec}: {config.memory_bytes} bytes, {config.host}:{config.port}")
@@ -43,7 +41,9 @@ def run(invocation: Invocation[ServeConfig]) -> int:
     service = load_service(config)
     listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
-    announce(config, service.name, host, port)
+    print(f"ag.serve: {service.name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    if not config.api_key and host not in ("127.0.0.1", "::1"):
+        print(f"ag.serve: warning: host={host} without api_key: everybody who reaches it may ask", file=sys.stderr)
     settings = uvicorn.Config(
         service.app(),
         log_config=None,
