@@ -175,9 +175,8 @@ class Extensions(StrictModel, Generic[Protected]):
     """The server's extensions of OpenAI's API: the policy of a request."""
 
     policy: str | None = None  # None: the server's policy
-    budget: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = (
-        None  # tokens per KV head, or a share of the prompt
-    )
+    #: Tokens per KV head, or a share of the prompt.
+    budget: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = None
     protect: list[Protected] | None = None  # never evicted; None: in a chat the server's protect=
 
 
@@ -223,20 +222,12 @@ class GenerationParams(SamplingModel, RequestBody):  # type: ignore[misc]
 
     #: Name of the prompt's parameter.
     prompt_param: ClassVar[str]
-    #: Names of parameters that limit a completion; the first that is set applies.
-    limit_params: ClassVar[Sequence[str]] = ["max_tokens"]
 
     @property
     def token_limit(self) -> tuple[str, int] | None:
         """Name and value of the completion's token limit. None: the request has no limit."""
-        return next(
-            ((name, getattr(self, name)) for name in self.limit_params if getattr(self, name) is not None), None
-        )
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Number of most probable tokens to return per token. None: no log-probabilities."""
-        raise NotImplementedError
+        limits = {name: getattr(self, name, None) for name in ("max_completion_tokens", "max_tokens")}
+        return next(((name, number) for name, number in limits.items() if number is not None), None)
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -272,7 +263,6 @@ class ChatCompletionRequest(GenerationParams):
     """The parameters of ``/v1/chat/completions``."""
 
     prompt_param = "messages"
-    limit_params = ["max_completion_tokens", "max_tokens"]
     openai_fields = frozenset(chat_params.CompletionCreateParamsBase.__annotations__)
 
     messages: list[Message] = Field(min_length=1)
@@ -292,24 +282,18 @@ class ChatCompletionRequest(GenerationParams):
     def _clashes(self) -> list[tuple[str, Any, str]]:
         names = [tool.function.name for tool in self.tools]
         chosen = None if isinstance(self.tool_choice, str) else self.tool_choice["function"]["name"]
+        opens_anew = self.continue_final_message and self.add_generation_prompt
         in_variables = self.reasoning_effort is not None and "reasoning_effort" in self.chat_template_kwargs
         ruled_twice = self.structured_outputs and self.response_format and self.response_format.type != "text"
+        known = f"expected the name of one of the tools, {', '.join(names):.200}"
         return [
             *super()._clashes(),
             ("top_logprobs", self.top_logprobs and not self.logprobs, needs("logprobs=true")),
-            (
-                "continue_final_message",
-                self.continue_final_message and self.add_generation_prompt,
-                needs("add_generation_prompt=false"),
-            ),
+            ("continue_final_message", opens_anew, needs("add_generation_prompt=false")),
             ("reasoning_effort", in_variables, "chat_template_kwargs has it too; leave one of them out"),
             ("response_format", ruled_twice, "excludes structured_outputs; leave one of them out"),
             ("tool_choice", self.must_call_tool and not names, "needs tools; add them, or leave this out"),
-            (
-                "tool_choice",
-                chosen is not None and chosen not in names,
-                f"expected the name of one of the tools, {', '.join(names):.200}",
-            ),
+            ("tool_choice", chosen is not None and chosen not in names, known),
         ]
 
     @property

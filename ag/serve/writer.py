@@ -112,9 +112,8 @@ class CompletionWriter:
         if self.params.return_token_ids:
             prompt_fields["prompt_token_ids"] = [token.id for token in delta.prompt]
         if self.params.prompt_logprobs is not None:
-            prompt_fields["prompt_logprobs"] = [
-                self._rank_fields(token) if token.rank else None for token in delta.prompt
-            ]
+            ranked = [self._rank_fields(token) if token.rank else None for token in delta.prompt]
+            prompt_fields["prompt_logprobs"] = ranked
         return prompt_fields
 
     def _rank_fields(self, token: Token) -> dict[int, Any]:
@@ -133,11 +132,10 @@ class CompletionWriter:
             token_bytes = self._vocabulary.bytes_of(token) or text.encode()  # a special token has no bytes
             return {"token": text, "bytes": [*token_bytes], "logprob": _finite(logprob)}
 
-        top = [[value(*other) for other in token.top_logprobs] for token in tokens]
-        chosen = [value(token.id, token.logprob) for token in tokens]
-        return {
-            "content": [entry | {"top_logprobs": alternatives} for entry, alternatives in zip(chosen, top, strict=True)]
-        }
+        def with_top(token: Token) -> dict[str, Any]:
+            return value(token.id, token.logprob) | {"top_logprobs": [value(*other) for other in token.top_logprobs]}
+
+        return {"content": [*map(with_top, tokens)]}
 
     def _text_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {
