@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ag.commands.serve import ServeConfig
 from ag.errors import UserError
 from ag.serve.answers import CompletionStream
-from ag.serve.errors import HANDLERS, ApiError, error_location, log_refusal, refusal, request_id
+from ag.serve.errors import ApiError, error_location, log_refusal, new_app, refusal, request_id
 from ag.serve.metrics import Metrics
 from ag.serve.prompts import RequestBuilder, policy_text
 from ag.serve.protocol import (
@@ -90,8 +90,7 @@ class Service:
 
     def app(self) -> FastAPI:
         """Return the app; the scheduler runs while it does."""
-        # FastAPI's own pages load scripts from other sites
-        app = FastAPI(lifespan=self._lifespan, openapi_url=None, exception_handlers=HANDLERS)
+        app = new_app(lifespan=self._lifespan)
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/completions")(self.complete)
         app.post("/tokenize")(self.tokenize)
@@ -249,7 +248,7 @@ class Service:
         return answer
 
     def _check_key(self, http: Http) -> None:
-        if not self.config.api_key or http.url.path in OPEN_PATHS:
+        if not self.config.api_key or http.scope["path"] in OPEN_PATHS:
             return
         scheme, key = get_authorization_scheme_param(http.headers.get("authorization"))
         is_right = hmac.compare_digest(key.strip().encode("latin-1"), self.config.api_key.encode())

@@ -1,17 +1,20 @@
-"""Errors of requests: what clients see, in the form of OpenAI's API, and what the log says of them."""
+"""Errors of requests, bodies that cannot be read included: what clients see, in OpenAI's form, and the log."""
 
 from __future__ import annotations
 
 import logging
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
@@ -75,8 +78,37 @@ async def _refuse(http: Request, error: Exception) -> JSONResponse:
     return refusal(error)
 
 
-#: Handlers of the errors that FastAPI handles itself otherwise.
-HANDLERS: dict[Any, Any] = {HTTPException: _refuse, RequestValidationError: _refuse}
+class _Body(Request):
+    """A request whose JSON is that of the standard: in UTF-8, without NaN, and not nested too deeply."""
+
+    async def json(self) -> Any:
+        """Return the values of the body."""
+        try:
+            return from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the body is not JSON in UTF-8: {error}.", code="invalid_json") from None
+
+
+class _Route(APIRoute):
+    """A route that reads bodies as :class:`_Body`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what answers a request."""
+        handler = super().get_route_handler()
+
+        async def answer(http: Request) -> Response:
+            return await handler(_Body(http.scope, http.receive))
+
+        return answer
+
+
+def new_app(**options: Any) -> FastAPI:
+    """Return an app that reads bodies strictly, and refuses them in OpenAI's form."""
+    handlers: dict[Any, Any] = {HTTPException: _refuse, RequestValidationError: _refuse}
+    # FastAPI's own pages load scripts from other sites
+    app = FastAPI(openapi_url=None, exception_handlers=handlers, **options)
+    app.router.route_class = _Route
+    return app
 
 
 def _shown(error: Exception) -> ApiError:
@@ -86,8 +118,6 @@ def _shown(error: Exception) -> ApiError:
     if isinstance(error, RequestValidationError):
         return _misfit(error.errors())
     if isinstance(error, HTTPException):
-        if error.status_code == 400:  # by FastAPI, of a body that is not UTF-8, or nested too deeply
-            return ApiError(400, "the body cannot be read: expected JSON in UTF-8.", code="invalid_json")
         return ApiError(error.status_code, f"{error.detail}.")
     for kind, status, code in STATUSES:
         if isinstance(error, kind):
@@ -100,9 +130,6 @@ def _misfit(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Return the error for the first value of a body that does not fit, from pydantic's errors."""
     first = max(errors, key=lambda detail: len(detail["loc"]))  # if several types are possible: the best match
     param = _param(first["loc"][1:])
-    if first["type"] == "json_invalid":
-        message = f"the body is not JSON: {first['ctx']['error']} (character {first['loc'][1]})."
-        return ApiError(400, message, code="invalid_json")
     if "param" in first.get("ctx", {}):  # of RequestBody
         end = "" if first["msg"].endswith("?") else "."
         return ApiError(400, first["msg"] + end, first["ctx"]["param"], first["type"])

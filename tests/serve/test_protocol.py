@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
 pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
-from fastapi import FastAPI  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 
-from ag.serve.errors import HANDLERS  # noqa: E402
+from ag.serve.errors import new_app  # noqa: E402
 from ag.serve.protocol import (  # noqa: E402
     NEUTRAL,
     ChatCompletionRequest,
@@ -39,7 +38,7 @@ KINDS = RIGHT | {
 @pytest.fixture(scope="module")
 def refusal():
     """`refusal(kind, body)`: the refusal of a body by FastAPI, or None; a dict is changes of a right one."""
-    app = FastAPI(exception_handlers=HANDLERS)
+    app = new_app()
     for kind in KINDS:
 
         async def ask(body):
@@ -75,7 +74,7 @@ def test_any_values(refusal, kind, data):
     changed = data.draw(st.dictionaries(names, VALUES, max_size=4))
     found, again = (refusal(kind, dict(rows)) for rows in (changed.items(), reversed(changed.items())))
     assert found is None or changed
-    if found is None or found["code"] != "invalid_json":  # which says at what character
+    if found is None or found["code"] != "invalid_json":  # which says at what column
         assert found == again
 
 
