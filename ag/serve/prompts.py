@@ -248,9 +248,8 @@ class RequestBuilder:
             raise ApiError(400, "the model has no chat template: use /v1/completions.", "messages")
         try:
             messages, variables = [message.for_template() for message in params.messages], params.template_variables
-            chat, text = self._render_chat(
-                Chat(messages, variables, params.continue_final_message), params.opens_completion
-            )
+            unfilled = Chat(messages, variables, params.continue_final_message)
+            chat, text = self._render_chat(unfilled, params.opens_completion)
             self._check_rendered(chat, params.opens_completion)
             effort = params.reasoning_effort is not None
             if effort and not reads(self._tokenizer, "reasoning_effort", variables.get("tools")):
@@ -300,12 +299,8 @@ class RequestBuilder:
         text = replace(chat, messages=messages).text(self._tokenizer, opens_completion) if words else ""
         for param, word in words.items():
             if word not in text:
-                raise ApiError(
-                    400,
-                    f"{param}: the chat template of the model leaves it out: say it in the content of a message of the "
-                    "assistant or the user.",
-                    param,
-                )
+                fix = "say it in the content of a message of the assistant or the user."
+                raise ApiError(400, f"{param}: the chat template of the model leaves it out: {fix}", param)
 
 
 def policy_text(policy: Policy) -> str:

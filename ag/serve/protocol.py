@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from ag.errors import nearest
 from ag.model.chat import Part as ChatPart
 from ag.model.chat import for_template
-from ag.serve.request import Count, SamplingModel
+from ag.serve.request import Count, SamplingModel, Temperature
 
 #: Unsupported parameters of OpenAI's API, with values that change nothing.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
@@ -210,7 +210,7 @@ class GenerationParams(SamplingModel, RequestBody):  # type: ignore[misc]
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    temperature: Temperature = 1.0
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] = Field(default_factory=list)
     logit_bias: dict[TokenName, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     stream: bool = False

@@ -22,6 +22,7 @@ Reason = Literal["stop", "length", "cancelled", "timeout"]
 
 Count = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class SamplingParams:
     A new one needs a field here, and a line in :func:`ag.serve.sampler.processors`.
     """
 
-    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0  # divides logits before sampling; 0: greedy decoding
+    temperature: Temperature = 0.0  # divides logits before sampling; 0: greedy decoding
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # sample from the most probable tokens that sum to this
     top_k: Annotated[int, Field(ge=-1)] = 0  # sample from this number of most probable tokens; -1 and 0: no limit
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # sample from tokens with at least this share of the largest

@@ -485,9 +485,8 @@ def test_a_slow_reader_does_not_block_the_scheduler(scheduler):
 
     async def work(service, made):
         slow = Connection(made, BODY | NEVER | {"max_tokens": 60, "stream": True}, reads=False)
-        await until(
-            lambda: scheduler.counts.num_ended["length"] == 1 and scheduler.pool.free == scheduler.pool.capacity
-        )
+        pool = scheduler.pool
+        await until(lambda: scheduler.counts.num_ended["length"] == 1 and pool.free == pool.capacity)
         assert len(slow.sent) == 1
         slow.reads.set()
         await slow.answer
