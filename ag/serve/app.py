@@ -5,33 +5,29 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import hmac
 import json
 import logging
 import re
 import threading
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from fastapi.security.utils import get_authorization_scheme_param
 from openai.types import Model
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request as Http
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ag.commands.serve import ServeConfig
 from ag.errors import UserError
 from ag.serve.answers import CompletionStream
-from ag.serve.errors import ApiError, error_location, log_refusal, new_app, refusal, request_id
+from ag.serve.entrance import Entrance
+from ag.serve.errors import ApiError, error_location, log_refusal, new_app
 from ag.serve.metrics import Metrics
 from ag.serve.prompts import RequestBuilder, policy_text
 from ag.serve.protocol import (
@@ -48,10 +44,7 @@ from ag.versions import versions
 
 logger = logging.getLogger("ag.serve")
 
-OPEN_PATHS = ("/", "/health")  # need no key; the script of the page sends it
-BODY_SECONDS = 30  # longest time for a body to arrive
 STOPPING = "the server is stopping: ask again later, or another one."
-READ_MULTIPLE = 16  # a longer body is read up to this multiple of the limit: then its client sees the refusal
 #: Headers of a stream of server-sent events; proxies must not buffer it.
 EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -79,10 +72,8 @@ class Service:
         self.scheduler, self.name, self.config = scheduler, name, config
         #: Text of the policy, for the live page.
         self.policy = policy_text(scheduler.policy)
-        #: True while the server stops: new requests are refused.
-        self.draining = False
-        #: Number of open requests. A request is open until its response was sent.
-        self.open = 0
+        #: What every request passes.
+        self.entrance = Entrance(config, max_open=2 * (scheduler.queue + scheduler.batch))
         self._started_at, self._page = int(time.time()), page()
         self._prompts = RequestBuilder(scheduler, config)
         self._metrics = Metrics(scheduler.snapshot, scheduler.context_length)
@@ -102,7 +93,7 @@ class Service:
         app.get("/metrics")(self.metrics)
         app.get("/live")(self.live)
         app.get("/")(self.page)
-        app.add_middleware(self._gate)
+        app.add_middleware(self.entrance.guard)
         if self.config.origins:  # the outermost middleware, since it writes into the headers
             allowed: Any = {"allow_origins": self.config.origins, "expose_headers": ["X-Request-Id"]}
             app.add_middleware(CORSMiddleware, allow_methods=["*"], allow_headers=["*"], **allowed)
@@ -209,110 +200,7 @@ class Service:
 
     @property
     def _state(self) -> str:
-        return "failed" if self.scheduler.failed else "draining" if self.draining else "ok"
-
-    # ---- what every request passes
-
-    def _gate(self, app: ASGIApp) -> ASGIApp:
-        """Return an app that checks the key and the limits of each request, and logs refusals.
-
-        Each request has an id in the log, and its response has it in ``X-Request-Id``: the client's id, or a new id.
-        """
-
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http":
-                return await app(scope, receive, send)
-            http, has_started = Http(scope, receive), False
-            new_id = http.headers.get("x-request-id") or uuid.uuid4().hex
-            request_id.set(re.sub("[^!-~]", "?", new_id)[:64])  # a client may send any characters
-
-            async def send_with_id(message: Message) -> None:
-                nonlocal has_started
-                if message["type"] == "http.response.start":
-                    has_started = True
-                    message["headers"] = [*message["headers"], (b"x-request-id", new_id.encode("latin-1"))]
-                await send(message)
-
-            try:
-                self._check_key(http)
-                if scope["method"] != "POST":
-                    await app(scope, receive, send_with_id)
-                else:
-                    with self._opened():
-                        await _until_client_leaves(app, http, await self._body(http), send_with_id)
-            except Exception as error:
-                if has_started:
-                    raise
-                await refusal(error)(scope, receive, send_with_id)
-
-        return answer
-
-    def _check_key(self, http: Http) -> None:
-        if not self.config.api_key or http.scope["path"] in OPEN_PATHS:
-            return
-        scheme, key = get_authorization_scheme_param(http.headers.get("authorization"))
-        is_right = hmac.compare_digest(key.strip().encode("latin-1"), self.config.api_key.encode())
-        if scheme.lower() != "bearer" or not is_right:
-            message = "expected the header Authorization: Bearer KEY with this server's key."
-            raise ApiError(401, message, code="invalid_api_key")
-
-    @contextmanager
-    def _opened(self) -> Iterator[None]:
-        """Count a request as open until its response is sent, or its client has disconnected."""
-        limit = 2 * (self.scheduler.queue + self.scheduler.batch)
-        if self.open >= limit:
-            raise QueueFullError(f"{limit} requests are open, the limit of this server: try again later.")
-        self.open += 1
-        try:
-            yield
-        finally:
-            self.open -= 1
-
-    async def _body(self, http: Http) -> bytes:
-        """Read the body of a request.
-
-        Raises:
-            ApiError: when the server stops, or the body is not JSON, too long or too slow.
-        """
-        if self.draining:
-            raise ApiError(503, "the server is stopping: ask another one.", code="draining")
-        if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            # web forms of foreign pages cannot send this type
-            raise ApiError(415, "expected the header Content-Type: application/json.")
-        limit = self.config.body_bytes
-        body, length = bytearray(), 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in http.stream():
-                    length += len(part)
-                    if length <= limit:
-                        body += part
-                    elif length > READ_MULTIPLE * limit:
-                        break
-        except TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS} seconds.") from None
-        if length > limit:
-            raise ApiError(413, f"the body has more than {limit} bytes: expected at most {limit}.")
-        return bytes(body)
-
-
-async def _until_client_leaves(app: ASGIApp, http: Http, body: bytes, send: Send) -> None:
-    """Let an app answer a request with this body, and cancel that if the client disconnects."""
-    messages: list[Message] = [{"type": "http.request", "body": body}]
-
-    async def receive() -> Message:
-        return messages.pop() if messages else await http.receive()
-
-    answering = asyncio.ensure_future(app(http.scope, receive, send))
-    leaving = asyncio.ensure_future(http.receive())  # behind the body only the disconnect comes
-    try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            answering.result()
-    finally:
-        answering.cancel()
-        leaving.cancel()
-        await asyncio.gather(answering, leaving, return_exceptions=True)
+        return "failed" if self.scheduler.failed else "draining" if self.entrance.draining else "ok"
 
 
 async def _events(writer: CompletionWriter, completions: CompletionStream, at_end: ExitStack) -> AsyncIterator[str]:

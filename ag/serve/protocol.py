@@ -205,7 +205,7 @@ class RequestBody(StrictModel):
         return values
 
 
-class GenerationParams(SamplingModel, RequestBody):  # type: ignore[misc]
+class GenerationParams(SamplingModel, RequestBody):  # type: ignore[misc]  # mypy does not see the made class
     """The parameters of chat completions and text completions."""
 
     model: str

@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._service = service
+        self._scheduler, self._entrance = service.scheduler, service.entrance
         self._end: float | None = None  # time at which running completions are cut
         self._signal = ""  # name of the first signal, until it is logged
         #: Number of requests that were cut at the end.
@@ -78,20 +78,20 @@ class Server(uvicorn.Server):
         """Refuse new requests after SIGTERM or Ctrl-C. A second signal ends the server at once."""
         if self._end is not None:
             self.should_exit = self.force_exit = True
-            self.cut = self._service.open
+            self.cut = self._entrance.open
             return
-        self._service.draining = True
+        self._entrance.draining = True
         self._end, self._signal = time.monotonic() + DRAIN_SECONDS, signal.Signals(sig).name
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server ends now. Uvicorn calls this ten times a second."""
         if self._end is not None:
             if self._signal:  # not logged in the handler, which may interrupt the log
-                logger.info("%s: %d open requests have %.0f s", self._signal, self._service.open, DRAIN_SECONDS)
+                logger.info("%s: %d open requests have %.0f s", self._signal, self._entrance.open, DRAIN_SECONDS)
                 self._signal = ""
             is_over = time.monotonic() > self._end
             if is_over and not self.should_exit:
-                self.cut = self._service.open
-                self._service.scheduler.stop(STOPPING)
-            self.should_exit |= is_over or not self._service.open
+                self.cut = self._entrance.open
+                self._scheduler.stop(STOPPING)
+            self.should_exit |= is_over or not self._entrance.open
         return await super().on_tick(counter)

@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
 import ag  # noqa: E402
 from ag.commands.serve import ServeConfig  # noqa: E402
 from ag.errors import UserError  # noqa: E402
-from ag.serve import Request, Scheduler, answers, app  # noqa: E402
+from ag.serve import Request, Scheduler, answers, app, entrance  # noqa: E402
 from ag.serve.metrics import Metrics  # noqa: E402
 from ag.serve.scheduler import StoppedError  # noqa: E402
 from ag.serve.server import Server  # noqa: E402
@@ -505,14 +505,16 @@ def test_a_client_that_leaves_ends_its_answer(tiny):
     async def work(service, made):
         running, waiting = Connection(made, fields | {"stream": True}), Connection(made, fields)
         coming = Connection(made, b"{", whole=False)
-        await until(lambda: scheduler.counts.tokens > 3 and scheduler.snapshot().num_waiting and service.open == 3)
+        await until(
+            lambda: scheduler.counts.tokens > 3 and scheduler.snapshot().num_waiting and service.entrance.open == 3
+        )
         for left in (coming, waiting, running):
             left.leave()
             await left.answer
         last = Connection(made, BODY)
         await last.answer
         await until(lambda: scheduler.counts.num_ended.total() == 3)
-        return last.status, service.open
+        return last.status, service.entrance.open
 
     assert in_loop(scheduler, work) == (200, 0)
     assert scheduler.counts.num_ended == {"cancelled": 2, "length": 1} and scheduler.counts.tokens < 400
@@ -524,7 +526,7 @@ def test_requests_that_come_slowly_are_as_many_as_may_be(scheduler, monkeypatch)
 
     async def work(service, made):
         slow = [Connection(made, json.dumps(BODY).encode(), whole=False) for _ in range(6)]  # twice queue and batch
-        await until(lambda: service.open == 6)
+        await until(lambda: service.entrance.open == 6)
         more = Connection(made, BODY)
         await more.answer
         slow[0].come(b" ", whole=True)
@@ -532,7 +534,7 @@ def test_requests_that_come_slowly_are_as_many_as_may_be(scheduler, monkeypatch)
             each.leave()
         for each in slow:
             await each.answer
-        monkeypatch.setattr(app, "BODY_SECONDS", 0.05)
+        monkeypatch.setattr(entrance, "BODY_SECONDS", 0.05)
         late = Connection(made, b"{", whole=False)
         await late.answer
         return [each.status for each in (*slow, more, late)], dict(more.sent[0]["headers"]), more.sent[1]["body"]
@@ -545,10 +547,10 @@ def test_requests_that_come_slowly_are_as_many_as_may_be(scheduler, monkeypatch)
 def test_what_signals_do(scheduler):
     """The first one lets answers end, within a time limit; the second one ends the server at once."""
     service = app.Service(scheduler, "tiny", ServeConfig())
-    made, service.open = Server(service, uvicorn.Config(service.app())), 1
+    made, service.entrance.open = Server(service, uvicorn.Config(service.app())), 1
     assert not asyncio.run(made.on_tick(1))
     made.handle_exit(signal.SIGTERM, None)
-    assert service.draining and not asyncio.run(made.on_tick(1))
+    assert service.entrance.draining and not asyncio.run(made.on_tick(1))
     made._end = 0.0  # the time limit is over
     assert asyncio.run(made.on_tick(1)) and not made.force_exit
     with refuses(StoppedError, "stopping"):
