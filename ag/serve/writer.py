@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.completion_choice import Logprobs
 from pydantic import BaseModel
 
 from ag.serve.answers import CompletionDelta
@@ -20,6 +21,31 @@ from ag.serve.request import Token
 from ag.serve.tools import OutputParser
 
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
+#: Type and name of an answer to a chat, by whether it is whole.
+CHATS: Mapping[bool, tuple[type[BaseModel], str]] = {
+    True: (ChatCompletion, "chat.completion"),
+    False: (ChatCompletionChunk, "chat.completion.chunk"),
+}
+
+
+class TextLogprobs(Logprobs):
+    """OpenAI's type, with null for the first token of a prompt."""
+
+    token_logprobs: list[float | None]  # type: ignore[assignment]
+    top_logprobs: list[dict[str, float] | None]  # type: ignore[assignment]
+
+
+class TextChoice(CompletionChoice):
+    """OpenAI's type, with null for the reason of a delta."""
+
+    finish_reason: Literal["stop", "length"] | None  # type: ignore[assignment]
+    logprobs: TextLogprobs | None
+
+
+class TextCompletion(Completion):
+    """OpenAI's type of an answer to a text, whole or a delta."""
+
+    choices: list[TextChoice]  # type: ignore[assignment]
 
 
 class CompletionWriter:
@@ -72,13 +98,8 @@ class CompletionWriter:
         return self._json(choices, is_whole=True, usage=usage, **prompt_fields)
 
     def _json(self, choices: list[dict[str, Any]], *, is_whole: bool = False, **more_fields: Any) -> str:
-        fields = {"choices": choices, **more_fields, **self._head}
-        if not self._chat:  # OpenAI's own type has no null for the reason of a delta and for the first token's logprob
-            return json.dumps({"object": "text_completion", **fields}, ensure_ascii=False, separators=(",", ":"))
-        if is_whole:
-            answer: BaseModel = ChatCompletion.model_validate({"object": "chat.completion", **fields})
-        else:
-            answer = ChatCompletionChunk.model_validate({"object": "chat.completion.chunk", **fields})
+        kind, name = (TextCompletion, "text_completion") if not self._chat else CHATS[is_whole]
+        answer = kind.model_validate({"object": name, "choices": choices, **more_fields, **self._head})
         return answer.model_dump_json(exclude_unset=True)
 
     def _message_fields(self, delta: CompletionDelta) -> dict[str, Any]:
