@@ -27,6 +27,7 @@ logger = logging.getLogger("ag.serve")
 #: The current request's id, for the log.
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
+TYPE = re.compile(r"str|list|[A-Z]\w*")  # names of alternative types in pydantic's places
 RETRY = {"Retry-After": "5"}  # seconds
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: RETRY, 503: RETRY}
 #: Status and code of errors; the first type that matches applies.
@@ -148,10 +149,7 @@ def _misfit(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 def _param(location: Sequence[int | str]) -> str:
     """Return the name of a parameter, for example ``messages[0].role``."""
-    type_names = re.compile(r"str|list|[A-Z]\w*")  # names of alternative types
-    names = [
-        part for part in location if isinstance(part, int) or part.isidentifier() and not type_names.fullmatch(part)
-    ]
+    names = [part for part in location if isinstance(part, int) or part.isidentifier() and not TYPE.fullmatch(part)]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part:.80}" for part in names).lstrip(".")
 
 
