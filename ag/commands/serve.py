@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ag.cluster import CLUSTER
 from ag.commands.shared import SharedPolicy
 from ag.config.command_line import main_from_schema
 from ag.config.sections import key
@@ -56,14 +55,6 @@ class ServeConfig(SharedPolicy):
     wait_seconds: float = key(60.0, "longest time that a request waits before its prompt is read", ge=0)
     answer_seconds: float = key(600.0, "longest time from a request to the end of its answer, which is then cut", ge=0)
 
-    cluster: str | None = key(None, CLUSTER)
-    replicas: list[int] = key(
-        [1],
-        "processes that answer on a cluster, each with its own memory; [1,8] means from 1 to 8, by the number of "
-        "requests",
-    )
-    cores: int = key(1, "cores, and threads, of each replica; with device=cuda each has a GPU as well", ge=1)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.share is not None and self.budget is not None:
@@ -72,12 +63,6 @@ class ServeConfig(SharedPolicy):
             self.budget, self.share = self.share, None  # a dumped configuration can be read again
         if self.memory_bytes < 1:
             raise ValueError(f"memory={self.memory}: expected bytes, such as 2GiB")
-        if len(self.replicas) not in (1, 2) or not 1 <= self.replicas[0] <= self.replicas[-1]:
-            raise ValueError(f"replicas={self.replicas}: expected a number of at least 1, or [least,most]")
-        if self.cluster is None and (self.replicas != [1] or self.cores != 1):
-            raise ValueError(f"replicas={self.replicas} cores={self.cores}: expected cluster=local with them")
-        if self.cluster is not None and self.name is None:
-            raise ValueError(f"cluster={self.cluster}: give model= or served_name=, the name of the model for clients")
 
     @property
     def name(self) -> str | None:
@@ -93,7 +78,7 @@ class ServeConfig(SharedPolicy):
     def check(self) -> None:
         """Refuse a policy that cannot be used, and more memory than this machine has."""
         self.spec()
-        if self.cluster in (None, "local") and self.device == "cpu":
+        if self.device == "cpu":
             self.check_memory(main_memory(), "this machine")
 
     def check_memory(self, nbytes: int, machine: str) -> None:

@@ -28,6 +28,10 @@ MAX_YAML_DEPTH = 20
 YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
+#: Keys of earlier versions of ``ag.serve``.
+REMOVED_FROM_SERVE = ("cluster", "replicas", "cores")
+
+
 class ConfigError(UserError):
     """A wrong key, value, file or combination."""
 
@@ -172,6 +176,11 @@ def unknown_key_error(name: str, schema_keys: Mapping[str, Key]) -> ConfigError:
     sections = {key.rpartition(".")[0] for key in schema_keys if "." in key}
     if name == "recipe":
         return ConfigError("unknown key 'recipe': this command takes no recipe; give its own keys, which --help lists")
+    if name in REMOVED_FROM_SERVE and "served_name" in schema_keys:
+        return ConfigError(
+            f"unknown key {name!r}: a server is one process; start one for each GPU, with a port= of its own, behind a "
+            "load balancer (docs/serving.md)"
+        )
     if name in sections:
         inside = ", ".join(key for key in schema_keys if key.startswith(name + "."))
         return ConfigError(f"{name!r} is a section, not a key: set one of {inside}")

@@ -65,26 +65,19 @@ class Admission:
         # upper bounds of the mean tokens per KV head during prefill and during decode
         prefill_tokens, decode_tokens = num_prompt, num_prompt + num_decoded
         if self._by_flags and self._prompt_tokens:
-            decode_tokens = (
-                min(
-                    num_prompt,
-                    int(MARGIN * num_prompt * self._kept_tokens / self._prompt_tokens) + int(protected.sum()),
-                )
-                + num_decoded
-            )
+            kept_tokens = int(MARGIN * num_prompt * self._kept_tokens / self._prompt_tokens) + int(protected.sum())
+            decode_tokens = min(num_prompt, kept_tokens) + num_decoded
         elif policy.budget is not None:
             if policy.block is not None:
                 prefill_tokens = min(num_prompt, self._capacity(protected, num_prompt) + policy.block)
             if policy.steps is None:
                 decode_tokens = min(num_prompt, self._capacity(protected, num_prompt)) + num_decoded
             else:  # ``every`` evicts one step later
-                decode_tokens = min(
-                    decode_tokens, self._capacity(protected, decode_tokens) + min(num_decoded, max(policy.steps, 2))
-                )
+                over_budget = min(num_decoded, max(policy.steps, 2))
+                decode_tokens = min(decode_tokens, self._capacity(protected, decode_tokens) + over_budget)
+        unevicted = num_prompt + reconstruction
         return BlockNeed(
-            prefill=self._blocks(
-                prefill_tokens + reconstruction, num_prompt + reconstruction, MAX_HIDDEN + self.max_chunk
-            ),
+            prefill=self._blocks(prefill_tokens + reconstruction, unevicted, MAX_HIDDEN + self.max_chunk),
             decode=self._blocks(decode_tokens, num_prompt + num_decoded, min(num_decoded, MAX_HIDDEN)),
         )
 
@@ -143,9 +136,8 @@ class Admission:
             expired_slack: expired tokens that a layer with a sliding window may still hold.
         """
         blocks, budget_heads, block_sizes = 0, 0, [block_size for _, block_size in self._rows]
-        for layer, (sliding_window, (heads, block_size)) in enumerate(
-            zip(self._sliding_windows, self._rows, strict=True)
-        ):
+        layers = enumerate(zip(self._sliding_windows, self._rows, strict=True))
+        for layer, (sliding_window, (heads, block_size)) in layers:
             layer_tokens = unevicted if sliding_window is None else min(unevicted, sliding_window - 1 + expired_slack)
             if layer not in self._budget_layers or tokens >= unevicted:
                 blocks += heads * -(-layer_tokens // block_size)

@@ -5,25 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
+from ag.serve.errors import request_id
 from ag.serve.metrics import Metrics
 from ag.serve.request import EncodedPrompt, Event, Stream, Token
 from ag.serve.scheduler import Scheduler, StoppedError
-from ag.serve.snapshot import sum_memories
+from ag.serve.snapshot import Memory
 
 logger = logging.getLogger("ag.serve")
-
-#: The current request's id, for the log.
-request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 SILENCE_SECONDS = 15.0  # between two comments on a silent stream; proxies often close it after 30 or 60 seconds
 
@@ -57,11 +52,11 @@ class CompletionStream:
     def __init__(self, prompts: Sequence[EncodedPrompt], scheduler: Scheduler, metrics: Metrics) -> None:
         self._prompts = [prompt for prompt in prompts for _ in range(prompt.request.n)]  # by completion
         self._prompt_tokens = sum(len(prompt.request.tokens) for prompt in prompts)
-        self._completion_tokens, self._tokens_by_index = 0, [0] * len(self._prompts)  # in total, and by index
+        self._num_tokens = [0] * len(self._prompts)  # by completion
         self._submitted_at, self._id, self._scheduler = time.monotonic(), request_id.get(), scheduler
         self._failed = False  # whether an error ended the completions
         self._metrics, self._loop = metrics, asyncio.get_running_loop()
-        self._last_token_at: dict[int, float] = {}  # time of the last token of each completion
+        self._last_token_at = [self._submitted_at] * len(self._prompts)  # time of the last token, by completion
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._streams: list[Stream] = []
         try:
@@ -76,12 +71,12 @@ class CompletionStream:
     @property
     def usage(self) -> dict[str, Any]:
         """``usage`` of OpenAI's API: numbers of tokens so far. Its field ``ag`` says what the cache holds of them."""
-        memory = sum_memories([stream.memory for stream in self._streams])
+        memory = Memory.of_all([stream.memory for stream in self._streams])
         streams = {id(prompt): stream for prompt, stream in zip(self._prompts, self._streams, strict=True)}
         return {
             "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "completion_tokens": sum(self._num_tokens),
+            "total_tokens": self._prompt_tokens + sum(self._num_tokens),
             "prompt_tokens_details": {"cached_tokens": sum(stream.num_cached_tokens for stream in streams.values())},
             "ag": {"kept_share": round(memory.kept_share, 4), "saved_bytes": memory.saved_bytes},
         }
@@ -95,16 +90,12 @@ class CompletionStream:
             event: a token, an error or the end.
         """
         index += first_index
-        if isinstance(event, Exception):
-            self._failed = True
+        self._failed |= isinstance(event, Exception)
         if isinstance(event, Token):
-            received_at = time.monotonic()
-            self._metrics.record_token(
-                received_at - self._last_token_at.get(index, self._submitted_at), index not in self._last_token_at
-            )
+            received_at, is_first = time.monotonic(), self._num_tokens[index] == 0
+            self._metrics.record_token(received_at - self._last_token_at[index], is_first)
             self._last_token_at[index] = received_at
-            self._completion_tokens += 1
-            self._tokens_by_index[index] += 1
+            self._num_tokens[index] += 1
         with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
@@ -124,7 +115,7 @@ class CompletionStream:
             except TimeoutError:
                 yield None
                 continue
-            if isinstance(event, StoppedError) and self._completion_tokens and not self._scheduler.failed:
+            if isinstance(event, StoppedError) and any(self._num_tokens) and not self._scheduler.failed:
                 event = None  # the request's other completions have tokens, which are kept when the server stops
             if isinstance(event, Exception):
                 raise event
@@ -158,46 +149,36 @@ class CompletionStream:
         text = "".join(token.text for token in tokens) + stream.detokenizer.flush()
         if stream.detokenizer.stopped:
             tokens = [token for token in tokens if token.text_offset < stream.detokenizer.num_released]
-        reason: Literal["stop", "length"] = (
-            "stop" if stream.reason == "stop" or stream.detokenizer.stopped else "length"
-        )
-        self._metrics.record_end(reason, self._tokens_by_index[index])
+        has_stopped = stream.reason == "stop" or stream.detokenizer.stopped
+        reason: Literal["stop", "length"] = "stop" if has_stopped else "length"
+        self._metrics.record_end(reason, self._num_tokens[index])
         return CompletionDelta(index, text, tuple(tokens), reason)
 
     async def collect(self) -> list[CompletionDelta]:
         """Return each completion as one delta."""
-        completions: dict[int, CompletionDelta] = {}
+        deltas: dict[int, list[CompletionDelta]] = {index: [] for index in range(len(self._streams))}
         async for delta in self:
             if delta is not None:
-                old = completions.setdefault(delta.index, replace(delta, text="", tokens=()))
-                text, tokens = old.text + delta.text, old.tokens + delta.tokens
-                completions[delta.index] = replace(old, text=text, tokens=tokens, reason=delta.reason)
-        return [completions[index] for index in sorted(completions)]
+                deltas[delta.index].append(delta)
+        return [
+            replace(
+                parts[0],
+                text="".join(part.text for part in parts),
+                tokens=tuple(token for part in parts for token in part.tokens),
+                reason=parts[-1].reason,
+            )
+            for parts in deltas.values()
+        ]
 
     def close(self) -> None:
         """Cancel running completions, which frees their blocks, and write a log line."""
         ends = Counter(stream.reason or ("error" if self._failed else "cancelled") for stream in self._streams)
         self._cancel()
-        reasons = ", ".join(
-            reason if len(self._streams) == 1 else f"{count} {reason}" for reason, count in ends.items()
-        )
-        seconds = time.monotonic() - self._submitted_at
-        logger.info(
-            "%s: %d tokens read, %d written, %.2f s, %s",
-            self._id,
-            self._prompt_tokens,
-            self._completion_tokens,
-            seconds,
-            reasons,
-        )
+        is_single, seconds = len(self._streams) == 1, time.monotonic() - self._submitted_at
+        reasons = ", ".join(reason if is_single else f"{count} {reason}" for reason, count in ends.items())
+        numbers = self._prompt_tokens, sum(self._num_tokens), seconds
+        logger.info("%s: %d tokens read, %d written, %.2f s, %s", self._id, *numbers, reasons)
 
     def _cancel(self) -> None:
         for stream in self._streams:
             stream.cancel()
-
-
-def error_location(error: BaseException) -> str:
-    """Return an error's type and location. Its text may quote a prompt and is left out, as are folders."""
-    frames = traceback.extract_tb(error.__traceback__)[-3:]
-    locations = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
-    return f"{type(error).__name__} at {locations}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from ag.serve.request import Request
 from ag.serve.snapshot import Snapshot
@@ -18,17 +16,8 @@ COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)  # upper bounds of the bins of completi
 REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
 
-class Status(NamedTuple):
-    """The status of a server, or of several replicas together."""
-
-    snapshot: Snapshot  # state of the scheduler
-    metrics: list[Metric]  # for Prometheus
-    is_healthy: bool  # False if every scheduler has failed
-    context_length: int | None  # largest number of tokens of a sequence; None: no limit
-
-
 class Metrics:
-    """Counters, gauges and histograms of a server.
+    """Counters, gauges and histograms of a server, in a registry of Prometheus' client.
 
     Args:
         snapshot: returns the snapshot of the scheduler.
@@ -36,22 +25,24 @@ class Metrics:
     """
 
     def __init__(self, snapshot: Callable[[], Snapshot], context_length: int | None = None) -> None:
-        self._snapshot, self._registry = snapshot, CollectorRegistry()
-        ProcessCollector(registry=self._registry)  # memory, open files and CPU time of the process
+        self._snapshot, self.registry = snapshot, CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # memory, open files and CPU time of the process
+        self.registry.register(self)
+
+        def histogram(name: str, text: str, bins: Any) -> Histogram:
+            return Histogram(name, text, buckets=bins, registry=self.registry)
+
+        tokens = token_bins(context_length)
         ttft_text = "Seconds from a request to the first token of its answer"
+        self._ttft = histogram("ag_time_to_first_token_seconds", ttft_text, SECONDS)
         inter_token_text = "Seconds from a token of an answer to the next one"
-        self._ttft = Histogram("ag_time_to_first_token_seconds", ttft_text, buckets=SECONDS, registry=self._registry)
-        self._inter_token = Histogram(
-            "ag_time_per_token_seconds", inter_token_text, buckets=SECONDS, registry=self._registry
-        )
-        bins: dict[str, Any] = {"buckets": token_bins(context_length), "registry": self._registry}
-        self._prompt_tokens = Histogram("ag_request_prompt_tokens", "Tokens of each prompt that was accepted", **bins)
-        self._max_tokens = Histogram("ag_request_params_max_tokens", "Most tokens of an answer, by prompt", **bins)
-        self._generated = Histogram("ag_request_generation_tokens", "Tokens of each answer that ended", **bins)
-        count_bins: dict[str, Any] = {"buckets": COMPLETIONS, "registry": self._registry}
-        self._num_completions = Histogram("ag_request_params_n", "Answers that were asked for, by prompt", **count_bins)
-        finished_text, label = "Answers that ended, by the finish reason that the client reads", ["finished_reason"]
-        self._finished = Counter("ag_request_success", finished_text, label, registry=self._registry)
+        self._inter_token = histogram("ag_time_per_token_seconds", inter_token_text, SECONDS)
+        self._prompt_tokens = histogram("ag_request_prompt_tokens", "Tokens of each prompt that was accepted", tokens)
+        self._max_tokens = histogram("ag_request_params_max_tokens", "Most tokens of an answer, by prompt", tokens)
+        self._generated = histogram("ag_request_generation_tokens", "Tokens of each answer that ended", tokens)
+        self._num_completions = histogram("ag_request_params_n", "Answers that were asked for, by prompt", COMPLETIONS)
+        finished_text = "Answers that ended, by the finish reason that the client reads"
+        self._finished = Counter("ag_request_success", finished_text, ["finished_reason"], registry=self.registry)
         for reason in ("stop", "length"):
             self._finished.labels(reason)  # Prometheus shows a 0 for them from the start
 
@@ -71,26 +62,20 @@ class Metrics:
         self._generated.observe(tokens)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
-        yield from self._registry.collect()
-        snapshot = self._snapshot()
-        counts, memory, gauge, counter = snapshot.counts, snapshot.memory, GaugeMetricFamily, CounterMetricFamily
-        states = {"waiting": snapshot.num_waiting, "reading": snapshot.num_prefilling, "running": len(snapshot.running)}
-        blocks = {"taken": snapshot.blocks - snapshot.free, "free": snapshot.free}
+        """Yield the metrics of the scheduler's snapshot."""
+        now = self._snapshot()
+        counts, memory, gauge, counter = now.counts, now.memory, GaugeMetricFamily, CounterMetricFamily
+        states = {"waiting": now.num_waiting, "reading": now.num_prefilling, "running": len(now.running)}
+        blocks = {"taken": now.blocks - now.free, "free": now.free}
         num_ended = {reason: counts.num_ended[reason] for reason in REASONS}
+        prefix_text = "Blocks of cached prefixes, which any request may take"
         table: list[tuple[Any, str, str, str, Any]] = [
             (gauge, "ag_answers", "Answers by state", "state", states),
             (gauge, "ag_blocks", "Blocks of keys and values by state", "state", blocks),
-            (gauge, "ag_block_bytes", "Bytes of a block", "", snapshot.block_nbytes),
+            (gauge, "ag_block_bytes", "Bytes of a block", "", now.block_nbytes),
             (gauge, "ag_kept_share", "Share of the tokens of running answers that is held", "", memory.kept_share),
             (gauge, "ag_saved_bytes", "Bytes of a whole cache that running answers save", "", memory.saved_bytes),
-            (
-                gauge,
-                "ag_prefix_blocks",
-                "Blocks of cached prefixes, which any request may take",
-                "",
-                snapshot.prefix_blocks,
-            ),
+            (gauge, "ag_prefix_blocks", prefix_text, "", now.prefix_blocks),
             (counter, "ag_answers_ended", "Answers that ended, by reason", "reason", num_ended),
             (counter, "ag_prompt_tokens", "Prompt tokens that were read", "", counts.prompts),
             (counter, "ag_prompt_tokens_reused", "Prompt tokens taken from a cached prefix", "", counts.cached),
@@ -111,18 +96,3 @@ def token_bins(max_tokens: int | None) -> list[int]:
     """Return upper bounds of bins 1, 2, 5, 10, ... up to ``max_tokens``. None: up to a million."""
     bounds = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
     return [bound for bound in bounds if bound <= (max_tokens or 10**6)]
-
-
-def label_replicas(replica_metrics: Mapping[str, Sequence[Metric]]) -> list[Metric]:
-    """Merge the metrics of replicas, given by name. Each sample gets its replica's name as the label ``replica``."""
-    families: dict[str, Metric] = {}
-    for name, metrics in replica_metrics.items():
-        for metric in metrics:
-            family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-            family.samples += [sample._replace(labels=sample.labels | {"replica": name}) for sample in metric.samples]
-    return [*families.values()]
-
-
-def prometheus_text(metrics: Sequence[Metric]) -> bytes:
-    """Return metrics in Prometheus' text format."""
-    return generate_latest(cast(Collector, SimpleNamespace(collect=lambda: metrics)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,17 +17,15 @@ from ag.engine.policy import Policy, policy
 from ag.errors import UserError
 from ag.model.chat import Chat, reads, spans
 from ag.serve.detokenizer import Detokenizer
+from ag.serve.errors import ApiError
 from ag.serve.protocol import (
-    ApiError,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationParams,
-    RequestBody,
     TokenizeRequest,
 )
-from ag.serve.request import EncodedPrompt, Request, Token
-from ag.serve.responses import ResponsesRequest
+from ag.serve.request import EncodedPrompt, Request, SamplingModel, Token
 from ag.serve.scheduler import Scheduler
 from ag.serve.structured import Grammars
 from ag.serve.tools import OutputParser, tool_call_format
@@ -36,20 +34,12 @@ TEXT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 POLICIES = 64  # number of requests' policies to remember
 RESERVED = 1024  # tokens for which admission keeps blocks if a request sets no limit
 
-#: Class of a request's parameters, by path.
-REQUEST_TYPES: dict[str, type[RequestBody]] = {
-    "/v1/chat/completions": ChatCompletionRequest,
-    "/v1/completions": CompletionRequest,
-    "/v1/responses": ResponsesRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
-
-_PARAMETERS = {field.name for field in fields(Request)}
-
 
 class RequestBuilder:
     """Builds the scheduler's requests from clients' parameters.
+
+    Its methods raise an :class:`ApiError` for parameters that this model, its tokenizer or its chat template cannot
+    serve, and a :class:`UserError` for a value out of range.
 
     Args:
         scheduler: answers the requests.
@@ -57,43 +47,44 @@ class RequestBuilder:
     """
 
     def __init__(self, scheduler: Scheduler, limits: ServeConfig) -> None:
-        self.tokenizer, self.limits = scheduler.tokenizer, limits
-        self._token_texts, self._batch, self._queue = scheduler.vocabulary, scheduler.batch, scheduler.queue
-        self._model, self._server_policy = scheduler.model, scheduler.policy
-        self._end_tokens_of = scheduler.end_tokens_of
+        self._scheduler, self._tokenizer, self._limits = scheduler, scheduler.tokenizer, limits
         self._policy = lru_cache(POLICIES, typed=True)(self._new_policy)
-        self.context_length, self._context_length_of = scheduler.context_length, scheduler.context_length_of
         self._vocabulary = scheduler.model.config.get_text_config().vocab_size
-        self._grammars = Grammars(self.tokenizer, self._vocabulary, scheduler.end_tokens)
-        self._calls, self._ruled_calls = tool_call_format(self.tokenizer), tool_call_format(self.tokenizer, ruled=True)
+        self._grammars = Grammars(self._tokenizer, self._vocabulary, scheduler.end_tokens)
+        self._calls = tool_call_format(self._tokenizer)
+        self._ruled_calls = tool_call_format(self._tokenizer, ruled=True)
 
-    def __call__(self, params: RequestBody) -> list[EncodedPrompt] | dict[str, Any]:
-        """Return the requests, one per prompt, or the response of ``/tokenize`` and ``/detokenize``.
-
-        Raises:
-            ApiError: for parameters that this model, its tokenizer or its chat template cannot serve.
-            UserError: for a value out of range.
-        """
-        if isinstance(params, DetokenizeRequest):
-            self._check_tokens(params.tokens, "tokens")
-            return {"prompt": self.tokenizer.decode(params.tokens)}
-        if isinstance(params, TokenizeRequest):
-            return self._tokenize(params)
-        assert isinstance(params, ChatCompletionRequest | CompletionRequest)
-        if params.n > self._batch:
-            raise ApiError(400, f"n={params.n}: expected at most {self._batch} here.", "n")
+    def requests(self, params: GenerationParams) -> list[EncodedPrompt]:
+        """Return the requests of a chat or of texts, one per prompt."""
+        if params.n > self._scheduler.batch:
+            raise ApiError(400, f"n={params.n}: expected at most {self._scheduler.batch} here.", "n")
         if isinstance(params, ChatCompletionRequest):
-            request = self._request(params, *self._encode_chat(params), params.prompt_param)
-            return [EncodedPrompt(request, self._policy_text(request))]
+            return [self._request(params, *self._encode_chat(params), "messages")]
+        assert isinstance(params, CompletionRequest)
         texts = params.prompts
-        if len(texts) > self._queue:
-            raise ApiError(400, f"{len(texts)} prompts: expected at most {self._queue} here.", "prompt")
-        return [
-            self._encode_text(params, text, "prompt" if len(texts) == 1 else f"prompt[{index}]")
-            for index, text in enumerate(texts)
-        ]
+        if len(texts) > self._scheduler.queue:
+            raise ApiError(400, f"{len(texts)} prompts: expected at most {self._scheduler.queue} here.", "prompt")
+        names = ["prompt"] if len(texts) == 1 else [f"prompt[{index}]" for index in range(len(texts))]
+        return [self._encode_text(params, text, name) for text, name in zip(texts, names, strict=True)]
 
-    def _request(self, params: GenerationParams, tokens: list[int], protect: Any, param: str) -> Request:
+    def tokenize(self, params: TokenizeRequest) -> dict[str, Any]:
+        """Return the tokens of a text or a chat, in the form of vLLM."""
+        if params.prompt is None:
+            text, special = self._chat(params)[1], bool(params.add_special_tokens)
+        else:
+            text, special = params.prompt, params.add_special_tokens is not False
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        names = self._tokenizer.convert_ids_to_tokens(ids) if params.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self._scheduler.context_length, "tokens": ids, "token_strs": names}
+
+    def detokenize(self, params: DetokenizeRequest) -> dict[str, Any]:
+        """Return the text of tokens, in the form of vLLM."""
+        self._check_tokens(params.tokens, "tokens")
+        return {"prompt": self._tokenizer.decode(params.tokens)}
+
+    def _request(
+        self, params: GenerationParams, tokens: list[int], protect: Any, param: str, echo: tuple[Token, ...] = ()
+    ) -> EncodedPrompt:
         """Return the request of one prompt. ``param`` is the prompt's parameter, for errors."""
         if not tokens:
             raise ApiError(400, "the prompt is empty: expected one token or more.", param)
@@ -105,93 +96,68 @@ class RequestBuilder:
             raise ApiError(400, message, "ag.protect")
         max_tokens = self._max_tokens(params, len(tokens), param)
         if params.min_tokens > max_tokens:
-            raise ApiError(
-                400,
-                f"min_tokens={params.min_tokens}: expected at most {max_tokens}, the most tokens here.",
-                "min_tokens",
-            )
-        copied = {name: getattr(params, name) for name in type(params).model_fields if name in _PARAMETERS}
-        derived: dict[str, Any] = {
+            message = f"min_tokens={params.min_tokens}: expected at most {max_tokens}, the most tokens here."
+            raise ApiError(400, message, "min_tokens")
+        is_chat = isinstance(params, ChatCompletionRequest)
+        values: dict[str, Any] = {name: getattr(params, name) for name in SamplingModel.model_fields}
+        values |= {
             "tokens": tokens,
             "max_tokens": max_tokens,
             "reserved": None if params.token_limit else RESERVED,
-            "top_k": max(params.top_k, 0),
+            "logit_bias": params.logit_bias,
             "stop": (params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
-            "continues": not isinstance(params, ChatCompletionRequest) or params.continue_final_message,
+            "continues": not is_chat or params.continue_final_message,
             "logprobs": params.num_logprobs,
             "prompt_logprobs": params.num_prompt_logprobs,
             "policy": self._policy(params.ag.policy, params.ag.budget) if params.ag else None,
             "kept": params.ag is not None,
-            "special": isinstance(params, ChatCompletionRequest)
-            and bool(params.callable_tools)
-            and self._calls is not None,
+            "special": is_chat and bool(params.callable_tools) and self._calls is not None,
             "grammar": self._grammar(params, tokens),
             "protect": tuple((first, end) for first, end in protect),
-            "wait_seconds": self.limits.wait_seconds,
-            "answer_seconds": self.limits.answer_seconds,
+            "wait_seconds": self._limits.wait_seconds,
+            "answer_seconds": self._limits.answer_seconds,
         }
-        request = Request(**(copied | derived))
+        request = Request(**values)
         try:
-            self._end_tokens_of(request)
+            self._scheduler.end_tokens_of(request)
         except UserError as error:
             raise ApiError(400, str(error), "min_tokens") from None
-        return request
+        return EncodedPrompt(request, policy_text(request.policy or self._scheduler.policy), echo)
 
     def _new_policy(self, text: str | None, budget: int | float | None) -> Policy | None:
         """Return the policy of a request. None: the server's policy.
 
         Defaults come from the server's policy. Gates are the server's gates.
         """
-        server_policy, param = self._server_policy, "ag.budget" if text is None else "ag.policy"
+        server_policy, param = self._scheduler.policy, "ag.budget" if text is None else "ag.policy"
         if text is None and budget is None:
             return None
         try:
             spec = server_policy.spec if text is None else PolicySpec.parse(text)
             if text is not None and spec.path is not None:
                 raise UserError(f"ag.policy={text!r:.80}: expected no path: requests use the server's gates.")
-            same_scorer = spec.resolved().scorer == server_policy.spec.resolved().scorer
-            evicts = spec.takes_budget
-            param = (
-                "ag.budget" if evicts and budget is None and server_policy.budget is None and not spec.bare else param
-            )
-            param = "ag.budget" if budget is not None and not evicts else param
-            evicting_policy = policy(
-                replace(spec, path=None),
-                budget if budget is not None or not evicts else server_policy.budget,
-                server_policy.schedule if evicts else "prefill",
-                **{
-                    name: value
-                    for name, value in server_policy.options.items()
-                    if name in ENGINE or (same_scorer and evicts)
-                },
-            )
-            if evicting_policy.by_gates and server_policy.gates is not None:
-                evicting_policy = replace(
-                    evicting_policy, gates=server_policy.gates, spec=replace(spec, path=server_policy.spec.path)
-                ).trained_with(server_policy.gates)
-            EvictionCache(self._model, evicting_policy)  # raises if the model cannot run the policy
-            return evicting_policy
+            evicts, own_budget = spec.takes_budget, budget
+            if evicts and budget is None:
+                own_budget = server_policy.budget
+            if budget is not None and not evicts or evicts and own_budget is None and not spec.bare:
+                param = "ag.budget"
+            same_scorer = evicts and spec.resolved().scorer == server_policy.spec.resolved().scorer
+            options = {name: value for name, value in server_policy.options.items() if same_scorer or name in ENGINE}
+            schedule = server_policy.schedule if evicts else "prefill"
+            own_policy = policy(replace(spec, path=None), own_budget, schedule, **options)
+            if own_policy.by_gates and server_policy.gates is not None:
+                spec = replace(spec, path=server_policy.spec.path)
+                own_policy = replace(own_policy, gates=server_policy.gates, spec=spec).trained_with(server_policy.gates)
+            EvictionCache(self._scheduler.model, own_policy)  # raises if the model cannot run the policy
+            return own_policy
         except UserError as error:
             raise ApiError(400, str(error), param) from None
-
-    def _policy_text(self, request: Request) -> str:
-        return policy_text(request.policy or self._server_policy)
 
     def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Refuse tokens outside the vocabulary."""
         unknown = [token for token in tokens if not 0 <= token < self._vocabulary]
         if unknown:
             raise ApiError(400, f"{param}: {unknown[0]}: expected tokens of 0 to {self._vocabulary - 1}.", param)
-
-    def _tokenize(self, params: TokenizeRequest) -> dict[str, Any]:
-        """Return the tokens of a text or a chat, in the form of vLLM."""
-        if params.prompt is None:
-            text, special = self._chat(params)[1], bool(params.add_special_tokens)
-        else:
-            text, special = params.prompt, params.add_special_tokens is not False
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        names = self.tokenizer.convert_ids_to_tokens(ids) if params.return_token_strs else None
-        return {"count": len(ids), "max_model_len": self.context_length, "tokens": ids, "token_strs": names}
 
     # ---- grammars and calls
 
@@ -203,22 +169,21 @@ class RequestBuilder:
         if calls is None:
             return None
         tools = params.template_variables["tools"]
-        return partial(OutputParser, calls, self.tokenizer.decode(tokens), tools, params.parallel_tool_calls)
+        return partial(OutputParser, calls, self._tokenizer.decode(tokens), tools, params.parallel_tool_calls)
 
     def _grammar(self, params: GenerationParams, tokens: Sequence[int]) -> Any:
         """Return a matcher of the grammar that completions to a prompt follow. None: free text."""
-        rule, chat = (
-            params.rule,
-            params if isinstance(params, ChatCompletionRequest) and params.callable_tools else None,
-        )
-        matcher, must_call = (
-            None if rule is None else self._compile_grammar(*rule),
-            chat is not None and chat.must_call_tool,
-        )
+        rule, chat = params.rule, None
+        matcher = None if rule is None else self._compile_grammar(*rule)
+        if isinstance(params, ChatCompletionRequest) and params.callable_tools:
+            chat = params
+        must_call = chat is not None and chat.must_call_tool
+        if rule is None and not must_call:
+            return None
         for name in ("ignore_eos", "min_tokens"):
-            if getattr(params, name, None) and (rule or must_call):
+            if getattr(params, name):
                 raise ApiError(400, f"{name}: an answer by a grammar excludes it: leave one of them out.", name)
-        if chat is None or not (rule or must_call):
+        if chat is None:
             return matcher
         if chat.structured_outputs:
             message = "structured_outputs excludes calls of tools: leave it out, or set tool_choice='none'."
@@ -229,9 +194,9 @@ class RequestBuilder:
             raise ApiError(400, message, param)
         content_schema, new_parser = None if must_call or rule is None else rule[2], self.output_parser(chat, tokens)
         thinks = new_parser is not None and new_parser().thinks
-        return self._compile_grammar(
-            "tools", "lark", self._calls.grammar(chat.callable_tools, content_schema, self._token_texts.special, thinks)
-        )
+        special = self._scheduler.vocabulary.special
+        grammar = self._calls.grammar(chat.callable_tools, content_schema, special, thinks)
+        return self._compile_grammar("tools", "lark", grammar)
 
     def _compile_grammar(self, param: str, kind: str, text: str) -> Any:
         try:
@@ -241,16 +206,15 @@ class RequestBuilder:
 
     def _max_tokens(self, params: GenerationParams, num_prompt: int, param: str) -> int:
         """Return the largest number of tokens of a completion after ``num_prompt`` prompt tokens."""
-        max_completion, context_length = self.limits.answer_tokens or sys.maxsize, self._context_length_of(num_prompt)
+        max_completion = self._limits.answer_tokens or sys.maxsize
+        context_length = self._scheduler.context_length_of(num_prompt)
         tokens_left = max_completion if context_length is None else context_length - num_prompt
         if tokens_left < (0 if params.token_limit is not None and params.token_limit[1] == 0 else 1):
-            raise ApiError(
-                400,
+            message = (
                 f"the prompt has {num_prompt} tokens: expected fewer than {context_length}, the context of the model; "
-                "shorten it.",
-                param,
-                "context_length_exceeded",
+                "shorten it."
             )
+            raise ApiError(400, message, param, "context_length_exceeded")
         limit = min(tokens_left, max_completion)
         if params.token_limit is None:
             return limit if isinstance(params, ChatCompletionRequest) else min(limit, TEXT_TOKENS)
@@ -262,64 +226,60 @@ class RequestBuilder:
 
     def _encode_text(self, params: CompletionRequest, text: str | list[int], param: str) -> EncodedPrompt:
         """Return the request of a text or of token ids. ``param`` is its parameter, for errors."""
-        ids: list[int]
-        ids, token_texts = ([], []) if isinstance(text, str) else (text, [])
         if isinstance(text, str):
-            encoding = self.tokenizer(text, return_offsets_mapping=params.echo, verbose=False)
-            ids = encoding["input_ids"]
+            encoding = self._tokenizer(text, return_offsets_mapping=params.echo, verbose=False)
+            ids: list[int] = encoding["input_ids"]
             # special tokens that the tokenizer adds have offset 0
             starts = [*accumulate((first for first, _ in encoding.get("offset_mapping", ())), max), len(text)]
             token_texts = [text[first:end] for first, end in pairwise([0, *starts[1:]])]
-        elif params.echo:
-            reader = Detokenizer(self._token_texts, keep_special=True)
-            token_texts = [reader.add(token) for token in ids]
+        else:
+            reader = Detokenizer(self._scheduler.vocabulary, keep_special=True)
+            ids, token_texts = text, [reader.add(token) for token in text] if params.echo else []
             token_texts[-1:] = [token_text + reader.flush() for token_text in token_texts[-1:]]  # half a character
-        request = self._request(params, ids, (params.ag and params.ag.protect) or (), param)
         offsets = accumulate(map(len, token_texts), initial=0)
-        echo = tuple(Token(*each) for each in zip(ids, token_texts, offsets, strict=False))
-        return EncodedPrompt(request, self._policy_text(request), echo if params.echo else ())
+        echo = tuple(Token(*each) for each in zip(ids, token_texts, offsets, strict=False)) if params.echo else ()
+        return self._request(params, ids, (params.ag and params.ag.protect) or (), param, echo)
 
     # ---- chats
 
     def _chat(self, params: ChatCompletionRequest) -> tuple[Chat, str]:
         """Return a chat and its text from the chat template."""
-        if self.tokenizer.chat_template is None:
-            raise ApiError(400, "the model has no chat template: use /v1/completions.", params.prompt_param)
+        if self._tokenizer.chat_template is None:
+            raise ApiError(400, "the model has no chat template: use /v1/completions.", "messages")
         try:
             messages, variables = [message.for_template() for message in params.messages], params.template_variables
-            chat, text = self._render_chat(
-                Chat(messages, variables, params.continue_final_message), params.opens_completion
-            )
+            unfilled = Chat(messages, variables, params.continue_final_message)
+            chat, text = self._render_chat(unfilled, params.opens_completion)
             self._check_rendered(chat, params.opens_completion)
             effort = params.reasoning_effort is not None
-            if effort and not reads(self.tokenizer, "reasoning_effort", variables.get("tools")):
+            if effort and not reads(self._tokenizer, "reasoning_effort", variables.get("tools")):
                 message = "the chat template of the model has no reasoning_effort: leave it out."
-                raise ApiError(400, message, params.effort_param)
+                raise ApiError(400, message, "reasoning_effort")
             without_tools = "tools" in variables and replace(chat, variables={**variables, "tools": None})
-            if without_tools and without_tools.text(self.tokenizer, params.opens_completion) == text:
+            if without_tools and without_tools.text(self._tokenizer, params.opens_completion) == text:
                 raise ApiError(400, "the chat template of the model leaves tools out: leave them out too.", "tools")
         except UserError as error:
-            raise ApiError(400, str(error), params.prompt_param) from None
+            raise ApiError(400, str(error), "messages") from None
         return chat, text
 
     def _encode_chat(self, params: ChatCompletionRequest) -> tuple[list[int], Any]:
         """Return the token ids of a chat, and its protected spans."""
         chat, text = self._chat(params)
         requested = None if params.ag is None else params.ag.protect
-        parts = self.limits.protect if requested is None else requested
-        protect = spans(self.tokenizer, chat, parts, params.opens_completion) if parts else ()
+        parts = self._limits.protect if requested is None else requested
+        protect = spans(self._tokenizer, chat, parts, params.opens_completion) if parts else ()
         # the template writes the special tokens itself
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], protect
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], protect
 
     def _render_chat(self, chat: Chat, opens_completion: bool) -> tuple[Chat, str]:
         """Return the chat and its text. If the template fails, messages without content get an empty content."""
         try:
-            return chat, chat.text(self.tokenizer, opens_completion)
+            return chat, chat.text(self._tokenizer, opens_completion)
         except UserError:
             filled = replace(chat, messages=[{"content": ""} | message for message in chat.messages])
             if filled == chat:
                 raise
-            return filled, filled.text(self.tokenizer, opens_completion)
+            return filled, filled.text(self._tokenizer, opens_completion)
 
     def _check_rendered(self, chat: Chat, opens_completion: bool) -> None:
         """Refuse tool calls and tool results that the template leaves out.
@@ -336,15 +296,11 @@ class RequestBuilder:
                 word = words[f"messages[{index}].tool_calls[{call_index}]"] = uuid.uuid4().hex
                 marked_call = call | {"function": call["function"] | {"arguments": {"text": word}}}
                 message["tool_calls"] = [*message.get("tool_calls", []), marked_call]
-        text = replace(chat, messages=messages).text(self.tokenizer, opens_completion) if words else ""
+        text = replace(chat, messages=messages).text(self._tokenizer, opens_completion) if words else ""
         for param, word in words.items():
             if word not in text:
-                raise ApiError(
-                    400,
-                    f"{param}: the chat template of the model leaves it out: say it in the content of a message of the "
-                    "assistant or the user.",
-                    param,
-                )
+                fix = "say it in the content of a message of the assistant or the user."
+                raise ApiError(400, f"{param}: the chat template of the model leaves it out: {fix}", param)
 
 
 def policy_text(policy: Policy) -> str:

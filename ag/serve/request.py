@@ -5,10 +5,9 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, create_model
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,17 +20,45 @@ from ag.serve.snapshot import Memory
 #: Why a completion ended: an end token or stop text, ``max_tokens``, a cancellation, or a time limit.
 Reason = Literal["stop", "length", "cancelled", "timeout"]
 
-#: Ranges of parameters, of requests here and of the bodies that clients send.
 Count = Annotated[int, Field(ge=0)]
-Temperature = Annotated[float, Field(ge=0, le=2)]
-TopP = Annotated[float, Field(gt=0, le=1)]
-MinP = Annotated[float, Field(ge=0, le=1)]
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SamplingParams:
+    """Parameters of a request that clients send under the same names, with the same ranges.
+
+    A new one needs a field here, and a line in :func:`ag.serve.sampler.processors`.
+    """
+
+    temperature: Temperature = 0.0  # divides logits before sampling; 0: greedy decoding
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # sample from the most probable tokens that sum to this
+    top_k: Annotated[int, Field(ge=-1)] = 0  # sample from this number of most probable tokens; -1 and 0: no limit
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # sample from tokens with at least this share of the largest
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # divides the logits of earlier tokens
+    frequency_penalty: Penalty = 0.0  # subtracted from a token's logit per occurrence in the completion
+    presence_penalty: Penalty = 0.0  # subtracted from the logits of tokens in the completion
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # None: each completion draws anew
+    stop_token_ids: Sequence[Count] = ()  # further tokens that end a completion; their texts are not part of it
+    include_stop_str_in_output: bool = False  # True if the text includes its stop text or token
+    ignore_eos: bool = False  # True if the model's end tokens do not end a completion
+    min_tokens: Count = 0  # before this number of tokens only ``max_tokens`` ends a completion
+    n: Annotated[int, Field(ge=1, le=128)] = 1  # number of completions
+    #: Number of most probable tokens to return per prompt token. The prompt then uses no cached prefix.
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+_FIELDS: dict[str, Any] = {
+    name: (hint, getattr(SamplingParams, name))
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
+}
+#: The fields of :class:`SamplingParams` as a model of pydantic, which checks them.
+SamplingModel: Any = create_model("SamplingModel", __config__=ConfigDict(extra="forbid", strict=True), **_FIELDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(SamplingParams):
     """A prompt, and how to continue it.
 
     Raises:
@@ -39,29 +66,15 @@ class Request:
     """
 
     tokens: Sequence[int]  # ids of the prompt
-    max_tokens: Count = 128  # largest number of tokens of a completion; 0: prefill only
+    max_tokens: int = 128  # largest number of tokens of a completion; 0: prefill only
     #: Tokens of a completion for which admission keeps blocks. A longer completion takes free blocks, and ends when the
     #: pool is full and nothing else runs. None: ``max_tokens``.
     reserved: int | None = None
-    temperature: Temperature = 0.0  # divides logits before sampling; 0: greedy decoding
-    top_p: TopP = 1.0  # sample from the most probable tokens whose probabilities sum to this
-    top_k: Count = 0  # sample from this number of most probable tokens; 0: no limit
-    min_p: MinP = 0.0  # sample from tokens with at least this share of the largest probability
-    repetition_penalty: RepetitionPenalty = 1.0  # divides the logits of earlier tokens
-    frequency_penalty: Penalty = 0.0  # subtracted from a token's logit per occurrence in the completion
-    presence_penalty: Penalty = 0.0  # subtracted from the logits of tokens in the completion
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits, by token
-    seed: int | None = None  # of sampling; None: each completion draws anew
     stop: tuple[str, ...] = ()  # texts that end a completion; they are not part of it
-    stop_token_ids: Sequence[int] = ()  # further tokens that end a completion; their texts are not part of it
-    include_stop_str_in_output: bool = False  # True if the text includes its stop text or token
-    ignore_eos: bool = False  # True if the model's end tokens do not end a completion
-    min_tokens: Count = 0  # before this number of tokens only ``max_tokens`` ends a completion
     continues: bool = True  # True: the prompt's text goes on; False: a new text, without a space before its first word
     special: bool = False  # True if a completion's text includes special tokens
-    logprobs: Count | None = None  # number of most probable tokens to return per token; None: no log-probabilities
-    prompt_logprobs: Count | None = None  # as ``logprobs``, for the prompt, which then uses no cached prefix
-    n: Annotated[int, Field(ge=1)] = 1  # number of completions
+    logprobs: int | None = None  # number of most probable tokens to return per token; None: no log-probabilities
     policy: Policy | None = None  # None: the scheduler's policy
     kept: bool = False  # True if the stream reports the kept share of the prompt
     #: The completion's grammar: an unused matcher of :class:`ag.serve.structured.Grammars`. None: free text.
@@ -73,12 +86,13 @@ class Request:
     def __post_init__(self) -> None:
         if not self.tokens:
             raise UserError("Request: tokens is empty: expected a prompt of one token or more.")
-        for name, adapter in _ranges().items():
-            try:
-                adapter.validate_python(getattr(self, name))
-            except ValidationError as error:
-                reason = error.errors()[0]["msg"]
-                raise UserError(f"Request: {name}={getattr(self, name)!r}: {reason}.") from None
+        try:
+            SamplingModel(**{name: getattr(self, name) for name in _FIELDS})
+        except ValidationError as error:
+            [name, *_], reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
+            raise UserError(f"Request: {name}={getattr(self, str(name))!r}: {reason}.") from None
+        for name in ("max_tokens", "logprobs"):
+            require(self, name, (getattr(self, name) or 0) >= 0, "a number greater than or equal to 0")
         require(self, "min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
         require(self, "stop", all(self.stop), "texts that are not empty")
         inside = all(0 <= first < end <= len(self.tokens) for first, end in self.protect)
@@ -93,14 +107,6 @@ class Request:
         """Return which prompt tokens the request protects, ``[T]`` bool."""
         mask = marked(self.protect)
         return F.pad(mask, (0, len(self.tokens) - len(mask)))
-
-
-@cache
-def _ranges() -> dict[str, TypeAdapter[Any]]:
-    """Return an adapter for each field of a :class:`Request` that has a range."""
-    fields = get_type_hints(Request, include_extras=True)
-    ranged = {name: hint for name, hint in fields.items() if "Annotated" in str(hint)}
-    return {name: TypeAdapter(hint, config=ConfigDict(strict=True)) for name, hint in ranged.items()}
 
 
 @dataclass(frozen=True)

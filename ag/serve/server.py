@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
 import time
+from dataclasses import replace
 from types import FrameType
 
-from ag.commands.serve import ServeConfig
+from ag.commands.serve import KEY_VARIABLE, ServeConfig
 from ag.config.command_line import Invocation
 from ag.continuation import read_policy
 from ag.errors import UserError
@@ -16,38 +19,31 @@ try:
     import uvicorn
 
     from ag.serve.app import STOPPING, Service
-    from ag.serve.start import (
-        CLOSE_SECONDS,
-        DRAIN_SECONDS,
-        announce,
-        listen,
-        load_service,
-        set_up_log,
-        with_environment_key,
-    )
+    from ag.serve.start import listen, load_service, set_up_log
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     raise UserError(f"ag.serve needs {missing}: pip install 'ag[serve]'.") from error
 
 logger = logging.getLogger("ag.serve")
 
+DRAIN_SECONDS = 24.0  # for running completions after SIGTERM; orchestrators kill after 30
+CLOSE_SECONDS = 2  # for open connections, after the last completion
+
 
 def run(invocation: Invocation[ServeConfig]) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code."""
-    config = with_environment_key(invocation.config)
+    config = replace(invocation.config, api_key=invocation.config.api_key or os.environ.get(KEY_VARIABLE))
     policy = read_policy(config)
     if invocation.dry_run:
         print(f"{policy.spec}: {config.memory_bytes} bytes, {config.host}:{config.port}")
         return 0
-    if config.cluster is not None:
-        from ag.serve.cluster import run_on
-
-        return run_on(config.cluster, config)
     set_up_log()
     service = load_service(config)
     listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
-    announce(config, service.name, host, port)
+    print(f"ag.serve: {service.name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    if not config.api_key and host not in ("127.0.0.1", "::1"):
+        print(f"ag.serve: warning: host={host} without api_key: everybody who reaches it may ask", file=sys.stderr)
     settings = uvicorn.Config(
         service.app(),
         log_config=None,
@@ -72,7 +68,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._service = service
+        self._scheduler, self._entrance = service.scheduler, service.entrance
         self._end: float | None = None  # time at which running completions are cut
         self._signal = ""  # name of the first signal, until it is logged
         #: Number of requests that were cut at the end.
@@ -82,20 +78,20 @@ class Server(uvicorn.Server):
         """Refuse new requests after SIGTERM or Ctrl-C. A second signal ends the server at once."""
         if self._end is not None:
             self.should_exit = self.force_exit = True
-            self.cut = self._service.open
+            self.cut = self._entrance.open
             return
-        self._service.draining = True
+        self._entrance.draining = True
         self._end, self._signal = time.monotonic() + DRAIN_SECONDS, signal.Signals(sig).name
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server ends now. Uvicorn calls this ten times a second."""
         if self._end is not None:
             if self._signal:  # not logged in the handler, which may interrupt the log
-                logger.info("%s: %d open requests have %.0f s", self._signal, self._service.open, DRAIN_SECONDS)
+                logger.info("%s: %d open requests have %.0f s", self._signal, self._entrance.open, DRAIN_SECONDS)
                 self._signal = ""
             is_over = time.monotonic() > self._end
             if is_over and not self.should_exit:
-                self.cut = self._service.open
-                self._service.scheduler.stop(STOPPING)
-            self.should_exit |= is_over or not self._service.open
+                self.cut = self._entrance.open
+                self._scheduler.stop(STOPPING)
+            self.should_exit |= is_over or not self._entrance.open
         return await super().on_tick(counter)

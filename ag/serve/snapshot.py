@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import reduce
-from operator import add
-from typing import Any, Self
+from dataclasses import astuple, dataclass, field
+from typing import Self
 
 import torch
 
 from ag.engine.cache import EvictionCache
 
 
-class _Summed:
-    """A dataclass with ``+``, field by field."""
-
-    def __add__(self, other: Self) -> Self:
-        names = [each.name for each in fields(self)]  # type: ignore[arg-type]
-        values: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return type(self)(**values)
-
-
 @dataclass
-class Counts(_Summed):
+class Counts:
     """Totals since the scheduler started."""
 
     prompts: int = 0  # prompt tokens that the model read
@@ -40,12 +29,17 @@ class Counts(_Summed):
 
 
 @dataclass(frozen=True)
-class Memory(_Summed):
+class Memory:
     """What a cache holds of completions and their prompts."""
 
     num_tokens: int = 0  # tokens that the model has read
     num_held: float = 0.0  # those of them that are held, as a mean over the KV heads of all layers
     saved_bytes: int = 0  # bytes of transformers' own cache of these tokens minus those of the blocks, at least 0
+
+    @classmethod
+    def of_all(cls, parts: Sequence[Self]) -> Self:
+        """Return the memory of several completions together."""
+        return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
 
     @property
     def kept_share(self) -> float:
@@ -95,7 +89,7 @@ class Running:
 
 
 @dataclass(frozen=True)
-class Snapshot(_Summed):
+class Snapshot:
     """The state of a scheduler after a step; ``waiting`` is current."""
 
     num_waiting: int  # completions in the queue
@@ -111,14 +105,4 @@ class Snapshot(_Summed):
     @property
     def memory(self) -> Memory:
         """The memory of all running completions."""
-        return sum_memories([completion.memory for completion in self.running])
-
-
-def sum_memories(parts: Sequence[Memory]) -> Memory:
-    """Return the memory of several completions together."""
-    return reduce(add, parts, Memory())
-
-
-def sum_snapshots(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """Return the sum of the snapshots of several schedulers with one model."""
-    return replace(reduce(add, snapshots), block_nbytes=snapshots[0].block_nbytes)
+        return Memory.of_all([completion.memory for completion in self.running])

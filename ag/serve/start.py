@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ag.commands.serve import KEY_VARIABLE, ServeConfig
+from ag.commands.serve import ServeConfig
 from ag.continuation import read_policy
 from ag.engine.block_pool import Pool
 from ag.errors import UserError, first_line
 from ag.loading import load_model
 from ag.model.base import check_device
-from ag.serve.answers import error_location
 from ag.serve.app import Service
+from ag.serve.errors import error_location
 from ag.serve.scheduler import Scheduler
 
 logger = logging.getLogger("ag.serve")
-
-DRAIN_SECONDS = 24.0  # for running completions after SIGTERM; orchestrators kill after 30
-CLOSE_SECONDS = 2  # for open connections, after the last completion
 
 
 def load_service(config: ServeConfig) -> Service:
@@ -59,25 +54,9 @@ def load_service(config: ServeConfig) -> Service:
         prompt_lookup=config.prompt_lookup,
     )
     service = Service(scheduler, config.name or Path(str(model.config.name_or_path)).name, config)
-    logger.info("policy %s, %s", service.policy, capacity_text(scheduler))
+    capacity = scheduler.admission.capacity_text(pool.capacity, scheduler.context_length, scheduler.batch)
+    logger.info("policy %s, %s", service.policy, capacity)
     return service
-
-
-def capacity_text(scheduler: Scheduler) -> str:
-    """Return what fits into a scheduler's pool: tokens without eviction, and example requests under the policy."""
-    return scheduler.admission.capacity_text(scheduler.pool.capacity, scheduler.context_length, scheduler.batch)
-
-
-def with_environment_key(config: ServeConfig) -> ServeConfig:
-    """Return the configuration; without a key of its own it gets the environment's key."""
-    return replace(config, api_key=config.api_key or os.environ.get(KEY_VARIABLE))
-
-
-def announce(config: ServeConfig, name: str, host: str, port: int) -> None:
-    """Print the address, and a warning if other machines can reach a server without a key."""
-    print(f"ag.serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-    if not config.api_key and host not in ("127.0.0.1", "::1"):
-        print(f"ag.serve: warning: host={host} without api_key: everybody who reaches it may ask", file=sys.stderr)
 
 
 def listen(host: str, port: int) -> socket.socket:

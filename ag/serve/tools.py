@@ -40,15 +40,10 @@ class ToolCallFormat:
         rules = [] if content_schema is None else [f"other: %json {content_schema}"]
         for index, tool in enumerate(tools):
             name = json.dumps(tool.function.name, ensure_ascii=False)[1:-1]
-            before_arguments, after_arguments = (
-                self._rule(text.replace("NAME", name), special)
-                for text in (self.before_arguments or "", self.after_arguments)
-            )
-            schema = json.dumps(tool.function.parameters or _NO_PARAMETERS)
-            rules += [
-                f"call{index}: {before_arguments} arguments{index} {after_arguments}",
-                f"arguments{index}: %json {schema}",
-            ]
+            before_arguments = self._rule((self.before_arguments or "").replace("NAME", name), special)
+            after_arguments = self._rule(self.after_arguments, special)
+            rules.append(f"call{index}: {before_arguments} arguments{index} {after_arguments}")
+            rules.append(f"arguments{index}: %json {json.dumps(tool.function.parameters or _NO_PARAMETERS)}")
         alternatives = [rule.partition(":")[0] for rule in rules if not rule.startswith("arguments")]
         start = " | ".join(alternatives)
         if thinks:

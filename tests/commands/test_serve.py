@@ -24,6 +24,7 @@ def test_memory(words, nbytes):
         (["memory=2GiBs"], "memory=2GiBs"),
         (["share=0.5", "budget=64"], "share=0.5 and budget=64"),
         (["port=70000"], "at most 65535"),
+        (["cluster=local"], "unknown key 'cluster': a server is one process; start one for each GPU, with a port="),
     ],
 )
 def test_what_is_refused(words, expected, capsys):
@@ -68,6 +69,7 @@ def test_a_file_of_keys(tmp_path, capsys):
     ("text", "expected"),
     [
         ("polcy: h2o", "serve.yaml: unknown key 'polcy'; did you mean policy?"),
+        ("replicas: [1, 8]", "serve.yaml: unknown key 'replicas': a server is one process; start one for each GPU"),
         ("port: 70000", "serve.yaml: port=70000: expected whole number, at least 0, at most 65535"),
         ("config: other.yaml", "config=other.yaml in a file of config=: write base: other.yaml"),
         ("share: 0.3\nbudget: 64", "share=0.3 and budget=64 both set the budget"),

@@ -154,7 +154,7 @@ def test_command_is_one_that_the_tests_cover(words, capsys, monkeypatch, tmp_pat
             "ag.serve.protocol", reason="needs the server's libraries: pip install 'ag[serve]'"
         )
         kind = protocol.ChatCompletionRequest if "/chat/" in words[1] else protocol.CompletionRequest
-        assert protocol.parse(kind, words[words.index("-d") + 1].encode()).model == "smollm2"
+        assert kind.model_validate_json(words[words.index("-d") + 1]).model == "smollm2"
     elif program == "vllm":
         assert Settings.parse(json.loads(words[words.index("--additional-config") + 1]), {}) is not None
     elif program == "docker":

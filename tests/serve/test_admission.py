@@ -11,7 +11,6 @@ pytest.importorskip("fastapi", reason="needs the server's libraries: pip install
 
 import ag  # noqa: E402
 from ag.serve import Request, Scheduler  # noqa: E402
-from ag.serve.start import capacity_text  # noqa: E402
 from tests.support.gates_for import gates_for  # noqa: E402
 
 #: Policies whose bound is met exactly by a long answer, by name.
@@ -120,8 +119,9 @@ def test_what_fits_is_said_in_tokens_of_a_whole_cache(tiny_llama, tiny_tokenizer
     rows = sum(heads for heads, _ in scheduler.admission._rows)
     assert rows * (tokens // size) <= scheduler.pool.capacity < rows * (tokens // size + 1)
     context = scheduler.context_length
-    assert f"memory for {tokens:,} tokens of a whole cache" in capacity_text(scheduler)
-    assert f"requests of {context:,} tokens ({context // 8:,} of the answer)" in capacity_text(scheduler)
+    text = scheduler.admission.capacity_text(scheduler.pool.capacity, context, scheduler.batch)
+    assert f"memory for {tokens:,} tokens of a whole cache" in text
+    assert f"requests of {context:,} tokens ({context // 8:,} of the answer)" in text
 
 
 @pytest.mark.parametrize("blocks", [40, 60])

@@ -6,8 +6,6 @@ import torch
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
 pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 
-from openai.types.responses import Response  # noqa: E402
-
 import ag  # noqa: E402
 from ag.commands.serve import ServeConfig  # noqa: E402
 from ag.config.recipes import resolve  # noqa: E402
@@ -113,50 +111,6 @@ def test_request_ids_and_pages_of_other_addresses(served):
     assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == ORIGIN["Origin"]
 
 
-# ---- responses
-
-
-@pytest.mark.parametrize("said_so_far", ["Hi", [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]])
-def test_responses(tiny, served, said_so_far):
-    client, http, _ = served
-    fields = {"model": "tiny", "input": said_so_far, "instructions": "Be kind.", "temperature": 0}
-    expected = answer_of(tiny, "system: Be kind.\nuser: Hi\nassistant:", 9)
-    whole = client.responses.create(**fields, max_output_tokens=9)
-    assert (whole.output_text, whole.status, whole.incomplete_details.reason) == (
-        expected,
-        "incomplete",
-        "max_output_tokens",
-    )
-    assert whole.usage.output_tokens == 9
-    Response.model_validate(http.post("/v1/responses", json=fields | {"max_output_tokens": 9}).json(), strict=True)
-    with client.responses.stream(**fields, max_output_tokens=9) as stream:
-        events = list(stream)
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected
-    assert events[0].type == "response.created" and events[-1].response.output_text == expected
-    assert [event.sequence_number for event in events] == sorted({event.sequence_number for event in events})
-    turn = [{"role": "user", "content": "Hi"}, *(one.model_dump() for one in whole.output)]
-    turn.append({"role": "user", "content": "So?"})
-    again = client.responses.create(model="tiny", input=turn, temperature=0, max_output_tokens=2)
-    assert again.output_text == answer_of(tiny, f"user: Hi\nassistant: {expected}\nuser: So?\nassistant:", 2)
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"store": True}, "store"),
-        ({"input": []}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"max_output_tokens": 10**6}, "max_output_tokens"),
-        ({"temperature": 3}, "temperature"),
-        ({"input": "x" * 600}, "input"),
-    ],
-)
-def test_responses_that_are_refused(served, change, param):
-    answer = served[1].post("/v1/responses", json={"model": "tiny", "input": "Hi"} | change)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-
-
 # ---- extensions
 
 
@@ -233,7 +187,7 @@ def test_clients_read_no_path(export, keys, label):
             told.append(http.post("/v1/completions", json=body | {"ag": own}))
         chat = {"model": "tiny", "messages": CHAT[:1], "max_tokens": 2}
         told += [http.post("/v1/chat/completions", json=chat | {"ag": own}) for own in ({}, {"policy": "flags+x"})]
-        told += [http.post("/tokenize", json={"prompt": "x"}), http.post("/v1/responses", json={"input": "x"})]
+        told.append(http.post("/tokenize", json={"prompt": "x"}))
         refused = [
             http.post("/v1/completions", json=body | {"ag": {"policy": f"gates:{path}"}}).json()["error"]["message"]
             for path in (export / "export", "/etc")

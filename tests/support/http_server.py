@@ -49,15 +49,12 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
 
 
 @contextmanager
-def server(
-    folder: Path, *keys: str, script: Path | None = None, **environment: str
-) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Start ``ag.serve``, or a script in its place, on a free port, in the warm Python.
+def server(folder: Path, *keys: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Start ``ag.serve`` on a free port, in the warm Python.
 
     Gives its address and its process, whose errors are in ``folder/stderr``.
     """
-    program = ["-m", "ag.serve"] if script is None else [str(script)]
-    command = [started(), *program, f"model={folder}", "port=0", *keys]
+    command = [started(), "-m", "ag.serve", f"model={folder}", "port=0", *keys]
     with open(folder / "stderr", "w") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | environment
