@@ -1,5 +1,6 @@
 """Errors and warnings for users."""
 
+import importlib.util
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
@@ -46,3 +47,15 @@ def nearest(word: str, names: Iterable[str], cutoff: float | None = None) -> str
     min_similarity = cutoff if cutoff is not None else SHORT if len(word) <= SHORT_LETTERS else LONG
     close = get_close_matches(word, list(names), n=1, cutoff=min_similarity)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def need(module: str, extra: str, feature: str) -> None:
+    """Raise a :class:`UserError` that names the extra to install, unless a module of another package is installed.
+
+    Args:
+        module: name by which it is imported.
+        extra: the extra of this package that installs it.
+        feature: what needs it, the beginning of the message.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise UserError(f"{feature} needs {module}, which is not installed: pip install 'ag[{extra}]'.")

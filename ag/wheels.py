@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from ag.errors import UserError
+from ag.errors import UserError, need
 from ag.files import fsync, home
-from ag.versions import need
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

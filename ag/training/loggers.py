@@ -13,9 +13,9 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ag.config import Config
+from ag.errors import need
 from ag.files import replacing
 from ag.training.artifacts import log_folder, run_id
-from ag.versions import need
 
 
 class MetricsFile(Logger):

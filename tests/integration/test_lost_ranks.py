@@ -133,7 +133,7 @@ def test_what_is_refused(tmp_path: Path, machines, monkeypatch: pytest.MonkeyPat
     config = Config(cluster=machines.address, output=str(tmp_path / "runs"))
     config.trainer.accelerator = "cpu"
     monkeypatch.setattr(run_on_cluster, "versions", lambda *names: dict.fromkeys(names, "0.1"))
-    with refuses(UserError, "torch", "0.1", "same versions"):
+    with refuses(UserError, "torch", "0.1", "equal versions"):
         run_on_cluster.run_on_cluster(config, lambda: None, print)
     monkeypatch.undo()
     with refuses(UserError, "does not see", str(tmp_path / "gone"), "output="):

@@ -24,10 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from ag.data.collate import tokenize, tokenize_after
 from ag.data.encode import divided
 from ag.data.sources import DataError, Record, Source, check_fields, local_folder
-from ag.errors import UserError
+from ag.errors import UserError, need
 from ag.evaluate.tasks.base import LeftOut, Sample
 from ag.evaluate.tasks.questions import SPARE, QuestionTask
-from ag.versions import need
 
 HUB, ARCHIVE = "zai-org/LongBench", "data.zip"
 FIELDS: dict[str, type | tuple[type, ...]] = {
