@@ -39,6 +39,7 @@ from ag.training.gated_loss import Batch, GatedLoss
 from ag.training.module import make_loss
 from ag.training.regress import RowRegression
 from ag.training.validation import Validation
+from ag.wheels import hub_name
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -204,7 +205,7 @@ class GateCallback(TrainerCallback):
             export.save(
                 folder,
                 part.gates,
-                base_model=models.hub_name(self.base_model or base.config.name_or_path),
+                base_model=hub_name(self.base_model or base.config.name_or_path),
                 base_revision=models.base_revision(base),
                 adapter=model if isinstance(model, PeftModel) else None,
                 metrics=part.measured | kept,

@@ -9,10 +9,12 @@ from ag.hardware import Card
 
 def show(invocation: Invocation[PlanConfig]) -> int:
     """Print the plan of a run, without loading weights; returns the exit code."""
-    from ag.training.memory_plan import report
+    from ag.data.lengths import sample_rows
+    from ag.training.memory_plan import outline_of, report
 
     config = invocation.config
-    print(report(config, config.tflops, config.card))
+    rows = sample_rows(config, outline_of(config).context)
+    print(report(config, config.tflops, config.card, rows))
     if config.card is not None:
         print(serving_text(config, config.card))
     return 0
@@ -33,7 +35,8 @@ def serving_text(config: PlanConfig, card: Card) -> str:
     from ag.engine.cache import EvictionCache
     from ag.engine.policy import policy
     from ag.serve.admission import Admission
-    from ag.training.memory_plan import GIB, USABLE, plan, read_geometry
+    from ag.training.made_outline import read_geometry
+    from ag.training.memory_plan import GIB, USABLE, plan
 
     memory = max(0, int(USABLE * card.gib * GIB - plan(config).memory["base weights"]))
     with torch.device("meta"):

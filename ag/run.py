@@ -45,6 +45,7 @@ from ag.training.memory_plan import GIB
 from ag.training.module import GatedLM
 from ag.training.objectives import objective
 from ag.training.sharded import ShardedStrategy, gather
+from ag.wheels import hub_name
 
 EXIT_NOT_FINITE = 3
 RESTART = 60.0  # seconds to wait for the end of a rank that a cluster replaces
@@ -390,7 +391,7 @@ def write_export(
         export.save(
             folder,
             module.gates,
-            base_model=models.hub_name(module.config.model.name),
+            base_model=hub_name(module.config.model.name),
             base_revision=models.base_revision(base),
             adapter=adapter,
             metrics=measured,
@@ -398,7 +399,7 @@ def write_export(
             weights=module.config.export.weights,
         )
     elif adapter is not None:
-        export.save_adapter(folder, adapter, base_model=models.hub_name(module.config.model.name))
+        export.save_adapter(folder, adapter, base_model=hub_name(module.config.model.name))
     if module.config.export.merge and adapter is not None:
         shutil.rmtree(folder.parent / "merged", ignore_errors=True)  # from this run before it was resumed
         export.save_merged(adapter, folder.parent / "merged", tokenizer, folder)

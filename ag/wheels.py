@@ -313,3 +313,11 @@ QWEN_15B = Source(
     rules=_qwen2,
 )
 SOURCES = (SMOLLM2, QWEN_05B, QWEN_15B, GEMMA3)
+#: Models by alias and by hub id.
+BASES: dict[str, Source] = {name: source for source in SOURCES for name in (source.name, source.hub) if name}
+
+
+def hub_name(name: str) -> str:
+    """Return the hub's id of an alias, any other name unchanged."""
+    source = BASES.get(name)
+    return name if source is None or source.hub is None else source.hub

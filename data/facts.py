@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from ag.config import Config
 
-TRAIN_ROWS = 2000
 VALIDATION_ROWS = 200
 PEOPLE = 4  # people in a passage, each with one fact
 TOKENS_PER_WORD = 1.15  # mean of these sentences with SmolLM2's tokenizer, punctuation included
@@ -67,7 +66,7 @@ class Facts(DataKind):
         def rows(split: str, number: int) -> list[Example]:
             return [generate(config.seed, split, i, data.prompt_min, data.prompt_max) for i in range(number)]
 
-        train = rows("train", data.train_samples or TRAIN_ROWS)
+        train = rows("train", data.train_samples or data.DEFAULT_TRAIN_ROWS)
         validation = rows("validation", data.val_samples or VALIDATION_ROWS)
         return from_examples(config, tokenizer, context, train, validation)
 

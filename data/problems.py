@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from ag.config import Config, DataConfig
 
-TRAIN_ROWS = 4000
 VALIDATION_ROWS = 200
 ANSWER = "Answer: "  # begins the last line
 ANY = "worked"  # addition, sorting or variables, drawn for each problem
@@ -75,7 +74,7 @@ class WorkedProblems(DataKind):
             ]
             return encode(tokenizer, problems, min(data.max_length, context))
 
-        train = rows("train", data.train_samples or TRAIN_ROWS)
+        train = rows("train", data.train_samples or data.DEFAULT_TRAIN_ROWS)
         validation = rows("validation", data.val_samples or VALIDATION_ROWS)
         collator = Collator(padding_token(tokenizer))
         return DataModule(train, [[row] for row in validation], collator, data, config.seed, Counts())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from ag.config import Config
 from ag.config.command_line import main_from_schema
@@ -21,14 +22,17 @@ class PlanConfig(Config):
     gpu: str | None = key(
         None, f"the device: says whether a step fits, and sets trainer.devices; null means no answer ({GPU})"
     )
-    tflops: float | None = key(
-        None, "10^12 operations per second of one device; null means measured on matrix products here", ge=1e-6
+    tflops: float | Literal["here"] | None = key(
+        None,
+        "10^12 operations per second of one device in training; here means measured on matrix products of this "
+        "machine, which bounds the time from below; null means that the plan has no time",
     )
-
     share: float = key(1.0, "share of each prompt that a server on the device of gpu= keeps", ge=1e-6, le=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.tflops, float | int) and not self.tflops > 0:
+            raise ValueError(f"tflops={self.tflops:g}: expected a number above 0, or here")
         if self.share != 1 and self.gpu is None:
             raise ValueError(f"share={self.share:g}: expected gpu= with it, the device of the server")
         if self.gpu is not None and (count := _split(self.gpu)[1]):

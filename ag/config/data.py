@@ -217,6 +217,7 @@ class ResponsesConfig(ResponsesKeys, TextConfig):
 class FactsConfig(PromptConfig, QuestionConfig):
     """The generated passages of the quickstart."""
 
+    DEFAULT_TRAIN_ROWS: ClassVar[int] = 2000  # rows without train_samples
     kind: str = "facts"
 
     def __post_init__(self) -> None:
@@ -241,6 +242,7 @@ class WorkedKeys:
 class WorkedConfig(WorkedKeys, DataConfig):
     """Generated problems with worked solutions."""
 
+    DEFAULT_TRAIN_ROWS: ClassVar[int] = 4000  # rows without train_samples
     kind: str = "worked"
 
     def __post_init__(self) -> None:

@@ -28,13 +28,11 @@ from ag.errors import UserError, first_line
 from ag.files import checksum
 from ag.model import random_base
 from ag.model.quiet import quiet
-from ag.wheels import SMOLLM2, SOURCES, Source, WheelError
+from ag.wheels import BASES, SMOLLM2, SOURCES, Source, WheelError
 
 if TYPE_CHECKING:
     import peft
 
-#: Models by alias and by hub id.
-BASES: dict[str, Source] = {name: source for source in SOURCES for name in (source.name, source.hub) if name}
 HUB_FILES = ("config.json", "model.safetensors", "tokenizer.json")  # of their repositories on the hub
 NAMES = [source.name for source in SOURCES]
 WEIGHTS = "*.safetensors", "*.bin"  # files of weights in a folder
@@ -115,12 +113,6 @@ def checksums(name: str) -> dict[str, str]:
     return {x.name: checksum(x) for kind in ("config.json", *WEIGHTS) for x in sorted(folder.glob(kind))}
 
 
-def hub_name(name: str) -> str:
-    """Return the hub's id of an alias, any other name unchanged."""
-    source = BASES.get(name)
-    return name if source is None or source.hub is None else source.hub
-
-
 def _resolve_alias(source: Source, hub: str, revision: str | None) -> str:
     patterns: dict[str, Any] = {"allow_patterns": ["*.json", "*.safetensors", "*.jinja"], "ignore_patterns": ["*/*"]}
     problem = "its snapshot is incomplete"
@@ -186,7 +178,7 @@ def load_base(
                 **source,
                 **quantization,
             )
-        tokenizer = _load_tokenizer(path, source)
+        tokenizer = load_tokenizer(path, source)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelError(
             f"model.name={config.name!r} cannot be loaded ({first_line(error)}): check the spelling, the connection "
@@ -292,7 +284,7 @@ def _quantization(config: ModelConfig, device: torch.device | str | None) -> dic
     }
 
 
-def _load_tokenizer(path: str, source: dict[str, Any]) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, source: dict[str, Any]) -> PreTrainedTokenizerBase:
     """Load tokenizer.json as it is where there is one.
 
     AutoTokenizer of transformers 5 rebuilds some classes and drops the file's pre-tokenizer; SmolLM2's

@@ -16,8 +16,8 @@ from ag.config.recipes import RECIPES, load_config
 from ag.config.schema import Config
 from ag.gates import export
 from ag.gates.export import ExportError
-from ag.model.base import hub_name
 from ag.model.geometry import fingerprint
+from ag.wheels import hub_name
 from tests.support.refused import refuses
 
 NAMES = exports.shipped()

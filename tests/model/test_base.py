@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ag.config import LoraConfig, ModelConfig
 from ag.model import base as models
 from ag.models import main
-from ag.wheels import SMOLLM2, SOURCES, Source
+from ag.wheels import SMOLLM2, SOURCES, Source, hub_name
 from tests.support.bounds import near, right
 from tests.support.refused import names, refuses
 from tests.support.shapes import shaped
@@ -69,7 +69,7 @@ class TestResolve:
         monkeypatch.setattr(Source, "get", lambda source: Path(f"/wheels/{source.name}"))
         for name in (source.name, source.hub):
             assert models.resolve(name) == f"/wheels/{source.name}"
-        assert models.hub_name(source.name) == models.hub_name(source.hub) == source.hub
+        assert hub_name(source.name) == hub_name(source.hub) == source.hub
         assert models.checksums(source.name) == models.checksums(source.hub) == {}
         for cached in (False, True):
             hub[cached] = tmp_path / f"{cached}"

@@ -1,5 +1,6 @@
 """The plan of a run against the bytes and counts of real, small models."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -12,7 +13,9 @@ import ag
 from ag import plan as command
 from ag.commands.plan import PlanConfig
 from ag.config import Config, DataConfig, LoraConfig, LossConfig, ModelConfig, TrainerConfig
+from ag.config.command_line import parse
 from ag.config.gate import GateConfig
+from ag.data.lengths import RowSample, sample_rows
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
@@ -21,7 +24,7 @@ from ag.model.structure import decoder_of
 from ag.serve import Scheduler
 from ag.training.memory_plan import plan, report
 from ag.training.module import GatedLM
-from tests.support.refused import refuses
+from tests.support.refused import names, refuses
 
 LAYERS, LENGTH = 6, 160
 
@@ -183,7 +186,11 @@ def test_report_of_a_json_file_which_is_enough(folder, tmp_path, capsys):
     arguments = [f"model.name={folder}", "data.kind=facts", "trainer.accelerator=cpu", "train=gates"]
     assert command.main(arguments) == 0
     out = capsys.readouterr().out
-    assert "peak of a step" in out and "measured on matrix products" in out
+    assert "peak of a step" in out and "all rows are full, because those of data.kind=facts are generated" in out
+    names(out, "tflops=NUMBER", "tflops=here")
+    assert "s a step" not in out
+    assert command.main([*arguments, "tflops=here"]) == 0
+    assert "measured on matrix products" in capsys.readouterr().out
     assert command.main([*arguments, "model.name=./nowhere"]) == 2
     assert "nowhere" in capsys.readouterr().err
 
@@ -207,6 +214,30 @@ def test_a_card_has_a_verdict(gpu, name, gib, devices, folder, capsys):
     assert training.startswith(f"training fits {name}: {'yes' if fits else 'no'}, {found.total / 2**30:.1f} of ")
     room = 0.85 * gib * 2**30 - found.memory["base weights"]
     assert f" of {max(0, int(room // found.kv_cache)):,} rows" in inference
+
+
+def test_rows_of_real_lengths_have_fewer_tokens_and_operations(folder, tmp_path, capsys):
+    """Rows of 3, 5 and 20 words: a plan of the run, and not of full rows, counts what its batches hold."""
+    rows = [{"prompt": "w1 " * number, "response": "w2"} for number in (2, 4, 19, 2)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        f"model.name={folder}",
+        "data.kind=sft",
+        "data.name=own",
+        f"data.root={tmp_path}",
+        "data.val_samples=1",
+    ]
+    arguments += ["data.batch_size=3", "trainer.accumulate=2", "trainer.devices=2", "train=gates", "tflops=1"]
+    config = parse(arguments, PlanConfig, "ag.plan").config
+    sample = sample_rows(config, 512)
+    assert isinstance(sample, RowSample) and sample.count == 3
+    assert command.main(arguments) == 0
+    out, found = capsys.readouterr().out, plan(config, (sample.padded, sample.with_loss))
+    assert found.tokens == 3 * 2 * 2 * sample.padded < plan(config).tokens
+    assert f"one step: {found.tokens:,} tokens, {found.flops / 1e12:,.3g} tera-operations" in out
+    assert f"{plan(config).total / 2**30:.2f}" in out  # the memory is of full rows
+    longest = plan(config, (sample.longest, sample.longest))
+    assert longest.total < plan(config).total and f"take {longest.total / 2**30:.2f} GiB" in out
 
 
 def test_an_unknown_card_is_refused(folder):

@@ -11,6 +11,7 @@ from ag.errors import UserError
 from ag.model import base as models
 from ag.model import configurations
 from ag.training import memory_plan, needs
+from ag.wheels import hub_name
 from tests.support.refused import names, refuses
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
@@ -94,8 +95,8 @@ def test_every_recipe_is_planned_without_network(monkeypatch):
     for name in recipes("ag.fit"):
         given = {"recipe": name, "init": "EXPORT"} if name == "smollm2_remember" else {"recipe": name}
         config = resolve(Config, given)
-        assert memory_plan.read_geometry(config).num_hidden_layers in (30, 32)
-        planned.add(models.hub_name(config.model.name))
+        assert len(memory_plan.outline_of(config).layers) in (30, 32)
+        planned.add(hub_name(config.model.name))
     assert planned < set(configurations.names())
 
 

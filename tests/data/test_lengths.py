@@ -1,0 +1,84 @@
+"""Lengths of the rows of a plan: those that the run's data module has, where data and tokenizer are on this machine."""
+
+import json
+
+import pytest
+
+from ag.config import Config, DataConfig, ModelConfig
+from ag.data import lengths
+from ag.data.kinds import build
+from ag.data.lengths import RowSample, sample_rows
+from ag.data.sources import Source
+
+CONTEXT = 512
+PIQA = {"goal": "w1 w2", "sol1": "w3 w4 w5", "sol2": "w6", "label": 0}
+
+
+@pytest.fixture
+def model(tmp_path, tiny_tokenizer):
+    """A folder with a tokenizer, which has no weights."""
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    return ModelConfig(name=str(tmp_path / "model"))
+
+
+@pytest.fixture
+def root(tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    texts = [" ".join(f"w{i % 90}" for i in range(number)) for number in (30, 50, 200, 90)]
+    (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def test_lengths_are_those_of_the_rows_that_the_run_reads(model, root, tiny_tokenizer):
+    data = {"kind": "text", "name": "own", "root": str(root), "packing": "split", "prompt_min": 10, "prompt_max": 60}
+    config = Config(model=model, data=DataConfig(**data, continuation=8, val_samples=1, batch_size=2))
+    found = sample_rows(config, CONTEXT)
+    rows = build(config, tiny_tokenizer, CONTEXT).train_rows
+    sizes = [len(row.tokens) for row in rows]
+    assert isinstance(found, RowSample) and found.count == len(sizes) and found.longest == max(sizes) <= 68
+    assert found.mean == pytest.approx(sum(sizes) / len(sizes), rel=1e-12)
+    assert found.mean <= found.padded <= found.longest and found.with_loss == 8
+    assert sample_rows(config, CONTEXT, count=2).count == 2
+
+
+def test_a_padded_batch_has_the_length_of_its_longest_row(model, root):
+    """With one batch of all rows the padded length is the longest; with batches of one it is the mean."""
+    data = {"kind": "text", "name": "own", "root": str(root), "packing": "packed", "max_length": 150, "val_samples": 1}
+    for size, attribute in ((1, "mean"), (50, "longest")):
+        found = sample_rows(Config(model=model, data=DataConfig(**data, batch_size=size)), CONTEXT)
+        assert found.padded == getattr(found, attribute)
+
+
+def test_a_hub_dataset_is_read_where_its_cache_is(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Source, "_load_hub", lambda source, split: [PIQA] * 3)
+    config = Config(model=model, data=DataConfig(kind="sft", name="piqa"))
+    assert sample_rows(config, CONTEXT).startswith("piqa is not on this machine")
+    (tmp_path / "cache" / "ybisk___piqa").mkdir(parents=True)
+    assert sample_rows(config, CONTEXT).count == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"kind": "facts"}, "those of data.kind=facts are generated"),
+        ({"kind": "text", "name": "owner/name"}, "owner/name is not on this machine (data.root=FOLDER names a copy)"),
+        ({"kind": "text", "name": "own", "root": "/nowhere"}, "own in /nowhere cannot be read (data.root=/nowhere"),
+    ],
+    ids=["generated", "hub", "missing"],
+)
+def test_rows_that_cannot_be_read_have_a_reason(given, reason, model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    assert sample_rows(Config(model=model, data=DataConfig(**given)), CONTEXT).startswith(reason)
+
+
+def test_a_tokenizer_is_found_in_a_folder_and_in_the_cache_of_the_hub(root, tmp_path, monkeypatch, tiny_tokenizer):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    config = Config(model=ModelConfig(name="owner/name"), data=DataConfig(kind="text", name="own", root=str(root)))
+    assert sample_rows(config, CONTEXT) == "the tokenizer of owner/name is not on this machine"
+    snapshots = tmp_path / "hub" / "models--owner--name"
+    tiny_tokenizer.save_pretrained(snapshots / "snapshots" / "abc")
+    (snapshots / "refs").mkdir()
+    (snapshots / "refs" / "main").write_text("abc")
+    assert lengths._tokenizer_folder("owner/name", None) == snapshots / "snapshots" / "abc"
