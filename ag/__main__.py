@@ -22,6 +22,7 @@ COMMANDS = {
     "data": "sample data for a first try: ag data sample FOLDER",
     "doctor": "whether this machine is ready, and what to do where it is not",
     "models": "folder of a base model; fetches it if needed",
+    "completion": "a script that completes these words in bash or zsh",
 }
 
 
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ag {ag.__version__}")
     elif name in ("-h", "--help"):
         print("ag COMMAND [options] key=value ...; ag COMMAND --help lists its keys\n")
-        print(*(f"  {command:<10}{line}" for command, line in COMMANDS.items()), sep="\n")
+        print(*(f"  {command:<12}{line}" for command, line in COMMANDS.items()), sep="\n")
     else:
         expected = f"{', '.join(COMMANDS)}{nearest(name, COMMANDS)}"
         print(f"ag: error: unknown command {name!r}: expected one of {expected}", file=sys.stderr)

@@ -15,12 +15,12 @@ def show(invocation: Invocation[PlanConfig]) -> int:
     config = invocation.config
     rows = sample_rows(config, outline_of(config).context)
     print(report(config, config.tflops, config.card, rows))
-    if config.card is not None:
-        print(serving_text(config, config.card))
+    if config.card is not None and config.share is not None:
+        print(serving_text(config, config.card, config.share))
     return 0
 
 
-def serving_text(config: PlanConfig, card: Card) -> str:
+def serving_text(config: PlanConfig, card: Card, share: float) -> str:
     """Return how many requests a server on a device holds at once, under a policy that keeps ``share`` of each prompt.
 
     Its memory is what the weights leave of the device. Keys and values have the type ``model.dtype``.
@@ -45,11 +45,11 @@ def serving_text(config: PlanConfig, card: Card) -> str:
             dtype=getattr(torch, config.model.dtype),
             trust_remote_code=config.model.trust_remote_code,
         )
-    cache = EvictionCache(model, policy("full") if config.share == 1 else policy("h2o", config.share))
+    cache = EvictionCache(model, policy("full") if share == 1 else policy("h2o", share))
     admission = Admission(cache, model.config, ServeConfig.prefill_tokens)
     context_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     text = admission.capacity_text(memory // cache.setup.pool.block_nbytes(), context_length)
-    return f"a server with memory={memory / GIB:.1f}GiB and share={config.share:g}: {text}"
+    return f"a server with memory={memory / GIB:.1f}GiB and share={share:g}: {text}"
 
 
 if __name__ == "__main__":

@@ -27,13 +27,19 @@ class PlanConfig(Config):
         "10^12 operations per second of one device in training; here means measured on matrix products of this "
         "machine, which bounds the time from below; null means that the plan has no time",
     )
-    share: float = key(1.0, "share of each prompt that a server on the device of gpu= keeps", ge=1e-6, le=1)
+    share: float | None = key(
+        None,
+        "share of each prompt that a server on the device of gpu= keeps: tells how many requests it holds; null means "
+        "that the plan has no line about a server",
+        ge=1e-6,
+        le=1,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.tflops, float | int) and not self.tflops > 0:
             raise ValueError(f"tflops={self.tflops:g}: expected a number above 0, or here")
-        if self.share != 1 and self.gpu is None:
+        if self.share is not None and self.gpu is None:
             raise ValueError(f"share={self.share:g}: expected gpu= with it, the device of the server")
         if self.gpu is not None and (count := _split(self.gpu)[1]):
             self.trainer.devices = int(count)

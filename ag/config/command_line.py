@@ -38,6 +38,8 @@ OPTIONS = {
     "--multirun": "one run for each combination of comma lists, such as seed=0,1 (-m)",
 }
 MAX_RUNS = 1000
+#: The schema of each program that was imported, and the key whose value may stand alone as its first word, or "".
+PROGRAMS: dict[str, tuple[type[Any], str]] = {}
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def main_from_schema(
         elsewhere: whether the described work runs on another machine, with other devices.
         bare: whether the program runs without any argument.
     """
+    PROGRAMS[program] = schema, first
 
     @command(program)
     def main(argv: list[str]) -> int:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ag.config import Config
 from ag.errors import first_line
-from ag.gates.gate import AttentionGate, AttentionGates
+from ag.gates.gate import AttentionGate, AttentionGates, gate_kind
 from ag.model import base as models
 from ag.model import configurations, random_base
 from ag.model.geometry import attention_layers, fingerprint, kv_heads, sliding_windows
@@ -57,7 +57,7 @@ def make_outline(config: Config) -> Outline:
         layers=[_layer(layer, windows.get(index)) for index, layer in enumerate(decoder.layers)],
         attending=attention_layers(decoder.config),
         gates={} if gates is None else {int(index): _matrices(gate) for index, gate in gates.layers.items()},
-        gates_attend=gates is not None and all(type(gate).mix is AttentionGate.mix for gate in gates.layers.values()),
+        gates_attend=gates is not None and gate_kind(config.gate.kind).mix is AttentionGate.mix,
         counts={part: sum(p.numel() for p in group) for part, group in parts.items()},
         nbytes={part: sum(p.nbytes for p in group) for part, group in parts.items()},
         outside_nbytes=sum(p.nbytes for p in parts["base"] if id(p) not in inside),
@@ -82,7 +82,7 @@ def _layer(layer: nn.Module, window: int | None) -> LayerOutline:
 
 def _matrices(module: nn.Module) -> dict[str, Matrix]:
     linear = {name: part.weight for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-    return {name: Matrix(*weight.shape, trained=weight.requires_grad) for name, weight in linear.items()}
+    return {name: Matrix(*weight.shape, weight.requires_grad) for name, weight in linear.items()}
 
 
 def read_geometry(config: Config) -> PretrainedConfig:

@@ -82,8 +82,8 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
             "loss.replay=false, for an upper bound."
         )
     model = outline_of(config)
-    length, loss_tokens = full_row(config, model.context)
-    full_length = length
+    full_length, loss_tokens = _full_row(config, model.context)
+    length: float = full_length
     if row is not None:
         length, loss_tokens = row[0], config.data.batch_size * row[1]
     tokens = config.data.batch_size * length
@@ -335,7 +335,7 @@ def _product_bytes(config: Config) -> int:
     return ITEM_BYTES[AUTOCAST.get(config.trainer.precision, config.model.dtype)]
 
 
-def full_row(config: Config, context: int) -> tuple[float, float]:
+def _full_row(config: Config, context: int) -> tuple[int, float]:
     """Return the tokens of the longest row, and the number of a batch's tokens with loss."""
     data = config.data
     length = min(data.max_length, context)
