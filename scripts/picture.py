@@ -26,7 +26,7 @@ NUMBERS, PICTURE = FIGURES / "quality.csv", FIGURES / "quality.png"
 GATES, FULL = "trained gates", "full"
 ANSWERS, CONTINUATION = "answers", "continuation"
 NOTES = {"kvzip": "kvzip, which reads the text twice"}
-DIGITS = 4
+DIGITS = 6
 
 
 def read(gates: str, folder: Path) -> DataFrame:

@@ -82,7 +82,7 @@ def _layer(layer: nn.Module, window: int | None) -> LayerOutline:
 
 def _matrices(module: nn.Module) -> dict[str, Matrix]:
     linear = {name: part.weight for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-    return {name: Matrix(*weight.shape, weight.requires_grad) for name, weight in linear.items()}
+    return {name: Matrix(weight.shape[0], weight.shape[1], weight.requires_grad) for name, weight in linear.items()}
 
 
 def read_geometry(config: Config) -> PretrainedConfig:

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 import ag
-from ag import fit, generate, models
+from ag import completion, fit, generate, models
 from ag.choose import ChooseConfig
 from ag.commands.bench import BenchConfig
 from ag.commands.doctor import DoctorConfig
@@ -161,10 +161,12 @@ def test_command_is_one_that_the_tests_cover(words, capsys, monkeypatch, tmp_pat
         built = {words[i + 1] for i in range(len(words) - 1) if words[i] == "-f"}
         assert all((ROOT / file).is_file() for file in built)
         assert built or parse(words[words.index("ag") + 1 :], ServeConfig, "ag.serve")
+    elif program == "source":
+        assert words[1:3] == ["<(ag", "completion"] and completion.main([words[3].rstrip(")")]) == 0
     elif program in ("bash", "python"):
         assert (ROOT / words[1]).is_file()
     else:
-        assert program in ("venv", "pip"), f"{words}: no test knows this command"
+        assert program in ("venv", "pip", "git"), f"{words}: no test knows this command"
 
 
 def test_what_pages_link_and_run_is_there_and_lines_are_short():
