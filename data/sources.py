@@ -107,7 +107,7 @@ class Source:
                 raise MissingSplitError(f"hub dataset {self.name} has no split {split}: {error}") from error
             raise DataError(
                 f"hub dataset {self.name} cannot be read ({error}): check its name and the connection, "
-                "or set data.root to a local folder"
+                "or give a local folder as root (ag.fit: data.root)"
             ) from error
         return rows
 

@@ -80,6 +80,12 @@ def rows_needed(loss: float, clip: float, level: float) -> int:
     return math.ceil(-math.log(level) / math.log1p(CAP * loss / (clip - loss)))
 
 
+def least_loss(num_rows: int, clip: float, level: float) -> float:
+    """Return the smallest ``loss`` that so many test rows, at least one, can show, if no row costs anything."""
+    odds = math.expm1(-math.log(level) / num_rows) / CAP
+    return clip * odds / (1 + odds)
+
+
 def policies_allowed(loss: float, clip: float, confidence: float, num_rows: int) -> int:
     """Return how many policies a test of so many rows may have: at least 1.
 

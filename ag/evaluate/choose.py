@@ -22,7 +22,7 @@ from ag.config.choice import Choice
 from ag.config.command_line import Invocation
 from ag.engine import Policy
 from ag.errors import UserError
-from ag.evaluate.choice import SharesTest, Trial, policies_allowed, promising, rows_needed
+from ag.evaluate.choice import SharesTest, Trial, least_loss, policies_allowed, promising, rows_needed
 from ag.evaluate.comparison.cells import VERSIONS, list_cells
 from ag.evaluate.comparison.progress import ComparisonProgress
 from ag.evaluate.comparison.work import Worker
@@ -179,11 +179,12 @@ def _check_rows(config: ChooseConfig, clip: float, num_test: int) -> None:
         raise UserError(f"loss={config.loss:g}: expected less than clip={clip:g}, the largest cost of a row.")
     needed = rows_needed(config.loss, clip, 1 - config.confidence)
     if num_test < needed:
+        least = math.ceil(100 * least_loss(max(1, num_test), clip, 1 - config.confidence)) / 100
         raise UserError(
             f"{num_test} rows are left for the test, and confidence={config.confidence:g} that the mean cost is below "
             f"loss={config.loss:g} needs at least {needed}, even if no row costs anything (a cost counts up to "
-            f"clip={clip:g}): give {math.ceil(needed / (1 - config.search))} rows or more, a larger loss, or a lower "
-            "clip or confidence."
+            f"clip={clip:g}): give {math.ceil(needed / (1 - config.search))} rows or more, loss={least:g} or more, or "
+            "a lower clip or confidence."
         )
 
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from ag.evaluate.choice import SharesTest, Trial, policies_allowed, promising, rows_needed
+from ag.evaluate.choice import SharesTest, Trial, least_loss, policies_allowed, promising, rows_needed
 
 LOSS, CLIP, CONFIDENCE = 0.02, 0.5, 0.9
 DRAWS, SEARCHED, ROWS = 500, 20, 130
@@ -75,6 +75,12 @@ def test_fewer_rows_than_needed_show_nothing_and_free_rows_show_it_at_once():
         assert len(test.running) == 3 and not any(trial.crossed for [trial] in trials), row
         test.add([0.0] * 3)
     assert test.running == [] and all(trial.crossed for [trial] in trials)
+
+
+@pytest.mark.parametrize("rows", [3, 21, 60])
+def test_the_least_loss_is_one_that_so_many_rows_can_show(rows):
+    least = least_loss(rows, CLIP, 0.1)
+    assert rows_needed(least * (1 + 1e-9), CLIP, 0.1) == rows < rows_needed(least * (1 - 1e-3), CLIP, 0.1)
 
 
 def test_policies_beyond_what_the_rows_can_show_are_not_tested():
