@@ -5,12 +5,13 @@ from huggingface_hub.errors import GatedRepoError
 
 from ag import fit
 from ag import plan as command
-from ag.config import Config
+from ag.config import Config, ModelConfig
 from ag.config.recipes import recipes, resolve
 from ag.errors import UserError
 from ag.model import base as models
 from ag.model import configurations
 from ag.training import memory_plan, needs
+from ag.training.made_outline import read_geometry
 from ag.wheels import hub_name
 from tests.support.refused import names, refuses
 
@@ -97,6 +98,8 @@ def test_every_recipe_is_planned_without_network(monkeypatch):
         config = resolve(Config, given)
         assert len(memory_plan.outline_of(config).layers) in (30, 32)
         planned.add(hub_name(config.model.name))
+    for name in configurations.names():  # a model that must be made has its configuration too
+        assert read_geometry(Config(model=ModelConfig(name=name))).num_hidden_layers > 0
     assert planned < set(configurations.names())
 
 
