@@ -23,14 +23,8 @@ GIB = 1 << 30
 #: Instruction sets that matter to the kernels and to PyTorch's products, by their names in Linux.
 FEATURES = ("avx2", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 VECTORS = {"avx2", "asimd"}  # without one of these CPU kernels work on single numbers
-COMPILED = (
-    "linear",
-    "rms_norm",
-    "attention_stats",
-    "kv_append",
-    "kv_compact",
-    "paged_attention",
-)  # packages of ag.kernels
+#: Packages of ag.kernels.
+COMPILED = ("linear", "rms_norm", "attention_stats", "kv_append", "kv_compact", "paged_attention")
 FREE = 5  # GiB of disk below which a model hardly fits
 TIMEOUT = 5  # seconds to wait for the hub
 
