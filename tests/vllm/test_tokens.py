@@ -1,9 +1,11 @@
 """Prompts in vLLM give the tokens of `ag.EvictionCache`, however vLLM reads, shares and takes back their blocks."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
+from ag.config.choice import Choice
 from tests.vllm.conftest import TOKENS, prompts_of
 
 pytest.importorskip("vllm", reason="needs vLLM: bash scripts/vllm_env.sh test")
@@ -120,6 +122,16 @@ def test_abort_while_a_prompt_is_read_and_behind_it(engine, prompts, reference):
 def test_other_policies(engine, prompts, reference, policy, options):
     with engine(ag={"policy": policy, **options}, max_num_batched_tokens=512) as llm:
         assert differing(prompts, llm.tokens(prompts), reference, policy=policy, **options) == []
+
+
+def test_what_ag_choose_wrote(engine, prompts, reference, smollm2, tmp_path):
+    """The file is read when the engine starts, and its folder may then go."""
+    chosen = Choice(str(smollm2), "keydiff", 0.4, options={"sinks": 6})
+    file = tmp_path / "choice.json"
+    file.write_text(json.dumps({"choice": asdict(chosen)}))
+    with engine(ag={"choice": str(file)}) as llm:
+        file.unlink()
+        assert differing(prompts, llm.tokens(prompts), reference, policy="keydiff", budget=0.4, sinks=6) == []
 
 
 def test_protected_prompt(engine, prompts, reference):
