@@ -1,8 +1,8 @@
-"""Tokens after a prompt: the likelihood of given tokens, and greedy decoding."""
+"""Tokens after a prompt: the likelihood of given tokens, and decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,12 +96,18 @@ def greedy(
     stop: Collection[int],
     min_new_tokens: int = 0,
 ) -> list[int]:
-    """Continue one prompt by the likeliest tokens; see :func:`greedy_batch`."""
-    [written] = greedy_batch(model, cache, last_hidden, [max_new_tokens], stop, min_new_tokens)
+    """Continue one prompt by the likeliest tokens; see :func:`continue_batch`."""
+    [written] = continue_batch(model, cache, last_hidden, [max_new_tokens], stop, min_new_tokens)
     return written.tokens
 
 
-class GreedyText(NamedTuple):
+def likeliest(logits: Tensor, text_indices: Sequence[int]) -> list[int]:
+    """Return the likeliest token of each text; see :func:`continue_batch`."""
+    tokens: list[int] = logits.argmax(-1).tolist()
+    return tokens
+
+
+class WrittenText(NamedTuple):
     """A finished text of a batch."""
 
     text_index: int  # index of the text in the original batch
@@ -110,15 +116,16 @@ class GreedyText(NamedTuple):
 
 
 @torch.no_grad()
-def greedy_batch(
+def continue_batch(
     model: nn.Module,
     cache: EvictionCache,
     last_hidden: Tensor,
     max_new_tokens: Sequence[int],
     stop: Collection[int],
     min_new_tokens: int = 0,
-) -> Iterator[GreedyText]:
-    """Continue prompts by the likeliest tokens, and yield each text when it ends. Its sequence then leaves the cache.
+    choose: Callable[[Tensor, Sequence[int]], list[int]] = likeliest,
+) -> Iterator[WrittenText]:
+    """Continue prompts token by token, and yield each text when it ends. Its sequence then leaves the cache.
 
     Args:
         model: the model.
@@ -127,6 +134,8 @@ def greedy_batch(
         max_new_tokens: largest number of tokens of each text.
         stop: tokens that end a text and are not part of it.
         min_new_tokens: smallest number of tokens of a text.
+        choose: a function that returns the next token of each unfinished text, from logits ``[N, V]`` and the indices
+            of the N texts in the original batch.
     """
     texts: list[list[int]] = [[] for _ in max_new_tokens]
     unfinished = list(range(len(max_new_tokens)))  # indices of texts
@@ -134,12 +143,12 @@ def greedy_batch(
         logits, kept_sequences = lm_logits(model, last_hidden), []
         if len(texts[unfinished[0]]) < min_new_tokens:
             logits[:, list(stop)] = -torch.inf
-        for sequence, token in enumerate(logits.argmax(-1).tolist()):
+        for sequence, token in enumerate(choose(logits, unfinished)):
             text = texts[unfinished[sequence]]
             if token not in stop:
                 text.append(token)
             if token in stop or len(text) == max_new_tokens[unfinished[sequence]]:
-                yield GreedyText(unfinished[sequence], sequence, text)
+                yield WrittenText(unfinished[sequence], sequence, text)
             else:
                 kept_sequences.append(sequence)
         if kept_sequences and len(kept_sequences) < len(unfinished):
@@ -148,6 +157,14 @@ def greedy_batch(
         if unfinished:
             tokens = torch.tensor([[texts[text_index][-1]] for text_index in unfinished], device=last_hidden.device)
             last_hidden = feed(model, cache, tokens)[:, -1]
+
+
+def padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return prompts of several lengths as one batch ``[B, T]``, padded on the left, and the mask of their tokens."""
+    longest = max(map(len, prompts))
+    ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[column >= longest - len(prompt) for column in range(longest)] for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def end_tokens(model: nn.Module, eos: int | None) -> set[int]:

@@ -17,6 +17,7 @@ from ag.evaluate.tasks.longbench import SUBSETS, LongBench
 from ag.evaluate.tasks.multiple_choice import MultipleChoice
 from ag.evaluate.tasks.own import Own
 from ag.evaluate.tasks.perplexity import Continuation, Stream
+from ag.evaluate.tasks.reasoning import DATASETS, OwnSolutions, Reasoning
 from ag.evaluate.tasks.responses import Responses
 from ag.evaluate.tasks.turns import Turns
 from ag.evaluate.tasks.worked import Worked
@@ -51,6 +52,8 @@ TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "responses": (Responses, {}),
     "own": (Own, {}),
     "worked": (Worked, {}),
+    **{name: (Reasoning, {"dataset": name}) for name in DATASETS},
+    **{f"{name}_nats": (OwnSolutions, {"dataset": name}) for name in DATASETS},
     "needle_single": (ruler.OneNeedle, GRID),
     "needle_text": (ruler.OneNeedle, GRID | {"haystack": "text"}),
     "needle_multikey": (ruler.OneNeedle, GRID | {"keys": 4}),

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-import torch
 from pydantic import Field
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +18,7 @@ from ag.data.problems import ANY, KINDS, PACKAGE, answer_of, encode, generate, p
 from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import require
 from ag.evaluate.tasks.base import LeftOut, Outcome, PositiveInt, Sample, Samples, Task
-from ag.evaluate.tasks.follow import end_tokens, greedy_batch
+from ag.evaluate.tasks.follow import continue_batch, end_tokens, padded
 from ag.evaluate.tasks.questions import FLOOR
 
 SPARE = 16  # tokens by which a solution may be longer than the right solution
@@ -85,16 +84,12 @@ class Worked(Task):
         device, stop = next(model.parameters()).device, end_tokens(model, tokenizer.eos_token_id)
         for start in range(0, len(samples), self.batch):
             group = samples[start : start + self.batch]
-            longest = max(len(sample.prompt) for sample in group)
-            lacking = [longest - len(sample.prompt) for sample in group]
-            ids = [[0] * n + sample.prompt for n, sample in zip(lacking, group, strict=True)]
-            mask = [[i >= n for i in range(longest)] for n in lacking]
-            caches = read_prompt(model, policies, torch.tensor(ids, device=device), torch.tensor(mask, device=device))
+            caches = read_prompt(model, policies, *padded([sample.prompt for sample in group], device))
             outcomes: list[tuple[int, Outcome]] = []
             for index in range(len(policies)):
                 cache, last_hidden = caches.pop(0)  # freed before the next policy generates
                 begin = time.perf_counter()
-                texts = greedy_batch(model, cache, last_hidden, [sample.max_new_tokens for sample in group], stop)
+                texts = continue_batch(model, cache, last_hidden, [sample.max_new_tokens for sample in group], stop)
                 written = [
                     (text_index, tokens, sequence_usage(cache, sequence), bool(cache.over_budget[sequence]))
                     for text_index, sequence, tokens in texts

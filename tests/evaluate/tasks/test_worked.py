@@ -9,7 +9,7 @@ import ag
 from ag.data.problems import generate
 from ag.errors import BudgetWarning
 from ag.evaluate.tasks import make
-from ag.evaluate.tasks.follow import GreedyText
+from ag.evaluate.tasks.follow import WrittenText
 from tests.support.blocks import slots
 from tests.support.gates_for import gates_for
 
@@ -98,8 +98,8 @@ def test_right_answers_count(tiny_llama, tiny_tokenizer, monkeypatch):
     problems = [sample.parts[0] for sample in loaded.samples]
     said = [problems[0].solution, problems[0].solution, problems[2].solution[: len(problems[2].solution) // 2]]
     tokens = [tiny_tokenizer(f" {text}")["input_ids"] for text in said]
-    written = [GreedyText(row, row, tokens[row]) for row in (2, 0, 1)]
-    monkeypatch.setattr("ag.evaluate.tasks.worked.greedy_batch", lambda *_: written)
+    written = [WrittenText(row, row, tokens[row]) for row in (2, 0, 1)]
+    monkeypatch.setattr("ag.evaluate.tasks.worked.continue_batch", lambda *_: written)
     outcomes = [one for _, one in task.run(tiny_llama(), tiny_tokenizer, [ag.policy("full")], loaded.samples)]
     assert [outcome.score for outcome in outcomes] == [1.0, 0.0, 0.0]
     assert [outcome.tags["answer"] for outcome in outcomes[:2]] == [problems[0].answer] * 2

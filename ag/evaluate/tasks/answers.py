@@ -1,0 +1,259 @@
+r"""Answers to mathematical problems: the last box of a solution, and whether two answers have one value.
+
+Answers are LaTeX or plain text. Collections are compared item by item, equations up to a factor, and expressions by
+their values where each variable has a random value. Nothing of an answer is executed.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+
+POINTS = 3  # random values of each variable
+is_close = partial(cmath.isclose, rel_tol=1e-9, abs_tol=1e-12)
+FUNCTIONS: dict[str, Callable[[complex], complex]] = {
+    **{name: getattr(cmath, name) for name in ("sin", "cos", "tan", "exp", "log")},
+    **{f"arc{name}": getattr(cmath, f"a{name}") for name in ("sin", "cos", "tan")},
+    "ln": cmath.log,
+    "cot": lambda x: 1 / cmath.tan(x),
+    "sec": lambda x: 1 / cmath.cos(x),
+    "csc": lambda x: 1 / cmath.sin(x),
+}
+CONSTANTS: dict[str, complex] = {"\\pi": math.pi, "e": math.e, "i": 1j, "\\infty": math.inf}
+CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
+#: Ways of writing, and the one that replaces them.
+REWRITTEN = [
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"(?<=\d)(,\\[!,]\s*|\{,\})(?=\d)", ","),  # between thousands
+        (r"\\(left|right|displaystyle|[bB]igg?[lr]?|q?quad)(?![a-zA-Z])|(?<!\\)\\[!,;:\s]|~", " "),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\(mbox|mathrm|textbf|textrm)(?![a-zA-Z])", r"\\text"),
+        (r"\\([lg])e(?![a-zA-Z])", r"\\\1eq"),
+        (r"\\(cdot|times)(?![a-zA-Z])|[×·]", "*"),
+        (r"\\div(?![a-zA-Z])|÷", "/"),
+        (r"[−–]", "-"),
+        (r"\^\s*\{?\s*\\circ\s*\}?|°|\\?\$", " "),
+        (r"\\%", "%"),
+        (r"\\text\s*\{\s*(and|or)\s*\}|(?<![a-zA-Z])(and|or)(?![a-zA-Z])", ","),
+        (rf"(?<![\\a-zA-Z])(pi|infty|sqrt|{'|'.join(FUNCTIONS)})(?![a-zA-Z])", r"\\\1"),
+        (r"(\d)\s*_\s*(\{\d+\}|\d+)", r"\1"),  # the base of a number
+        (r"(?<![\d.}])(\d+)\s*(\\frac\s*(?:\{\d+\}|\d)\s*(?:\{\d+\}|\d))", r"(\1+\2)"),  # mixed numbers
+        (r"(?<![\d.])(\d+)\s+(\d+/\d+)", r"(\1+\2)"),
+    )
+]
+TEXT = re.compile(r"\\text\s*\{([^{}]*)\}(\s*\^\s*\{?\d\}?)?")
+UNIT = re.compile(r"(?<![\\a-zA-Z])([a-zA-Z]{3,}|cm|mm|km|kg|ft|mi|hr|lb|oz|am|pm)(?![a-zA-Z])(\s*\^\s*\{?\d\}?)?")
+THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
+NAMED = re.compile(r"[a-zA-Z]\s*(?:=|\\in(?![a-zA-Z]))(.*)", re.DOTALL)  # "x = 5"
+MATRIX = re.compile(r"\\begin\{[pbv]matrix\}(.*?)(?:\\\\)?\s*\\end\{[pbv]matrix\}", re.DOTALL)
+TOKEN = re.compile(r"\d+\.?\d*|\.\d+|\\[a-zA-Z]+|\S")
+
+
+def final_answer(text: str) -> str:
+    r"""Return the content of the last ``\boxed{...}`` of a solution; empty if it has none, or if it does not end."""
+    _, box, rest = text.rpartition(r"\boxed{")
+    depth = 1
+    for end, letter in enumerate(rest if box else ""):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return rest[:end].strip()
+    return ""
+
+
+def is_equal(answer: str, reference: str) -> bool:
+    r"""Return whether an answer has the value of a right answer.
+
+    Units, dollar signs, degrees and the base of a number (``52_8``) do not count, because problems name them. A
+    percentage equals its number and its share. The order of items counts in tuples, intervals and matrices, and not in
+    sets and lists.
+    """
+    one, other = _rewrite(answer), _rewrite(reference)
+    one_number, other_number = one.rstrip("% "), other.rstrip("% ")
+    if _same(one_number, other_number):
+        return True
+    shares = [f"({x})/100" if number != x else x for x, number in ((one, one_number), (other, other_number))]
+    return shares.count(one) + shares.count(other) == 1 and _same(*(x.replace("%", "") for x in shares))
+
+
+def _rewrite(text: str) -> str:
+    for pattern, new in REWRITTEN:
+        text = pattern.sub(new, text)
+    return text.strip().rstrip(".,").strip()
+
+
+def _same(one: str, other: str) -> bool:
+    """Return whether two rewritten answers, or items of them, are equal."""
+    one, other = one.strip(), other.strip()
+    if one == other:
+        return bool(one)
+    if not ("=" in one and "=" in other):
+        one, other = (match[1].strip() if (match := NAMED.fullmatch(text)) else text for text in (one, other))
+    (kind, items), (other_kind, other_items) = _items(one), _items(other)
+    if not (kind or other_kind):
+        return _same_value(one, other)
+    if kind != other_kind or len(items) != len(other_items):
+        return False
+    if kind != "set":
+        return all(map(_same, items, other_items))
+    for item in items:
+        match_index = next((index for index, right in enumerate(other_items) if _same(item, right)), None)
+        if match_index is None:
+            return False
+        del other_items[match_index]
+    return True
+
+
+def _items(text: str) -> tuple[str, list[str]]:
+    """Return the kind of a collection and its items. An empty kind means that the text is not a collection."""
+    if len(parts := _split(text, "\\cup")) > 1:
+        return "union", parts
+    if not THOUSANDS.fullmatch(_without_words(text)) and len(parts := _split(text, ",")) > 1:
+        return "set", parts
+    if len(parts := text.split("\\pm")) == 2:
+        return "set", ["+".join(parts), "-".join(parts)]
+    if text.startswith("\\{") and text.endswith("\\}"):
+        return "set", _split(text[2:-2], ",")
+    if text[:1] in ("(", "[") and text[-1:] in (")", "]") and len(parts := _split(text[1:-1], ",")) > 1:
+        return text[0] + text[-1], parts
+    if match := MATRIX.fullmatch(text):
+        rows = [row.split("&") for row in match[1].split("\\\\")]
+        return f"matrix of {len(rows)} rows", [item for row in rows for item in row]
+    return "", [text]
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split a text at a separator outside of brackets."""
+    parts, depth, start = list[str](), 0, 0
+    for index, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth == 0 and text.startswith(separator, index):
+            parts.append(text[start:index])
+            start = index + len(separator)
+    return [*parts, text[start:]]
+
+
+def _without_words(text: str) -> str:
+    return UNIT.sub(" ", TEXT.sub(" ", text)).strip()
+
+
+def _same_value(one: str, other: str) -> bool:
+    """Return whether two expressions or equations have equal values, or two texts equal words."""
+    try:
+        left, right = _values(_without_words(one)), _values(_without_words(other))
+    except (ValueError, ArithmeticError, RecursionError):  # words, or an answer that cannot be read
+        words = [re.sub(r"[\s()]", "", TEXT.sub(r"\1", text)).casefold() for text in (one, other)]
+        return words[0] == words[1]
+    if ("=" in one) != ("=" in other):
+        return False
+    if "=" in one:  # one equation may be a multiple of the other
+        return all(is_close(a * right[0], b * left[0]) for a, b in zip(left, right, strict=True))
+    return all(map(is_close, left, right))
+
+
+def _values(text: str) -> list[complex]:
+    """Return the value of an expression, or the difference of an equation's sides, at :data:`POINTS` points.
+
+    Raises:
+        ValueError: the text is neither.
+        ArithmeticError: it has no value.
+    """
+    left, *right = (text.replace(",", "") if THOUSANDS.fullmatch(text) else text).split("=", 1)
+    return [
+        Expression(left, point).value() - sum(Expression(x, point).value() for x in right) for point in range(POINTS)
+    ]
+
+
+class Expression:
+    """An expression that is read from left to right, once; each method reads a part of it and returns its value.
+
+    Raises:
+        ValueError: the text is not an expression.
+        ArithmeticError: it has no value.
+    """
+
+    def __init__(self, text: str, point: int) -> None:
+        self.tokens: list[str] = TOKEN.findall(text)
+        self.point = point
+
+    def value(self) -> complex:
+        """Return the value of the complete text."""
+        value = self._sum()
+        if self.tokens:
+            raise ValueError(self.tokens[0])
+        return value
+
+    def _next_is(self, *tokens: str) -> bool:
+        return self.tokens[:1] in [[token] for token in tokens]
+
+    def _take(self) -> str:
+        if not self.tokens:
+            raise ValueError("the expression ends too early")
+        return self.tokens.pop(0)
+
+    def _sum(self) -> complex:
+        value = self._product()
+        while self._next_is("+", "-"):
+            value += self._product()  # the sign is its first factor's
+        return value
+
+    def _product(self) -> complex:
+        value = self._signed()
+        while self.tokens and not self._next_is("+", "-", ")", "]", "}", "|"):
+            if self._next_is("*", "/"):
+                value = value / self._signed() if self._take() == "/" else value * self._signed()
+            else:
+                value *= self._power()
+        return value
+
+    def _signed(self) -> complex:
+        if self._next_is("+", "-"):
+            return -self._signed() if self._take() == "-" else self._signed()
+        return self._power()
+
+    def _power(self) -> complex:
+        value = self._atom()
+        if self._next_is("!"):
+            self._take()
+            value = math.gamma(value.real + 1)
+        if self._next_is("^"):
+            self._take()
+            value = complex(value) ** (self._signed() if self._next_is("-") else self._atom())
+        return value
+
+    def _argument(self) -> complex:
+        r"""Read braces, or one digit or letter: ``\frac12`` has two arguments."""
+        if self.tokens and self.tokens[0].isdigit():
+            self.tokens[:1] = self.tokens[0]
+        return self._atom()
+
+    def _atom(self) -> complex:
+        token = self._take()
+        if token[0].isdigit() or token[0] == ".":
+            return float(token)
+        if token in CLOSING:
+            value = self._sum()
+            if self._take() != CLOSING[token]:
+                raise ValueError(token)
+            return abs(value) if token == "|" else value
+        if token == "\\frac":
+            return self._argument() / self._argument()
+        if token == "\\sqrt":
+            degree = self._atom() if self._next_is("[") else 2
+            return self._argument() ** (1 / degree)
+        if token[1:] in FUNCTIONS:
+            whole, value = self._next_is(*CLOSING), self._power()
+            while self.tokens and not whole and (self.tokens[0].isalnum() or self.tokens[0] in CONSTANTS):
+                value *= self._power()  # 2x of "sin 2x"
+            return FUNCTIONS[token[1:]](value)
+        if token in CONSTANTS:
+            return CONSTANTS[token]
+        if token.isalpha() or token[0] == "\\":
+            if self._next_is("_"):
+                token += self._take() + str(self._atom())
+            return random.Random(f"{token} {self.point}").uniform(1, 2)
+        raise ValueError(token)
