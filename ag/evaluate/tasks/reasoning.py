@@ -112,11 +112,8 @@ class Problems(Task):
                 scored = self.score(model, tokenizer, cache, last_hidden, group, given)
                 seconds = (time.perf_counter() - begin) / len(group)
                 for sample, (text, score, tags) in zip(group, scored, strict=True):
-                    counts = {"generated": len(text.tokens), "held": text.held[-1], "most_held": max(text.held)}
-                    yield (
-                        index,
-                        Outcome(sample.id, score, *text.usage, seconds, {**tags, **counts}, text.over_budget),
-                    )
+                    tags = {**tags, "generated": len(text.tokens), "held": text.held[-1], "most_held": max(text.held)}
+                    yield index, Outcome(sample.id, score, *text.usage, seconds, tags, text.over_budget)
 
     @abstractmethod
     def score(

@@ -6,6 +6,8 @@ from ag.errors import UserError
 from ag.evaluate.tasks import GROUPS, TASKS, Sample, Task, expand, make
 from tests.support.refused import refuses
 
+NATS = ("ppl", "ppl_stream", "responses", "own")
+
 
 def test_names_and_groups():
     assert make("arc_c").name == "arc_challenge" and make("obqa", "/data").root == "/data"
@@ -13,7 +15,7 @@ def test_names_and_groups():
     for name in TASKS:
         task = make(name)
         assert task.name == name and task.metric
-        assert task.higher_is_better == (name not in ("ppl", "ppl_stream", "responses", "own"))
+        assert task.higher_is_better == (not name.endswith("_nats") and name not in NATS)
     sizes = {"multiple_choice": 9, "needle": 5, "needle_books": 3, "instructions": 4, "ruler": 13, "longbench": 16}
     assert {name: len(names) for name, names in GROUPS.items()} == sizes
     assert expand(["boolq", "longbench", "obqa", "qasper", "boolq"]) == ["boolq", *GROUPS["longbench"], "openbookqa"]
