@@ -72,12 +72,13 @@ def is_equal(answer: str, reference: str) -> bool:
     percentage equals its number and its share. The order of items counts in tuples, intervals and matrices, and not in
     sets and lists.
     """
-    one, other = _rewrite(answer), _rewrite(reference)
-    one_number, other_number = one.rstrip("% "), other.rstrip("% ")
-    if _same(one_number, other_number):
+    texts = [_rewrite(answer), _rewrite(reference)]
+    numbers = [text.rstrip("% ") for text in texts]
+    if _same(*numbers):
         return True
-    shares = [f"({x})/100" if number != x else x for x, number in ((one, one_number), (other, other_number))]
-    return shares.count(one) + shares.count(other) == 1 and _same(*(x.replace("%", "") for x in shares))
+    if [text.endswith("%") for text in texts].count(True) != 1:
+        return False
+    return _same(*(x if x == text else f"({x})/100" for x, text in zip(numbers, texts, strict=True)))
 
 
 def _rewrite(text: str) -> str:
@@ -86,25 +87,25 @@ def _rewrite(text: str) -> str:
     return text.strip().rstrip(".,").strip()
 
 
-def _same(one: str, other: str) -> bool:
+def _same(first: str, second: str) -> bool:
     """Return whether two rewritten answers, or items of them, are equal."""
-    one, other = one.strip(), other.strip()
-    if one == other:
-        return bool(one)
-    if not ("=" in one and "=" in other):
-        one, other = (match[1].strip() if (match := NAMED.fullmatch(text)) else text for text in (one, other))
-    (kind, items), (other_kind, other_items) = _items(one), _items(other)
-    if not (kind or other_kind):
-        return _same_value(one, other)
-    if kind != other_kind or len(items) != len(other_items):
+    first, second = first.strip(), second.strip()
+    if first == second:
+        return bool(first)
+    if not ("=" in first and "=" in second):
+        first, second = (match[1].strip() if (match := NAMED.fullmatch(text)) else text for text in (first, second))
+    (kind, items), (second_kind, second_items) = _items(first), _items(second)
+    if not (kind or second_kind):
+        return _same_value(first, second)
+    if kind != second_kind or len(items) != len(second_items):
         return False
     if kind != "set":
-        return all(map(_same, items, other_items))
+        return all(map(_same, items, second_items))
     for item in items:
-        match_index = next((index for index, right in enumerate(other_items) if _same(item, right)), None)
+        match_index = next((index for index, right in enumerate(second_items) if _same(item, right)), None)
         if match_index is None:
             return False
-        del other_items[match_index]
+        del second_items[match_index]
     return True
 
 
@@ -141,16 +142,16 @@ def _without_words(text: str) -> str:
     return UNIT.sub(" ", TEXT.sub(" ", text)).strip()
 
 
-def _same_value(one: str, other: str) -> bool:
+def _same_value(first: str, second: str) -> bool:
     """Return whether two expressions or equations have equal values, or two texts equal words."""
     try:
-        left, right = _values(_without_words(one)), _values(_without_words(other))
+        left, right = _values(_without_words(first)), _values(_without_words(second))
     except (ValueError, ArithmeticError, RecursionError):  # words, or an answer that cannot be read
-        words = [re.sub(r"[\s()]", "", TEXT.sub(r"\1", text)).casefold() for text in (one, other)]
+        words = [re.sub(r"[\s()]", "", TEXT.sub(r"\1", text)).casefold() for text in (first, second)]
         return words[0] == words[1]
-    if ("=" in one) != ("=" in other):
+    if ("=" in first) != ("=" in second):
         return False
-    if "=" in one:  # one equation may be a multiple of the other
+    if "=" in first:  # one equation may be a multiple of the other
         return all(is_close(a * right[0], b * left[0]) for a, b in zip(left, right, strict=True))
     return all(map(is_close, left, right))
 

@@ -104,12 +104,12 @@ class Problems(Task):
             group = samples[start : start + self.batch]
             max_new_tokens = [sample.max_new_tokens for sample in group]
             caches = read_prompt(model, [*full, *policies], *padded([sample.prompt for sample in group], device))
-            own = [decode(model, *caches.pop(0), max_new_tokens, stop) for _ in full]
-            given = [text.tokens for texts in own for text in texts]
+            written = [decode(model, *caches.pop(0), max_new_tokens, stop) for _ in full]
+            solutions = [text.tokens for texts in written for text in texts]
             for index in range(len(policies)):
                 cache, last_hidden = caches.pop(0)  # freed before the next policy decodes
                 begin = time.perf_counter()
-                scored = self.score(model, tokenizer, cache, last_hidden, group, given)
+                scored = self.score(model, tokenizer, cache, last_hidden, group, solutions)
                 seconds = (time.perf_counter() - begin) / len(group)
                 for sample, (text, score, tags) in zip(group, scored, strict=True):
                     tags = {**tags, "generated": len(text.tokens), "held": text.held[-1], "most_held": max(text.held)}
@@ -123,7 +123,7 @@ class Problems(Task):
         cache: EvictionCache,
         last_hidden: Tensor,
         group: Samples,
-        given: list[list[int]],
+        solutions: list[list[int]],
     ) -> list[tuple[Decoded, float, Tags]]:
         """Decode the solutions of a batch, and return each with its score and tags.
 
@@ -133,7 +133,7 @@ class Problems(Task):
             cache: a cache that has read and evicted the prompts; this method may change it.
             last_hidden: ``[B, d]``, the final hidden states of each prompt's last token.
             group: the B samples.
-            given: tokens of the solutions that the model wrote with a full cache; empty unless ``needs_full``.
+            solutions: tokens of the solutions that the model wrote with a full cache; empty unless ``needs_full``.
         """
 
 
@@ -164,12 +164,12 @@ class Reasoning(Problems):
         cache: EvictionCache,
         last_hidden: Tensor,
         group: Samples,
-        given: list[list[int]],
+        solutions: list[list[int]],
     ) -> list[tuple[Decoded, float, Tags]]:
         """Let the model write solutions, and grade their answers; see :meth:`Problems.score`."""
         stop, max_new_tokens = end_tokens(model, tokenizer.eos_token_id), [sample.max_new_tokens for sample in group]
         seeds = [random.Random(f"{self.seed}/{sample.id}").getrandbits(63) for sample in group]
-        choose = Sampled(self.temperature, seeds) if self.temperature else likeliest
+        choose = SampledTokens(self.temperature, seeds) if self.temperature else likeliest
         scored: list[tuple[Decoded, float, Tags]] = []
         decoded = decode(model, cache, last_hidden, max_new_tokens, stop, choose)
         for sample, text in zip(group, decoded, strict=True):
@@ -197,15 +197,15 @@ class OwnSolutions(Problems):
         cache: EvictionCache,
         last_hidden: Tensor,
         group: Samples,
-        given: list[list[int]],
+        solutions: list[list[int]],
     ) -> list[tuple[Decoded, float, Tags]]:
         """Read the solutions; see :meth:`Problems.score`."""
-        choose = Given(given)
-        decoded = decode(model, cache, last_hidden, [*map(len, given)], (), choose)
+        choose = GivenTexts(solutions)
+        decoded = decode(model, cache, last_hidden, [*map(len, solutions)], (), choose)
         return [(text, fmean(nats), {}) for text, nats in zip(decoded, choose.nats, strict=True)]
 
 
-class Sampled:
+class SampledTokens:
     """Samples the next tokens of texts. Each text has its own generator."""
 
     def __init__(self, temperature: float, seeds: Sequence[int]) -> None:
@@ -221,7 +221,7 @@ class Sampled:
         ]
 
 
-class Given:
+class GivenTexts:
     """Returns the tokens of given texts, and records the negative log-likelihood of each in ``nats``."""
 
     def __init__(self, texts: Sequence[list[int]]) -> None:

@@ -6,7 +6,7 @@ import torch
 import ag
 from ag.errors import UserError
 from ag.evaluate.tasks import make
-from ag.evaluate.tasks.reasoning import INSTRUCTION, Decoded, Given, Sampled
+from ag.evaluate.tasks.reasoning import INSTRUCTION, Decoded, GivenTexts, SampledTokens
 from ag.evaluate.tasks.reasoning import decode as real_decode
 from tests.support.bounds import hold, of_nats
 from tests.support.refused import refuses
@@ -121,7 +121,7 @@ def test_the_full_cache_writes_once_for_all_policies(load, model, tiny_tokenizer
     )
     task, loaded = load("gsm8k_nats", batch=3)
     outcomes = [*task.run(model, tiny_tokenizer, POLICIES, loaded.samples)]
-    assert len(outcomes) == 9 and [isinstance(call, Given) for call in calls] == [False, True, True, True]
+    assert len(outcomes) == 9 and [isinstance(call, GivenTexts) for call in calls] == [False, True, True, True]
 
 
 def test_answers_are_graded(load, model, tiny_tokenizer, monkeypatch):
@@ -157,7 +157,7 @@ def test_draws_of_a_problem_depend_on_the_seed_alone(load, model, tiny_tokenizer
 def test_tokens_are_drawn_by_their_probabilities():
     """The counts of 4,000 draws of each of two texts are within five standard deviations of what is expected."""
     logits, temperature, draws = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, -torch.inf]]), 2.0, 4000
-    sampled = Sampled(temperature, [0, 1])
+    sampled = SampledTokens(temperature, [0, 1])
     drawn = torch.tensor([sampled(logits, [0, 1]) for _ in range(draws)])
     for text, probabilities in enumerate((logits / temperature).softmax(-1)):
         counts = torch.bincount(drawn[:, text], minlength=3)
@@ -167,7 +167,7 @@ def test_tokens_are_drawn_by_their_probabilities():
 def test_given_tokens_have_their_nats():
     """The second text has ended when the first goes on."""
     logits = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
-    given = Given([[1, 0], [0]])
+    given = GivenTexts([[1, 0], [0]])
     assert (given(logits, [0, 1]), given(logits[:1], [0])) == ([1, 0], [0])
     losses = -logits.double().log_softmax(-1)
     for nats, right in zip(given.nats, ([losses[0, 1], losses[0, 0]], [losses[1, 0]]), strict=True):
