@@ -24,6 +24,7 @@ FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "csc": lambda x: 1 / cmath.sin(x),
 }
 CONSTANTS: dict[str, complex] = {"\\pi": math.pi, "e": math.e, "i": 1j, "\\infty": math.inf}
+GREEK = ["alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "mu", "rho", "sigma", "phi", "omega"]
 CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
 #: Ways of writing, and the one that replaces them.
 REWRITTEN = [
@@ -49,7 +50,7 @@ REWRITTEN = [
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}(\s*\^\s*\{?\d\}?)?")
 UNIT = re.compile(r"(?<![\\a-zA-Z])([a-zA-Z]{3,}|cm|mm|km|kg|ft|mi|hr|lb|oz|am|pm)(?![a-zA-Z])(\s*\^\s*\{?\d\}?)?")
 THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
-NAMED = re.compile(r"[a-zA-Z]\s*(?:=|\\in(?![a-zA-Z]))(.*)", re.DOTALL)  # "x = 5"
+NAMED = re.compile(r"[a-zA-Z](?:\([a-z]\))?\s*(?:=|\\in(?![a-zA-Z]))(.*)", re.DOTALL)  # "x = 5"
 MATRIX = re.compile(r"\\begin\{[pbv]matrix\}(.*?)(?:\\\\)?\s*\\end\{[pbv]matrix\}", re.DOTALL)
 TOKEN = re.compile(r"\d+\.?\d*|\.\d+|\\[a-zA-Z]+|\S")
 
@@ -152,7 +153,8 @@ def _same_value(first: str, second: str) -> bool:
     if ("=" in first) != ("=" in second):
         return False
     if "=" in first:  # one equation may be a multiple of the other
-        return all(is_close(a * right[0], b * left[0]) for a, b in zip(left, right, strict=True))
+        multiple = all(is_close(a * right[0], b * left[0]) for a, b in zip(left, right, strict=True))
+        return multiple and any(left) == any(right)
     return all(map(is_close, left, right))
 
 
@@ -253,7 +255,7 @@ class Expression:
             return FUNCTIONS[token[1:]](value)
         if token in CONSTANTS:
             return CONSTANTS[token]
-        if token.isalpha() or token[0] == "\\":
+        if token.isalpha() or token[1:] in GREEK:
             if self._next_is("_"):
                 token += self._take() + str(self._atom())
             return random.Random(f"{token} {self.point}").uniform(1, 2)
