@@ -1,9 +1,10 @@
-"""Faster linear layers and norms for decoding steps under an interceptor.
+"""Faster linear layers and norms for passes under an interceptor.
 
 PyTorch multiplies the states of a few tokens with a weight slower than memory allows, and those of one token on one
 core: most of a decoding step on a CPU. There linear layers compute by :func:`ag.kernels.linear.linear`, on all threads.
-RMS norms of transformers are six operations with a launch each, and become one. From the first step on these layers
-have another ``forward``, which checks whether the current thread is in a step.
+RMS norms of transformers are six operations with a launch each, and become one: in decoding steps, and in bfloat16 on a
+CPU also in prompts. From the first pass on these layers have another ``forward``, which checks whether the current
+thread is in a pass.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ here = _Here()
 
 
 class ThreadedLayers:
-    """The linear layers and norms of a model that compute in another way in decoding steps."""
+    """The linear layers and norms of a model that compute in another way under an interceptor."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -65,7 +66,7 @@ class ThreadedLayers:
         self.known.clear()
 
     def begin(self, modules: list[nn.Module], tokens: Tensor) -> None:
-        """Let the layers use the fast products until the forward pass ends, if it has one token of each sequence.
+        """Let the layers compute in their fast way until the forward pass ends.
 
         Args:
             modules: the modules of the pass, the model among them.
