@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,11 +41,7 @@ class Cell:
     @property
     def name(self) -> str:
         """The name in messages."""
-        return f"{self.task.name}: {self._policy_name}"
-
-    @property
-    def _policy_name(self) -> str:
-        return self.label if self.policy.budget is None else f"{self.label} {self.policy.budget}"
+        return f"{self.task.name}: {self.label}" + ("" if self.policy.budget is None else f" {self.policy.budget}")
 
     def untouched(self, samples: Sequence[Any], prefill: str) -> int:
         """Return the number of samples that the policy cannot change, because no token is read after the eviction."""
@@ -59,7 +55,7 @@ class Cell:
         can_ask_after = getattr(tasks.make(self.task.name), "question", None) == "after"
         option = f"task_options.{self.task.name}.question=after or " if can_ask_after else ""
         return (
-            f"task {self.task.name}: {self._policy_name} evicts after the prompt, and answers of one token are "
+            f"task {self.name} evicts after the prompt, and answers of one token are "
             f"predicted from its last token: as with a full cache, whatever was evicted. "
             f"Give {option}schedule=blocks:m."
         )
@@ -135,26 +131,21 @@ def list_cells(config: CompareConfig) -> list[Cell]:
     common = (asdict(config.base), adapter, samples, config.max_tokens, *([local] if local else []))
     policies.sort(key=lambda pair: pair[1].spec.evicts)  # the full cache shows first whether the model can do a task
     full = [] if any(not cell_policy.spec.evicts for _, cell_policy in policies) else [("full", policy("full"))]
-    cells = []
+    cells: dict[str, Cell] = {}
     for task in _tasks(config):
         for label, cell_policy in (full if isinstance(task, QuestionTask) else []) + policies:
             gates = None if cell_policy.spec.path is None else export.read_info(cell_policy.spec.path)["checksum"]
-            settings = [*common, _policy_key(cell_policy), gates, type(task).__name__, task.identity()]
+            # flags are written as gates without a budget, their older name
+            policy_text = repr(replace(cell_policy, spec=cell_policy.spec.ranked))
+            settings = [*common, policy_text, gates, type(task).__name__, task.identity()]
             text = json.dumps(settings, sort_keys=True, default=str)
             key = hashlib.sha256(text.encode()).hexdigest()[:20]
-            cells.append(Cell(key, label, cell_policy, task, config.model))
-    cells_by_key: dict[str, Cell] = {}
-    for cell in cells:
-        if (other := cells_by_key.setdefault(cell.key, cell)) is not cell:
-            raise UserError(
-                f"{other.name!r} and {cell.name!r} are one cell: leave one out of policies=, budgets=, tasks=."
-            )
-    return cells
-
-
-def _policy_key(policy: Policy) -> str:
-    """Return the text of a policy in keys. Flags are written as gates without a budget, their older name."""
-    return repr(replace(policy, spec=policy.spec.ranked))
+            cell = Cell(key, label, cell_policy, task, config.model)
+            if (other := cells.setdefault(key, cell)) is not cell:
+                raise UserError(
+                    f"{other.name!r} and {cell.name!r} are one cell: leave one out of policies=, budgets=, tasks=."
+                )
+    return list(cells.values())
 
 
 def _make_policy(plan: Plan, kv_dtype: KVDtype, config: CompareConfig) -> Policy:
@@ -191,18 +182,11 @@ def _tasks(config: CompareConfig) -> list[Task]:
 
 
 def _task(name: str, config: CompareConfig) -> Task:
-    listed_names = [group for group in config.tasks if group != name and name in tasks.expand([group])] + [name]
-    root = next(
-        (config.roots[listed_name] for listed_name in reversed(listed_names) if listed_name in config.roots),
-        config.root,
-    )
-    root = None if root is None else str(Path(root).resolve())
-    options = {
-        option: value
-        for listed_name in listed_names
-        for option, value in config.task_options.get(listed_name, {}).items()
-    }
-    task = tasks.make(name, root, **options)
-    if "seed" in {field.name for field in fields(task)} and "seed" not in options:
-        task = tasks.make(name, root, **options, seed=config.seed)
-    return task
+    """Return a task with its options and folder; its own come before those of its groups."""
+    root, options = config.root, dict[str, Any]()
+    for listed in [*(group for group in config.tasks if group != name and name in tasks.expand([group])), name]:
+        root = config.roots.get(listed, root)
+        options |= config.task_options.get(listed, {})
+    task = tasks.make(name, None if root is None else str(Path(root).resolve()), **options)
+    seeded = hasattr(task, "seed") and "seed" not in options
+    return replace(task, seed=config.seed) if seeded else task  # type: ignore[call-arg]

@@ -20,7 +20,7 @@ from ag.config.sections import WandbConfig
 from ag.errors import BudgetWarning, UserError, check_known
 from ag.evaluate.comparison import figures, tables
 from ag.evaluate.comparison.cells import list_cells
-from ag.evaluate.comparison.folder import ROWS, DamagedRowWarning, FinishedCell, Folder
+from ag.evaluate.comparison.folder import ROWS, FinishedCell, Folder
 from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.rows import NOT_COMPARED, Comparison, uncompared_results
 from ag.evaluate.comparison.work import run_missing_cells
@@ -59,16 +59,11 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
     """
     cells = list_cells(config)
     folder = Folder(Path(config.output or f"runs/{config.recipe}"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DamagedRowWarning)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)  # rows count them
         finished = run_missing_cells(config, cells, folder, console, command)
-    for warning in caught:
-        console.print(f"warning: {warning.message}", soft_wrap=True)
-    shown = []
-    for cell in cells:
-        # an earlier command may have given the policy another label
-        shown.append(_renamed(finished.pop(cell.key), label=cell.label, policy=repr(cell.policy)))
+    # an earlier command may have given a policy another label
+    shown = [_renamed(finished.pop(cell.key), label=cell.label, policy=repr(cell.policy)) for cell in cells]
     kv_dtype = next(iter(config.held), "float")
     baseline, mine = (
         stored(config.called.get(text, text), kv_dtype)
@@ -112,11 +107,7 @@ def log(comparison: Comparison, run_folder: Path, name: str, settings: WandbConf
 def report(invocation: Invocation[ReportConfig]) -> int:
     """Run ``python -m ag.report`` and print the joined table; returns the exit code."""
     config, console = invocation.config, Console()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DamagedRowWarning)
-        cells, data = join(list(map(Path, config.folders)))
-    for warning in caught:
-        console.print(f"warning: {warning.message}", soft_wrap=True)
+    cells, data = join(list(map(Path, config.folders)))
     labels = list(dict.fromkeys(cell.summary.label for cell in cells))
     for name, label in (("baseline", config.baseline), ("mine", config.mine)):
         if label is not None and not (label == "full" and name == "baseline"):

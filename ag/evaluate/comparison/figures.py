@@ -17,10 +17,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from pandas import DataFrame, Series
+from pandas.api.types import is_integer_dtype
 
 from ag.evaluate.comparison.folder import tag_values
-from ag.evaluate.comparison.rows import POSITION, Comparison, Row, part_kinds, part_values, percent
+from ag.evaluate.comparison.rows import Comparison, Row, percent
 from ag.evaluate.comparison.tables import part_means
+from ag.evaluate.tasks.base import POSITION
 from ag.gates.figures import DPI
 
 MIN_SHARES = 2  # kept shares that make a curve
@@ -98,8 +100,7 @@ def all_charts(comparison: Comparison) -> dict[str, list[Chart]]:
     for task in comparison.tasks:
         charts[f"quality_{task}"] = quality_charts(comparison, task)
         charts[f"nats_{task}"] = quality_charts(comparison, task, "nats")
-        kinds = dict.fromkeys(kind for row in comparison.of_task(task) for kind in part_kinds(comparison.outcomes(row)))
-        for kind in kinds:
+        for kind in comparison.part_kinds(task):
             charts[f"{kind}s_{task}"] = charts_by_part(comparison, task, kind)
     return {name: drawn for name, drawn in charts.items() if drawn}
 
@@ -192,27 +193,23 @@ def charts_by_part(comparison: Comparison, task: str, kind: str) -> list[Chart]:
         compared = any(base is not None for base in bases)
         points = []
         for row, base in zip(rows, bases, strict=True):
-            if (compared and base is None) or not _numbered(part_values(comparison.outcomes(row), kind)):
+            means = part_means(comparison, row, base, kind)
+            if (compared and base is None) or not is_integer_dtype(means.index):
                 continue
             name = f"{row.name} ({percent(row.kept)})"
             sign = ".3f" if base is None else "+.3f"
-            for x, (y, error) in part_means(comparison, row, base, kind).iterrows():
+            for x, (y, error) in means.iterrows():
                 error = np.nan_to_num(error)
                 text = f"{name}: {y:{sign}} {'from' if kind == POSITION else kind} {x:,}"
                 points.append((row.label, shorten(name), x, y, y - error, y + error, False, text))
         if points:
             title = f"{task}{f' at budget {budget}' if budget else ''}, {max(row.n for row in rows)} samples"
             x_label = "position in the text (tokens)" if kind == POSITION else kind
-            y_label, zero = ("nats a token", "")
-            if compared:
-                y_label, zero = f"nats a token over {comparison.baseline}", comparison.baseline
+            zero = comparison.baseline if compared else ""
+            y_label = f"nats a token over {zero}" if zero else "nats a token"
             frame = DataFrame(points, columns=["label", "name", "x", "y", "low", "high", "level", "text"])
             charts.append(Chart(title, x_label, y_label, frame, looks(comparison), zero))
     return charts
-
-
-def _numbered(values: DataFrame) -> bool:
-    return all(isinstance(column, int) for column in values.columns)
 
 
 def kept_shares_text(shares: Iterable[float]) -> str:

@@ -12,10 +12,10 @@ A line is skipped with a warning if it or its samples cannot be read. Its cell r
 from __future__ import annotations
 
 import json
+import logging
 import os
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -27,12 +27,10 @@ from ag.evaluate.inside import KeptTokens
 from ag.evaluate.tasks import Outcome
 from ag.files import locked, replacing
 
+log = logging.getLogger(__name__)
+
 ROWS = "results.jsonl"
 T = TypeVar("T")
-
-
-class DamagedRowWarning(UserWarning):
-    """A line of the results, or the samples of its cell, cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,7 @@ class Folder:
             file.flush()
             os.fsync(file.fileno())
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> AbstractContextManager[None]:
         """Lock the folder for this process.
 
         Raises:
@@ -150,12 +147,11 @@ class Folder:
             f"output={self.path}: another process writes there: wait for it, or give another folder; "
             "cluster=local runs several cells at once."
         )
-        with locked(self.path, refusal):
-            yield
+        return locked(self.path, refusal)
 
     def _skip(self, number: int, error: Exception) -> None:
-        message = f"line {number} is skipped, and its cell runs again unless a later line has it"
-        warnings.warn(f"{self.path / ROWS}: {message}: {error}", DamagedRowWarning, stacklevel=3)
+        message = "%s: line %d is skipped, and its cell runs again unless a later line has it: %s"
+        log.warning(message, self.path / ROWS, number, error)
 
     def _outcomes(self, summary: Summary) -> list[Outcome]:
         """Return the outcomes of a cell's samples.

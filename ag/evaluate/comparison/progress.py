@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 from rich.console import Console
@@ -31,12 +30,9 @@ class ComparisonProgress:
         self._finished_before = self._num_finished = num_finished
         self._name, self._samples, self._outcomes, self._together, self._waiting = "cells", 0, 0, 1, 0
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[numbers]}"))
-        self._bar = Progress(*columns, console=console, transient=True)
-        self._task = self._bar.add_task(self._name, total=total, numbers="")
-
-    def shown(self) -> AbstractContextManager[object]:
-        """Return a context that shows the bar on a terminal."""
-        return self._bar if self._console.is_terminal else nullcontext()
+        #: A context that shows the bar on a terminal.
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self.bar.add_task(self._name, total=total, numbers="")
 
     def cells(self, num_finished: int) -> None:
         """Set the number of finished cells, once for all cells that ran together. No cell runs then."""
@@ -80,7 +76,7 @@ class ComparisonProgress:
     def _show(self) -> None:
         text = self.progress_text()
         if self._console.is_terminal:
-            self._bar.update(self._task, completed=self._completed, description=self._name, numbers=text)
+            self.bar.update(self._task, completed=self._completed, description=self._name, numbers=text)
         elif self._clock() - self._last >= SECONDS:
             self._last = self._clock()
             self._console.print(f"{text} ({self._name})", soft_wrap=True, highlight=False)

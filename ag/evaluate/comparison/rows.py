@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import cached_property
 from pathlib import Path
@@ -19,12 +19,12 @@ from ag.errors import UserError
 from ag.evaluate.comparison.folder import FinishedCell, Summary, tag_values
 from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error
 from ag.evaluate.tasks import Outcome
+from ag.evaluate.tasks.base import POSITION
 
 Row = Any  # a row of Comparison.rows, with its columns as attributes; what was not measured is NaN
 SPARE = 0.02  # largest difference of two kept shares that count as equal, as a share of the prompt
 OF_SHARE = 0.2  # and relative to the smaller share, which is stricter for small shares
 NOT_COMPARED = "Not compared with each other, because their kept shares differ:"
-POSITION = "position"  # kind of the parts of a text: blocks of tokens, named by their first position
 #: Types of columns by the annotations of a summary's fields; all others hold objects.
 KINDS: dict[Any, type] = {"float": float, "float | None": float, "int | None": float, "int": int, "bool": bool}
 TYPES = {field.name: KINDS[field.type] for field in fields(Summary) if field.type in KINDS}
@@ -101,6 +101,11 @@ class Comparison:
     def outcomes(self, row: Row) -> list[Outcome]:
         """Return the outcomes of a row's samples."""
         return self.cells[row.key].outcomes
+
+    def part_kinds(self, task: str) -> list[str]:
+        """Return the kinds of the parts of a task's samples, in their order."""
+        outcomes = (outcome for row in self.of_task(task) for outcome in self.outcomes(row))
+        return list(dict.fromkeys(kind for outcome in outcomes for kind in outcome.parts))
 
     def paired(self, row: Row, other: Row, tag: str = "") -> Paired | None:
         """Compare the scores of two rows by sample, or a tag such as ``nats``. None: they share no sample."""
@@ -182,11 +187,13 @@ def _block_differences(
     blocks = []
     for outcome in outcomes:
         if outcome.sample in others_by_sample:
-            nats_by_block, other_nats = outcome.blocks, others_by_sample[outcome.sample].blocks
-            if not nats_by_block or nats_by_block.keys() != other_nats.keys():
+            nats, other = (
+                x.parts.get(POSITION, {}).get("nats", {}) for x in (outcome, others_by_sample[outcome.sample])
+            )
+            if not nats or nats.keys() != other.keys():
                 return None
-            differences = np.array([nats - other_nats[start] for start, nats in nats_by_block.items()])
-            blocks.append((differences, np.diff([*nats_by_block, outcome.tokens]).astype(np.float64)))
+            differences = np.array([value - other[start] for start, value in nats.items()])
+            blocks.append((differences, np.diff([*map(int, nats), outcome.tokens]).astype(np.float64)))
     return blocks
 
 
@@ -198,19 +205,10 @@ def part_values(outcomes: Sequence[Outcome], kind: str, measure: str = "nats") -
         kind: kind of the parts (``turn``), or :data:`POSITION`.
         measure: ``nats``, or ``score``, which blocks of a text do not have.
     """
-    values: dict[str, Mapping[Any, float]] = {
-        outcome.sample: outcome.blocks if kind == POSITION else outcome.parts.get(kind, {}).get(measure, {})
-        for outcome in outcomes
-    }
-    frame = DataFrame.from_dict({sample: dict(parts) for sample, parts in values.items()}, orient="index")
+    values = {outcome.sample: outcome.parts.get(kind, {}).get(measure, {}) for outcome in outcomes}
+    frame = DataFrame.from_dict(values, orient="index")
     numbered = all(str(name).isdigit() for name in frame.columns)
     return frame.rename(columns=int)[sorted(map(int, frame.columns))] if numbered else frame
-
-
-def part_kinds(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the kinds of the samples' parts, in their order."""
-    kinds = {kind: None for outcome in outcomes for kind in ([POSITION] if outcome.blocks else []) + [*outcome.parts]}
-    return list(kinds)
 
 
 def at_budget(rows: Sequence[Row], budget: str) -> list[Row]:

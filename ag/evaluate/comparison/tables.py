@@ -12,18 +12,10 @@ from rich import box
 from rich.table import Table as Printed
 
 from ag.evaluate.comparison.folder import tag_values
-from ag.evaluate.comparison.rows import (
-    NOT_COMPARED,
-    POSITION,
-    Comparison,
-    Row,
-    part_kinds,
-    part_values,
-    percent,
-    uncompared_results,
-)
+from ag.evaluate.comparison.rows import NOT_COMPARED, Comparison, Row, part_values, percent, uncompared_results
 from ag.evaluate.comparison.verdict import find_verdicts, headlines
 from ag.evaluate.tasks import unit
+from ag.evaluate.tasks.base import POSITION
 
 OVER = "over budget"
 OVER_NOTE = "samples with more protected tokens (sinks, recent, window) than the budget allows; these are kept"
@@ -154,12 +146,9 @@ def sections(comparison: Comparison) -> list[Section]:
     task_sections = []
     for task in comparison.tasks:
         rows = comparison.of_task(task)
-        kinds = dict.fromkeys(kind for row in rows for kind in part_kinds(comparison.outcomes(row)))
         more = []
-        for kind in kinds:
-            score = (
-                "" if kind == POSITION else f"Before each comma the {rows[0].metric}; the worst part has the lowest. "
-            )
+        for kind in comparison.part_kinds(task):
+            score = f"Before each comma the {rows[0].metric}; the worst part has the lowest. " * (kind != POSITION)
             note = BY_PART.format(comparison.baseline, score)
             more.append((f"{task} by {kind}", note, by_part(comparison, task, kind)))
         which = "higher" if rows[0].higher_is_better else "lower"

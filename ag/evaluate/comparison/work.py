@@ -60,7 +60,7 @@ def run_missing_cells(
         num_finished = len(cells) - len(missing)
         progress = ComparisonProgress(console, len(cells), num_finished)
         try:
-            with progress.shown():
+            with progress.bar:
                 progress.cells(num_finished)
                 for finished_together in _run_cells(config, missing, command or python_call(config), progress):
                     for cell in finished_together:

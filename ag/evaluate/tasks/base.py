@@ -9,31 +9,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from statistics import fmean
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.engine import EvictionCache, Policy, policy, read_prompt
-from ag.errors import UserError
 from ag.evaluate.tasks.follow import distance, feed, log_probabilities
 
 Tags = Mapping[str, str | int | float]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveInts = Annotated[Sequence[PositiveInt], Field(min_length=1)]
 LeftOut = Literal["too long", "too short"]
-CURVE = "nats@"  # prefix of the tags that are points of a curve over a text
-#: Old names of methods and class variables of tasks.
-RENAMED = {
-    "asked": "tokenize_sample",
-    "details": "sample_fields",
-    "least": "min_units",
-    "most_units": "max_units",
-    "stops": "end_conditions",
-}
-PART = re.compile(r"(score|nats)@([a-z]+) (.+)")  # the tag of a part of a sample: measure, kind of part, name
+POSITION = "position"  # kind of the parts of a text: blocks of tokens, named by their first position
+PART = re.compile(r"(score|nats)@(?:([a-z]+) (.+)|(\d+))")  # the tag of a part: measure, kind and name, or position
 
 
 @dataclass(frozen=True)
@@ -69,17 +60,6 @@ class Sample:
     def tokens(self) -> int:
         """Tokens of prompt, question and the longest generated answer."""
         return len(self.prompt) + len(self.question) + self.max_new_tokens
-
-    def __new__(cls, *args: Any, **fields: Any) -> Self:
-        """Refuse the old name of a field."""
-        if "most" in fields:
-            raise UserError("Sample(most=...) is now called max_new_tokens: rename it.")
-        return super().__new__(cls)
-
-    @property
-    def right(self) -> NoReturn:
-        """Refuse the old name of ``target_tokens``."""
-        raise UserError("Sample.right is now called target_tokens: rename it.")
 
     @property
     def target_tokens(self) -> list[int]:
@@ -118,24 +98,16 @@ class Outcome:
     over_budget: bool = False
 
     @property
-    def blocks(self) -> dict[int, float]:
-        """Mean nats of each block of a text, by its first position: the tags ``nats@N``."""
-        nats_by_start = {name.removeprefix(CURVE): float(x) for name, x in self.tags.items() if name.startswith(CURVE)}
-        return {int(start): nats for start, nats in nats_by_start.items() if start.isdigit()}
-
-    @property
     def parts(self) -> dict[str, dict[str, dict[str, float]]]:
-        """The tags of :func:`by_part`: by kind of part, measure and name of a part."""
+        """The tags of parts by kind of part, measure and name: of :func:`by_part`, and ``nats@N`` of blocks."""
         measures_by_kind: dict[str, dict[str, dict[str, float]]] = {}
         for tag, value in self.tags.items():
             if match := PART.fullmatch(tag):
-                measure, part_kind, name = match.groups()
-                measures_by_kind.setdefault(part_kind, {}).setdefault(measure, {})[name] = float(value)
+                measure, kind, name, position = match.groups()
+                measures_by_kind.setdefault(kind or POSITION, {}).setdefault(measure, {})[name or position] = float(
+                    value
+                )
         return measures_by_kind
-
-    def numbered(self, part_kind: str) -> dict[int, float]:
-        """Return the nats of parts whose names are numbers (turns)."""
-        return {int(name): nats for name, nats in self.parts.get(part_kind, {}).get("nats", {}).items()}
 
 
 @dataclass(frozen=True)
@@ -170,22 +142,11 @@ class Task(ABC):
     #: Name of its samples, in the plural.
     unit: ClassVar[str] = "samples"
 
-    def __init_subclass__(cls) -> None:
-        """Refuse old names, which nothing would read or call.
-
-        Raises:
-            UserError: the class defines one of :data:`RENAMED`.
-        """
-        super().__init_subclass__()
-        for old, new in RENAMED.items():
-            if old in vars(cls):
-                raise UserError(f"{cls.__name__}.{old} is now called {new}: rename it.")
-
     def identity(self) -> dict[str, Any]:
         """Return everything that the samples and their scores depend on, for JSON."""
         return asdict(self)
 
-    def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
+    def load(self, tokenizer: Tokenizer, limit: int | None, max_tokens: int) -> Loaded:
         """Read and tokenise the samples.
 
         Args:
@@ -224,7 +185,7 @@ class Task(ABC):
         return bool(sample.question) or max([sample.max_new_tokens, *map(len, sample.answers)]) != 1
 
     @abstractmethod
-    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+    def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Yield the samples in their stored order. For a sample that cannot be run, yield the reason instead.
 
         Args:
@@ -237,7 +198,7 @@ class Task(ABC):
 
     @abstractmethod
     def run(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
+        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over samples, and yield (index of the policy, outcome) as each finishes.
 
@@ -257,7 +218,7 @@ class PromptTask(Task):
     compares: ClassVar[bool] = True
 
     def run(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
+        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over samples; see :meth:`Task.run`.
 
@@ -273,10 +234,8 @@ class PromptTask(Task):
             for index in range(-len(compared), len(policies)):
                 cache, last_hidden = caches.pop(0)  # freed before the next answer
                 usage = cache.kept_share(), cache.nbytes
-                seconds, start = (
-                    cache.scoring_seconds,
-                    _synchronised_time(device),
-                )  # later scoring counts in the answer's time
+                # scoring after this counts in the time of the answer
+                seconds, start = cache.scoring_seconds, _synchronised_time(device)
                 if sample.question:
                     last_hidden = feed(model, cache, question)[:, -1]
                 if index < 0:
@@ -289,20 +248,13 @@ class PromptTask(Task):
                 seconds += _synchronised_time(device) - start
                 over = bool(cache.over_budget.any())
                 if full is not None and cache_copy is not None:
-                    tags = {
-                        **tags,
-                        **distance(full, log_probabilities(model, cache_copy, last_hidden, sample.target_tokens)),
-                    }
+                    other = log_probabilities(model, cache_copy, last_hidden, sample.target_tokens)
+                    tags = {**tags, **distance(full, other)}
                 yield index, Outcome(sample.id, score, len(sample.prompt), *usage, seconds, tags, over)
 
     @abstractmethod
     def answer(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        cache: EvictionCache,
-        last_hidden: Tensor,
-        sample: Sample,
+        self, model: nn.Module, tokenizer: Tokenizer, cache: EvictionCache, last_hidden: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
         """Return the sample's score and tags.
 

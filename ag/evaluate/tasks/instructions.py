@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.data.rules import prompted
@@ -126,7 +126,7 @@ class Instructions(Haystack):
         """Name of the samples, which do not depend on ``protect``."""
         return f"instructions/{self.rules}"
 
-    def material(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, Any]:
+    def material(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Any]:
         """Return the tokenizer, which has the chat template, and the texts."""
         return tokenizer, super().material(tokenizer)
 
@@ -146,9 +146,7 @@ class Instructions(Haystack):
         right = [RULE_KINDS[demand.kind].lead + demand.chosen.answer_text for demand in demands]
         return TextSample(before_text + text, after_text, [system], right, demands)
 
-    def sample_fields(
-        self, tokenizer: PreTrainedTokenizerBase, text_sample: TextSample, context: list[int]
-    ) -> dict[str, Any]:
+    def sample_fields(self, tokenizer: Tokenizer, text_sample: TextSample, context: list[int]) -> dict[str, Any]:
         """Return the answers as tokens, and the protected span: the prompt up to the end of the system prompt."""
         leads = tokenize_after(tokenizer, [RULE_KINDS[demand.kind].lead for demand in text_sample.parts])
         choices = tokenize_after(
@@ -169,12 +167,7 @@ class Instructions(Haystack):
         return 0.5
 
     def answer(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        cache: EvictionCache,
-        last_hidden: Tensor,
-        sample: Sample,
+        self, model: nn.Module, tokenizer: Tokenizer, cache: EvictionCache, last_hidden: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
         """Compare the answers to each instruction."""
         scored = score(model, cache, last_hidden, sample.answers)

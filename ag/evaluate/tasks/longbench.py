@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar
 import huggingface_hub
 from pydantic import Field
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.collate import tokenize, tokenize_after
 from ag.data.encode import divided
@@ -61,7 +61,7 @@ class LongBench(QuestionTask):
         chat = self.chat and SUBSETS[self.name].chat
         return super().identity() | ({"follows": "template"} if chat else {})
 
-    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+    def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the rows; see :meth:`ag.evaluate.tasks.Task.read`."""
         subset = SUBSETS[self.name]
         if (module := NEEDED.get(subset.metric)) is not None:  # before hours of generation
@@ -118,7 +118,7 @@ class LongBench(QuestionTask):
             )
             yield sample if len(ids) <= max_prompt else "too long"
 
-    def end_conditions(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[Collection[int], int]:
+    def end_conditions(self, model: nn.Module, tokenizer: Tokenizer) -> tuple[Collection[int], int]:
         """Return the tokens that end an answer; as in the benchmark, samsum's is one line that is not empty."""
         stop, min_new_tokens = super().end_conditions(model, tokenizer)
         if self.name == "samsum":

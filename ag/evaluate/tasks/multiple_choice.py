@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.encode import encode
 from ag.data.templates import TASKS, WITH_CONTEXT, examples
@@ -55,7 +55,7 @@ class MultipleChoice(PromptTask):
         """Return the accuracy of guessing."""
         return sum(1 / len(sample.answers) for sample in samples) / len(samples) if samples else None
 
-    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+    def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the questions; see :meth:`ag.evaluate.tasks.Task.read`."""
         task = TASKS[self.name]
         splits = ("test", "validation") if self.name in TESTED else ("validation",)
@@ -75,12 +75,7 @@ class MultipleChoice(PromptTask):
             yield sample if start + max(map(len, sample.answers)) <= max_tokens else "too long"
 
     def answer(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        cache: EvictionCache,
-        last_hidden: Tensor,
-        sample: Sample,
+        self, model: nn.Module, tokenizer: Tokenizer, cache: EvictionCache, last_hidden: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
         """Score all answers over one prompt."""
         scored = score(model, cache, last_hidden, sample.answers)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.config.data import SftConfig
 from ag.data.collate import start_tokens, tokenize, tokenize_after
@@ -60,7 +60,7 @@ class Own(PromptTask):
     unit: ClassVar[str] = "rows"
     compares: ClassVar[bool] = False
 
-    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+    def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the rows; see :meth:`ag.evaluate.tasks.Task.read`."""
         for file in self._files():
             rows = iter(read_file(file))
@@ -83,12 +83,7 @@ class Own(PromptTask):
         return bool(sample.parts) or len(sample.target_tokens) > 1
 
     def answer(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        cache: EvictionCache,
-        last_hidden: Tensor,
-        sample: Sample,
+        self, model: nn.Module, tokenizer: Tokenizer, cache: EvictionCache, last_hidden: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
         """Return the mean over the answers of their negative log-likelihood per token."""
         if not sample.parts:
@@ -110,9 +105,7 @@ class Own(PromptTask):
             raise DataError(f"{path}: expected a file, or a folder of files, that end in {', '.join(ENDINGS)}")
         return files
 
-    def _questions(
-        self, tokenizer: PreTrainedTokenizerBase, rows: Iterator[Record], where: str, max_tokens: int
-    ) -> Iterator[Sample]:
+    def _questions(self, tokenizer: Tokenizer, rows: Iterator[Record], where: str, max_tokens: int) -> Iterator[Sample]:
         """Tokenise contexts with questions."""
         start = start_tokens(tokenizer)
         for number, row in enumerate(rows, start=1):
@@ -135,9 +128,7 @@ class Own(PromptTask):
                 told = [Question([*prompt[len(shortest) :], *question], answer) for (prompt, question), answer in parts]
                 yield Sample(name, shortest, parts=told)
 
-    def _answers(
-        self, tokenizer: PreTrainedTokenizerBase, rows: Iterator[Record], where: str, max_tokens: int
-    ) -> Iterator[Sample]:
+    def _answers(self, tokenizer: Tokenizer, rows: Iterator[Record], where: str, max_tokens: int) -> Iterator[Sample]:
         """Tokenise texts, chats, and prompts with responses."""
         first = next(rows)
         data = SftConfig(name=where)

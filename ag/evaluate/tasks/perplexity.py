@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.collate import start_tokens, tokenize
 from ag.engine import EvictionCache, Policy, policy, read_prompt
@@ -47,9 +47,7 @@ class Documents(Task):
     unit: ClassVar[str] = "documents"
     folder: ClassVar[str] = "corpus"
 
-    def documents(
-        self, tokenizer: PreTrainedTokenizerBase, num_prompt: int, max_tokens: int | None
-    ) -> Iterator[Sample]:
+    def documents(self, tokenizer: Tokenizer, num_prompt: int, max_tokens: int | None) -> Iterator[Sample]:
         """Yield the first ``max_tokens`` tokens of each document, all if it is None; ``num_prompt`` are the prompt."""
         hub, folder = self.data or "emozilla/pg19-test", self.data or self.folder
         rows = held_out(self, hub, folder, (self.split,) if self.split else ("test", "validation"), self.subset)
@@ -70,7 +68,7 @@ class Continuation(Documents, PromptTask):
     prompt: PositiveInt = 512
     continuation: PositiveInt = 64
 
-    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+    def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the documents; see :meth:`ag.evaluate.tasks.Task.read`."""
         length = self.prompt + self.continuation
         if length > max_tokens:
@@ -82,12 +80,7 @@ class Continuation(Documents, PromptTask):
             yield document if len(document.target_tokens) == self.continuation else "too short"
 
     def answer(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        cache: EvictionCache,
-        last_hidden: Tensor,
-        sample: Sample,
+        self, model: nn.Module, tokenizer: Tokenizer, cache: EvictionCache, last_hidden: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
         """Return the continuation's mean negative log-likelihood."""
         return -float(score(model, cache, last_hidden, sample.answers)[0][0].mean()), {}
@@ -121,7 +114,7 @@ class Stream(Documents):
     folder: ClassVar[str] = "pg19_style"
     unit: ClassVar[str] = "books"
 
-    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+    def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the books; see :meth:`ag.evaluate.tasks.Task.read`. No book is too long: `run` checks policies."""
         for book in self.documents(tokenizer, self.block, self.tokens):
             yield book if book.target_tokens else "too short"
@@ -131,7 +124,7 @@ class Stream(Documents):
         return len(sample.prompt) + len(sample.target_tokens)
 
     def run(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
+        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over books; see :meth:`ag.evaluate.tasks.Task.run`."""
         longest = max(map(self.length, samples), default=0)
@@ -198,7 +191,7 @@ class Stream(Documents):
         return torch.cat(nats), torch.tensor(kept_shares), torch.cat(compared_log_probs)
 
 
-def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, number: int | None) -> list[int]:
+def first_tokens(tokenizer: Tokenizer, text: str, number: int | None) -> list[int]:
     """Return the first ``number`` tokens of a text, including start tokens. None: all tokens."""
     part = text if number is None else text[: LETTERS * number]
     ids = start_tokens(tokenizer) + tokenize(tokenizer, [part])[0]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.data.encode import divided
@@ -55,7 +55,7 @@ class QuestionTask(PromptTask):
     def grade(self, text: str, sample: Sample) -> float:
         """Return the score of a generated answer."""
 
-    def end_conditions(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[Collection[int], int]:
+    def end_conditions(self, model: nn.Module, tokenizer: Tokenizer) -> tuple[Collection[int], int]:
         """Return the tokens that end an answer, and its smallest number of tokens."""
         return end_tokens(model, tokenizer.eos_token_id), 0
 
@@ -68,12 +68,7 @@ class QuestionTask(PromptTask):
         return super().reads_on(sample if self.generates else replace(sample, max_new_tokens=0))
 
     def tokenize_sample(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        name: str,
-        text_sample: TextSample,
-        tags: Tags,
-        max_new_tokens: int | None = None,
+        self, tokenizer: Tokenizer, name: str, text_sample: TextSample, tags: Tags, max_new_tokens: int | None = None
     ) -> Sample:
         """Tokenise a sample. A ``max_new_tokens`` of None means the tokens of the longest right answer, and 8 more."""
         start = start_tokens(tokenizer)
@@ -96,19 +91,12 @@ class QuestionTask(PromptTask):
         )
         return replace(sample, **self.sample_fields(tokenizer, text_sample, context))
 
-    def sample_fields(
-        self, tokenizer: PreTrainedTokenizerBase, text_sample: TextSample, context: list[int]
-    ) -> dict[str, Any]:
+    def sample_fields(self, tokenizer: Tokenizer, text_sample: TextSample, context: list[int]) -> dict[str, Any]:
         """Return further fields of a sample. ``context`` are the tokens of the context alone."""
         return {}
 
     def answer(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        cache: EvictionCache,
-        last_hidden: Tensor,
-        sample: Sample,
+        self, model: nn.Module, tokenizer: Tokenizer, cache: EvictionCache, last_hidden: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
         """Score the right answers, then let the model answer; see :meth:`ag.evaluate.tasks.base.PromptTask.answer`."""
         tags, scored = dict(sample.tags), []
@@ -131,7 +119,7 @@ class QuestionTask(PromptTask):
         return self.grade(text, sample), {**tags, "answer": text}
 
 
-def num_blank_tokens(tokenizer: PreTrainedTokenizerBase, answer: list[int]) -> int:
+def num_blank_tokens(tokenizer: Tokenizer, answer: list[int]) -> int:
     """Return the number of tokens of an answer before its first word."""
     blank = itertools.takewhile(lambda token: not str(tokenizer.decode([token])).strip(), answer[:-1])
     return sum(1 for _ in blank)

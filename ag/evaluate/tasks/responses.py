@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag import data
 from ag.config import Config
@@ -100,7 +100,7 @@ class Responses(PromptTask):
         data = asdict(OwnDataConfig()) | asdict(recipe.data)  # all keys, as versions wrote that had one class of data
         return {"name": self.name, "data": data, "seed": recipe.seed}
 
-    def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
+    def load(self, tokenizer: Tokenizer, limit: int | None, max_tokens: int) -> Loaded:
         """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. A limit of None: the run's number.
 
         Raises:
@@ -118,17 +118,12 @@ class Responses(PromptTask):
         samples = [of_rows(f"{number}", group) for number, group in enumerate(rows.val_rows)]
         return Loaded(samples, too_short=rows.counts.validation.skipped)
 
-    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+    def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Yield the rows of the run's validation."""
         yield from self.load(tokenizer, None, max_tokens).samples
 
     def answer(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        cache: EvictionCache,
-        last_hidden: Tensor,
-        sample: Sample,
+        self, model: nn.Module, tokenizer: Tokenizer, cache: EvictionCache, last_hidden: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
         """Return the mean negative log-likelihood of the right response."""
         losses = [-nats for nats, _ in score(model, cache, last_hidden, sample.answers)]

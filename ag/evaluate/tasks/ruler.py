@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.data.sources import DataError, Record, check_fields
@@ -99,7 +99,7 @@ class Generated(QuestionTask):
             size: number of units.
         """
 
-    def material(self, tokenizer: PreTrainedTokenizerBase) -> Any:
+    def material(self, tokenizer: Tokenizer) -> Any:
         """Return the data of all samples."""
         return None
 
@@ -115,7 +115,7 @@ class Generated(QuestionTask):
         """Return the share of the references that the text contains."""
         return share_named(text, sample.references)
 
-    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+    def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Generate the samples; see :meth:`ag.evaluate.tasks.Task.read`."""
         material = self.material(tokenizer)
         for repeat, (length, depth) in itertools.product(range(self.repeats), self.cells()):
@@ -130,9 +130,7 @@ class Generated(QuestionTask):
             )
             yield sample if sample.tokens <= max_tokens else "too long"
 
-    def _fit(
-        self, tokenizer: PreTrainedTokenizerBase, material: Any, variant: Variant, max_tokens: int
-    ) -> TextSample | None:
+    def _fit(self, tokenizer: Tokenizer, material: Any, variant: Variant, max_tokens: int) -> TextSample | None:
         """Return the largest sample of a length. None: length and answer do not fit the model."""
 
         def build(size: int) -> TextSample:
@@ -175,7 +173,7 @@ class Haystack(Generated):
     data: str | None = None
     text_field: str = "text"
 
-    def material(self, tokenizer: PreTrainedTokenizerBase) -> Any:
+    def material(self, tokenizer: Tokenizer) -> Any:
         """Return the sentences of each text. None: the filler."""
         if self.haystack != "text":
             return None
@@ -325,7 +323,7 @@ class Variables(Generated):
     hops: PositiveInt = 3
     example: bool = False
 
-    def material(self, tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
+    def material(self, tokenizer: Tokenizer) -> dict[int, int]:
         """Return the number of filler sentences in the example, by length."""
         if not self.example:
             return {}
@@ -436,7 +434,7 @@ class DocumentQA(Generated):
         """Return the options, and the first question for seeds above 0, whose first question once was another."""
         return super().identity() | ({"first": self.first} if self.seed else {})
 
-    def material(self, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+    def material(self, tokenizer: Tokenizer) -> Corpus:
         """Read all questions and documents."""
         hub, folder, subset = SOURCES[self.name]
         _, location, rows = held_out(self, hub, folder, ("validation",), subset)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.collate import tokenize_after
 from ag.engine import EvictionCache, Policy, policy, read_prompt
@@ -135,9 +135,7 @@ class Turns(Haystack):
         turns = [turn._replace(question=question_text(i, self.apart)) for i, turn in enumerate(turns)]
         return TextSample(context, question, [], [turns[-1].answer], turns)
 
-    def sample_fields(
-        self, tokenizer: PreTrainedTokenizerBase, text_sample: TextSample, context: list[int]
-    ) -> dict[str, Any]:
+    def sample_fields(self, tokenizer: Tokenizer, text_sample: TextSample, context: list[int]) -> dict[str, Any]:
         """Return context and turns as tokens."""
         question_kinds, questions, answer_texts = zip(*text_sample.parts, strict=True)
         answers = tokenize_after(tokenizer, answer_texts)
@@ -147,7 +145,7 @@ class Turns(Haystack):
         return {"prompt": context, "question": question, "answers": [], "max_new_tokens": 0, "parts": turns}
 
     def run(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
+        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over conversations; see :meth:`ag.evaluate.tasks.Task.run`."""
         device = next(model.parameters()).device

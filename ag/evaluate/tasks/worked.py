@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.problems import ANY, KINDS, PACKAGE, answer_of, encode, generate, package_version
 from ag.engine import EvictionCache, Policy, read_prompt
@@ -65,7 +65,7 @@ class Worked(Task):
         """Return 0.1; see :meth:`ag.evaluate.tasks.Task.floor`."""
         return FLOOR
 
-    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+    def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Generate the problems; see :meth:`ag.evaluate.tasks.Task.read`."""
         for index in range(self.problems):
             problem = generate(self.seed, "test", index, self.solution_min, self.solution_max, self.kind)
@@ -78,7 +78,7 @@ class Worked(Task):
                 yield Sample(f"{problem.kind}-{index}", tokens[:length], max_new_tokens=max_new_tokens, parts=[problem])
 
     def run(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
+        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over samples; see :meth:`ag.evaluate.tasks.Task.run`."""
         device, stop = next(model.parameters()).device, end_tokens(model, tokenizer.eos_token_id)

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from ag.evaluate.comparison import figures, tables
 from ag.evaluate.comparison.folder import FinishedCell
 from ag.evaluate.comparison.page import embedded, viewer
-from ag.evaluate.comparison.rows import POSITION, Comparison
+from ag.evaluate.comparison.rows import Comparison
 from ag.evaluate.comparison.tables import markdown
 from ag.evaluate.inside import KeptTokens, token_texts
 from ag.evaluate.tasks import Outcome
-from ag.evaluate.tasks.base import by_part
+from ag.evaluate.tasks.base import POSITION, by_part
 from tests.support import made_up
 from tests.support.batches import columns, read
 from tests.support.made_up import SUMMARY

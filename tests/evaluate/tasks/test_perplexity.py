@@ -143,7 +143,7 @@ def test_a_stream_with_a_full_cache(stream, tiny_llama, plain):
         hold(outcome.tags[name], wanted, of_nats(model), name)
     rest = {name: x for name, x in outcome.tags.items() if name not in curve | {"kl": 0}}
     assert rest == {"held@50": 1.0, "held@150": 1.0, "held@250": 1.0, "held@end": 1.0, "same_top1": 1.0}
-    assert outcome.blocks == {int(name[5:]): outcome.tags[name] for name in curve}
+    assert outcome.parts == {"position": {"nats": {name[5:]: outcome.tags[name] for name in curve}}}
     assert (outcome.tokens, outcome.kept) == (290, 1.0)
 
 

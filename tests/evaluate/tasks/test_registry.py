@@ -3,7 +3,7 @@
 import pytest
 
 from ag.errors import UserError
-from ag.evaluate.tasks import GROUPS, TASKS, Sample, Task, expand, make
+from ag.evaluate.tasks import GROUPS, TASKS, expand, make
 from tests.support.refused import refuses
 
 NATS = ("ppl", "ppl_stream", "responses", "own")
@@ -48,25 +48,3 @@ def test_names_and_groups():
 def test_unknown_names_and_options(name, options, parts):
     with refuses(UserError, *parts):
         make(name, **options)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("asked", "tokenize_sample"),
-        ("details", "sample_fields"),
-        ("stops", "end_conditions"),
-        ("least", "min_units"),
-        ("most_units", "max_units"),
-    ],
-)
-def test_old_names_of_methods_are_refused(old, new):
-    with refuses(UserError, f"Plugin.{old}", new):
-        type("Plugin", (Task,), {old: None})
-
-
-def test_old_names_of_fields_are_refused():
-    with refuses(UserError, "most", "max_new_tokens"):
-        Sample("0", [1], most=3)
-    with refuses(UserError, "Sample.right", "target_tokens"):
-        _ = Sample("0", [1]).right
