@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,7 +33,6 @@ NOTHING = 1  # exit code if nothing holds
 REQUEST = 4096  # tokens of a request that is counted on a card
 USABLE = 0.85  # part of a card for weights and caches, as in plans
 GIB, MIB = 1 << 30, 1 << 20
-MINUTES = 90  # seconds from which a duration is told in minutes
 
 
 @dataclass
@@ -167,8 +167,7 @@ def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
 def _duration(seconds: float, task: Task, rows: Sequence[Sample], num_search: int) -> str:
     """Return how long all rows take if they take as long per token as the first one."""
     lengths = [task.length(row) for row in rows]
-    whole = seconds * sum(lengths) / max(1, lengths[0])
-    duration = f"{whole / 60:.0f} minutes" if whole > MINUTES else f"{whole:.0f} seconds"
+    duration = timedelta(seconds=round(seconds * sum(lengths) / max(1, lengths[0])))
     parts = f"{num_search} to search, {len(rows) - num_search} to test"
     return f"about {duration} for {len(rows)} rows ({parts}), less if the order is clear"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,9 +57,7 @@ def explain(config: ExplainConfig, tell: Callable[[str], None]) -> list[Path]:
     model, tokenizer = models.load_base(base_model(config, config.model), config.device)
     context = model.config.get_text_config().max_position_embeddings
     loaded = task.load(tokenizer, SEARCHED * config.samples, context).samples
-    samples = [
-        Sample(sample.id, sample.prompt[: config.tokens]) for sample in loaded if len(sample.prompt) >= config.tokens
-    ]
+    samples = [Sample(x.id, x.prompt[: config.tokens]) for x in loaded if len(x.prompt) >= config.tokens]
     if not samples:
         raise UserError(f"task={config.task}: no prompt has tokens={config.tokens}; ask for fewer.")
     if config.gates and config.adapter and export.adapter_path(config.gates):
@@ -116,14 +113,9 @@ def draw(
 
 def _file_names(names: Iterable[str]) -> list[str]:
     """Return a file name for each name of a policy. Equal file names are numbered."""
-    file_names: list[str] = []
-    for name in names:
-        plain = re.sub(r"[^\w.+@-]+", "_", name)
-        numbered = (f"{plain}_{number}" for number in itertools.count(2))
-        file_names.append(
-            next(file_name for file_name in itertools.chain([plain], numbered) if file_name not in file_names)
-        )
-    return file_names
+    plain = [re.sub(r"[^\w.+@-]+", "_", name) for name in names]
+    earlier = [plain[:number].count(name) for number, name in enumerate(plain)]
+    return [f"{name}_{count + 1}" if count else name for name, count in zip(plain, earlier, strict=True)]
 
 
 def attention_maps(layers: Sequence[int], gates: AttentionGates, recorded: RecordedPass, view: KeptTokens) -> Figure:

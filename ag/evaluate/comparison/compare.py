@@ -65,10 +65,8 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
     # an earlier command may have given a policy another label
     shown = [_renamed(finished.pop(cell.key), label=cell.label, policy=repr(cell.policy)) for cell in cells]
     kv_dtype = next(iter(config.held), "float")
-    baseline, mine = (
-        stored(config.called.get(text, text), kv_dtype)
-        for text in (config.baseline, config.mine or config.policies[-1])
-    )
+    names = config.baseline, config.mine or config.policies[-1]
+    baseline, mine = (stored(config.called.get(name, name), kv_dtype) for name in names)
     hidden = [f"{other.summary.task}: {other.summary.name}" for other in finished.values()]
     comparison = Comparison(shown, folder.path, baseline, mine, _data(config.root, config.roots), hidden)
     (folder.path / "config.yaml").write_text(dump(config))

@@ -187,9 +187,8 @@ def _block_differences(
     blocks = []
     for outcome in outcomes:
         if outcome.sample in others_by_sample:
-            nats, other = (
-                x.parts.get(POSITION, {}).get("nats", {}) for x in (outcome, others_by_sample[outcome.sample])
-            )
+            pair = outcome, others_by_sample[outcome.sample]
+            nats, other = (one.parts.get(POSITION, {}).get("nats", {}) for one in pair)
             if not nats or nats.keys() != other.keys():
                 return None
             differences = np.array([value - other[start] for start, value in nats.items()])

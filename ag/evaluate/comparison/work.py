@@ -176,10 +176,8 @@ class Worker:
     def _run(self, cells: Sequence[Cell], outcomes_by_cell: list[list[Outcome]]) -> list[FinishedCell]:
         samples = self.loaded.samples
         refused = [cell for cell in cells if 0 < cell.untouched(samples, self._prefill(cell)) == len(samples)]
-        touched = [cell for cell in cells if cell not in refused]
-        run_outcomes = [
-            cell_outcomes for cell, cell_outcomes in zip(cells, outcomes_by_cell, strict=True) if cell not in refused
-        ]
+        run = [pair for pair in zip(cells, outcomes_by_cell, strict=True) if pair[0] not in refused]
+        touched, run_outcomes = [cell for cell, _ in run], [cell_outcomes for _, cell_outcomes in run]
         policies = [cell.policy.with_tokenizer(self.tokenizer) for cell in touched]
         if not samples:
             num_too_long, num_too_short = self.loaded.too_long, self.loaded.too_short
@@ -202,10 +200,7 @@ class Worker:
             self.progress.outcome()
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
-        finished = [
-            self._finish(cell, cell_outcomes, cell_views)
-            for cell, cell_outcomes, cell_views in zip(touched, run_outcomes, views, strict=True)
-        ]
+        finished = list(map(self._finish, touched, run_outcomes, views))
         return finished + [self._finish(cell, problem=cell.refusal()) for cell in refused]
 
     def _finish(
@@ -216,10 +211,8 @@ class Worker:
             prefill = self._prefill(cell)
         except Exception:  # perhaps the reason why the cell failed
             prefill = ""
-        row_conditions = conditions(self.config, self.command)
-        return FinishedCell(
-            cell.summary(outcomes, self.loaded, prefill, row_conditions, problem), [*outcomes], [*views]
-        )
+        summary = cell.summary(outcomes, self.loaded, prefill, conditions(self.config, self.command), problem)
+        return FinishedCell(summary, [*outcomes], [*views])
 
     def _prefill(self, cell: Cell) -> str:
         return CacheSetup.of(self.model, cell.policy, None).prompt_sees

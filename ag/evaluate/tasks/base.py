@@ -104,9 +104,8 @@ class Outcome:
         for tag, value in self.tags.items():
             if match := PART.fullmatch(tag):
                 measure, kind, name, position = match.groups()
-                measures_by_kind.setdefault(kind or POSITION, {}).setdefault(measure, {})[name or position] = float(
-                    value
-                )
+                parts = measures_by_kind.setdefault(kind or POSITION, {}).setdefault(measure, {})
+                parts[name or position] = float(value)
         return measures_by_kind
 
 

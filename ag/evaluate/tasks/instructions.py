@@ -137,11 +137,9 @@ class Instructions(Haystack):
         for kind in rng.sample(list(RULE_KINDS), self.rules):
             chosen, alternative = rng.sample(list(RULE_KINDS[kind].choices), 2)
             demands.append(Demand(kind, chosen, alternative))
-        numbered = [
-            f"{i}. {RULE_KINDS[demand.kind].text.format(demand.chosen.rule_text)}"
-            for i, demand in enumerate(demands, 1)
-        ]
-        system, text = "\n".join([ROLE, *numbered]), join(sample_sentences(rng, texts, size))
+        rules = [RULE_KINDS[demand.kind].text.format(demand.chosen.rule_text) for demand in demands]
+        system = "\n".join([ROLE, *(f"{i}. {rule}" for i, rule in enumerate(rules, 1))])
+        text = join(sample_sentences(rng, texts, size))
         before_text, _, after_text = prompted(tokenizer, system, f"{text}\n\n{TASK}").partition(text)
         right = [RULE_KINDS[demand.kind].lead + demand.chosen.answer_text for demand in demands]
         return TextSample(before_text + text, after_text, [system], right, demands)
@@ -149,15 +147,13 @@ class Instructions(Haystack):
     def sample_fields(self, tokenizer: Tokenizer, text_sample: TextSample, context: list[int]) -> dict[str, Any]:
         """Return the answers as tokens, and the protected span: the prompt up to the end of the system prompt."""
         leads = tokenize_after(tokenizer, [RULE_KINDS[demand.kind].lead for demand in text_sample.parts])
-        choices = tokenize_after(
-            tokenizer,
-            [choice.answer_text for demand in text_sample.parts for choice in (demand.chosen, demand.alternative)],
-        )
+        choices = [choice for demand in text_sample.parts for choice in (demand.chosen, demand.alternative)]
+        texts = tokenize_after(tokenizer, [choice.answer_text for choice in choices])
         [system] = text_sample.references
         above = text_sample.context[: text_sample.context.find(system) + len(system)]
         end = len(start_tokens(tokenizer)) + len(tokenize(tokenizer, [above])[0])
         return {
-            "answers": [leads[i // 2] + choice for i, choice in enumerate(choices)],
+            "answers": [leads[i // 2] + text for i, text in enumerate(texts)],
             "protect": [(0, end)] if self.protect else [],
             "parts": [demand._replace(lead=len(lead)) for demand, lead in zip(text_sample.parts, leads, strict=True)],
         }

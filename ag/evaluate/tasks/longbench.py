@@ -128,10 +128,8 @@ class LongBench(QuestionTask):
     def grade(self, text: str, sample: Sample) -> float:
         """Return the score of the best match."""
         subset = SUBSETS[self.name]
-        graded_text = text.lstrip("\n").split("\n")[0] if subset.first_line else text
-        return max(
-            (subset.metric(graded_text, reference, sample.parts) for reference in sample.references), default=0.0
-        )
+        graded = text.lstrip("\n").split("\n")[0] if subset.first_line else text
+        return max((subset.metric(graded, reference, sample.parts) for reference in sample.references), default=0.0)
 
     def _rows(self) -> Iterator[Record]:
         """Return the rows of ``root/longbench/NAME.jsonl[.gz]``, or of the hub's archive."""

@@ -82,9 +82,6 @@ class MultipleChoice(PromptTask):
         sums = [float(nats.sum()) for nats, _ in scored]
         by_character = [total / letters for total, letters in zip(sums, sample.parts, strict=True)]
         nats, likeliest = scored[sample.target]
-        tags: dict[str, Any] = {
-            **sample.tags,
-            "normalised": float(by_character.index(max(by_character)) == sample.target),
-        }
-        tags |= {"nats": -float(nats.mean()), "hits": float(likeliest.all())}
-        return float(sums.index(max(sums)) == sample.target), tags
+        normalised = float(by_character.index(max(by_character)) == sample.target)
+        tags = {"normalised": normalised, "nats": -float(nats.mean()), "hits": float(likeliest.all())}
+        return float(sums.index(max(sums)) == sample.target), {**sample.tags, **tags}

@@ -32,6 +32,11 @@ class TextSample(NamedTuple):
     answers: list[str]  # right answers, with the space between question and answer
     parts: Sequence[Any] = ()  # one entry for each thing that is asked for, if a task asks for several
 
+    @property
+    def text(self) -> str:
+        """Context and question."""
+        return self.context + self.question
+
 
 @dataclass(frozen=True)
 class QuestionTask(PromptTask):
@@ -71,23 +76,19 @@ class QuestionTask(PromptTask):
         self, tokenizer: Tokenizer, name: str, text_sample: TextSample, tags: Tags, max_new_tokens: int | None = None
     ) -> Sample:
         """Tokenise a sample. A ``max_new_tokens`` of None means the tokens of the longest right answer, and 8 more."""
-        start = start_tokens(tokenizer)
-        context_and_question = start + tokenize(tokenizer, [text_sample.context + text_sample.question])[0]
-        context = start + tokenize(tokenizer, [text_sample.context])[0]
-        prompt, question = (
-            (context_and_question, []) if self.question == "before" else divided(context, context_and_question)
+        context, both = (
+            start_tokens(tokenizer) + tokenize(tokenizer, [text])[0] for text in (text_sample.context, text_sample.text)
         )
+        prompt, question = (both, []) if self.question == "before" else divided(context, both)
         answers = tokenize_after(tokenizer, text_sample.answers)
-        max_new_tokens = max(map(len, answers)) + SPARE if max_new_tokens is None else max_new_tokens
-        tags = {**tags, "question": self.question}
         sample = Sample(
             name,
             prompt,
             question=question,
             answers=answers,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=max(map(len, answers)) + SPARE if max_new_tokens is None else max_new_tokens,
             references=text_sample.references,
-            tags=tags,
+            tags={**tags, "question": self.question},
         )
         return replace(sample, **self.sample_fields(tokenizer, text_sample, context))
 
@@ -111,11 +112,8 @@ class QuestionTask(PromptTask):
             if not self.generates:
                 return float(likeliest.all()), tags
         stop, min_new_tokens = self.end_conditions(model, tokenizer)
-        text = str(
-            tokenizer.decode(
-                greedy(model, cache, last_hidden, sample.max_new_tokens, stop, min_new_tokens), skip_special_tokens=True
-            )
-        )
+        written = greedy(model, cache, last_hidden, sample.max_new_tokens, stop, min_new_tokens)
+        text = str(tokenizer.decode(written, skip_special_tokens=True))
         return self.grade(text, sample), {**tags, "answer": text}
 
 

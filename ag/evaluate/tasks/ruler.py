@@ -7,6 +7,7 @@ length, its number and the tokenizer.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import random
@@ -37,7 +38,7 @@ NOISE = (
     "Nothing else happens.",
 )
 BOOKS, LETTERS = 32, 400_000  # number of texts for haystacks, and characters read of each
-PROBE = 16  # units of the first step of the search for the largest size
+PROBE = 16  # units by which the first size exceeds the smallest, in the search for the largest
 NUM_DEPTHS = 40  # number of evenly spaced places in a text; needles are put at some of them
 EXAMPLE = 500  # tokens of the solved example of variables; at most a quarter of the length
 SHORT = 4096  # lists of common words below this number of tokens repeat their words less often
@@ -125,9 +126,8 @@ class Generated(QuestionTask):
                 yield "too long"
                 continue
             tags: Tags = {"length": length, "repeat": repeat} | ({} if depth is None else {"depth": depth})
-            sample = self.tokenize_sample(
-                tokenizer, f"{length}-{variant.location}-{repeat}", fitted, tags, self.generate
-            )
+            name = f"{length}-{variant.location}-{repeat}"
+            sample = self.tokenize_sample(tokenizer, name, fitted, tags, self.generate)
             yield sample if sample.tokens <= max_tokens else "too long"
 
     def _fit(self, tokenizer: Tokenizer, material: Any, variant: Variant, max_tokens: int) -> TextSample | None:
@@ -138,10 +138,7 @@ class Generated(QuestionTask):
             return self.build(rng, material, variant, size)
 
         def tokens(size: int) -> int:
-            text_sample = build(size)
-            return len(start_tokens(tokenizer)) + len(
-                tokenize(tokenizer, [text_sample.context + text_sample.question])[0]
-            )
+            return len(start_tokens(tokenizer)) + len(tokenize(tokenizer, [build(size).text])[0])
 
         num_answer = 0
         if self.generate is None:
@@ -234,13 +231,8 @@ class Needles(Haystack):
         """Draw keys, values and places, then the hay; see :meth:`Generated.build`."""
         keys = draw_distinct(rng, self.key, self.keys)
         values = draw_distinct(rng, self.value, self.keys * self.values, self.digits)
-        values_by_key = [values[i * self.values : (i + 1) * self.values] for i in range(self.keys)]
         end = "\n" if self.haystack == "needles" else ""
-        needles = [
-            self.needle(key, value) + end
-            for key, key_values in zip(keys, values_by_key, strict=True)
-            for value in key_values
-        ]
+        needles = [self.needle(keys[i // self.values], value) + end for i, value in enumerate(values)]
         spread = self.haystack == "text" and variant.depth is None
         fractions = sample_depths(rng, len(needles)) if spread else [rng.random() for _ in needles]
         if variant.depth is not None:
@@ -250,11 +242,10 @@ class Needles(Haystack):
             if (key := draw(rng, self.key)) not in taken:
                 hay.append(self.needle(key, draw(rng, self.value, self.digits)) + end)
         intro = f"{self.intro()}\n\n" if self.hint else ""
-        references = [value for key_values in values_by_key[: self.queries] for value in key_values]
+        references = values[: self.queries * self.values]
+        context = intro + join(insert_needles(hay, needles, fractions))
         question = f"\n\n{self.ask(keys[: self.queries])}"
-        return TextSample(
-            intro + join(insert_needles(hay, needles, fractions)), question, references, [" " + ", ".join(references)]
-        )
+        return TextSample(context, question, references, [" " + ", ".join(references)])
 
     def needle(self, key: str, value: str) -> str:
         """Return the sentence with a value of a key."""
@@ -508,28 +499,14 @@ def hotpot(rows: Iterable[Record], location: str) -> Corpus:
 
 
 def largest(tokens: Callable[[int], int], room: int, low: int, high: int | None = None) -> int | None:
-    """Return the largest size from ``low`` to ``high`` whose tokens fit. None: no size fits.
-
-    Sizes are tried by the secant rule, and after 16 steps by bisection.
-    """
-    at_low = tokens(low)
-    if at_low > room:
+    """Return the largest size from ``low`` to ``high`` whose tokens fit, by bisection. None: no size fits."""
+    if tokens(low) > room:
         return None
-    over = None if high is None else high + 1  # the smallest size that did not fit
-    step, tried = PROBE, 0
-    while over is None or over - low > 1:
-        size = low + step
-        if over is not None:
-            size = min(size, over - 1) if tried < PROBE else (low + over) // 2
-        count = tokens(size)
-        per_unit = max((count - at_low) / (size - low), 1e-9)
-        if count <= room:
-            low, at_low = size, count
-        else:
-            over = size
-        step = max(1, min(round((room - at_low) / per_unit), 8 * max(step, PROBE)))
-        tried += 1
-    return low
+    size = low + PROBE
+    while (high is None or size < high) and tokens(size) <= room:
+        low, size = size, 2 * size
+    sizes = range(low + 1, (size if high is None else min(size, high)) + 1)
+    return low + bisect.bisect_right(sizes, room, key=tokens)
 
 
 def sample_sentences(rng: random.Random, texts: Sequence[Sequence[str]] | None, count: int) -> list[str]:

@@ -122,9 +122,8 @@ class Turns(Haystack):
                 asks, lead = f"What is t{owner[1:]}{now_text}", f"{owner} is{now_text}"
             turns.append(Turn(kind, f"Question: {asks}?\nAnswer: {lead}", f" {value}"))
         needles = interleave(rng, chains)
-        context = join(
-            insert_needles(sample_sentences(rng, material, size), needles, sorted(sample_depths(rng, len(needles))))
-        )
+        sentences = sample_sentences(rng, material, size)
+        context = join(insert_needles(sentences, needles, sorted(sample_depths(rng, len(needles)))))
 
         def question_text(number: int, apart: bool) -> str:
             stop = "." if number and not apart else ""  # after the previous answer

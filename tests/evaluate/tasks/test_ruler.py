@@ -238,6 +238,6 @@ def test_the_largest_size_that_fits(per_unit, room):
         return 7 + per_unit * size + (size % 3)  # not quite even
 
     found = largest(tokens, room, 1)
-    assert tokens(found) <= room < tokens(found + 1) and len(calls) < 20
+    assert tokens(found) <= room < tokens(found + 1) and len(calls) < 24
     assert largest(tokens, room, 1, 2) == 2
     assert largest(tokens, 7, 1) is None
