@@ -28,17 +28,13 @@ def score(
         last_hidden: ``[1, d]``, the final hidden state of the prompt's last token.
         answers: tokens of each answer.
     """
-    longest = max(map(len, answers))
-    tokens = torch.tensor([answer + [0] * (longest - len(answer)) for answer in answers], device=last_hidden.device)
-    mask = torch.tensor([[i < len(answer) for i in range(longest)] for answer in answers], device=last_hidden.device)
-    if len(answers) > 1:
-        cache.batch_repeat_interleave(len(answers))
     states = last_hidden.expand(len(answers), -1)[:, None]
-    if longest > 1:
-        states = torch.cat([states, feed(model, cache, tokens[:, :-1], mask[:, :-1])], 1)
+    if max(map(len, answers)) > 1:
+        states = torch.cat([states, feed_texts(model, cache, [answer[:-1] for answer in answers])], 1)
     scores = []
-    for row, ids, answer in zip(states, tokens, answers, strict=True):
-        logits, target_tokens = lm_logits(model, row[: len(answer)]).float(), ids[: len(answer)]
+    for row, answer in zip(states, answers, strict=True):
+        logits = lm_logits(model, row[: len(answer)]).float()
+        target_tokens = torch.tensor(answer, device=logits.device)
         nats = -F.cross_entropy(logits, target_tokens, reduction="none")
         scores.append((nats.cpu(), (logits.argmax(-1) == target_tokens).cpu()))
     return scores
@@ -86,6 +82,19 @@ def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | 
         valid = None if mask is None else torch.cat([cache.valid, mask[:, columns]], 1)
         states.append(decoder(tokens[:, columns], attention_mask=valid, past_key_values=cache).last_hidden_state)
     return torch.cat(states, 1)
+
+
+def feed_texts(model: nn.Module, cache: EvictionCache, texts: Sequence[list[int]]) -> Tensor:
+    """Feed N texts, each to a copy of a cache with one prompt; returns their final hidden states ``[N, T, d]``.
+
+    Texts are padded on the right to the longest, of T tokens. The cache is changed.
+    """
+    longest, device = max(map(len, texts)), cache.valid.device
+    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
+    mask = torch.tensor([[i < len(text) for i in range(longest)] for text in texts], device=device)
+    if len(texts) > 1:
+        cache.batch_repeat_interleave(len(texts))
+    return feed(model, cache, tokens, mask)
 
 
 def greedy(

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.collate import tokenize_after
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.evaluate.tasks.base import Outcome, PositiveInt, Sample, Samples, by_part
-from ag.evaluate.tasks.follow import distance, feed
+from ag.evaluate.tasks.follow import distance, feed_texts
 from ag.evaluate.tasks.questions import TextSample, num_blank_tokens
 from ag.evaluate.tasks.ruler import (
     Digits,
@@ -167,15 +167,9 @@ class Turns(Haystack):
 
         Under a policy that does not evict again this is one pass, of one sequence or of one for each question.
         """
-        device = next(model.parameters()).device
         rows = [[turn] for turn in sample.parts] if self.apart else [sample.parts]
-        tokens = [[token for turn in turns for token in turn.question + turn.answer][:-1] for turns in rows]
-        longest = max(map(len, tokens))
-        padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in tokens], device=device)
-        mask = torch.tensor([[i < len(ids) for i in range(longest)] for ids in tokens], device=device)
-        if len(rows) > 1:
-            cache.batch_repeat_interleave(len(rows))
-        states = feed(model, cache, padded, mask if len(rows) > 1 else None)
+        texts = [[token for turn in turns for token in turn.question + turn.answer][:-1] for turns in rows]
+        states = feed_texts(model, cache, texts)
         answer_states = list[Tensor]()  # states that predict the answers
         for turns, sequence_states in zip(rows, states, strict=True):
             start = 0
