@@ -65,16 +65,16 @@ def packages(config: DoctorConfig) -> Finding:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
-            found = version(requirement.name)
+            installed_version = version(requirement.name)
         except PackageNotFoundError:
-            found = "missing"
-        if found == "missing" or not requirement.specifier.contains(found, prereleases=True):
-            wrong.append((requirement, found))
+            installed_version = "missing"
+        if installed_version == "missing" or not requirement.specifier.contains(installed_version, prereleases=True):
+            wrong.append((requirement, installed_version))
     shown = ", ".join(f"{name} {version(name)}" for name in ("ag", "torch", "transformers") if _installed(name))
     text = f"{shown}, Python {platform.python_version()}"
     if not wrong:
         return Finding("packages", text)
-    listed = ", ".join(f"{requirement.name} {found}" for requirement, found in wrong)
+    listed = ", ".join(f"{requirement.name} {installed_version}" for requirement, installed_version in wrong)
     fix = " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
     return Finding("packages", f"{text}; not as needed: {listed}", f"pip install {fix}")
 
@@ -84,9 +84,9 @@ def processor(config: DoctorConfig) -> Finding:
     import torch
 
     available = cpu_features()
-    found, threads = [name for name in FEATURES if name in available], torch.get_num_threads()
+    features, threads = [name for name in FEATURES if name in available], torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    text = f"{cpu_name()}: {', '.join(found) or 'instruction sets unknown'}; {threads} threads on {cores} cores"
+    text = f"{cpu_name()}: {', '.join(features) or 'instruction sets unknown'}; {threads} threads on {cores} cores"
     if available and not VECTORS & available:
         return Finding("processor", text, "CPU kernels will be slow: use a processor with AVX2 or NEON, or a GPU")
     if threads > cores:
@@ -128,10 +128,10 @@ def kernels(config: DoctorConfig) -> Finding:
     if forced := os.environ.get("AG_KERNELS"):
         return Finding("kernels", f"AG_KERNELS={forced} chooses the versions", "unset AG_KERNELS for the fastest ones")
     if not config.compile:
-        found = [name for name in COMPILED if any((home() / "kernels").glob(f"{name}-*.so"))]
-        missing = [name for name in COMPILED if name not in found]
+        built = [name for name in COMPILED if any((home() / "kernels").glob(f"{name}-*.so"))]
+        missing = [name for name in COMPILED if name not in built]
         fix = f"{', '.join(missing)} will be compiled at first use, in some seconds: leave compile=false out"
-        return Finding("kernels", f"{len(found)} of {len(COMPILED)} in {home() / 'kernels'}", fix if missing else None)
+        return Finding("kernels", f"{len(built)} of {len(COMPILED)} in {home() / 'kernels'}", fix if missing else None)
     modules = [import_module(f"ag.kernels.{name}.cpu") for name in COMPILED]
     if reasons := [reason for module in modules if (reason := module.KERNEL.unavailable("cpu"))]:
         return Finding(

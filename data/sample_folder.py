@@ -68,8 +68,8 @@ def _story(rng: random.Random, split: str, sentences: int) -> str:
 def _question(rng: random.Random, split: str) -> dict[str, Any]:
     """Return a row of BoolQ's form: a passage, and a statement about a person in it that is right or wrong."""
     relation, who, right = rng.choice(RELATIONS), _person(rng, split), rng.random() < 0.5
-    told, other = (relation.fact.format(who=who, what=what) for what in rng.sample(relation.answers, 2))
+    fact, other = (relation.fact.format(who=who, what=what) for what in rng.sample(relation.answers, 2))
     story = _story(rng, split, 5).split(". ")
-    story.insert(rng.randrange(len(story)), told.rstrip("."))
-    asked = (told if right else other).rstrip(".")
-    return {"question": f"is it true that {asked}", "passage": ". ".join(story), "answer": right}
+    story.insert(rng.randrange(len(story)), fact.rstrip("."))
+    statement = (fact if right else other).rstrip(".")
+    return {"question": f"is it true that {statement}", "passage": ". ".join(story), "answer": right}

@@ -128,9 +128,9 @@ def refuse(section: Any, names: str, reason: str, prefix: str = "") -> NoReturn:
         reason: why, and the fix.
         prefix: text before each key.
     """
-    given = (f"{prefix}{name}={as_argument(operator.attrgetter(name)(section))}" for name in names.split())
-    first, *others = given
-    raise ConfigError(f"{first}{' with ' * bool(others)}{', '.join(others)}: {reason}")
+    given_keys = (f"{prefix}{name}={as_argument(operator.attrgetter(name)(section))}" for name in names.split())
+    first, *other_keys = given_keys
+    raise ConfigError(f"{first}{' with ' * bool(other_keys)}{', '.join(other_keys)}: {reason}")
 
 
 def as_argument(value: Any) -> str:

@@ -68,8 +68,8 @@ class ModelConfig(LoadingConfig):
 
 def base_model(command: DtypeConfig, name: str) -> ModelConfig:
     """Return the base model of this name under the keys of a command; other keys have their defaults."""
-    given = {x.name: getattr(command, x.name) for x in fields(LoadingConfig) if hasattr(command, x.name)}
-    return ModelConfig(name=name, **given)
+    given_names = {x.name: getattr(command, x.name) for x in fields(LoadingConfig) if hasattr(command, x.name)}
+    return ModelConfig(name=name, **given_names)
 
 
 @dataclass

@@ -181,8 +181,8 @@ class EvictionCache(Cache):
     def held_tokens(self) -> Tensor:
         """Return the tokens per KV head that each layer holds of each sequence, ``[B, L]`` float32 on the CPU."""
         layers = range(len(self.state.layers))
-        held = [visible_token_indices(self.state, layer) >= 0 for layer in layers]
-        return torch.stack([x.sum(-1).float().mean(1).cpu() for x in held], 1)
+        held_by_layer = [visible_token_indices(self.state, layer) >= 0 for layer in layers]
+        return torch.stack([x.sum(-1).float().mean(1).cpu() for x in held_by_layer], 1)
 
     def kept_share(self, *, prompt: bool = False) -> float:
         """Return the share of the (token, KV head) pairs seen so far that is still held, over all layers and sequences.

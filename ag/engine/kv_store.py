@@ -163,12 +163,12 @@ class KVStore:
         Raises ``PoolFullError``, and changes nothing, when the pool is too small.
         """
         wide = tokens[:, None] * self.layer_mask[layers]
-        owned, held, block = self.owned[layers], self.held[layers], self.block
-        need = (-(-(held + wide) // block) - owned).clamp_min(0)
+        owned, held_by_row, block = self.owned[layers], self.held[layers], self.block
+        need = (-(-(held_by_row + wide) // block) - owned).clamp_min(0)
         if bool(need.any()):
             self.allocate(layers, need)
-        self._unshare(layers, held // block, self.shared[layers].where(wide > 0, 0))
-        held += wide  # a view of self.held; kv_append counts in self.lengths, on the device
+        self._unshare(layers, held_by_row // block, self.shared[layers].where(wide > 0, 0))
+        held_by_row += wide  # a view of self.held; kv_append counts in self.lengths, on the device
 
     def allocate(self, layers: slice, need: Tensor) -> None:
         """Give rows ``need`` ``[L', B, Hkv]`` more blocks."""

@@ -141,7 +141,7 @@ def _share_of(state: CacheState, name: str, columns: Tensor) -> float:
     counted[:, -1] = False  # the last column took all others, and stands for free slots
     num_held = 0
     for layer in range(len(state.layers)):
-        held = visible_token_indices(state, layer)
-        num_held += int(counted.to(held.device).gather(1, held.where(held >= 0, num_columns).flatten(1)).sum())
+        visible = visible_token_indices(state, layer)
+        num_held += int(counted.to(visible.device).gather(1, visible.where(visible >= 0, num_columns).flatten(1)).sum())
     total = int(counted.sum()) * sum(store.kv_heads for store in state.store_of)
     return num_held / total if total else 1.0

@@ -162,11 +162,11 @@ def _check_base(file: Path, saved_base: Mapping[str, Any], model_base: Mapping[s
     """Refuse a model of another geometry or data type."""
     pairs = {"dtype": (saved_base["dtype"], model_base["dtype"])}
     pairs |= {name: (saved_base["fingerprint"].get(name), x) for name, x in model_base["fingerprint"].items()}
-    for name, (wanted, found) in pairs.items():
-        if wanted != found:
+    for name, (wanted, saved_value) in pairs.items():
+        if wanted != saved_value:
             raise UserError(
                 f"{file}: the cache was made for a model with {name}={wanted!r} ({saved_base['name'] or 'no name'}), "
-                f"and this one has {found!r}; load that model, in that data type."
+                f"and this one has {saved_value!r}; load that model, in that data type."
             )
 
 
@@ -209,8 +209,8 @@ def _check_replaceable(target: Path) -> None:
     if not target.exists():
         return
     try:
-        with safe_open(target, "pt") as found:
-            is_saved_cache = (found.metadata() or {}).get("format") == FORMAT
+        with safe_open(target, "pt") as saved_file:
+            is_saved_cache = (saved_file.metadata() or {}).get("format") == FORMAT
     except (OSError, SafetensorError):
         is_saved_cache = False
     if not is_saved_cache:

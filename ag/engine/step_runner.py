@@ -101,15 +101,15 @@ class StepRunner:
         if kind not in self._recorded:  # the first step makes records and other tensors that are made once
             self._recorded[kind] = None
             return self._run(self._tokens)
-        found = self._recorded[kind]
-        if found is None:
+        recorded_step = self._recorded[kind]
+        if recorded_step is None:
             log.info("a step of kind %s is recorded", kind)
-            found = self._recorded[kind] = self._record(lambda: self._run(self._tokens))
+            recorded_step = self._recorded[kind] = self._record(lambda: self._run(self._tokens))
         else:
-            found[1]()
+            recorded_step[1]()
             for layer in state.layers:
                 layer.gate_memory.stepped()
-        return found[0]
+        return recorded_step[0]
 
     def _kind(self) -> Hashable | None:
         """Return the kind of the current step; None means that it cannot be recorded."""

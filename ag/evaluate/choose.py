@@ -145,8 +145,8 @@ def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
             tell(_duration(time.perf_counter() - start, task, rows, num_search))
     by_policy = [[*group] for _, group in itertools.groupby(candidates, lambda candidate: candidate.label)]
     most = policies_allowed(config.loss, clip, config.confidence, len(rows) - num_search)
-    found = promising([[candidate.trial for candidate in group] for group in by_policy], config.loss, most)
-    tested = [policy_trials for policy_trials in found if policy_trials]
+    promising_groups = promising([[candidate.trial for candidate in group] for group in by_policy], config.loss, most)
+    tested = [policy_trials for policy_trials in promising_groups if policy_trials]
     tell(f"the search leaves {sum(map(len, tested))} of {len(candidates)} to test")
     test = SharesTest(tested, config.loss, clip, config.confidence, len(rows) - num_search)
     num_read = 0

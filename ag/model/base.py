@@ -86,11 +86,11 @@ def fetch(name: str) -> str:
     Raises:
         ModelError: as :func:`resolve` does, or if the hub does not give the model.
     """
-    found = resolve(name)
-    if Path(found).is_dir():
-        return found
+    resolved = resolve(name)
+    if Path(resolved).is_dir():
+        return resolved
     try:  # folders of a repository have the weights in other formats
-        return snapshot_download(found, ignore_patterns=["*/*"], etag_timeout=HUB_TIMEOUT)
+        return snapshot_download(resolved, ignore_patterns=["*/*"], etag_timeout=HUB_TIMEOUT)
     except (OSError, ValueError) as error:
         raise _refused(name, error) from error
 
@@ -119,9 +119,9 @@ def _resolve_alias(source: Source, hub: str, revision: str | None) -> str:
     for cached in (True, False):
         try:
             options = patterns | {"local_files_only": cached, "etag_timeout": HUB_TIMEOUT}
-            found = Path(snapshot_download(hub, revision=revision, **options))
-            if all((found / name).is_file() for name in HUB_FILES):
-                return str(found)
+            hub_folder = Path(snapshot_download(hub, revision=revision, **options))
+            if all((hub_folder / name).is_file() for name in HUB_FILES):
+                return str(hub_folder)
         except OSError as error:
             problem = first_line(error).partition(". ")[0]
         if revision is None and source.folder().is_dir():

@@ -59,11 +59,11 @@ def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
 
 def with_cache_argument(model: type[nn.Module], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return keyword arguments where an interceptor's cache has the name that the model gives it."""
-    given = next((x for x in ("cache", "past_key_values") if hasattr(kwargs.get(x), "interceptor")), None)
-    if given is None or given == (name := cache_argument(model)):
+    given_name = next((x for x in ("cache", "past_key_values") if hasattr(kwargs.get(x), "interceptor")), None)
+    if given_name is None or given_name == (name := cache_argument(model)):
         return kwargs
-    rest = {key: value for key, value in kwargs.items() if key not in (given, name)}
-    return rest | {name: kwargs[given]}
+    rest = {key: value for key, value in kwargs.items() if key not in (given_name, name)}
+    return rest | {name: kwargs[given_name]}
 
 
 def before_model(threaded: ThreadedLayers, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,8 +71,8 @@ def before_model(threaded: ThreadedLayers, model: nn.Module, args: tuple[Any, ..
     renamed, interceptor = with_cache_argument(type(model), kwargs), interceptor_in(kwargs)
     if interceptor is not None and not torch.compiler.is_compiling():
         interceptor.padding = kwargs.get("attention_mask")
-        given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
-        threaded.begin([model, *interceptor.modules], next(x for x in given if isinstance(x, Tensor)))
+        token_inputs = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+        threaded.begin([model, *interceptor.modules], next(x for x in token_inputs if isinstance(x, Tensor)))
     return None if renamed is kwargs else (args, renamed)
 
 
@@ -110,26 +110,26 @@ def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **k
     for columns, positions in interceptor.passes(named.pop("position_ids", None)):
         if interceptor.masks and parts:
             refuse_masks(decoder)
-        how = Arranged(columns, positions, None)
+        arranged = Arranged(columns, positions, None)
         if attachment.hybrid:
             if columns is None:
-                how = as_they_came(positions, padding, tokens.shape[1])
+                arranged = as_they_came(positions, padding, tokens.shape[1])
             else:
-                how = right_aligned(columns, positions)
-            named["attention_mask"] = masks_by_type(mask, how.valid)
-        interceptor.columns, interceptor.arranged = columns, how if attachment.hybrid else None
+                arranged = right_aligned(columns, positions)
+            named["attention_mask"] = masks_by_type(mask, arranged.valid)
+        interceptor.columns, interceptor.arranged = columns, arranged if attachment.hybrid else None
         interceptor.attended = [0] * len(attachment.modules)
-        named["position_ids"] = how.positions
-        if how.columns is not None:
-            named[name] = _gathered(tokens, how.rows, how.columns)
+        named["position_ids"] = arranged.positions
+        if arranged.columns is not None:
+            named[name] = _gathered(tokens, arranged.rows, arranged.columns)
         run = forward
         if attachment.rope is not None:
             lengths = interceptor.text_lengths
             lengths = torch.full(tokens.shape[:1], tokens.shape[1]) if lengths is None else lengths
-            run = partial(_with_rope, forward, attachment.rope, lengths, how)
+            run = partial(_with_rope, forward, attachment.rope, lengths, arranged)
         keeps = attachment.hybrid and interceptor.states is not None
-        output = _with_states(run, named, cache, interceptor, how) if keeps else run(**named)
-        parts.append(_Part(how.rows, how.columns, output))
+        output = _with_states(run, named, cache, interceptor, arranged) if keeps else run(**named)
+        parts.append(_Part(arranged.rows, arranged.columns, output))
         if any(times != 1 for times in interceptor.attended):
             refuse_unreached(decoder, interceptor.attended)
     out = parts[0].output if parts[0].columns is None else _joined(parts, tokens)
@@ -167,8 +167,8 @@ def before_attention(site: Site, module: nn.Module, args: tuple[Any, ...], kwarg
         return None
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     if not site.shared:
-        how = interceptor.arranged
-        interceptor.enter_layer(site.layer, hidden if how is None else how.aligned(hidden, 1))
+        arranged = interceptor.arranged
+        interceptor.enter_layer(site.layer, hidden if arranged is None else arranged.aligned(hidden, 1))
     return args, kwargs | {"ag_interceptor": interceptor, "ag_site": site}
 
 
@@ -203,14 +203,14 @@ def attention(
             f"{type(module).__name__} attends with {key.shape[1]} KV heads: expected {ag_site.kv_heads}, as its "
             f"configuration says; {USE_ANOTHER}"
         )
-    how, columns = ag_interceptor.arranged, ag_interceptor.columns
+    arranged, columns = ag_interceptor.arranged, ag_interceptor.columns
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
     own = ag_interceptor.masks.get(ag_site.kind)
     if own is not None and columns is not None:
         for dim in (2, 3):
             own = taken(own.expand(len(columns), -1, -1, -1), columns.clamp_min(0), dim)
-    if how is not None:
-        query, key, value = (how.aligned(x, 2) for x in (query, key, value))
+    if arranged is not None:
+        query, key, value = (arranged.aligned(x, 2) for x in (query, key, value))
     call = AttentionCall(
         module,
         ag_site.layer,
@@ -227,8 +227,8 @@ def attention(
     if ag_interceptor.attended is not None:
         ag_interceptor.attended[ag_site.number] += 1
     out = ag_interceptor.attend(call)
-    if how is not None:
-        out = how.put_back(out, 2)
+    if arranged is not None:
+        out = arranged.put_back(out, 2)
     rate = kwargs.get("dropout", 0.0)
     return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
 
@@ -246,29 +246,29 @@ class _Part(NamedTuple):
 
 def _gathered(tokens: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
     """Return the ids ``[b, w]`` or the embeddings of one pass, taken from the call's."""
-    given = tokens if rows is None else tokens[rows.to(tokens.device)]
-    index = columns.clamp_min(0).to(given.device)
-    return given.gather(1, index if given.ndim == 2 else _wide(index, given))
+    pass_tokens = tokens if rows is None else tokens[rows.to(tokens.device)]
+    index = columns.clamp_min(0).to(pass_tokens.device)
+    return pass_tokens.gather(1, index if pass_tokens.ndim == 2 else _wide(index, pass_tokens))
 
 
-def _with_rope(forward: Callable[..., Any], rope: RopeByText, lengths: Tensor, how: Arranged, **named: Any) -> Any:
+def _with_rope(forward: Callable[..., Any], rope: RopeByText, lengths: Tensor, arranged: Arranged, **named: Any) -> Any:
     """Run a pass of the decoder. Each sequence is rotated by the frequencies of its own text."""
-    with rope.reading(lengths if how.rows is None else lengths[how.rows.to(lengths.device)]):
+    with rope.reading(lengths if arranged.rows is None else lengths[arranged.rows.to(lengths.device)]):
         return forward(**named)
 
 
 def _with_states(
-    forward: Callable[..., Any], named: dict[str, Any], cache: str, interceptor: Interceptor, how: Arranged
+    forward: Callable[..., Any], named: dict[str, Any], cache: str, interceptor: Interceptor, arranged: Arranged
 ) -> Any:
     """Run a pass of the decoder. Layers that keep states read and write the states of the sequences in it."""
     states = interceptor.states
     assert states is not None
-    here = interceptor.states = states if how.rows is None else states.at(how.rows)
+    pass_states = interceptor.states = states if arranged.rows is None else states.at(arranged.rows)
     if not hasattr(named.get(cache), "interceptor"):
-        named |= {cache: here, "use_cache": True}
+        named |= {cache: pass_states, "use_cache": True}
     output = forward(**named)
-    if how.rows is not None and how.columns is not None and bool((how.columns >= 0).any()):
-        states.put(how.rows, here, how.batch)
+    if arranged.rows is not None and arranged.columns is not None and bool((arranged.columns >= 0).any()):
+        states.put(arranged.rows, pass_states, arranged.batch)
     interceptor.states = states
     return output
 
@@ -285,8 +285,8 @@ def _joined(parts: list[_Part], tokens: Tensor) -> Any:
             assert columns is not None
             at = columns.where(columns >= 0, length).to(output.device)
             rows = torch.arange(batch) if rows is None else rows
-            here = rows.to(output.device)
-            whole[here] = whole[here].scatter(1, _wide(at, output), output)
+            on_device = rows.to(output.device)
+            whole[on_device] = whole[on_device].scatter(1, _wide(at, output), output)
         return whole[:, :length]
 
     out = parts[-1].output

@@ -16,8 +16,8 @@ from ag.model.support import check_adapter, check_end
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and announce the text and the end of the prompt to the cache, which chunks and drafts do not show."""
     interceptor, kwargs = interceptor_in(kwargs), with_cache_argument(type(model), kwargs)
-    given = (kwargs.get("inputs_embeds"), *args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
-    tokens: Tensor | None = next((x for x in given if x is not None), None)
+    inputs = (kwargs.get("inputs_embeds"), *args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
+    tokens: Tensor | None = next((x for x in inputs if x is not None), None)
     if interceptor is None or tokens is None:
         return type(model).generate(model, *args, **kwargs)
     check_adapter(getattr(model.prepare_inputs_for_generation, "__self__", model))  # PEFT puts its own method there
@@ -28,8 +28,8 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     text = None
     try:
         output = type(model).generate(model, *args, **kwargs)
-        found = getattr(output, "sequences", output)
-        text = found if ids is not None and ids.shape[1] == valid.shape[1] and isinstance(found, Tensor) else None
+        answers = getattr(output, "sequences", output)
+        text = answers if ids is not None and ids.shape[1] == valid.shape[1] and isinstance(answers, Tensor) else None
         return output
     finally:
         interceptor.saw(text)
@@ -60,5 +60,5 @@ def _setting(model: Any, name: str, kwargs: Mapping[str, Any]) -> Any:
     """Return a setting of ``model.generate``: its argument, else the given configuration's value, else the model's."""
     if name in kwargs:
         return kwargs[name]
-    found = (getattr(config, name, None) for config in (kwargs.get("generation_config"), model.generation_config))
-    return next((x for x in found if x is not None), None)
+    values = (getattr(config, name, None) for config in (kwargs.get("generation_config"), model.generation_config))
+    return next((x for x in values if x is not None), None)

@@ -52,13 +52,13 @@ def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
 
 def kv_heads(model_config: PretrainedConfig) -> list[KVHeads]:
     """Return the KV heads of each layer with keys and values; in Gemma 4 windowed layers have more and smaller ones."""
-    found = []
+    heads_by_layer = []
     for layer in _each(model_config.get_text_config()):
         size, parts = _head_dim(layer), [int(getattr(layer, f"qk_{x}_head_dim", None) or 0) for x in ("nope", "rope")]
         number = int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
         value = int(getattr(layer, "v_head_dim", None) or size)
-        found.append(KVHeads(number, sum(parts) if all(parts) else size, value))
-    return found
+        heads_by_layer.append(KVHeads(number, sum(parts) if all(parts) else size, value))
+    return heads_by_layer
 
 
 def _head_dim(layer: PretrainedConfig) -> int:
@@ -103,8 +103,8 @@ def sliding_windows(model_config: PretrainedConfig) -> list[int | None]:
     """Return the sliding window of each layer with keys and values, in tokens; None where a layer has none."""
     text = model_config.get_text_config()
     window: int | None = getattr(text, "sliding_window", None)
-    layers, kinds = attention_layers(text), getattr(text, "layer_types", None)
-    return [window if kinds is None or kinds[index] == "sliding_attention" else None for index in layers]
+    layers, layer_types = attention_layers(text), getattr(text, "layer_types", None)
+    return [window if layer_types is None or layer_types[index] == "sliding_attention" else None for index in layers]
 
 
 def shared_layers(config: PretrainedConfig) -> dict[int, int]:
@@ -117,6 +117,6 @@ def shared_layers(config: PretrainedConfig) -> dict[int, int]:
 def _alternating_windows(text: PretrainedConfig) -> list[int]:
     """Return the windowed layers, which have no gate, of a model that also has full ones (Gemma's pattern)."""
     types = getattr(text, "layer_types", None) or []
-    held = [types[index] for index in attention_layers(text)] if types else []
-    windowed = [index for index, kind in enumerate(held) if kind in ATTENTION[1:]]
-    return windowed if len(windowed) < len(held) else []
+    attention_types = [types[index] for index in attention_layers(text)] if types else []
+    windowed = [index for index, kind in enumerate(attention_types) if kind in ATTENTION[1:]]
+    return windowed if len(windowed) < len(attention_types) else []

@@ -63,8 +63,8 @@ class AttentionCall:
                 )
             by_mask: Callable[..., Any] = sdpa_attention_forward
             module = OwnConfig(self.module)
-            seen: Tensor = by_mask(module, self.q, self.k, self.v, self.mask, dropout=0.0, scaling=self.scaling)[0]
-            return seen.transpose(1, 2)
+            output: Tensor = by_mask(module, self.q, self.k, self.v, self.mask, dropout=0.0, scaling=self.scaling)[0]
+            return output.transpose(1, 2)
         windowed = self.window is not None and self.q.shape[2] > self.window
         if left_padded or windowed or not self.softmax.plain:
             options: dict[str, Any] = {"scaling": self.scaling, "window": self.window, "softmax": self.softmax}

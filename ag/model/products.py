@@ -116,8 +116,8 @@ def _is_rms_norm(kind: Any) -> bool:
         return False
     from transformers.models.llama.modeling_llama import LlamaRMSNorm  # takes half a second
 
-    mine, own = (inspect.getsource(x.forward).split() for x in (LlamaRMSNorm, kind))
-    return mine == own
+    llama_source, own = (inspect.getsource(x.forward).split() for x in (LlamaRMSNorm, kind))
+    return llama_source == own
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:

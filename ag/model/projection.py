@@ -16,7 +16,7 @@ NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 def output_projection(attention: nn.Module) -> Any:
     """Return the linear output projection of an attention module, or raise a ``UserError``."""
     named = (getattr(attention, name, None) for name in NAMES)
-    project = next((found for found in named if hasattr(found, "in_features")), None)
+    project = next((candidate for candidate in named if hasattr(candidate, "in_features")), None)
     if project is None:
         raise UserError(
             f"{type(attention).__name__} has no linear output projection {', '.join(NAMES)}, which this policy needs; "

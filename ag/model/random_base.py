@@ -53,14 +53,14 @@ def geometry(name: str) -> PretrainedConfig:
         return LlamaConfig(max_position_embeddings=1 << 20, rope_parameters=rope, **shape)
     path = configurations.find(known) or Path(known).expanduser()
     try:
-        found: PretrainedConfig = AutoConfig.from_pretrained(str(path))
+        config: PretrainedConfig = AutoConfig.from_pretrained(str(path))
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise UserError(
             f"model.name={name}: {reason}; expected random:{', random:'.join([*GEOMETRIES, *configurations.names()])}, "
             "or random:PATH, a JSON file with a model's configuration."
         ) from error
-    return found
+    return config
 
 
 def own_device() -> str:

@@ -74,17 +74,17 @@ def changing_length(decoder: Any) -> int | None:
             of a text.
     """
     rotary: Any = getattr(decoder, "rotary_emb", None)
-    kinds = getattr(rotary, "rope_type", None)
-    named = [*kinds.values()] if isinstance(kinds, dict) else [kinds]
-    found = [kind for kind in named if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)]
-    if not found:
+    rope_types = getattr(rotary, "rope_type", None)
+    named = [*rope_types.values()] if isinstance(rope_types, dict) else [rope_types]
+    dynamic = [kind for kind in named if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)]
+    if not dynamic:
         return None
-    if isinstance(kinds, dict) or not hasattr(type(rotary).forward, "__wrapped__"):
+    if isinstance(rope_types, dict) or not hasattr(type(rotary).forward, "__wrapped__"):
         raise UnsupportedModelError(
-            f"{type(decoder).__name__} rotates keys by {found[0]} RoPE, whose frequencies depend on the longest text "
+            f"{type(decoder).__name__} rotates keys by {dynamic[0]} RoPE, whose frequencies depend on the longest text "
             f"of a batch: expected one for all layers, by transformers' dynamic_rope_update; {USE_ANOTHER}"
         )
-    if found[0] == "longrope":
+    if dynamic[0] == "longrope":
         return int(decoder.config.rope_parameters["original_max_position_embeddings"])
     return int(rotary.original_max_seq_len)
 
@@ -140,9 +140,9 @@ class RopeByText:
         if lengths is None:
             return self._own(x, position_ids, *args, **kwargs)
         sets = self.set_of(lengths)
-        first, *others = sets.unique().tolist()
+        first, *other_sets = sets.unique().tolist()
         cos, sin = self._rotated(first, x, position_ids)
-        for other in others:
+        for other in other_sets:
             here = (sets == other).to(x.device)
             here = here[..., None] if here.ndim == 2 else here[:, None, None]
             cos, sin = (
@@ -174,7 +174,7 @@ class RopeByText:
             rotary.max_seq_len_cached = rotary.original_max_seq_len
             at = torch.tensor([[length - 1], [0], [FURTHER * length]], device=x.device).split(1)
             forward(rotary, x, at[0])  # takes the frequencies
-            size, *others = (sum(part.square() for part in inspect.unwrap(forward)(rotary, x.float(), n)) for n in at)
-            changes = any(bool(((other - size).abs() > size / FURTHER).any()) for other in others)
+            size, *sizes = (sum(part.square() for part in inspect.unwrap(forward)(rotary, x.float(), n)) for n in at)
+            changes = any(bool(((other - size).abs() > size / FURTHER).any()) for other in sizes)
             self._sets[kind] = rotary, size.sqrt() if changes else None
         return self._sets[kind]

@@ -87,8 +87,8 @@ def device_of(module: nn.Module) -> torch.device:
     if device.type != "meta":
         return device
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
-    found = (getattr(hook, "execution_device", None) for hook in hooks)
-    return torch.device(next((device for device in found if device is not None), "cpu"))
+    hook_devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((device for device in hook_devices if device is not None), "cpu"))
 
 
 def lm_head(model: nn.Module) -> nn.Module:

@@ -152,12 +152,12 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
 
 def outline_of(config: Config) -> Outline:
     """Return the sizes of a run's model; raises as :func:`ag.training.made_outline.make_outline` does."""
-    found = read_outline(config)
-    if found is None:
+    outline = read_outline(config)
+    if outline is None:
         from ag.training.made_outline import make_outline  # loads torch and transformers, which takes seconds
 
-        found = make_outline(config)
-    return found
+        outline = make_outline(config)
+    return outline
 
 
 def report(

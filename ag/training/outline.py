@@ -111,11 +111,11 @@ def read_values(name: str, revision: str | None) -> dict[str, Any] | None:
     files = [packaged] if packaged else [path, path / "config.json"]
     if source is not None and revision is None:
         files.append(source.folder() / "config.json")
-    found = next((file for file in files if file.suffix == ".json" and file.is_file()), None)
-    if found is None:
+    config_file = next((file for file in files if file.suffix == ".json" and file.is_file()), None)
+    if config_file is None:
         return None
     try:
-        values = json.loads(found.read_text(encoding="utf-8"))
+        values = json.loads(config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # transformers says what is wrong
     return values if isinstance(values, dict) else None

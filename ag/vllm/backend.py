@@ -539,5 +539,5 @@ class EvictionImpl(AttentionImpl[Step]):
 def _backend() -> type[Any]:
     """Return our backend of this platform, under the name by which vLLM finds it."""
     name = "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"
-    found: type[Any] = AttentionBackendEnum[name].get_class()
-    return found
+    backend: type[Any] = AttentionBackendEnum[name].get_class()
+    return backend

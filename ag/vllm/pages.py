@@ -78,35 +78,35 @@ class Pages:
         minis = self.first_mini[layer] + slots[:, None] // self.block_size * self.heads
         return minis * self.block_size + slots[:, None] % self.block_size
 
-    def logits_at(self, minis: Tensor, places: Tensor) -> tuple[Tensor, ...]:
+    def logits_at(self, minis: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
         """Return where in ``logits`` those of tokens at places of minis lie."""
         region_size = self.blocks * self.heads
         region, within = minis // region_size, minis % region_size
-        return within // self.heads, places, self.layer_of[region], within % self.heads
+        return within // self.heads, slots, self.layer_of[region], within % self.heads
 
     def write_logits(self, slots: Tensor, logits: Tensor) -> None:
         """Store logits by the slots among minis of their tokens."""
         assert self.logits is not None
         self.logits[self.logits_at(slots // self.block_size, slots % self.block_size)] = logits
 
-    def read_logits(self, minis: Tensor, places: Tensor) -> Tensor | None:
+    def read_logits(self, minis: Tensor, slots: Tensor) -> Tensor | None:
         """Return the logits of tokens at places of minis; None if there are no gates."""
-        return None if self.logits is None else self.logits[self.logits_at(minis, places)]
+        return None if self.logits is None else self.logits[self.logits_at(minis, slots)]
 
-    def read(self, minis: Tensor, places: Tensor, part: slice = slice(None)) -> Tensor:
+    def read(self, minis: Tensor, slots: Tensor, part: slice = slice(None)) -> Tensor:
         """Return keys and values ``[..., 2 D]``, or a part of these numbers, of tokens at places of minis ``[...]``."""
         if self.tokens is None:
-            numbers: Tensor = self.numbers[minis[..., None] * self.mini_size + self.offsets[places][..., part]]
+            numbers: Tensor = self.numbers[minis[..., None] * self.mini_size + self.offsets[slots][..., part]]
             return numbers
-        tokens: Tensor = self.tokens[minis * self.block_size + places]
+        tokens: Tensor = self.tokens[minis * self.block_size + slots]
         return tokens[..., part]
 
-    def write(self, minis: Tensor, places: Tensor, numbers: Tensor) -> None:
+    def write(self, minis: Tensor, slots: Tensor, numbers: Tensor) -> None:
         """Store keys and values ``[n, 2 D]`` at places of minis ``[n]``."""
         if self.tokens is not None:
-            self.tokens[minis * self.block_size + places] = numbers
+            self.tokens[minis * self.block_size + slots] = numbers
             return
-        self.numbers[minis[:, None] * self.mini_size + self.offsets[places]] = numbers
+        self.numbers[minis[:, None] * self.mini_size + self.offsets[slots]] = numbers
 
     def pack(self, keep: Tensor, minis: Tensor, blocks: Tensor, *, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Move what stays of a request's rows, with its logits if these are read again.

@@ -41,8 +41,8 @@ class Global(Allocator):
         budgets.open[layer] = budgets.votes[layer] = candidates
         ahead = sum(budgets.kv_heads[x] for x in budgets.layers if x not in budgets.open)
         total = sum((x.capacity * x.score.shape[1] for x in budgets.votes.values()), candidates.capacity * ahead)
-        held = sum(x.valid.flatten(1).sum(1) for x in budgets.open.values())
-        if ahead and bool((held <= total).all()):  # the first layers fit into the budget of all
+        num_held = sum(x.valid.flatten(1).sum(1) for x in budgets.open.values())
+        if ahead and bool((num_held <= total).all()):  # the first layers fit into the budget of all
             budgets.open[layer] = budgets.votes[layer] = candidates.after(candidates.valid)
             return {layer: candidates.valid}
         best, masks = over_heads([*budgets.votes.values()], self.floor, total), {}

@@ -66,9 +66,9 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
     shown = [_renamed(finished.pop(cell.key), label=cell.label, policy=repr(cell.policy)) for cell in cells]
     kv_dtype = next(iter(config.held), "float")
     names = config.baseline, config.mine or config.policies[-1]
-    baseline, mine = (stored(config.called.get(name, name), kv_dtype) for name in names)
+    baseline, my_policy = (stored(config.called.get(name, name), kv_dtype) for name in names)
     hidden = [f"{other.summary.task}: {other.summary.name}" for other in finished.values()]
-    comparison = Comparison(shown, folder.path, baseline, mine, _data(config.root, config.roots), hidden)
+    comparison = Comparison(shown, folder.path, baseline, my_policy, _data(config.root, config.roots), hidden)
     (folder.path / "config.yaml").write_text(dump(config))
     write(comparison)
     if hidden:
@@ -170,5 +170,5 @@ def _renamed(cell: FinishedCell, **names: str) -> FinishedCell:
 
 def _data(root: str | None, roots: dict[str, str]) -> str:
     """Return where the samples of a comparison come from, as text."""
-    places = [HUB if root is None else str(Path(root).resolve())]
-    return "; ".join([*places, *(f"{task}: {Path(path).resolve()}" for task, path in roots.items())])
+    folders = [HUB if root is None else str(Path(root).resolve())]
+    return "; ".join([*folders, *(f"{task}: {Path(path).resolve()}" for task, path in roots.items())])

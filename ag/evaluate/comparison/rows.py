@@ -169,21 +169,21 @@ def policy_spec(text: str) -> PolicySpec:
         return PolicySpec(text)
 
 
-def paired_difference(outcomes: Sequence[Outcome], others: Sequence[Outcome], tag: str = "") -> Paired | None:
+def paired_difference(outcomes: Sequence[Outcome], other_outcomes: Sequence[Outcome], tag: str = "") -> Paired | None:
     """Compare the scores of two lists of outcomes, or a tag (``nats``). None: they share no sample."""
-    scores, other_scores = tag_values(outcomes, tag), tag_values(others, tag)
+    scores, other_scores = tag_values(outcomes, tag), tag_values(other_outcomes, tag)
     common = [sample for sample in scores if sample in other_scores]
     if not common:
         return None
-    blocks = None if tag else _block_differences(outcomes, others)
+    blocks = None if tag else _block_differences(outcomes, other_outcomes)
     return compare([scores[sample] for sample in common], [other_scores[sample] for sample in common], blocks)
 
 
 def _block_differences(
-    outcomes: Sequence[Outcome], others: Sequence[Outcome]
+    outcomes: Sequence[Outcome], other_outcomes: Sequence[Outcome]
 ) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
     """Return the differences of blocks and their tokens for each sample of both lists. None: there are no blocks."""
-    others_by_sample = {outcome.sample: outcome for outcome in others}
+    others_by_sample = {outcome.sample: outcome for outcome in other_outcomes}
     blocks = []
     for outcome in outcomes:
         if outcome.sample in others_by_sample:

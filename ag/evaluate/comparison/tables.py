@@ -128,8 +128,8 @@ def leaderboard(comparison: Comparison) -> DataFrame:
     signs = tasks.higher_is_better.map({True: -1, False: 1})
     unable = {task for task in tasks.index if comparison.uninformative(task)}
     ranked = [task for task in tasks.index if task not in unable] or list(tasks.index)
-    places = (means * signs)[ranked].rank().mean(axis=1, skipna=False)  # NaN, and therefore last, without a score
-    table = text[tasks.index].fillna("").loc[places[rows.name.unique()].sort_values(kind="stable").index]
+    ranks = (means * signs)[ranked].rank().mean(axis=1, skipna=False)  # NaN, and therefore last, without a score
+    table = text[tasks.index].fillna("").loc[ranks[rows.name.unique()].sort_values(kind="stable").index]
     heads = {}
     for task, metric, higher, n in tasks.itertuples():
         remark = ", not informative" * (task in unable)

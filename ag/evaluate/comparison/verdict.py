@@ -80,8 +80,8 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
     if not compared:
         return without("no policy has a result at this budget")
     lower = bool(tag) or not compared[0].higher_is_better
-    best, *others = sorted(compared, key=lambda row: row.nats if tag else row.mean, reverse=not lower)
-    alike = [row for row in others if same_kept_share(best, row)]
+    best, *other_policies = sorted(compared, key=lambda row: row.nats if tag else row.mean, reverse=not lower)
+    alike = [row for row in other_policies if same_kept_share(best, row)]
     full = next((row for row in measured if not row.evicts), None)
     rival = next((row for row in alike if not (best.gated and row.gated)), full)
 
@@ -96,10 +96,10 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
     memory = best.kept if math.isnan(best.memory) else best.memory
     share = f"With {percent(memory)} kept" if math.isnan(best.memory) else f"At {percent(memory)} of the memory"
     sentences = [f"{share}{at}, {task}: {_lead_text(best, rival, gain, unit, level)}"]
-    mine = next((row for row in alike if row.label == comparison.mine and row is not rival), None)
-    if mine is not None and (lag := gain_over(mine, best)):
-        place = f"number {others.index(mine) + 2} of {len(compared)}"
-        sentences.append(f"{mine.label}, {place}, {_gain_text(lag, unit, best.label)} {_test_text(lag)}")
+    my_row = next((row for row in alike if row.label == comparison.mine and row is not rival), None)
+    if my_row is not None and (lag := gain_over(my_row, best)):
+        place = f"number {other_policies.index(my_row) + 2} of {len(compared)}"
+        sentences.append(f"{my_row.label}, {place}, {_gain_text(lag, unit, best.label)} {_test_text(lag)}")
     evicting = [] if full is None else [row for row in (best, rival) if row.evicts]
     losses = [(row, lost) for row in evicting if (lost := gain_over(row, full))]
     if not losses:

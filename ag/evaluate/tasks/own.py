@@ -152,14 +152,14 @@ class Own(PromptTask):
 
 def _asked(row: Record, location: str) -> Sequence[dict[str, Any]]:
     """Return the questions of a row with their answers."""
-    asked = row.get("questions", [row])
-    if not isinstance(asked, list) or not asked or not all(isinstance(entry, dict) for entry in asked):
+    questions = row.get("questions", [row])
+    if not isinstance(questions, list) or not questions or not all(isinstance(entry, dict) for entry in questions):
         raise DataError(f'{location}: expected questions as a list of {{"question": ..., "answer": ...}}')
-    for entry in asked:
+    for entry in questions:
         check_fields(entry, {"question": str, "answer": str}, location)
         if not entry["answer"].strip():
             raise DataError(f"{location} has an empty answer: leave the question out, or write an answer")
-    return asked
+    return questions
 
 
 def _nats(model: nn.Module, cache: EvictionCache, last_hidden: Tensor, answer: list[int]) -> float:

@@ -256,13 +256,13 @@ def decode(
         choose: see :func:`ag.evaluate.tasks.follow.continue_batch`.
     """
     tokens: list[list[int]] = [[] for _ in max_new_tokens]
-    held: list[list[float]] = [[] for _ in max_new_tokens]
+    held_by_token: list[list[float]] = [[] for _ in max_new_tokens]
 
     def choose_and_record(logits: Tensor, text_indices: Sequence[int]) -> list[int]:
         chosen = choose(logits, text_indices)
         for index, token, size in zip(text_indices, chosen, cache.held_tokens().mean(1).tolist(), strict=True):
             tokens[index].append(token)
-            held[index].append(size)
+            held_by_token[index].append(size)
         return chosen
 
     finished = {
@@ -271,4 +271,4 @@ def decode(
             model, cache, last_hidden, max_new_tokens, stop, choose=choose_and_record
         )
     }
-    return [Decoded(tokens[index], held[index], *finished[index]) for index in range(len(tokens))]
+    return [Decoded(tokens[index], held_by_token[index], *finished[index]) for index in range(len(tokens))]
