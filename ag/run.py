@@ -184,7 +184,7 @@ def make_module(config: Config, base: PreTrainedModel) -> GatedLM:
 
 def print_start(batches: DataModule, checkpoint: Path | None) -> None:
     """Print the rows that a run reads, warnings about them, and the checkpoint that it continues."""
-    lines, warned = batches.report()
+    lines, warned = batches.splits.report()
     print("\n".join(lines), flush=True)
     for line in warned:
         print(f"ag.fit: warning: {line}", file=sys.stderr)

@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ag.config.data import CutConfig, SftConfig, SplitConfig, StoredConfig
-from ag.data.collate import Collator, Row, end_tokens, padding_token, start_tokens
 from ag.data.encode import encode, truncate_prompt, truncation_remedies
-from ag.data.module import Counts, DataModule, SplitCounts
+from ag.data.rows import Row
 from ag.data.sources import TOO_DEEP_ERROR, DataError, Record, check_fields, dataset_name, dataset_of, held_out
+from ag.data.splits import Counts, SplitCounts, Splits
 from ag.data.templates import Example
 from ag.data.text import cut_documents
+from ag.data.tokens import end_tokens, start_tokens
 from ag.errors import UserError
 from ag.model.chat import Chat, Message, assistant_tokens, for_template, is_marked, variables
 
@@ -59,12 +60,12 @@ class RowForm:
         return f"messages in {' and '.join(self.columns)}; loss on the assistant's turns{part}, {method}"
 
 
-def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+def read(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
     """Read and tokenise the rows of ``config.data.name``, a folder or a hub id.
 
     Without a validation split, the first ``data.val_samples`` training rows are held out. A prompt that does not fit
     loses its left part; a row whose response does not fit is left out. Both are counted. For the arguments see
-    :meth:`ag.data.module.DataKind.build`.
+    :meth:`ag.data.splits.DataKind.read`.
 
     Raises:
         DataError: missing folder, split or field, an empty response, or messages without a chat template.
@@ -76,12 +77,11 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     if form.columns == [data.text_field]:
         shared = {field.name for part in (StoredConfig, CutConfig) for field in fields(part)} - {"kind"}
         documents = SplitConfig(**{name: getattr(data, name) for name in shared})
-        module = cut_documents(documents, config.seed, tokenizer, context)
-        module.description = (
+        description = (
             f"{dataset_name(data)}: {data.text_field}, documents that are cut into a prompt and its continuation, "
             "which carries the loss (data.kind=text data.packing=packed: loss on all tokens)"
         )
-        return module
+        return replace(cut_documents(documents, config.seed, tokenizer, context), description=description)
     if form.chat and tokenizer.chat_template is None:
         raise DataError(
             f"{source.where('train')} has messages, and the tokenizer {tokenizer.name_or_path} has no chat template: "
@@ -101,10 +101,8 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     train = rows("train", first, None, data.train_samples, counts.train)
     validation_split = "train" if first else "validation"
     validation = rows(validation_split, 0, first or None, data.val_samples, counts.validation)
-    collator = Collator(padding_token(tokenizer))
-    module = DataModule(train, [(row,) for row in validation], collator, data, config.seed, counts)
-    module.description = f"{dataset_name(data)}: {form.describe(tokenizer)}"
-    return module
+    description = f"{dataset_name(data)}: {form.describe(tokenizer)}"
+    return Splits(train, [(row,) for row in validation], counts, description=description)
 
 
 def detect_form(row: Record | None, data: SftConfig, source_name: str) -> RowForm:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ag.data.collate import Answer, Row, start_tokens, tokenize, tokenize_after
-from ag.data.module import SplitCounts
+from ag.data.rows import Answer, Row
+from ag.data.splits import SplitCounts
 from ag.data.templates import Example
+from ag.data.tokens import start_tokens, tokenize, tokenize_after
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,9 +12,9 @@ import random
 from typing import TYPE_CHECKING
 
 from ag.config.data import FactsConfig
-from ag.data.module import DataKind, DataModule
 from ag.data.relations import NAMES, RELATIONS, TRADES
 from ag.data.sft import from_examples
+from ag.data.splits import DataKind, Splits
 from ag.data.templates import Example
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ TIMES = (
 class Facts(DataKind):
     """Generated passages that hide facts, with a question about one of them."""
 
-    def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+    def read(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
         """Generate the questions and tokenise them as a supervised task.
 
         ``data.train_samples`` and ``data.val_samples`` say how many (default 2000 and 200).

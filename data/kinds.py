@@ -1,15 +1,15 @@
-"""The kinds of data by name, and the data module of a run."""
+"""The kinds of data by name, and the rows of a run."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ag.data.collate import Row
 from ag.data.facts import Facts
-from ag.data.module import DataKind, DataModule
 from ag.data.problems import WorkedProblems
+from ag.data.rows import Row
 from ag.data.sft import Supervised
 from ag.data.sources import DataError, dataset_name
+from ag.data.splits import DataKind, Splits
 from ag.data.text import Text
 from ag.plugins import part
 
@@ -27,15 +27,24 @@ def check(data: DataConfig) -> None:
     _kind(data).check(data)
 
 
-def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
-    """Read, tokenise and batch the data of a run; see :meth:`ag.data.module.DataKind.build`."""
-    module = _kind(config.data).build(config, tokenizer, context)
-    if config.loss.replay and not any(_has_second_token(row) for row in module.train_rows):
+def read(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
+    """Read and tokenise the rows of a run; see :meth:`ag.data.splits.DataKind.read`.
+
+    Raises:
+        DataError: a split is empty, or no row has what ``loss.replay`` needs.
+    """
+    splits, name = _kind(config.data).read(config, tokenizer, context), dataset_name(config.data)
+    for split, rows in (("training", splits.train), ("validation", splits.validation)):
+        if not rows:
+            skipped = splits.counts.of(split == "validation").skipped
+            reason = f": {skipped} were left out, {splits.counts.remedy}" if skipped else ""
+            raise DataError(f"the {split} split of {name} has no rows{reason}")
+    if config.loss.replay and not any(_has_second_token(row) for row in splits.train):
         raise DataError(
-            f"loss.replay=true: no training row of {dataset_name(config.data)} has a second token with loss after its "
-            "prompt, and the first one precedes eviction: expected longer responses, or set loss.replay=false."
+            f"loss.replay=true: no training row of {name} has a second token with loss after its prompt, and the first "
+            "one precedes eviction: expected longer responses, or set loss.replay=false."
         )
-    return module
+    return splits
 
 
 def _has_second_token(row: Row) -> bool:

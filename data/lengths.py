@@ -52,15 +52,15 @@ def sample_rows(config: Config, context: int, count: int = ROWS) -> RowSample | 
         return f"the tokenizer of {config.model.name} is not on this machine"
     import numpy as np
 
-    from ag.data.kinds import build  # loads torch, which takes seconds
-    from ag.model.base import load_tokenizer
+    from ag.data.kinds import read
+    from ag.model.tokenizer import load_tokenizer  # loads transformers, which takes most of a second
 
     limits: dict[str, Any] = {"train_samples": min(count, data.train_samples or count), "val_samples": 1}
     if isinstance(data, TextConfig):
         limits["cache"] = None  # it would hold these few rows
     try:
         tokenizer = load_tokenizer(str(tokenizer_folder), {"trust_remote_code": config.model.trust_remote_code})
-        rows = build(replace(config, data=replace(data, **limits)), tokenizer, context).train_rows
+        rows = read(replace(config, data=replace(data, **limits)), tokenizer, context).train
     except (UserError, OSError, ValueError) as error:
         return f"{dataset_name(data)} cannot be read ({first_line(error)})"
     lengths = np.array([len(row.tokens) for row in rows])

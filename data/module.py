@@ -1,4 +1,4 @@
-"""The base class of the kinds of data, and their common LightningDataModule."""
+"""The LightningDataModule of a run: batches of its rows, divided among ranks and resumable."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import os
 import signal
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +19,13 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ag.data.collate import Collator, Row
+from ag.data.collate import Collator
+from ag.data.kinds import read
+from ag.data.rows import Row
 from ag.data.sampler import FILLER, Shard, TrainOrder, ValidationOrder
-from ag.data.sources import DataError, dataset_name
+from ag.data.sources import DataError
+from ag.data.splits import Splits
+from ag.data.tokens import padding_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,85 +33,9 @@ if TYPE_CHECKING:
     from ag.config import Config, DataConfig
 
 
-WARNED_SHARE = 0.1  # a larger share of a split's tokens that are in no row is a warning
-
-
-class DataKind(ABC):
-    """A kind of data, chosen by ``data.kind=NAME``."""
-
-    def check(self, data: DataConfig) -> None:  # noqa: B027  # most kinds support all settings of the schema
-        """Refuse settings that the kind does not support, before anything is loaded.
-
-        Raises:
-            DataError: naming the key, what was expected and the fix.
-        """
-
-    @abstractmethod
-    def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
-        """Read or make the rows and tokenise them.
-
-        Args:
-            config: the run; ``data`` and ``seed`` are read.
-            tokenizer: the model's tokenizer.
-            context: the model's longest input in tokens.
-
-        Raises:
-            DataError: the data cannot be used; the message names the file and row, and the fix.
-        """
-
-
-@dataclass
-class SplitCounts:
-    """Counts of a split: texts that were read, and tokens that are in no row.
-
-    A text is a row of the dataset, or a document that rows are cut from.
-    """
-
-    read: int = 0  # texts
-    tokens: int = 0  # in all texts
-    longest: int = 0  # tokens of the longest text
-    skipped: int = 0  # texts that are left out: too short or too long
-    skipped_tokens: int = 0  # in texts that are left out
-    cut: int = 0  # texts that lost a part
-    cut_tokens: int = 0  # in these texts before the cut
-    lost_tokens: int = 0  # tokens that these texts lost
-
-    def add(self, tokens: int) -> None:
-        """Count a text of this many tokens."""
-        self.read += 1
-        self.tokens += tokens
-        self.longest = max(self.longest, tokens)
-
-    def keep(self, kept: int, tokens: int) -> None:
-        """Count how many of a text's ``tokens`` are kept; with 0 it is left out. Call it after :meth:`add`."""
-        if not kept:
-            self.skipped += 1
-            self.skipped_tokens += tokens
-        elif kept < tokens:
-            self.cut += 1
-            self.cut_tokens += tokens
-            self.lost_tokens += tokens - kept
-
-    @property
-    def lost_share(self) -> float:
-        """The share of all tokens that is in no row."""
-        return (self.skipped_tokens + self.lost_tokens) / max(self.tokens, 1)
-
-
-@dataclass
-class Counts:
-    """The counts of both splits, and sentences about the tokens that are in no row."""
-
-    train: SplitCounts = field(default_factory=SplitCounts)
-    validation: SplitCounts = field(default_factory=SplitCounts)
-    unit: str = "rows"  # "rows" of the dataset, or "documents" that rows are cut from
-    remedy: str = ""  # why texts are left out, and the keys that let more in
-    cut_remedy: str = ""  # the part that cut texts lose, and the keys by which they lose less
-    held_out: int = 0  # training rows that are used for validation
-
-    def of(self, validates: bool) -> SplitCounts:
-        """Return the counts of the validation split, or of the training split."""
-        return self.validation if validates else self.train
+def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+    """Read, tokenise and batch the data of a run; see :meth:`ag.data.splits.DataKind.read`."""
+    return DataModule(read(config, tokenizer, context), padding_token(tokenizer), config.data, config.seed)
 
 
 class DataModule(LightningDataModule):
@@ -118,59 +45,18 @@ class DataModule(LightningDataModule):
     middle of an epoch resumes with the next batch. :class:`ag.data.collate.Collator` describes the batches.
 
     Args:
-        train: training rows.
-        validation: groups of validation rows; a group is never divided over batches.
-        collator: makes a batch of rows.
+        splits: the rows.
+        pad_id: padding token, see :class:`ag.data.collate.Collator`.
         data: batch sizes and workers are read.
         seed: seed of the order.
-        counts: counts of texts that were read, left out or cut.
-
-    Raises:
-        DataError: a split is empty.
     """
 
-    def __init__(
-        self,
-        train: Sequence[Row],
-        validation: Sequence[Sequence[Row]],
-        collator: Collator,
-        data: DataConfig,
-        seed: int,
-        counts: Counts,
-    ) -> None:
+    def __init__(self, splits: Splits, pad_id: int, data: DataConfig, seed: int) -> None:
         super().__init__()
-        if not train:
-            raise DataError(_empty("training", data, counts.train.skipped, counts))
-        if not validation:
-            raise DataError(_empty("validation", data, counts.validation.skipped, counts))
-        self.train_rows, self.val_rows, self.collator = train, validation, collator
+        self.splits, self.train_rows, self.val_rows = splits, splits.train, splits.validation
+        self.collator = Collator(pad_id, splits.end, splits.loss_on_prompt)
         self.data, self.seed = data, seed
-        self.counts = counts
-        #: The form of the rows, in a line for the user; empty if the configuration says it.
-        self.description = ""
         self._restored: dict[str, Any] = {}
-
-    def report(self) -> tuple[list[str], list[str]]:
-        """Return lines about the rows of both splits, and about texts that were left out or cut.
-
-        Returns:
-            Lines to print, and lines to print as warnings, if a split lost more than a tenth of its tokens.
-        """
-        lines: list[str] = [self.description] if self.description else []
-        warnings: list[str] = []
-        unit = self.counts.unit
-        for name, rows in (("training", self.train_rows), ("validation", self.val_rows)):
-            counts = self.counts.of(name == "validation")
-            source = f" of {counts.read} {unit}" if unit != "rows" else ""
-            lines.append(f"{name}: {len(rows)} rows{source}")
-            of_all = f"of {counts.read} {name} {unit}"
-            lost = [f"left out: {counts.skipped} {of_all}, {self.counts.remedy}"] if counts.skipped else []
-            if counts.cut:
-                share = 100 * counts.lost_tokens / counts.cut_tokens
-                part = f"{self.counts.cut_remedy} (the longest has {counts.longest} tokens)"
-                lost.append(f"{counts.cut} {of_all} lost {share:.0f} % of their tokens, {part}")
-            (warnings if counts.lost_share > WARNED_SHARE else lines).extend(lost)
-        return lines, warnings
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the training batches, from the restored position on.
@@ -290,11 +176,3 @@ def exit_with_parent() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
-
-
-def _empty(split: str, data: DataConfig, skipped: int, counts: Counts) -> str:
-    """Return the message that a split has no rows, with the reason."""
-    message = f"the {split} split of {dataset_name(data)} has no rows"
-    if skipped:
-        return f"{message}: {skipped} were left out, {counts.remedy}"
-    return message

@@ -26,11 +26,12 @@ from string import ascii_lowercase
 from typing import TYPE_CHECKING, NamedTuple
 
 from ag.config.data import WorkedConfig
-from ag.data.collate import Collator, Row, end_tokens, padding_token
 from ag.data.encode import encode as encode_examples
-from ag.data.module import Counts, DataKind, DataModule
+from ag.data.rows import Row
 from ag.data.sources import DataError
+from ag.data.splits import DataKind, Splits
 from ag.data.templates import Example
+from ag.data.tokens import end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +58,7 @@ class WorkedProblems(DataKind):
         if data.name == "chain_sum":
             package_version()
 
-    def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+    def read(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
         """Generate and tokenise problems; the loss is on the solution.
 
         ``data.train_samples`` and ``data.val_samples`` say how many (default 4000 and 200).
@@ -76,8 +77,7 @@ class WorkedProblems(DataKind):
 
         train = rows("train", data.train_samples or data.DEFAULT_TRAIN_ROWS)
         validation = rows("validation", data.val_samples or VALIDATION_ROWS)
-        collator = Collator(padding_token(tokenizer))
-        return DataModule(train, [[row] for row in validation], collator, data, config.seed, Counts())
+        return Splits(train, [[row] for row in validation])
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], limit: int) -> list[Row]:

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ag.data.collate import Row, tokenize, tokenize_after
 from ag.data.relations import NAMES, NUMBERS, RELATIONS, TRADES
+from ag.data.rows import Row
 from ag.data.rules import MARKS, REQUESTS, ROLES, RULES, prompted
 from ag.data.sources import DataError
+from ag.data.tokens import tokenize, tokenize_after
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ag.config.data import ResponsesConfig
-    from ag.data.module import Counts
+    from ag.data.splits import Counts
 
 RESPONSE_TOKENS = 96  # tokens of a chunk, or of the text after a context
 LEAD_TOKENS = 8  # tokens before a chunk; they show where it begins and carry no loss

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
-from ag.data.collate import start_tokens
+from ag.data.tokens import start_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Rule(NamedTuple):

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from ag.config.data import QuestionConfig, SftConfig
 from ag.data import custom_sft
-from ag.data.collate import Collator, Row, end_tokens, padding_token, start_tokens
 from ag.data.encode import encode, truncate_prompt, truncation_remedies
-from ag.data.module import Counts, DataKind, DataModule, SplitCounts
+from ag.data.rows import Row
 from ag.data.sources import DataError, Source, local_folder
+from ag.data.splits import Counts, DataKind, SplitCounts, Splits
 from ag.data.templates import TASKS, WITH_CONTEXT, Example, examples, find_task, is_own
+from ag.data.tokens import end_tokens, start_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +39,7 @@ class Supervised(DataKind):
                 f"({', '.join(WITH_CONTEXT)}), or data.kind=facts; leave it out"
             )
 
-    def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+    def read(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
         """Read and tokenise the task ``config.data.name``, or rows of that folder or hub id (custom_sft.py).
 
         Raises:
@@ -47,7 +48,7 @@ class Supervised(DataKind):
         data = config.data
         assert isinstance(data, SftConfig)
         if is_own(data):
-            return custom_sft.build(config, tokenizer, context)
+            return custom_sft.read(config, tokenizer, context)
         task = find_task(data)
         folder: Path | None = local_folder(data.root, task.folder) if data.root else None
         source = Source(task.hub, task.subset, task.revision, folder)
@@ -65,8 +66,8 @@ def from_examples(
     context: int,
     train: Sequence[Example],
     validation: Sequence[Example],
-) -> DataModule:
-    """Make the data module of two lists of questions.
+) -> Splits:
+    """Tokenise two lists of questions.
 
     Training sees the right answer of each question, validation all its choices.
 
@@ -93,4 +94,4 @@ def from_examples(
 
     train_rows = [row for [row] in rows("train", train, every_choice=False, counts=counts.train)]
     groups = list(rows("validation", validation, every_choice=True, counts=counts.validation))
-    return DataModule(train_rows, groups, Collator(padding_token(tokenizer)), data, config.seed, counts)
+    return Splits(train_rows, groups, counts)

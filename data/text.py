@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ag.config.data import OwnDataConfig, PackedConfig, RepeatedConfig, ResponsesConfig, SplitConfig, TextConfig
-from ag.data.collate import Collator, Row, Tokens, padding_token, start_tokens, tokenize, tokenize_after
-from ag.data.module import Counts, DataKind, DataModule
 from ag.data.responses import LEAD_TOKENS, REPEAT_PROMPT, ResponseCutter, make_cutter
+from ag.data.rows import Row, Tokens
 from ag.data.sources import DataError, Source, check_fields, dataset_of, held_out
+from ag.data.splits import Counts, DataKind, Splits
+from ag.data.tokens import start_tokens, tokenize, tokenize_after
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +43,7 @@ ROW_SETTINGS = (
 class Text(DataKind):
     """Plain documents."""
 
-    def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+    def read(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
         """Read and tokenise the documents of ``config.data.name``.
 
         Without a validation split, the first ``data.val_samples`` training documents are held out.
@@ -54,8 +55,8 @@ class Text(DataKind):
         return cut_documents(config.data, config.seed, tokenizer, context)
 
 
-def cut_documents(data: TextConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
-    """Read, tokenise and cut documents; see :meth:`Text.build`."""
+def cut_documents(data: TextConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
+    """Read, tokenise and cut documents; see :meth:`Text.read`."""
     source = dataset_of(data)
     first = held_out(source, data)
     counts = Counts(unit="documents", held_out=first)
@@ -79,8 +80,7 @@ def cut_documents(data: TextConfig, seed: int, tokenizer: PreTrainedTokenizerBas
     validation = TextRows(source, split, data, tokenizer, cut, stop=first or None, validates=True)
     training = _cached_or_made(train, counts, context, seed)
     groups = [(row,) for row in _cached_or_made(validation, counts, context, seed)]
-    collator = Collator(padding_token(tokenizer), end, loss_on_prompt=isinstance(data, RepeatedConfig))
-    return DataModule(training, groups, collator, data, seed, counts)
+    return Splits(training, groups, counts, end, loss_on_prompt=isinstance(data, RepeatedConfig))
 
 
 def _cached_or_made(rows: TextRows, counts: Counts, *other_settings: object) -> Sequence[Row]:

@@ -21,7 +21,8 @@ import ag.data
 import ag.hf
 from ag.config import Config, ExportConfig, LossConfig, OptimConfig, WarmupConfig
 from ag.config.data import SftConfig
-from ag.data.collate import Collator, Row
+from ag.data.collate import Collator
+from ag.data.rows import Row
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.attach import attached_gates

@@ -15,19 +15,17 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
-from transformers.utils.hub import cached_file
 
 from ag.config import LoraConfig, ModelConfig
 from ag.errors import UserError, first_line
 from ag.files import checksum
 from ag.model import random_base
 from ag.model.quiet import quiet
+from ag.model.tokenizer import load_tokenizer
 from ag.wheels import BASES, SMOLLM2, SOURCES, Source, WheelError
 
 if TYPE_CHECKING:
@@ -282,18 +280,6 @@ def _quantization(config: ModelConfig, device: torch.device | str | None) -> dic
             bnb_4bit_compute_dtype=getattr(torch, config.dtype),
         ),
     }
-
-
-def load_tokenizer(path: str, source: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """Load tokenizer.json as it is where there is one.
-
-    AutoTokenizer of transformers 5 rebuilds some classes and drops the file's pre-tokenizer; SmolLM2's
-    repository would lose the splitting of digits (https://github.com/huggingface/transformers/issues/45920).
-    """
-    has_file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **source)
-    loader = PreTrainedTokenizerFast if has_file and not source["trust_remote_code"] else AutoTokenizer
-    tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(path, **source)
-    return tokenizer
 
 
 def _set_pad_token(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ag.data.collate import tokenize, tokenize_after
+from ag.data.tokens import tokenize, tokenize_after
 from tests.data.conftest import SENTENCES
 from tests.support.spaced import KINDS, of_sentencepiece, spaced
 

@@ -71,7 +71,7 @@ def test_prompt_and_response_are_joined_as_they_are(module, tokenizer, eos, end)
     again = [{"prompt": "a", "completion": "the bridge</s>"}] * 2  # no second end
     made = module(again, eos=eos)
     assert answered(made, tokenizer) == [("a", "the bridge</s>")]
-    names(made.description, "prompt", "completion", "loss on completion")
+    names(made.splits.description, "prompt", "completion", "loss on completion")
 
 
 def test_examples_of_the_page(module, make_config, tokenizer, tmp_path):
@@ -90,7 +90,7 @@ def test_examples_of_the_page(module, make_config, tokenizer, tmp_path):
     assert [(row.tokens.tolist(), row.prompt_length) for row in made.train_rows] == [
         (row.tokens.tolist(), row.prompt_length) for row in expected.train_rows
     ]
-    names(made.description, "text", "continuation", "data.kind=text", "data.packing=packed")
+    names(made.splits.description, "text", "continuation", "data.kind=text", "data.packing=packed")
 
 
 @TEMPLATES
@@ -102,7 +102,7 @@ def test_chats_of_the_page(module, tokenizer, template):
         turns = [[[*turn.values()] for column in row.values() for turn in column] for row in rows[1:]]
         expected = [(rendered((SHAREGPT.get(who, who), what)), f"{answer}{end}") for [who, what], [_, answer] in turns]
         assert answered(made, tokenizer) == expected
-        names(made.description, *rows[0], "assistant", "marks" if template == MARKED else "rendering")
+        names(made.splits.description, *rows[0], "assistant", "marks" if template == MARKED else "rendering")
     before = [("user", "q"), ("assistant", "an earlier answer"), ("user", "and then?")]
     asked = [("assistant", "yes"), ("user", "why?"), ("assistant", "it is high")]
     rows = [{"prompt": chat(*before), "completion": chat(*asked)}] * 2
@@ -217,10 +217,10 @@ def test_rows_that_do_not_fit(module, bos_tokenizer, messages):
     [row] = made.train_rows
     whole = len(module(rows, template, bos_tokenizer).train_rows[0].tokens)
     assert (len(row.tokens), row.tokens[0]) == (30, bos_tokenizer.bos_token_id)
-    counts = made.counts.train
+    counts = made.splits.counts.train
     assert (counts.read, counts.cut, counts.cut_tokens, counts.lost_tokens) == (2, 1, whole, whole - 30)
-    lines, warned = made.report()
-    assert lines == [made.description, "training: 1 rows", "validation: 1 rows"]
+    lines, warned = made.splits.report()
+    assert lines == [made.splits.description, "training: 1 rows", "validation: 1 rows"]
     left_out, lost = warned
     names(left_out, "left out: 1 of 2 training rows", "data.max_length=30")
     names(lost, f"1 of 2 training rows lost {100 * (whole - 30) / whole:.0f} % of their tokens", "data.max_length=30")
@@ -231,15 +231,15 @@ def test_rows_that_do_not_fit(module, bos_tokenizer, messages):
 def test_more_than_a_tenth_of_the_tokens_is_a_warning(module):
     """Of rows of 19 tokens, the prompts lose one or two."""
     rows = [{"prompt": "~" * 17, "response": "!"}] * 3  # the tokenizer merges none of them
-    assert module(rows).report()[1] == [] and len(module(rows).train_rows[0].tokens) == 19
+    assert module(rows).splits.report()[1] == [] and len(module(rows).train_rows[0].tokens) == 19
     read = ["training: 2 rows", "validation: 1 rows"]
     for lost, share in ((1, 5), (2, 11)):
-        lines, warned = module(rows, max_length=19 - lost).report()
+        lines, warned = module(rows, max_length=19 - lost).splits.report()
         told = warned if lost == 2 else [lines.pop(2), lines.pop(3)]
         assert lines[1:] == read and warned == (told if lost == 2 else [])
         for line, of in zip(told, ("2 of 2 training", "1 of 1 validation"), strict=True):
             names(line, f"{of} rows lost {share} % of their tokens", f"data.max_length={19 - lost}", "19 tokens")
-    names(module(rows, context=18).report()[0][2], "a model with a longer context")
+    names(module(rows, context=18).splits.report()[0][2], "a model with a longer context")
 
 
 ALL = {"messages": [], "conversations": [], "prompt": "a", "response": "b", "completion": "c", "text": "d", "q": "e"}

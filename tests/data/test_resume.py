@@ -12,9 +12,10 @@ import torch
 from ag.callbacks.checkpoint import RunCheckpoint
 from ag.callbacks.checkpoint_files import checkpoints, step_of
 from ag.config import Config
-from ag.data.collate import Collator, Row
-from ag.data.module import Counts, DataModule
+from ag.data.module import DataModule
+from ag.data.rows import Row
 from ag.data.sources import DataError
+from ag.data.splits import Splits
 from tests.support.refused import refuses
 
 ROWS, BATCH = 26, 4  # 6 batches an epoch, two rows left over
@@ -28,7 +29,7 @@ def data_module(workers=0, seed=0, batch_size=BATCH) -> DataModule:
     data = Config().data
     data.batch_size, data.val_batch_size, data.num_workers = batch_size, 4, workers
     validation = [[row] for row in rows()[:6]]
-    return DataModule(rows(), validation, Collator(0), data, seed, Counts())
+    return DataModule(Splits(rows(), validation), 0, data, seed)
 
 
 class Recorder(pl.LightningModule):

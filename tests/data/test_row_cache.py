@@ -40,7 +40,7 @@ def build(make_config, tokenizer, corpus):
 def contents(module):
     rows = [*module.train_rows, *(row for (row,) in module.val_rows)]
     found = [(row.tokens.tolist(), row.prompt_length, row.response_start, row.copied) for row in rows]
-    return found, asdict(module.counts)
+    return found, asdict(module.splits.counts)
 
 
 @pytest.mark.parametrize(("packing", "copy_max"), [("split", 0), ("repeated", 30), ("responses", 0)])

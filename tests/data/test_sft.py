@@ -94,10 +94,13 @@ def test_long_prompt_loses_its_left_part(make_config, boolq, bos_tokenizer):
         assert len(row.tokens) == 12 and row.prompt_length == 12 - response
         assert row.tokens.tolist() == [0, *full.tokens[-11:].tolist()]
         lost += len(full.tokens) - 12
-    assert (module.counts.train.cut, module.counts.train.lost_tokens) == (5, lost)
+    assert (module.splits.counts.train.cut, module.splits.counts.train.lost_tokens) == (5, lost)
     lost = sum(len(row.tokens) - 12 for group in whole.val_rows for row in group)
-    assert (module.counts.validation.cut, module.counts.validation.lost_tokens) == (3 * 2, lost)
-    assert len(module.report()[1]) == 2 and whole.report() == (["training: 5 rows", "validation: 3 rows"], [])
+    assert (module.splits.counts.validation.cut, module.splits.counts.validation.lost_tokens) == (3 * 2, lost)
+    assert len(module.splits.report()[1]) == 2 and whole.splits.report() == (
+        ["training: 5 rows", "validation: 3 rows"],
+        [],
+    )
 
 
 def test_question_behind_the_prompt(make_config, boolq, tokenizer, bos_tokenizer):

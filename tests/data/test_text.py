@@ -70,12 +70,12 @@ def test_windows_follow_each_other_through_a_document(make_config, corpus, bos_t
         skipped += windows == 0
     assert next(rows, None) is None
     assert lengths == {8, 72, 80}
-    sizes, counts = [len(plain(bos_tokenizer, text)) for text in DOCUMENTS], module.counts.train
-    assert skipped == counts.skipped == module.counts.validation.skipped == 1
+    sizes, counts = [len(plain(bos_tokenizer, text)) for text in DOCUMENTS], module.splits.counts.train
+    assert skipped == counts.skipped == module.splits.counts.validation.skipped == 1
     assert (counts.read, counts.tokens, counts.longest) == (len(sizes), sum(sizes), max(sizes))
     used = sum(len(row.tokens) - 1 for row in module.train_rows)
     assert used == counts.tokens - counts.skipped_tokens - counts.lost_tokens and counts.lost_tokens
-    lines = "\n".join(itertools.chain(*module.report()))
+    lines = "\n".join(itertools.chain(*module.splits.report()))
     share = 100 * counts.lost_tokens / counts.cut_tokens
     names(lines, f"training: {len(module.train_rows)} rows of 8 documents", "left out: 1 of 8 training documents")
     names(lines, f"{counts.cut} of 8 training documents lost {share:.0f} % of their tokens", "data.prompt_min=8")
@@ -166,8 +166,8 @@ def test_passages_are_repeated_word_for_word(make_config, corpus, bos_tokenizer)
     assert [row.tokens.tolist() for row in module.train_rows] == expected and len(expected) > len(first) > 1
     assert [row.tokens.tolist() for [row] in module.val_rows] == first
     assert {row.prompt_length for row in module.train_rows} == {1 + size}
-    counts = module.counts.train
-    assert counts.skipped == len(DOCUMENTS) - len(first) == module.counts.validation.skipped > 0
+    counts = module.splits.counts.train
+    assert counts.skipped == len(DOCUMENTS) - len(first) == module.splits.counts.validation.skipped > 0
     assert counts.tokens - counts.skipped_tokens - counts.lost_tokens == size * len(expected)
     for batches in (module.train_dataloader(), module.val_dataloader()):
         for batch in batches:
@@ -307,7 +307,7 @@ def test_validation_takes_the_longest_context_of_each_document(make_config, book
     lengths = [len(plain(tokenizer, text)) for text in LONG]
     expected = [512 if n >= 512 + 96 else 320 for n in lengths if n >= 320 + 96]
     assert [row.prompt_length for [row] in module.val_rows] == expected
-    assert module.counts.validation.skipped == len(LONG) - len(expected)
+    assert module.splits.counts.validation.skipped == len(LONG) - len(expected)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import ag
-from ag.data.collate import Collator, Row
+from ag.data.collate import Collator
+from ag.data.rows import Row
 from ag.errors import UserError
 from tests.support import batches, by_hand
 from tests.support.bounds import conditioned, hold, in_float64, of_logits

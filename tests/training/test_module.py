@@ -11,8 +11,10 @@ import torch
 
 import ag
 from ag.config import Config, DataConfig, LoraConfig, LossConfig, OptimConfig, TrainerConfig, WarmupConfig
-from ag.data.collate import Collator, Row
-from ag.data.module import Counts, DataModule
+from ag.data.collate import Collator
+from ag.data.module import DataModule
+from ag.data.rows import Row
+from ag.data.splits import Splits
 from ag.errors import UserError
 from ag.model import base as models
 from ag.training.loggers import MetricsFile
@@ -236,7 +238,7 @@ def test_every_step_has_the_loss_of_its_rows(tiny_llama, tmp_path):
     texts = [torch.randint(3, 128, (10 + i,), generator=draw).numpy() for i in range(13)]
     rows = [Row(text.astype(np.int32), len(text) // 2) for text in texts]
     settings = Config(data=DataConfig(batch_size=2)).data
-    source = DataModule(rows, [[rows[0]]], Collator(0), settings, seed=0, counts=Counts())
+    source = DataModule(Splits(rows, [[rows[0]]]), 0, settings, seed=0)
     steps = [[]]
 
     class Watched(GatedLM):

@@ -15,8 +15,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.data.rules import prompted
+from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.engine import EvictionCache
 from ag.evaluate.tasks.base import Sample, Samples, Tags, by_part
 from ag.evaluate.tasks.follow import score

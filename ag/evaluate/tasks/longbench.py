@@ -21,9 +21,9 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ag.data.collate import tokenize, tokenize_after
 from ag.data.encode import divided
 from ag.data.sources import DataError, Record, Source, check_fields, local_folder
+from ag.data.tokens import tokenize, tokenize_after
 from ag.errors import UserError, need
 from ag.evaluate.tasks.base import LeftOut, Sample
 from ag.evaluate.tasks.questions import SPARE, QuestionTask

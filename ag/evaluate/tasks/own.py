@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.config.data import SftConfig
-from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.data.custom_sft import detect_form, encoded_rows
 from ag.data.encode import divided
 from ag.data.sources import ENDINGS, DataError, Record, check_fields, read_file
+from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.tasks.base import LeftOut, PositiveInt, PromptTask, Sample, Tags

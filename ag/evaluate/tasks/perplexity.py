@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ag.data.collate import start_tokens, tokenize
+from ag.data.tokens import start_tokens, tokenize
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.errors import UserError
 from ag.evaluate.tasks.base import LeftOut, Outcome, PositiveInt, PromptTask, Sample, Samples, Tags, Task

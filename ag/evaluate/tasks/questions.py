@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.data.encode import divided
+from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.engine import EvictionCache
 from ag.evaluate.tasks.base import PromptTask, Sample, Samples, Tags
 from ag.evaluate.tasks.follow import end_tokens, greedy, score

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from ag.data.collate import start_tokens, tokenize
 from ag.data.rules import prompted
 from ag.data.sources import check_fields
+from ag.data.tokens import start_tokens, tokenize
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.evaluate.tasks.answers import final_answer, is_equal
 from ag.evaluate.tasks.base import LeftOut, Outcome, PositiveInt, Sample, Samples, Tags, Task

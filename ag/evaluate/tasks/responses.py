@@ -24,7 +24,7 @@ from ag.config.data import (
     StoredConfig,
 )
 from ag.config.recipes import load_config
-from ag.data.collate import Row
+from ag.data.rows import Row
 from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.tasks.base import LeftOut, Loaded, PositiveInt, PromptTask, Sample, Tags
@@ -108,15 +108,15 @@ class Responses(PromptTask):
         """
         recipe = self.recipe()
         run_samples, recipe.data.val_samples = recipe.data.val_samples, limit or recipe.data.val_samples
-        rows = data.build(recipe, tokenizer, max_tokens)
-        if run_samples is not None and rows.counts.held_out > run_samples:
+        splits = data.read(recipe, tokenizer, max_tokens)
+        if run_samples is not None and splits.counts.held_out > run_samples:
             raise UserError(
                 f"samples={limit}: expected at most {run_samples}, as the run holds out its first {run_samples} "
                 f"training rows (data.val_samples) and trains on the others; give samples={run_samples}, or "
                 "root=FOLDER with a validation split."
             )
-        samples = [of_rows(f"{number}", group) for number, group in enumerate(rows.val_rows)]
-        return Loaded(samples, too_short=rows.counts.validation.skipped)
+        samples = [of_rows(f"{number}", group) for number, group in enumerate(splits.validation)]
+        return Loaded(samples, too_short=splits.counts.validation.skipped)
 
     def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Yield the rows of the run's validation."""

@@ -23,8 +23,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.data.sources import DataError, Record, check_fields
+from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.errors import UserError, require
 from ag.evaluate.tasks.base import LeftOut, PositiveInt, PositiveInts, Sample, Tags
 from ag.evaluate.tasks.held_out import held_out, held_out_texts

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ag.data.collate import tokenize_after
+from ag.data.tokens import tokenize_after
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.evaluate.tasks.base import Outcome, PositiveInt, Sample, Samples, by_part
 from ag.evaluate.tasks.follow import distance, feed_texts

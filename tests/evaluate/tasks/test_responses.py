@@ -11,7 +11,7 @@ import ag
 from ag import data
 from ag.config import Config, DataConfig, ModelConfig
 from ag.config.recipes import dump, load_config
-from ag.data.collate import Answer, Row
+from ag.data.rows import Answer, Row
 from ag.errors import UserError
 from ag.evaluate.tasks import Sample, make
 from ag.evaluate.tasks.responses import of_rows
@@ -75,7 +75,7 @@ def test_the_rows_are_those_that_the_run_was_validated_on(run, tiny_tokenizer, k
     folder = run(kind)
     loaded = make("responses", run_folder=folder).load(tiny_tokenizer, None, 512)
     config = load_config(Path(folder) / "config.yaml", Config)
-    groups = data.build(config, tiny_tokenizer, 512).val_rows
+    groups = data.read(config, tiny_tokenizer, 512).validation
     assert len(loaded.samples) == len(groups) == config.data.val_samples
     for sample, group in zip(loaded.samples, groups, strict=True):
         assert sample.prompt == min((row.tokens[: row.prompt_length].tolist() for row in group), key=len)

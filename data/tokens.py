@@ -1,0 +1,77 @@
+"""Tokens of texts, and the special tokens around them."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ag.data.sources import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Put before a text that continues another one; the first character that does not merge with the text is used.
+LEADING_CHARACTERS = "\n" + string.punctuation
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of the padding token, or of EOS for a tokenizer without one.
+
+    Raises:
+        DataError: the tokenizer has neither.
+    """
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise DataError(
+        f"the tokenizer {tokenizer.name_or_path} has neither a padding nor an end-of-sequence token: "
+        "set tokenizer.pad_token"
+    )
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens at the end of a response, ``[EOS]``.
+
+    Raises:
+        DataError: the tokenizer has no end-of-sequence token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"the tokenizer {tokenizer.name_or_path} has no end-of-sequence token: set tokenizer.eos_token")
+    return [int(tokenizer.eos_token_id)]
+
+
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that the tokenizer puts before a text: ``[BOS]`` for Llama-2, none for SmolLM2."""
+    first: list[int] = tokenizer("a")["input_ids"][:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Tokenise texts in one call, without special tokens."""
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def tokenize_after(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Tokenise texts that continue others, without special tokens.
+
+    SentencePiece and others put a space before a text. Such a tokenizer gets a leading character and the text, and the
+    character's tokens are cut off.
+    """
+    token_ids, remaining = tokenize(tokenizer, texts), list(range(len(texts)))
+    [word] = tokenize(tokenizer, ["a"])
+    if tokenizer.decode(word + word) == 2 * str(tokenizer.decode(word)):
+        return token_ids
+    for lead in LEADING_CHARACTERS:
+        if not remaining:
+            break
+        lead_ids, word, *prefixed_ids = tokenize(tokenizer, [lead, f"{lead}a", *(lead + texts[i] for i in remaining)])
+        if word[: len(lead_ids)] == lead_ids and str(tokenizer.decode(word)).endswith(f"{lead}a"):
+            pairs = zip(remaining, prefixed_ids, strict=True)
+            separated = {i: ids[len(lead_ids) :] for i, ids in pairs if ids[: len(lead_ids)] == lead_ids}
+            token_ids = [separated.get(i, ids) for i, ids in enumerate(token_ids)]
+            remaining = [i for i in remaining if i not in separated]
+    return token_ids
