@@ -49,12 +49,10 @@ class Collator:
         mask = np.zeros((len(rows), longest), dtype=np.bool_)
         labels = np.full((len(rows), longest), IGNORED, dtype=np.int64)
         for i, row in enumerate(rows):
-            n, start = len(row.tokens), 0 if self.loss_on_prompt else row.prompt_length or 0
+            n = len(row.tokens)
             ids[i, :n] = row.tokens
             mask[i, :n] = True
-            labels[i, start:n] = row.tokens[start:]
-            if row.loss is not None:
-                labels[i, :n][~row.loss] = IGNORED
+            labels[i, :n] = np.where(row.loss_mask(self.loss_on_prompt), row.tokens, IGNORED)
         batch = {
             "input_ids": torch.from_numpy(ids),
             "attention_mask": torch.from_numpy(mask),

@@ -49,8 +49,7 @@ def read(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Sp
 
 def _has_second_token(row: Row) -> bool:
     """Whether the second token after the prompt, or a later one, carries loss."""
-    second = (row.prompt_length or 0) + 1
-    return len(row.tokens) > second if row.loss is None else bool(row.loss[second:].any())
+    return bool(row.loss_mask()[(row.prompt_length or 0) + 1 :].any())
 
 
 def _kind(data: DataConfig) -> DataKind:

@@ -60,11 +60,12 @@ def sample_rows(config: Config, context: int, count: int = ROWS) -> RowSample | 
         limits["cache"] = None  # it would hold these few rows
     try:
         tokenizer = load_tokenizer(str(tokenizer_folder), {"trust_remote_code": config.model.trust_remote_code})
-        rows = read(replace(config, data=replace(data, **limits)), tokenizer, context).train
+        splits = read(replace(config, data=replace(data, **limits)), tokenizer, context)
     except (UserError, OSError, ValueError) as error:
         return f"{dataset_name(data)} cannot be read ({first_line(error)})"
+    rows = splits.train
     lengths = np.array([len(row.tokens) for row in rows])
-    loss = [len(row.tokens) - (row.prompt_length or 0) if row.loss is None else int(row.loss.sum()) for row in rows]
+    loss = [int(row.loss_mask(splits.loss_on_prompt).sum()) for row in rows]
     shuffled = np.random.default_rng(config.seed).permutation(lengths)
     size = min(data.batch_size, len(lengths))
     batches = shuffled[: len(shuffled) // size * size].reshape(-1, size)

@@ -41,3 +41,12 @@ class Row(NamedTuple):
         """Index of the first token with loss: after the prompt, or after the question that follows the prompt."""
         prompt = self.prompt_length or 0
         return prompt if self.loss is None else prompt + int(self.loss[prompt:].argmax())
+
+    def loss_mask(self, on_prompt: bool = False) -> npt.NDArray[np.bool_]:
+        """Return ``[T]``, True on tokens that carry loss.
+
+        Args:
+            on_prompt: whether prompts of rows without ``loss`` carry loss too.
+        """
+        first = 0 if on_prompt else self.prompt_length or 0
+        return np.arange(len(self.tokens)) >= first if self.loss is None else self.loss

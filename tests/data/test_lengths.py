@@ -1,13 +1,15 @@
 """Lengths of the rows of a plan: those that the run's data module has, where data and tokenizer are on this machine."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from ag.config import Config, DataConfig, ModelConfig
 from ag.data import lengths
-from ag.data.kinds import build
 from ag.data.lengths import RowSample, sample_rows
+from ag.data.module import build
 from ag.data.sources import Source
 
 CONTEXT = 512
@@ -30,16 +32,67 @@ def root(tmp_path):
     return folder
 
 
-def test_lengths_are_those_of_the_rows_that_the_run_reads(model, root, tiny_tokenizer):
-    data = {"kind": "text", "name": "own", "root": str(root), "packing": "split", "prompt_min": 10, "prompt_max": 60}
-    config = Config(model=model, data=DataConfig(**data, continuation=8, val_samples=1, batch_size=2))
-    found = sample_rows(config, CONTEXT)
-    rows = build(config, tiny_tokenizer, CONTEXT).train_rows
-    sizes = [len(row.tokens) for row in rows]
-    assert isinstance(found, RowSample) and found.count == len(sizes) and found.longest == max(sizes) <= 68
+TEXTS = [{"text": f"The old boat {i} waits near the river. " * (i + 9)} for i in range(24)]
+PAIRS = [{"prompt": f"Word {i}:", "response": " the old bridge" * (i + 1)} for i in range(9)]
+CHATS = [
+    {"messages": [{"role": role, "content": f"{role} {i} " * (i + 3)} for role in ("system", "user", "assistant")]}
+    for i in range(9)
+]
+TASK = [
+    {"goal": f"cross river {i}", "sol1": "by boat" * (i + 1), "sol2": "by bridge", "label": i % 2} for i in range(9)
+]
+TEMPLATE = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "data"),
+    [
+        (TASK, {"kind": "sft", "name": "piqa"}),
+        (TASK, {"kind": "sft", "name": "piqa", "eos": True, "max_length": 40}),
+        (PAIRS, {"kind": "sft", "name": "own"}),
+        (CHATS, {"kind": "sft", "name": "own"}),
+        (TEXTS, {"kind": "sft", "name": "own", "prompt_min": 10, "prompt_max": 60, "continuation": 8}),
+        (TEXTS, {"kind": "text", "name": "own", "prompt_min": 10, "prompt_max": 60, "continuation": 8}),
+        (TEXTS, {"kind": "text", "name": "own", "packing": "packed", "max_length": 150}),
+        (TEXTS, {"kind": "text", "name": "own", "packing": "repeated", "max_length": 256}),
+        (TEXTS, {"kind": "text", "name": "own", "packing": "responses", "contexts": [192, 256], "responses": ["next"]}),
+    ],
+    ids=["task", "cut_task", "pairs", "chats", "documents", "split", "packed", "repeated", "responses"],
+)
+def test_lengths_are_those_of_the_batches_that_the_run_reads(rows, data, write, tokenizer, tmp_path):
+    tokenizer.chat_template = TEMPLATE
+    try:
+        tokenizer.save_pretrained(tmp_path / "model")
+        for split in ("train", "validation"):
+            write(tmp_path / "rows", split, rows)
+        parts = {"data": DataConfig(root=str(tmp_path / "rows"), batch_size=2, **data)}
+        config = Config(model=ModelConfig(name=str(tmp_path / "model")), **parts)
+        found, module = sample_rows(config, CONTEXT), build(config, tokenizer, CONTEXT)
+    finally:
+        tokenizer.chat_template = None
+    batches = [module.collator([row]) for row in module.train_rows]
+    sizes = [batch["input_ids"].shape[1] for batch in batches]
+    assert isinstance(found, RowSample), found
+    assert (found.count, found.longest) == (len(sizes), max(sizes))
     assert found.mean == pytest.approx(sum(sizes) / len(sizes), rel=1e-12)
-    assert found.mean <= found.padded <= found.longest and found.with_loss == 8
+    assert found.mean <= found.padded <= found.longest
+    with_loss = sum(int((batch["labels"] >= 0).sum()) for batch in batches)
+    assert found.with_loss == pytest.approx(with_loss / len(sizes), rel=1e-12)
     assert sample_rows(config, CONTEXT, count=2).count == 2
+
+
+def test_rows_are_read_without_torch(model, root):
+    """In a new Python: a plan that reads rows takes a second or two."""
+    code = """
+import sys
+from ag.config import Config, DataConfig, ModelConfig
+from ag.data.lengths import sample_rows
+data = DataConfig(kind="text", name="own", root=sys.argv[2], packing="packed", max_length=64, val_samples=1)
+print(sample_rows(Config(model=ModelConfig(name=sys.argv[1]), data=data), 512).count, *sys.modules)
+"""
+    words = [sys.executable, "-W", "ignore", "-c", code, model.name, str(root)]
+    count, *modules = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    assert int(count) > 0 and not {"torch", "lightning", "datasets"} & set(modules)
 
 
 def test_a_padded_batch_has_the_length_of_its_longest_row(model, root):
