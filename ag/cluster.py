@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ag.errors import UserError, first_line
+from ag.errors import UserError, first_line, need
 from ag.versions import versions
 
 CLUSTER = (
@@ -75,10 +75,9 @@ def connected(address: str) -> Iterator[None]:
     Raises:
         UserError: Ray is not installed, the cluster does not exist, or it has another Python or Ray.
     """
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise UserError(f"cluster={address}: needs Ray: pip install 'ag[cluster]'; or leave cluster= out.") from None
+    need("ray", "cluster", f"cluster={address}")
+    import ray
+
     if ray.is_initialized():
         yield
         return

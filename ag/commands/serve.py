@@ -10,10 +10,11 @@ from typing import Literal
 from ag.commands.shared import SharedPolicy
 from ag.config.command_line import main_from_schema
 from ag.config.sections import key
-from ag.errors import UserError
+from ag.errors import UserError, need
 from ag.hardware import main_memory
 
 KEY_VARIABLE = "AG_API_KEY"
+MODULES = ("fastapi", "openai", "prometheus_client", "uvicorn")  # of other packages, which the server imports
 UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -76,7 +77,9 @@ class ServeConfig(SharedPolicy):
         return int(float(match[1]) * UNITS.get(match[2], 0)) if match else 0
 
     def check(self) -> None:
-        """Refuse a policy that cannot be used, and more memory than this machine has."""
+        """Refuse missing packages, a policy that cannot be used, and more memory than this machine has."""
+        for module in MODULES:
+            need(module, "serve", "ag.serve")
         self.spec()
         if self.device == "cpu":
             self.check_memory(main_memory(), "this machine")

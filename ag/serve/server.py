@@ -10,19 +10,13 @@ import time
 from dataclasses import replace
 from types import FrameType
 
+import uvicorn
+
 from ag.commands.serve import KEY_VARIABLE, ServeConfig
 from ag.config.command_line import Invocation
 from ag.continuation import read_policy
-from ag.errors import UserError
-
-try:
-    import uvicorn
-
-    from ag.serve.app import STOPPING, Service
-    from ag.serve.start import listen, load_service, set_up_log
-except ModuleNotFoundError as error:
-    missing = (error.name or "").partition(".")[0]
-    raise UserError(f"ag.serve needs {missing}: pip install 'ag[serve]'.") from error
+from ag.serve.app import STOPPING, Service
+from ag.serve.start import listen, load_service, set_up_log
 
 logger = logging.getLogger("ag.serve")
 

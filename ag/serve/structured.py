@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ag.errors import UserError
+from ag.errors import UserError, need
 
 
 class Grammars:
@@ -53,10 +53,9 @@ class Grammars:
         Raises:
             UserError: for an invalid grammar, or if llguidance is not installed.
         """
-        try:
-            from llguidance import LLMatcher, grammar_from
-        except ModuleNotFoundError as error:
-            raise UserError("this server lacks llguidance: pip install 'ag[structured]'.") from error
+        need("llguidance", "structured", "structured output")
+        from llguidance import LLMatcher, grammar_from
+
         try:
             if kind == "json":
                 text = json.dumps(json.loads(text))  # llguidance copies the text into its own JSON unchecked

@@ -90,4 +90,5 @@ def test_without_the_extra():
     name = "openai"
     code = f"import sys; sys.modules[{name!r}] = None; import ag.serve; from ag.commands.serve import main; "
     done = subprocess.run([started(), "-c", f"{code}sys.exit(main(['port=0']))"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, f"ag.serve: error: ag.serve needs {name}: pip install 'ag[serve]'.\n")
+    message = f"ag.serve: error: ag.serve needs {name}, which is not installed: pip install 'ag[serve]'.\n"
+    assert (done.returncode, done.stderr) == (2, message)

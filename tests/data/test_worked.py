@@ -1,7 +1,6 @@
 """Worked problems, solved again from their prompts by programs that share nothing with the generators."""
 
 import hashlib
-import importlib.metadata
 import itertools
 import re
 
@@ -83,20 +82,6 @@ def test_chain_sums():
             parts = [int(x) for x in re.findall(r"(?<=\d)([-+]\d+)(?==)", work)]
             assert (totals[0], totals[-1]) == (sum(terms[:done]), sum(terms[: done + 1]))
             assert [later - earlier for earlier, later in itertools.pairwise(totals)] == parts and sum(parts) == term
-
-
-def test_a_kind_whose_package_is_not_installed(monkeypatch):
-    def absent(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr("importlib.metadata.version", absent)
-    for use in (
-        lambda: ag.data.check(DataConfig(kind="worked", name="chain_sum")),
-        lambda: generate(0, "train", 0, 60, 60, "chain_sum"),
-    ):
-        with refuses(DataError, "reasoning-gym", "pip install 'ag[reasoning]'"):
-            use()
-    assert ag.data.check(DataConfig(kind="worked", name="worked")) is None
 
 
 def test_no_problem_is_in_two_splits():
