@@ -5,6 +5,7 @@ from importlib import import_module
 import pytest
 
 from ag.__main__ import COMMANDS
+from tests.config.test_recipes import COMPARISONS
 
 SAID = {
     "generate": (["policy=mine=h2o", "budget=8", "prompt=x", "compare=true"], "mine\nfull cache\n"),
@@ -51,6 +52,13 @@ def test_what_would_be_done(name, command, capsys):
     assert SAID.keys() == WRONG.keys() | {"doctor"} == COMMANDS.keys() - elsewhere
     words, said = SAID[name]
     assert (command(name, words), capsys.readouterr().out) == (0, said)
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_the_cells_of_a_recipe_would_be_computed(name, command, capsys):
+    assert command("compare", [f"recipe={name}", "root=."]) == 0
+    cells = [line for line in capsys.readouterr().out.splitlines() if ": " in line]
+    assert len(cells) == COMPARISONS[name][0]
 
 
 @pytest.mark.parametrize("name", WRONG)
