@@ -72,7 +72,7 @@ def from_examples(
     Training sees the right answer of each question, validation all its choices.
 
     Raises:
-        DataError: a list is empty, or a response does not fit.
+        DataError: a response does not fit.
     """
     data, counts, start = config.data, Counts(), start_tokens(tokenizer)
     assert isinstance(data, QuestionConfig)

@@ -49,7 +49,7 @@ class Text(DataKind):
         Without a validation split, the first ``data.val_samples`` training documents are held out.
 
         Raises:
-            DataError: a folder, split or field is missing, lengths do not fit, or there is no row at all.
+            DataError: a folder, split or field is missing, or lengths do not fit.
         """
         assert isinstance(config.data, TextConfig)
         return cut_documents(config.data, config.seed, tokenizer, context)

@@ -1,6 +1,8 @@
 """A package that is missing is named, with the extra that installs it, before anything was computed."""
 
 import importlib.util
+import re
+import tomllib
 
 import pytest
 
@@ -13,6 +15,7 @@ from ag.errors import UserError
 from ag.evaluate.tasks import make
 from ag.training.loggers import build_loggers
 from ag.wheels import SMOLLM2
+from tests.support import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +64,5 @@ def test_a_cluster():
 def test_a_server():
     with pytest.raises(UserError, match=rf"^ag\.serve needs {MODULES[0]}, .* pip install 'ag\[serve\]'\.$"):
         ServeConfig(policy="full").check()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [re.match(r"[\w-]+", package)[0].replace("-", "_") for package in extras["serve"]] == [*MODULES]

@@ -53,7 +53,7 @@ class Grammars:
         Raises:
             UserError: for an invalid grammar, or if llguidance is not installed.
         """
-        need("llguidance", "structured", "structured output")
+        need("llguidance", "structured", "structured output of this server")
         from llguidance import LLMatcher, grammar_from
 
         try:
