@@ -39,7 +39,7 @@ from ag.model.quiet import quiet
 from ag.model.structure import decoder_of
 from ag.model.support import check_attention
 from ag.run_on_cluster import run_on_cluster
-from ag.training import needs
+from ag.training import needs, replay
 from ag.training.loggers import build_loggers, log_export
 from ag.training.memory_plan import GIB
 from ag.training.module import GatedLM
@@ -116,7 +116,10 @@ def _fit(
     check_parts(config)
     L.seed_everything(config.seed, workers=True, verbose=False)
     base, tokenizer = load_base(config)
-    batches = data.build(config, tokenizer, base.config.get_text_config().max_position_embeddings)
+    context = base.config.get_text_config().max_position_embeddings
+    batches = data.build(config.data, config.seed, tokenizer, context)
+    if isinstance(config.loss, ReplayConfig):
+        replay.check_rows(batches.train_rows)
     module = make_module(config, base)
     run_dir = None if dry_run else existing or run_folder(config)
     if run_dir is not None and existing is None:

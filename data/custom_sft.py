@@ -34,8 +34,6 @@ from ag.model.chat import Chat, Message, assistant_tokens, for_template, is_mark
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import Config
-
 ROWS_PER_CALL = 64  # rows in a call of the tokenizer
 #: Other names of columns by the key that names the column; they count while the key has its default.
 OTHER_NAMES = {"messages_field": "conversations", "response_field": "completion"}
@@ -60,8 +58,8 @@ class RowForm:
         return f"messages in {' and '.join(self.columns)}; loss on the assistant's turns{part}, {method}"
 
 
-def read(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
-    """Read and tokenise the rows of ``config.data.name``, a folder or a hub id.
+def read(data: SftConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
+    """Read and tokenise the rows of ``data.name``, a folder or a hub id.
 
     Without a validation split, the first ``data.val_samples`` training rows are held out. A prompt that does not fit
     loses its left part; a row whose response does not fit is left out. Both are counted. For the arguments see
@@ -70,9 +68,7 @@ def read(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Sp
     Raises:
         DataError: missing folder, split or field, an empty response, or messages without a chat template.
     """
-    data, counts = config.data, Counts()
-    assert isinstance(data, SftConfig)
-    source = dataset_of(data)
+    source, counts = dataset_of(data), Counts()
     form = detect_form(next(source.read("train"), None), data, source.where("train"))
     if form.columns == [data.text_field]:
         shared = {field.name for part in (StoredConfig, CutConfig) for field in fields(part)} - {"kind"}
@@ -81,7 +77,7 @@ def read(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Sp
             f"{dataset_name(data)}: {data.text_field}, documents that are cut into a prompt and its continuation, "
             "which carries the loss (data.kind=text data.packing=packed: loss on all tokens)"
         )
-        return replace(cut_documents(documents, config.seed, tokenizer, context), description=description)
+        return replace(cut_documents(documents, seed, tokenizer, context), description=description)
     if form.chat and tokenizer.chat_template is None:
         raise DataError(
             f"{source.where('train')} has messages, and the tokenizer {tokenizer.name_or_path} has no chat template: "

@@ -20,7 +20,7 @@ from ag.data.templates import Example
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import Config
+    from ag.config import DataConfig
 
 VALIDATION_ROWS = 200
 PEOPLE = 4  # people in a passage, each with one fact
@@ -55,20 +55,19 @@ TIMES = (
 class Facts(DataKind):
     """Generated passages that hide facts, with a question about one of them."""
 
-    def read(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
+    def read(self, data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
         """Generate the questions and tokenise them as a supervised task.
 
         ``data.train_samples`` and ``data.val_samples`` say how many (default 2000 and 200).
         """
-        data = config.data
         assert isinstance(data, FactsConfig)
 
         def rows(split: str, number: int) -> list[Example]:
-            return [generate(config.seed, split, i, data.prompt_min, data.prompt_max) for i in range(number)]
+            return [generate(seed, split, i, data.prompt_min, data.prompt_max) for i in range(number)]
 
         train = rows("train", data.train_samples or data.DEFAULT_TRAIN_ROWS)
         validation = rows("validation", data.val_samples or VALIDATION_ROWS)
-        return from_examples(config, tokenizer, context, train, validation)
+        return from_examples(data, tokenizer, context, train, validation)
 
 
 def generate(seed: int, split: str, index: int, shortest: int, longest: int) -> Example:

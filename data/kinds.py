@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ag.data.facts import Facts
 from ag.data.problems import WorkedProblems
-from ag.data.rows import Row
 from ag.data.sft import Supervised
 from ag.data.sources import DataError, dataset_name
 from ag.data.splits import DataKind, Splits
@@ -16,7 +15,7 @@ from ag.plugins import part
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import Config, DataConfig
+    from ag.config import DataConfig
 
 #: The kinds of data by the name that ``data.kind`` gives them.
 KINDS: dict[str, type[DataKind]] = {"sft": Supervised, "text": Text, "facts": Facts, "worked": WorkedProblems}
@@ -27,29 +26,19 @@ def check(data: DataConfig) -> None:
     _kind(data).check(data)
 
 
-def read(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
+def read(data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
     """Read and tokenise the rows of a run; see :meth:`ag.data.splits.DataKind.read`.
 
     Raises:
-        DataError: a split is empty, or no row has what ``loss.replay`` needs.
+        DataError: a split is empty.
     """
-    splits, name = _kind(config.data).read(config, tokenizer, context), dataset_name(config.data)
+    splits = _kind(data).read(data, seed, tokenizer, context)
     for split, rows in (("training", splits.train), ("validation", splits.validation)):
         if not rows:
             skipped = splits.counts.of(split == "validation").skipped
             reason = f": {skipped} were left out, {splits.counts.remedy}" if skipped else ""
-            raise DataError(f"the {split} split of {name} has no rows{reason}")
-    if config.loss.replay and not any(_has_second_token(row) for row in splits.train):
-        raise DataError(
-            f"loss.replay=true: no training row of {name} has a second token with loss after its prompt, and the first "
-            "one precedes eviction: expected longer responses, or set loss.replay=false."
-        )
+            raise DataError(f"the {split} split of {dataset_name(data)} has no rows{reason}")
     return splits
-
-
-def _has_second_token(row: Row) -> bool:
-    """Whether the second token after the prompt, or a later one, carries loss."""
-    return bool(row.loss_mask()[(row.prompt_length or 0) + 1 :].any())
 
 
 def _kind(data: DataConfig) -> DataKind:

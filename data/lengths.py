@@ -60,7 +60,7 @@ def sample_rows(config: Config, context: int, count: int = ROWS) -> RowSample | 
         limits["cache"] = None  # it would hold these few rows
     try:
         tokenizer = load_tokenizer(str(tokenizer_folder), {"trust_remote_code": config.model.trust_remote_code})
-        splits = read(replace(config, data=replace(data, **limits)), tokenizer, context)
+        splits = read(replace(data, **limits), config.seed, tokenizer, context)
     except (UserError, OSError, ValueError) as error:
         return f"{dataset_name(data)} cannot be read ({first_line(error)})"
     rows = splits.train

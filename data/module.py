@@ -30,12 +30,12 @@ from ag.data.tokens import padding_token
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import Config, DataConfig
+    from ag.config import DataConfig
 
 
-def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+def build(data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
     """Read, tokenise and batch the data of a run; see :meth:`ag.data.splits.DataKind.read`."""
-    return DataModule(read(config, tokenizer, context), padding_token(tokenizer), config.data, config.seed)
+    return DataModule(read(data, seed, tokenizer, context), padding_token(tokenizer), data, seed)
 
 
 class DataModule(LightningDataModule):

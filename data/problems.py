@@ -37,7 +37,7 @@ from ag.errors import need
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import Config, DataConfig
+    from ag.config import DataConfig
 
 VALIDATION_ROWS = 200
 ANSWER = "Answer: "  # begins the last line
@@ -59,7 +59,7 @@ class WorkedProblems(DataKind):
         if data.name == "chain_sum":
             package_version()
 
-    def read(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
+    def read(self, data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
         """Generate and tokenise problems; the loss is on the solution.
 
         ``data.train_samples`` and ``data.val_samples`` say how many (default 4000 and 200).
@@ -67,12 +67,11 @@ class WorkedProblems(DataKind):
         Raises:
             DataError: a problem does not fit.
         """
-        data = config.data
         assert isinstance(data, WorkedConfig)
 
         def rows(split: str, number: int) -> list[Row]:
             problems = [
-                generate(config.seed, split, i, data.solution_min, data.solution_max, data.name) for i in range(number)
+                generate(seed, split, i, data.solution_min, data.solution_max, data.name) for i in range(number)
             ]
             return encode(tokenizer, problems, min(data.max_length, context))
 

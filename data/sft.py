@@ -22,7 +22,7 @@ from ag.data.tokens import end_tokens, start_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import Config, DataConfig
+    from ag.config import DataConfig
 
 
 class Supervised(DataKind):
@@ -39,16 +39,15 @@ class Supervised(DataKind):
                 f"({', '.join(WITH_CONTEXT)}), or data.kind=facts; leave it out"
             )
 
-    def read(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
-        """Read and tokenise the task ``config.data.name``, or rows of that folder or hub id (custom_sft.py).
+    def read(self, data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
+        """Read and tokenise the task ``data.name``, or rows of that folder or hub id (custom_sft.py).
 
         Raises:
             DataError: unknown task, missing folder, split or field, or a response that does not fit.
         """
-        data = config.data
         assert isinstance(data, SftConfig)
         if is_own(data):
-            return custom_sft.read(config, tokenizer, context)
+            return custom_sft.read(data, seed, tokenizer, context)
         task = find_task(data)
         folder: Path | None = local_folder(data.root, task.folder) if data.root else None
         source = Source(task.hub, task.subset, task.revision, folder)
@@ -57,11 +56,11 @@ class Supervised(DataKind):
             return list(itertools.islice(examples(task, source.read(split), source.where(split)), limit))
 
         train, validation = read("train", data.train_samples), read("validation", data.val_samples)
-        return from_examples(config, tokenizer, context, train, validation)
+        return from_examples(data, tokenizer, context, train, validation)
 
 
 def from_examples(
-    config: Config,
+    data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     context: int,
     train: Sequence[Example],
@@ -74,7 +73,7 @@ def from_examples(
     Raises:
         DataError: a response does not fit.
     """
-    data, counts, start = config.data, Counts(), start_tokens(tokenizer)
+    counts, start = Counts(), start_tokens(tokenizer)
     assert isinstance(data, QuestionConfig)
     ends = isinstance(data, SftConfig) and data.eos
     end, limit = end_tokens(tokenizer) if ends else [], min(data.max_length, context)

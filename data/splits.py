@@ -12,7 +12,7 @@ from ag.data.rows import Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import Config, DataConfig
+    from ag.config import DataConfig
 
 WARNED_SHARE = 0.1  # a larger share of a split's tokens that are in no row is a warning
 
@@ -125,11 +125,12 @@ class DataKind(ABC):
         """
 
     @abstractmethod
-    def read(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
+    def read(self, data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
         """Read or make the rows and tokenise them.
 
         Args:
-            config: the run; ``data`` and ``seed`` are read.
+            data: the keys ``data.*`` of the run.
+            seed: seed of rows that are generated or cut by chance.
             tokenizer: the model's tokenizer.
             context: the model's longest input in tokens.
 

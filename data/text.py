@@ -28,7 +28,7 @@ from ag.data.tokens import start_tokens, tokenize, tokenize_after
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import Config
+    from ag.config import DataConfig
 
 STEP = 64  # prompt lengths grow by it from data.prompt_min: rows of a batch then have few different lengths
 DOCUMENTS = 64  # per call of the tokenizer
@@ -43,16 +43,16 @@ ROW_SETTINGS = (
 class Text(DataKind):
     """Plain documents."""
 
-    def read(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
-        """Read and tokenise the documents of ``config.data.name``.
+    def read(self, data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
+        """Read and tokenise the documents of ``data.name``.
 
         Without a validation split, the first ``data.val_samples`` training documents are held out.
 
         Raises:
             DataError: a folder, split or field is missing, or lengths do not fit.
         """
-        assert isinstance(config.data, TextConfig)
-        return cut_documents(config.data, config.seed, tokenizer, context)
+        assert isinstance(data, TextConfig)
+        return cut_documents(data, seed, tokenizer, context)
 
 
 def cut_documents(data: TextConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:

@@ -490,7 +490,7 @@ def test_trl_collates_what_ag_fit_collates(make_sft, tiny_tokenizer, tmp_path):
     write_rows(tmp_path / "mine" / "train.jsonl", ROWS)
     config = Config()
     config.data = SftConfig(name=str(tmp_path / "mine"), val_samples=1)
-    module = ag.data.build(config, tiny_tokenizer, 512)
+    module = ag.data.build(config.data, config.seed, tiny_tokenizer, 512)
     expected = module.collator(module.train_rows)
     trainer = make_sft(configured(), ROWS[1:])
     found = trainer.data_collator(list(trainer.train_dataset))

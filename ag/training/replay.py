@@ -25,6 +25,8 @@ from torchmetrics import MeanMetric
 from ag import retention
 from ag.config import Config
 from ag.config.loss import ReplayConfig
+from ag.data.rows import Row
+from ag.data.sources import DataError
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import policy
 from ag.engine.prompt import Attended
@@ -212,6 +214,15 @@ class PromptStore:
                 "a folder with room and permission, or use fewer or shorter contexts."
             ) from error
         return prompt
+
+
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raise a ``DataError`` if no row has a second token with loss after its prompt; the first precedes eviction."""
+    if not any(row.loss_mask()[(row.prompt_length or 0) + 1 :].any() for row in rows):
+        raise DataError(
+            "loss.replay=true: no training row has a second token with loss after its prompt, and the first one "
+            "precedes eviction: expected longer responses, or set loss.replay=false."
+        )
 
 
 def in_window(length: int, window: int | None, device: torch.device) -> Tensor:

@@ -88,7 +88,8 @@ def module(
         told = {"kind": "sft", "name": str(tmp_path / "mine"), "val_samples": 1, "batch_size": 1}
         tokenizer.chat_template = chat
         try:
-            return ag.data.build(make_config(**told | data), tokenizer, context)
+            config = make_config(**told | data)
+            return ag.data.build(config.data, config.seed, tokenizer, context)
         finally:
             tokenizer.chat_template = None
 

@@ -78,7 +78,8 @@ def test_examples_of_the_page(module, make_config, tokenizer, tmp_path):
     rows = example("prompt", "completion")
     assert answered(module(rows), tokenizer) == [(row["prompt"], row["completion"] + "</s>") for row in rows[1:]]
     (tmp_path / "train.csv").write_text(TABLE)
-    made = ag.data.build(make_config(kind="sft", name=str(tmp_path), val_samples=1), tokenizer, 10_000)
+    config = make_config(kind="sft", name=str(tmp_path), val_samples=1)
+    made = ag.data.build(config.data, config.seed, tokenizer, 10_000)
     assert answered(made, tokenizer) == [
         ("Translate: la pluie >", "the rain</s>"),
         ("Translate: oui, le bateau >", "yes, the boat</s>"),
@@ -86,7 +87,7 @@ def test_examples_of_the_page(module, make_config, tokenizer, tmp_path):
     sizes = {"prompt_min": 4, "prompt_max": 8, "continuation": 4, "max_length": 20}
     made = module(example("text"), **sizes)  # is cut as data.kind=text cuts it
     config = make_config(kind="text", name=str(tmp_path / "mine"), val_samples=1, **sizes)
-    expected = ag.data.build(config, tokenizer, 10_000)
+    expected = ag.data.build(config.data, config.seed, tokenizer, 10_000)
     assert [(row.tokens.tolist(), row.prompt_length) for row in made.train_rows] == [
         (row.tokens.tolist(), row.prompt_length) for row in expected.train_rows
     ]
@@ -182,7 +183,7 @@ def test_tables_fill_up_what_other_rows_have(make_config, tokenizer, tmp_path, m
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     made = [
         answered(
-            ag.data.build(make_config(kind="sft", name=str(tmp_path / name), val_samples=1), tokenizer, 10_000),
+            ag.data.build(make_config(kind="sft", name=str(tmp_path / name), val_samples=1).data, 0, tokenizer, 10_000),
             tokenizer,
         )
         for name in ("lines", "json", "table", "saved")
@@ -302,7 +303,7 @@ def test_rows_that_cannot_be_used(module, row, template, parts):
 def test_where_own_rows_are_found(make_config, tokenizer, write, tmp_path, module, monkeypatch):
     """A folder as data.name, or as data.root whatever the name; a validation split; or the hub."""
     with refuses(DataError, "data.name=./nowhere", "folder"):
-        ag.data.build(make_config(kind="sft", name="./nowhere"), tokenizer, 100)
+        ag.data.build(make_config(kind="sft", name="./nowhere").data, 0, tokenizer, 100)
     assert not is_own(DataConfig(kind="sft", name="boolq")) and is_own(DataConfig(kind="sft", name="a/b"))
     named = module(ROWS)
     for name in ("facts", "own"):
@@ -323,5 +324,5 @@ def test_where_own_rows_are_found(make_config, tokenizer, write, tmp_path, modul
     monkeypatch.setattr(datasets, "load_dataset", load)
     fields = {"prompt_field": "q", "response_field": "a", "subset": "short", "revision": "v1"}
     config = make_config(kind="sft", name="org/rows", val_samples=1, **fields)
-    found = ag.data.build(config, tokenizer, 10_000)
+    found = ag.data.build(config.data, config.seed, tokenizer, 10_000)
     assert [row.tokens.tolist() for row in found.train_rows] == [row.tokens.tolist() for row in named.train_rows]

@@ -59,6 +59,6 @@ def test_keys_that_are_named_are_read(told, row, tokenizer, write, tmp_path, mon
     READ.clear()
     READ.update(CHOSEN)
     with pytest.raises(DataError) as caught:
-        ag.data.build(config, tokenizer, 10_000)
+        ag.data.build(config.data, config.seed, tokenizer, 10_000)
     named = set(re.findall(r"data\.([a-z_]+)", str(caught.value)))
     assert named and named <= READ & {field.name for field in fields(config.data)}, str(caught.value)

@@ -67,7 +67,7 @@ def test_lengths_are_those_of_the_batches_that_the_run_reads(rows, data, write, 
             write(tmp_path / "rows", split, rows)
         parts = {"data": DataConfig(root=str(tmp_path / "rows"), batch_size=2, **data)}
         config = Config(model=ModelConfig(name=str(tmp_path / "model")), **parts)
-        found, module = sample_rows(config, CONTEXT), build(config, tokenizer, CONTEXT)
+        found, module = sample_rows(config, CONTEXT), build(config.data, config.seed, tokenizer, CONTEXT)
     finally:
         tokenizer.chat_template = None
     batches = [module.collator([row]) for row in module.train_rows]

@@ -32,7 +32,7 @@ def build(make_config, tokenizer, corpus):
     def build(context=10_000, seed=0, tokenizer=own, **data):
         config = make_config(**{"kind": "text", "name": "corpus", "root": str(corpus), "batch_size": 2, **SMALL} | data)
         config.seed = seed
-        return ag.data.build(config, tokenizer, context)
+        return ag.data.build(config.data, config.seed, tokenizer, context)
 
     return build
 

@@ -7,6 +7,7 @@ import ag.data
 from ag.data import encode
 from ag.data.sources import DataError
 from ag.data.templates import Example
+from ag.training.replay import check_rows
 from tests.data.conftest import SENTENCES
 from tests.support.refused import refuses
 from tests.support.spaced import spaced
@@ -26,7 +27,7 @@ def boolq(tmp_path, write):
 
 def build(make_config, tokenizer, root, context=10_000, **data):
     config = make_config(**({"kind": "sft", "name": "boolq", "root": root, "batch_size": 2} | data))
-    return ag.data.build(config, tokenizer, context)
+    return ag.data.build(config.data, config.seed, tokenizer, context)
 
 
 def test_training_batch(make_config, boolq, tokenizer):
@@ -188,8 +189,7 @@ def test_replay_needs_a_second_token_with_loss(make_config, tmp_path, write, tok
     for split in ("train", "validation"):
         write(tmp_path / "own", split, [{"prompt": "Is the river high?", "response": "y"}] * 3)
     config = make_config(kind="sft", name="own", root=str(tmp_path), batch_size=1)
-    config.loss.replay = True
-    ag.data.build(config, tokenizer, 10_000)  # EOS is the second
+    check_rows(ag.data.read(config.data, 0, tokenizer, 10_000).train)  # EOS is the second
     config.data.eos = False
-    with refuses(DataError, "loss.replay=true", "own", "second token"):
-        ag.data.build(config, tokenizer, 10_000)
+    with refuses(DataError, "loss.replay=true", "second token"):
+        check_rows(ag.data.read(config.data, 0, tokenizer, 10_000).train)

@@ -35,7 +35,7 @@ def corpus(tmp_path, write):
 def build(make_config, tokenizer, root, context=10_000, seed=0, **data):
     config = make_config(**{"kind": "text", "name": "corpus", "root": root, "batch_size": 2, **SMALL} | data)
     config.seed = seed
-    return ag.data.build(config, tokenizer, context)
+    return ag.data.build(config.data, config.seed, tokenizer, context)
 
 
 def plain(tokenizer, text):

@@ -123,7 +123,7 @@ def test_lengths_in_tokens(smollm2):
 def test_data_module(make_config, tokenizer):
     sizes = {"train_samples": 12, "val_samples": 5, "batch_size": 4, "val_batch_size": 5, "max_length": 1024}
     config = make_config(kind="worked", name="worked", solution_min=60, solution_max=90, **sizes)
-    module = ag.data.build(config, tokenizer, 4096)
+    module = ag.data.build(config.data, config.seed, tokenizer, 4096)
     assert len(module.train_rows) == 12 and len(module.val_rows) == 5
     batch = next(iter(module.val_dataloader()))
     assert "question" not in batch
@@ -141,7 +141,7 @@ def test_a_problem_that_does_not_fit(make_config, tokenizer):
     sizes = {"train_samples": 2, "val_samples": 2, "solution_min": 60, "solution_max": 110}
     config = make_config(kind="worked", name="variables", max_length=2048, **sizes)
     with refuses(DataError, "more than a row of 50", "data.max_length", "data.solution_max"):
-        ag.data.build(config, tokenizer, 50)
+        ag.data.build(config.data, config.seed, tokenizer, 50)
 
 
 def test_unknown_names():

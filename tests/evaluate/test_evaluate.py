@@ -62,7 +62,7 @@ def run(tiny_folder, tiny_llama, tmp_path):
 def by_hand_figures(model, gates, config, tokenizer):
     """The figures of the full cache (no gates) or of flags, one row at a time."""
     losses, right, kept, seen = [], [], 0, 0
-    for group in data.read(config, tokenizer, 512).validation:
+    for group in data.read(config.data, config.seed, tokenizer, 512).validation:
         sums = []
         for row in group:
             tokens, prompt = torch.tensor(row.tokens, dtype=torch.long), row.prompt_length

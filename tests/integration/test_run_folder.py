@@ -95,7 +95,7 @@ def columns(case: Case) -> set[str]:
 
 def validation_rows(config: Config) -> list[data.module.Row]:
     _, tokenizer = load_base(config.model)
-    return [row for group in data.read(config, tokenizer, 512).validation for row in group]
+    return [row for group in data.read(config.data, config.seed, tokenizer, 512).validation for row in group]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 import ag
 from ag import data
-from ag.config import Config, DataConfig
+from ag.config import DataConfig
 from ag.data import build, templates
 from ag.engine.allocators import ALLOCATORS
 from ag.engine.scorers import SCORERS, Needs, Scorer
@@ -162,7 +162,7 @@ def test_dataset_page(example, tiny_tokenizer, tmp_path):
     for split in ("train", "validation"):
         (tmp_path / "commonsense_qa" / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     data = DataConfig(kind="sft", name="commonsense_qa", root=str(tmp_path), batch_size=1)
-    module = build(Config(data=data), tiny_tokenizer, 512)
+    module = build(data, 0, tiny_tokenizer, 512)
     (batch,) = module.train_dataloader()
     ids, prompt = batch["input_ids"][0], int(batch["prompt_length"])
     assert tiny_tokenizer.decode(ids[:prompt]).endswith("Question: what is wet?\nAnswer:")
@@ -173,7 +173,7 @@ def test_dataset_page(example, tiny_tokenizer, tmp_path):
 
 def test_the_data_kind_of_the_dataset_page_makes_rows(example, tiny_tokenizer):
     example("dataset", 1, of=2)
-    module = build(Config(data=DataConfig(kind="counting", batch_size=90)), tiny_tokenizer, 512)
+    module = build(DataConfig(kind="counting", batch_size=90), 0, tiny_tokenizer, 512)
     (batch,) = module.train_dataloader()
     for ids, real, labels, prompt in zip(*map(batch.get, BATCH), strict=True):
         first, *rest = map(int, tiny_tokenizer.decode(ids[real]).split())

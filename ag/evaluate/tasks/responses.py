@@ -108,7 +108,7 @@ class Responses(PromptTask):
         """
         recipe = self.recipe()
         run_samples, recipe.data.val_samples = recipe.data.val_samples, limit or recipe.data.val_samples
-        splits = data.read(recipe, tokenizer, max_tokens)
+        splits = data.read(recipe.data, recipe.seed, tokenizer, max_tokens)
         if run_samples is not None and splits.counts.held_out > run_samples:
             raise UserError(
                 f"samples={limit}: expected at most {run_samples}, as the run holds out its first {run_samples} "

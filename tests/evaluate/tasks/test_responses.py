@@ -75,7 +75,7 @@ def test_the_rows_are_those_that_the_run_was_validated_on(run, tiny_tokenizer, k
     folder = run(kind)
     loaded = make("responses", run_folder=folder).load(tiny_tokenizer, None, 512)
     config = load_config(Path(folder) / "config.yaml", Config)
-    groups = data.read(config, tiny_tokenizer, 512).validation
+    groups = data.read(config.data, config.seed, tiny_tokenizer, 512).validation
     assert len(loaded.samples) == len(groups) == config.data.val_samples
     for sample, group in zip(loaded.samples, groups, strict=True):
         assert sample.prompt == min((row.tokens[: row.prompt_length].tolist() for row in group), key=len)
