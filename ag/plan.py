@@ -41,7 +41,7 @@ def serving_text(config: PlanConfig, card: Card, share: float) -> str:
     memory = max(0, int(USABLE * card.gib * GIB - plan(config).memory["base weights"]))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            read_geometry(config),
+            read_geometry(config.model),
             dtype=getattr(torch, config.model.dtype),
             trust_remote_code=config.model.trust_remote_code,
         )

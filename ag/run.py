@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import lightning as L
@@ -364,8 +364,8 @@ def build_trainer(
             limit_val_batches=options.val_batches,
             log_every_n_steps=options.log_every,
             deterministic=options.deterministic,
-            callbacks=callbacks.build(config, run_dir, stop_signal) if run_dir else None,
-            logger=build_loggers(config, run_dir, step) if run_dir else False,
+            callbacks=callbacks.build(config.trainer, config.checkpoint, run_dir, stop_signal) if run_dir else None,
+            logger=build_loggers(config.logger, run_dir, config.wandb, asdict(config), step) if run_dir else False,
             plugins=[callbacks.AtomicCheckpointIO()],
             default_root_dir=run_dir,
             fast_dev_run=run_dir is None,

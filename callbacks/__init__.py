@@ -14,12 +14,14 @@ from ag.callbacks.pictures import Figures, ParameterSummary
 from ag.callbacks.progress import progress_bar
 from ag.callbacks.steps import Throughput, ValidateAfterSteps
 from ag.callbacks.stop import StopOnSignal, Stopped, how_to_continue
-from ag.config import Config
+from ag.config.sections import CheckpointConfig, TrainerConfig
 
 __all__ = ["AtomicCheckpointIO", "NonFiniteError", "Stopped", "build", "how_to_continue", "newest_valid"]
 
 
-def build(config: Config, run_dir: Path, stop_signal: Callable[[], int] | None = None) -> list[Callback]:
+def build(
+    trainer: TrainerConfig, checkpoint: CheckpointConfig, run_dir: Path, stop_signal: Callable[[], int] | None = None
+) -> list[Callback]:
     """Return the callbacks of a run, in the order that Lightning must call them.
 
     `lightning.Trainer` also needs `plugins=[AtomicCheckpointIO()]`. For ``stop_signal`` see :class:`StopOnSignal`.
@@ -28,17 +30,17 @@ def build(config: Config, run_dir: Path, stop_signal: Callable[[], int] | None =
         ParameterSummary(),
         StopOnSignal(run_dir, stop_signal),
         LearningRateMonitor("step"),
-        Throughput(config.trainer.log_every),
+        Throughput(trainer.log_every),
         FiniteGuard(run_dir),
-        GateCollapse(config.trainer.collapse_batches, config.trainer.log_every),
+        GateCollapse(trainer.collapse_batches, trainer.log_every),
         Figures(run_dir),
-        RunCheckpoint(run_dir, config.checkpoint.every_steps, config.checkpoint.keep_last, config.checkpoint.monitor),
+        RunCheckpoint(run_dir, checkpoint.every_steps, checkpoint.keep_last, checkpoint.monitor),
     ]
-    if config.trainer.val_every:
-        callbacks.append(ValidateAfterSteps(config.trainer.val_every))
-    if config.checkpoint.patience:
+    if trainer.val_every:
+        callbacks.append(ValidateAfterSteps(trainer.val_every))
+    if checkpoint.patience:
         # right after the validation, so that its checkpoint holds the updated count
-        patience = config.checkpoint.patience
-        callbacks.append(EarlyStopping(config.checkpoint.monitor, patience=patience, check_on_train_epoch_end=False))
-    callbacks.append(progress_bar(config.trainer.log_every, config.trainer.progress))
+        stopping = EarlyStopping(checkpoint.monitor, patience=checkpoint.patience, check_on_train_epoch_end=False)
+        callbacks.append(stopping)
+    callbacks.append(progress_bar(trainer.log_every, trainer.progress))
     return callbacks

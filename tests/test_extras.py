@@ -9,7 +9,8 @@ import pytest
 import ag.data
 from ag import cluster
 from ag.commands.serve import MODULES, ServeConfig
-from ag.config import Config, DataConfig
+from ag.config import DataConfig
+from ag.config.sections import WandbConfig
 from ag.data.problems import generate
 from ag.errors import UserError
 from ag.evaluate.tasks import make
@@ -34,7 +35,7 @@ def test_tensorboard(tmp_path):
     with pytest.raises(
         UserError, match=r"^logger=\[tensorboard\] needs tensorboard, .* pip install 'ag\[tensorboard\]'"
     ):
-        build_loggers(Config(logger=["csv", "tensorboard"]), tmp_path)
+        build_loggers(["csv", "tensorboard"], tmp_path, WandbConfig(), {})
 
 
 def test_bases_from_wheels(tmp_path):

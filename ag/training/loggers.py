@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from ag.config import Config
+from ag.config.sections import WandbConfig
 from ag.errors import need
 from ag.files import replacing
 from ag.training.artifacts import log_folder, run_id
@@ -82,26 +81,33 @@ def _number(cell: str) -> float:
     return int(cell) if cell.isdigit() else float(cell)
 
 
-def build_loggers(config: Config, run_dir: Path, step: int = 0) -> list[Logger]:
-    """Return the loggers of a run, metrics.csv and the loggers of `logger`; all write to the run folder.
+def build_loggers(
+    names: Collection[str], run_dir: Path, wandb: WandbConfig, recipe: dict[str, Any], step: int = 0
+) -> list[Logger]:
+    """Return the loggers of a run, which write to its folder: metrics.csv, and ``tensorboard`` and ``wandb`` by name.
 
-    ``step`` is the number of optimiser steps of the checkpoint that the run continues; TensorBoard drops later steps.
+    Args:
+        names: names of loggers.
+        run_dir: the run folder.
+        wandb: settings of W&B.
+        recipe: the keys and values of the run, for W&B.
+        step: optimiser steps of the checkpoint that the run continues; TensorBoard drops later steps.
     """
     loggers: list[Logger] = [MetricsFile(run_dir)]
-    if "tensorboard" in config.logger:
+    if "tensorboard" in names:
         need("tensorboard", "tensorboard", "logger=[tensorboard]")
         purge = step or None  # Lightning counts from 0: the first step after the checkpoint has this number
         loggers.append(
             TensorBoardLogger(run_dir, name="tensorboard", version="", default_hp_metric=False, purge_step=purge)
         )
-    if "wandb" in config.logger:
+    if "wandb" in names:
         logger = WandbLogger(
-            project=config.wandb.project,
+            project=wandb.project,
             name=run_dir.name,
             save_dir=run_dir,
-            offline=config.wandb.offline,
+            offline=wandb.offline,
             id=_run_id(run_dir),
-            config=asdict(config),
+            config=recipe,
         )
         logger._wandb_init.pop("anonymous", None)  # W&B warns of this argument of Lightning 2.6
         loggers.append(logger)

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ag.config import Config
+from ag.config.sections import ModelConfig
 from ag.errors import first_line
 from ag.gates.gate import AttentionGate, AttentionGates, gate_kind
 from ag.model import base as models
@@ -26,7 +27,7 @@ def make_outline(config: Config) -> Outline:
         ModelError: the model's configuration cannot be read.
         UserError: no layer can have a gate, or adapters have targets that the model has not.
     """
-    geometry = read_geometry(config)
+    geometry = read_geometry(config.model)
     shape, stored = fingerprint(geometry), getattr(torch, config.model.dtype)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(
@@ -85,25 +86,25 @@ def _matrices(module: nn.Module) -> dict[str, Matrix]:
     return {name: Matrix(weight.shape[0], weight.shape[1], weight.requires_grad) for name, weight in linear.items()}
 
 
-def read_geometry(config: Config) -> PretrainedConfig:
+def read_geometry(model: ModelConfig) -> PretrainedConfig:
     """Read the configuration of ``model.name``: of random weights, from the package, a JSON file, a folder or the hub.
 
     Raises:
         ModelError: there is no configuration.
     """
-    name = config.model.name
+    name = model.name
     if name.startswith(random_base.PREFIX):
         return random_base.geometry(name)
-    packaged = None if config.model.revision is not None else configurations.find(hub_name(name))
+    packaged = None if model.revision is not None else configurations.find(hub_name(name))
     if packaged is not None:
         path = str(packaged)
     elif name.endswith(".json") and Path(name).is_file():
         path = name
     else:
-        path = models.resolve(name, config.model.revision)
+        path = models.resolve(name, model.revision)
     try:
         geometry: PretrainedConfig = AutoConfig.from_pretrained(
-            path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+            path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise models.ModelError(

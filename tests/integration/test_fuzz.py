@@ -67,7 +67,7 @@ def test_any_rows_of_a_dataset(lines, tail, kind, tmp_path_factory, tiny_tokeniz
         name=kind, root=str(root), batch_size=1, prompt_min=2, prompt_max=8, continuation=1
     )
     try:
-        module = build(config, tiny_tokenizer, 64)
+        module = build(config.data, config.seed, tiny_tokenizer, 64)
         assert len(next(iter(module.train_dataloader()))["input_ids"]) == 1
     except DataError as error:
         assert str(error)

@@ -99,7 +99,7 @@ def test_every_recipe_is_planned_without_network(monkeypatch):
         assert len(memory_plan.outline_of(config).layers) in (30, 32)
         planned.add(hub_name(config.model.name))
     for name in configurations.names():  # a model that must be made has its configuration too
-        assert read_geometry(Config(model=ModelConfig(name=name))).num_hidden_layers > 0
+        assert read_geometry(ModelConfig(name=name)).num_hidden_layers > 0
     assert planned < set(configurations.names())
 
 
