@@ -40,7 +40,7 @@ QUESTION_KINDS = ("key", "key", "latest", "updated", "variable", "variable")  # 
 class Turn(NamedTuple):
     """One of several questions over a context, as text."""
 
-    kind: str  # one of KINDS
+    kind: str  # one of QUESTION_KINDS
     question: str  # text before the answer; its end is the beginning of the answer
     answer: str  # with the space that separates it from the question
 
@@ -48,8 +48,8 @@ class Turn(NamedTuple):
 class TurnTokens(NamedTuple):
     """A turn as tokens."""
 
-    kind: str  # one of KINDS
-    question: list[int]  # tokens before the answer
+    kind: str
+    question: list[int]
     answer: list[int]
     first: int  # index of the first scored token of the answer, after blanks
 
@@ -67,21 +67,16 @@ class Turns(Haystack):
     equal turns. Nothing is generated: an answer is exact if each of its tokens is the likeliest.
 
     Tags by ``turn`` and by ``kind`` of question: see :func:`ag.evaluate.tasks.base.by_part`. The parts of a sample are
-    its turns as tokens, and its question is all of them.
-
-    Attributes:
-        apart: read each question alone, with a copy of the cache after the context. An update then stands right before
-            its question. Contexts and questions do not depend on this option.
-        hops: number of variables that a number is copied to.
-        digits: digits of a number.
+    its turns as tokens, and its question is all of them. If questions are read apart, an update stands right before its
+    question; contexts and questions are the same.
     """
 
     question: Literal["after"] = "after"
     generate: None = None
     haystack: Literal["text", "noise"] = "text"
-    apart: bool = False
-    hops: PositiveInt = 1
-    digits: Digits = 5
+    apart: bool = False  # read each question alone, with a copy of the cache after the context
+    hops: PositiveInt = 1  # variables that a number is copied to
+    digits: Digits = 5  # of a number
 
     metric: ClassVar[str] = "exact match"
     unit: ClassVar[str] = "conversations"
@@ -93,7 +88,7 @@ class Turns(Haystack):
         return "turns"
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
-        """Draw the facts, the turns and the places, then the text around them; see :meth:`Generated.build`."""
+        """Draw the facts, the turns and the places, then the text around them."""
         question_kinds = rng.sample(QUESTION_KINDS, len(QUESTION_KINDS))
         while question_kinds[0] == "updated":
             rng.shuffle(question_kinds)
@@ -136,17 +131,17 @@ class Turns(Haystack):
 
     def sample_fields(self, tokenizer: Tokenizer, text_sample: TextSample, context: list[int]) -> dict[str, Any]:
         """Return context and turns as tokens."""
-        question_kinds, questions, answer_texts = zip(*text_sample.parts, strict=True)
-        answers = tokenize_after(tokenizer, answer_texts)
-        num_blank = [num_blank_tokens(tokenizer, answer) for answer in answers]
-        turns = list(map(TurnTokens, question_kinds, tokenize_after(tokenizer, questions), answers, num_blank))
-        question = [token for turn in turns for token in turn.question + turn.answer]
-        return {"prompt": context, "question": question, "answers": [], "max_new_tokens": 0, "parts": turns}
+        turns = []
+        for kind, *texts in text_sample.parts:
+            question, answer = tokenize_after(tokenizer, texts)
+            turns.append(TurnTokens(kind, question, answer, num_blank_tokens(tokenizer, answer)))
+        tokens = [token for turn in turns for token in turn.question + turn.answer]
+        return {"prompt": context, "question": tokens, "answers": [], "max_new_tokens": 0, "parts": turns}
 
     def run(
         self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
     ) -> Iterator[tuple[int, Outcome]]:
-        """Run policies over conversations; see :meth:`ag.evaluate.tasks.Task.run`."""
+        """Run policies over conversations; see :meth:`Task.run`."""
         device = next(model.parameters()).device
         for sample in samples:
             caches = read_prompt(model, [policy("full"), *policies], torch.tensor([sample.prompt], device=device))
@@ -169,14 +164,12 @@ class Turns(Haystack):
         """
         rows = [[turn] for turn in sample.parts] if self.apart else [sample.parts]
         texts = [[token for turn in turns for token in turn.question + turn.answer][:-1] for turns in rows]
-        states = feed_texts(model, cache, texts)
         answer_states = list[Tensor]()  # states that predict the answers
-        for turns, sequence_states in zip(rows, states, strict=True):
-            start = 0
+        for turns, states in zip(rows, feed_texts(model, cache, texts), strict=True):
+            end = -1
             for turn in turns:
-                start += len(turn.question)
-                answer_states.append(sequence_states[start - 1 : start - 1 + len(turn.answer)])
-                start += len(turn.answer)
+                start, end = end + len(turn.question), end + len(turn.question) + len(turn.answer)
+                answer_states.append(states[start:end])
         return lm_logits(model, torch.cat(answer_states)).float().log_softmax(-1)
 
 
