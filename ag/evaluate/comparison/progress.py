@@ -15,11 +15,7 @@ SECONDS = 30.0  # between two lines without a terminal
 class ComparisonProgress:
     """Counts cells and samples, and estimates the time left from the cells that this process has run.
 
-    Args:
-        console: console that shows it.
-        total: number of cells.
-        num_finished: cells that earlier commands finished.
-        clock: returns the time in seconds.
+    ``num_finished`` of the ``total`` cells were finished by earlier commands.
     """
 
     def __init__(
@@ -28,7 +24,7 @@ class ComparisonProgress:
         self._console, self._total, self._clock = console, total, clock
         self._begun = self._last = clock()
         self._finished_before = self._num_finished = num_finished
-        self._name, self._samples, self._outcomes, self._together, self._waiting = "cells", 0, 0, 1, 0
+        self.begin("cells", 1, 0)
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[numbers]}"))
         #: A context that shows the bar on a terminal.
         self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -6,18 +6,16 @@ import ast
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pandas import DataFrame
 
 from ag.config.spec import PolicySpec
 from ag.errors import UserError
 from ag.evaluate.comparison.folder import FinishedCell, Summary, tag_values
-from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error
+from ag.evaluate.comparison.statistics import Paired, Vector, compare, mean_and_error
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import POSITION
 
@@ -29,23 +27,22 @@ NOT_COMPARED = "Not compared with each other, because their kept shares differ:"
 KINDS: dict[Any, type] = {"float": float, "float | None": float, "int | None": float, "int": int, "bool": bool}
 TYPES = {field.name: KINDS[field.type] for field in fields(Summary) if field.type in KINDS}
 TYPES |= {"evicts": bool, "gated": bool, "tokens": int, "prompt_kept": float, "nats_error": float}
-PAIRED = ("error", "low", "high", "p")  # fields of a paired difference, beside the difference itself
 
 
 class Comparison:
     """The results of a comparison.
 
-    Attributes:
-        rows: a row for each cell, in order. The columns are the fields of :class:`Summary`, with the budget as text
-            ("1" is a token, "1.0" the whole prompt, empty without a budget), and: ``name`` (policy and budget);
-            ``evicts`` and ``gated``; ``prompt_kept``, the kept share as a mean over prompts; ``tokens`` of all prompts;
-            ``memory``, the bytes as a share of the full cache's; ``nats_error``; and the paired difference to the
-            baseline, ``difference`` of scores and ``nats_difference`` of nats, with ``..._error``, ``..._low``,
-            ``..._high`` (95 % interval) and ``..._p``.
-        cells: the finished cells by key.
+    ``rows`` has a row for each cell, in order. The columns are the fields of :class:`Summary`, with the budget as text
+    ("1" is a token, "1.0" the whole prompt, empty without a budget), and: ``name`` (policy and budget); ``evicts`` and
+    ``gated``; ``prompt_kept``, the kept share as a mean over prompts; ``tokens`` of all prompts; ``memory``, the bytes
+    as a share of the full cache's; ``nats_error``; and the paired difference to the baseline, ``difference`` of scores
+    and ``nats_difference`` of nats, with ``..._error``, ``..._low``, ``..._high`` (95 % interval) and ``..._p``.
+
+    Args:
+        cells: the finished cells.
         folder: where tables, figures and page are written.
         baseline: label of the policy that all policies are paired with.
-        mine: label of the policy that every verdict names.
+        mine: label of the policy that every verdict names. None: the last one.
         data: where the samples came from.
         hidden: names of cells in the folder that only earlier commands list.
     """
@@ -69,26 +66,10 @@ class Comparison:
         unpaired = list(rows.itertuples(index=False))
         self._baselines = {(row.task, row.budget): row for row in reversed(unpaired) if row.label == baseline}
         self.rows = rows.join(DataFrame([self._differences(row) for row in unpaired], dtype=float))
-
-    @cached_property
-    def results(self) -> list[Row]:
-        """The rows one by one."""
-        return list(self.rows.itertuples(index=False))
-
-    @property
-    def failed(self) -> list[Row]:
-        """The cells without a result."""
-        return [row for row in self.results if row.problem is not None]
-
-    @property
-    def tasks(self) -> list[str]:
-        """The tasks, in their order."""
-        return list(self.rows.task.unique())
-
-    @property
-    def budgets(self) -> list[str]:
-        """The budgets as text, in their order."""
-        return [budget for budget in self.rows.budget.unique() if budget]
+        self.results: list[Row] = list(self.rows.itertuples(index=False))
+        self.failed = [row for row in self.results if row.problem is not None]  # without a result
+        self.tasks: list[str] = list(rows.task.unique())
+        self.budgets = [budget for budget in rows.budget.unique() if budget]  # as text
 
     def of_task(self, task: str) -> list[Row]:
         """Return the rows of a task."""
@@ -140,7 +121,7 @@ class Comparison:
         for tag, name in (("", "difference"), ("nats", "nats_difference")):
             paired = None if base is None else self.paired(row, base, tag)
             columns[name] = math.nan if paired is None else paired.difference
-            columns |= {f"{name}_{field}": getattr(paired, field, None) for field in PAIRED}
+            columns |= {f"{name}_{field}": getattr(paired, field, None) for field in ("error", "low", "high", "p")}
         return columns
 
 
@@ -181,10 +162,9 @@ def paired_difference(outcomes: Sequence[Outcome], other_outcomes: Sequence[Outc
 
 def _block_differences(
     outcomes: Sequence[Outcome], other_outcomes: Sequence[Outcome]
-) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
+) -> list[tuple[Vector, Vector]] | None:
     """Return the differences of blocks and their tokens for each sample of both lists. None: there are no blocks."""
-    others_by_sample = {outcome.sample: outcome for outcome in other_outcomes}
-    blocks = []
+    others_by_sample, blocks = {outcome.sample: outcome for outcome in other_outcomes}, []
     for outcome in outcomes:
         if outcome.sample in others_by_sample:
             pair = outcome, others_by_sample[outcome.sample]
@@ -197,13 +177,7 @@ def _block_differences(
 
 
 def part_values(outcomes: Sequence[Outcome], kind: str, measure: str = "nats") -> DataFrame:
-    """Return a measure of the parts of each sample, ``[samples, parts]``.
-
-    Args:
-        outcomes: outcomes of one row.
-        kind: kind of the parts (``turn``), or :data:`POSITION`.
-        measure: ``nats``, or ``score``, which blocks of a text do not have.
-    """
+    """Return a measure of the parts of each sample, ``[samples, parts]``; ``score`` is one that blocks do not have."""
     values = {outcome.sample: outcome.parts.get(kind, {}).get(measure, {}) for outcome in outcomes}
     frame = DataFrame.from_dict(values, orient="index")
     numbered = all(str(name).isdigit() for name in frame.columns)
@@ -241,10 +215,9 @@ def comparable(row: Row, other: Row) -> bool:
 def same_kept_share(row: Row, other: Row) -> bool:
     """Whether two rows have equal kept shares, both over all tokens and as a mean over prompts.
 
-    The two shares differ if prompts differ in length: a budget in tokens is a large share of a short prompt and a
-    small share of a long prompt, while flags keep about equal shares of both. Memory is a mean over tokens, the score
-    a mean over prompts. If the model writes the texts, their lengths differ between policies. Then equal numbers of
-    cached tokens suffice.
+    These differ if prompts differ in length: a budget in tokens is a large share of a short prompt and a small share of
+    a long one, flags keep about equal shares of both. Memory is a mean over tokens, the score a mean over prompts. If
+    the model writes the texts, whose lengths differ between policies, equal numbers of cached tokens suffice.
     """
     if shares_agree(row.kept, other.kept) and shares_agree(row.prompt_kept, other.prompt_kept):
         return True

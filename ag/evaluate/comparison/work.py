@@ -6,12 +6,9 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
-from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,13 +18,12 @@ from ag import cluster
 from ag.commands.compare import CompareConfig
 from ag.engine.setup import CacheSetup
 from ag.errors import UserError
-from ag.evaluate.comparison.cells import Cell
+from ag.evaluate.comparison.cells import NOTHING, Cell
 from ag.evaluate.comparison.folder import FinishedCell, Folder
 from ag.evaluate.comparison.progress import ComparisonProgress
 from ag.evaluate.inside import KeptTokens, record
-from ag.evaluate.tasks import Loaded, Outcome, Sample, Task
+from ag.evaluate.tasks import Outcome, Sample, Task
 from ag.gates import export
-from ag.hardware import cpu_name
 from ag.model import base as models
 from ag.plugins import load
 
@@ -37,7 +33,7 @@ WORKER = 2  # main memory of a process on a cluster, in multiples of the stored 
 def run_missing_cells(
     config: CompareConfig, cells: Sequence[Cell], folder: Folder, console: Console, command: str = ""
 ) -> dict[str, FinishedCell]:
-    """Run the cells without a result, here or on a cluster. This process writes the results.
+    """Run the cells without a result, here or on a cluster, and write the results.
 
     Args:
         config: settings of the comparison.
@@ -94,10 +90,7 @@ def _run_cells(
         for unit, finished in cluster.share(units, make, room):
             if isinstance(finished, cluster.Lost):
                 problem = f"{finished.times} workers ended while they worked on it: {finished.why}"
-                row_conditions = conditions(config, command)
-                finished = [
-                    FinishedCell(cell.summary([], Loaded([]), "", row_conditions, problem), [], []) for cell in unit
-                ]
+                finished = [cell.finished(config, command, problem=problem) for cell in unit]
             yield finished
 
 
@@ -126,7 +119,7 @@ class Worker:
         context = int(base.config.get_text_config().max_position_embeddings)
         self.max_tokens = min(context, config.max_tokens or context)
         self.task: Task | None = None
-        self.loaded = Loaded([])
+        self.loaded = NOTHING
 
     def run(self, cells: Sequence[Cell]) -> Iterator[list[FinishedCell]]:
         """Run cells of one task together. If that fails, run them one by one on the remaining samples.
@@ -138,43 +131,39 @@ class Worker:
         """
         try:
             if cells[0].task != self.task:
-                self.task, self.loaded = None, Loaded([])
+                self.task, self.loaded = None, NOTHING
                 self.loaded = cells[0].task.load(self.tokenizer, self.config.samples, self.max_tokens)
                 self.task = cells[0].task
         except UserError:
             raise
         except Exception as error:  # a task of a plugin may raise anything
-            yield [self._finish(cell, problem=_problem(error)) for cell in cells]
+            yield [self._finish(cell, _problem(error)) for cell in cells]
             return
         outcomes_by_cell: list[list[Outcome]] = [[] for _ in cells]
-        attempt = self._attempt(cells, outcomes_by_cell)
-        if not isinstance(attempt, str):
-            yield attempt
+        try:
+            yield self._run(cells, outcomes_by_cell)
             return
+        except Exception as error:  # a part of a plugin may raise anything
+            problem = _problem(error)
         torch.cuda.empty_cache()  # the error is freed, and the tensors of its traceback
         for index, (cell, outcomes) in enumerate(zip(cells, outcomes_by_cell, strict=True), 1):
-            waiting = sum(map(len, outcomes_by_cell[index:]))
-            alone = attempt if len(cells) == 1 else self._attempt([cell], [outcomes], waiting)
-            yield [self._finish(cell, problem=alone)] if isinstance(alone, str) else alone
+            try:
+                if len(cells) > 1:
+                    yield self._run([cell], [outcomes], waiting=sum(map(len, outcomes_by_cell[index:])))
+                    continue
+            except Exception as error:
+                problem = _problem(error)
+            yield [self._finish(cell, problem)]
 
-    def _attempt(
+    def _run(
         self, cells: Sequence[Cell], outcomes_by_cell: list[list[Outcome]], waiting: int = 0
-    ) -> list[FinishedCell] | str:
-        """Run cells; returns the finished cells, or why they failed.
+    ) -> list[FinishedCell]:
+        """Run cells of one task; ``waiting`` counts the finished samples of the cells after these.
 
-        Args:
-            cells: cells of one task.
-            outcomes_by_cell: outcomes of the first samples, which are not run again; new outcomes are appended.
-            waiting: finished samples of the cells after these.
+        The first samples with an outcome under all cells are not run again; new outcomes are appended.
         """
-        self.progress.begin(cells[0].name, len(cells), len(self.loaded.samples), waiting)
-        try:
-            return self._run(cells, outcomes_by_cell)
-        except Exception as error:  # a part of a plugin may raise anything
-            return _problem(error)
-
-    def _run(self, cells: Sequence[Cell], outcomes_by_cell: list[list[Outcome]]) -> list[FinishedCell]:
         samples = self.loaded.samples
+        self.progress.begin(cells[0].name, len(cells), len(samples), waiting)
         refused = [cell for cell in cells if 0 < cell.untouched(samples, self._prefill(cell)) == len(samples)]
         run = [pair for pair in zip(cells, outcomes_by_cell, strict=True) if pair[0] not in refused]
         touched, run_outcomes = [cell for cell, _ in run], [cell_outcomes for _, cell_outcomes in run]
@@ -200,19 +189,19 @@ class Worker:
             self.progress.outcome()
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
-        finished = list(map(self._finish, touched, run_outcomes, views))
-        return finished + [self._finish(cell, problem=cell.refusal()) for cell in refused]
+        finished = [
+            self._finish(cell, None, *results) for cell, *results in zip(touched, run_outcomes, views, strict=True)
+        ]
+        return finished + [self._finish(cell, cell.refusal()) for cell in refused]
 
     def _finish(
-        self, cell: Cell, outcomes: Sequence[Outcome] = (), views: Sequence[KeptTokens] = (), problem: str | None = None
+        self, cell: Cell, problem: str | None, outcomes: Sequence[Outcome] = (), views: Sequence[KeptTokens] = ()
     ) -> FinishedCell:
-        """Return a finished cell; see :meth:`Cell.summary`."""
         try:
             prefill = self._prefill(cell)
         except Exception:  # perhaps the reason why the cell failed
             prefill = ""
-        summary = cell.summary(outcomes, self.loaded, prefill, conditions(self.config, self.command), problem)
-        return FinishedCell(summary, [*outcomes], [*views])
+        return cell.finished(self.config, self.command, self.loaded, prefill, problem, outcomes, views)
 
     def _prefill(self, cell: Cell) -> str:
         return CacheSetup.of(self.model, cell.policy, None).prompt_sees
@@ -237,21 +226,8 @@ def _problem(error: Exception) -> str:
     return f"{type(error).__name__}: {text} ({Path(last.filename).name}, line {last.lineno})"
 
 
-def conditions(config: CompareConfig, command: str) -> dict[str, Any]:
-    """Return the fields of a :class:`Summary` on the model, the machine, the date and the command."""
-    device = torch.device(config.device)
-    return {
-        "dtype": config.dtype,
-        "quantization": config.quantization,
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "threads": torch.get_num_threads(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
-    }
-
-
 def python_call(config: CompareConfig) -> str:
     """Return the Python call of a comparison, with the settings that differ from the defaults."""
-    defaults, values = CompareConfig(), {field.name: getattr(config, field.name) for field in fields(config)}
-    settings = [f"{name}={value!r}" for name, value in values.items() if value != getattr(defaults, name)]
+    defaults, values = vars(CompareConfig()), vars(config)
+    settings = [f"{name}={value!r}" for name, value in values.items() if value != defaults[name]]
     return f"compare(CompareConfig({', '.join(settings)}), console)"
