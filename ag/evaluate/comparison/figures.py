@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -61,23 +59,17 @@ class Look(NamedTuple):
 class Chart:
     """Points over kept shares, positions in tokens, or numbered parts.
 
-    Attributes:
-        title: the task, and its number of samples.
-        x_label: what ``x`` is.
-        y_label: what ``y`` is.
-        points: columns ``label`` (policy), ``name`` (in the legend, with the kept shares), ``x``, ``y``, ``low`` and
-            ``high`` (ends of the interval or of the standard error), ``text``, and ``level`` (whether a single point is
-            drawn as a level through the chart: the full cache).
-        looks: the look of each policy; gates are drawn last.
-        zero: label of the policy that is subtracted, drawn at 0. Empty: nothing was subtracted.
+    The columns of ``points`` are ``label`` (policy), ``name`` (in the legend, with the kept shares), ``x``, ``y``,
+    ``low`` and ``high`` (ends of the interval or of the standard error), ``text``, and ``level`` (whether a single
+    point is drawn as a level through the chart: the full cache).
     """
 
-    title: str
+    title: str  # the task, and its number of samples
     x_label: str
     y_label: str
     points: DataFrame
-    looks: dict[str, Look]
-    zero: str = ""
+    looks: dict[str, Look]  # of each policy; gates are drawn last
+    zero: str = ""  # label of the policy that is subtracted, drawn at 0; empty: nothing was subtracted
 
 
 @matplotlib.rc_context(STYLE)
@@ -107,12 +99,12 @@ def all_charts(comparison: Comparison) -> dict[str, list[Chart]]:
 
 def looks(comparison: Comparison) -> dict[str, Look]:
     """Return the look of each policy, by label."""
-    counts, by_label = Counter[bool](), {}
-    for label, gated in comparison.rows.drop_duplicates("label")[["label", "gated"]].itertuples(index=False):
-        number = counts[gated]
-        counts[gated] += 1
-        by_label[label] = Look("gates" if gated else COLOURS[number % len(COLOURS)], [*MARKERS][number % len(MARKERS)])
-    return by_label
+    policies = comparison.rows.drop_duplicates("label")
+    numbers = policies.groupby("gated").cumcount()  # within gates, and within other policies
+    return {
+        label: Look("gates" if gated else COLOURS[number % len(COLOURS)], [*MARKERS][number % len(MARKERS)])
+        for label, gated, number in zip(policies.label, policies.gated, numbers, strict=True)
+    }
 
 
 def lead_charts(comparison: Comparison) -> list[Chart]:
@@ -129,13 +121,12 @@ def lead_charts(comparison: Comparison) -> list[Chart]:
         tasks = [task for task in shares.index[shares >= MIN_SHARES] if not comparison.uninformative(task)]
         for task in tasks[:1]:
             full = rows[(rows.task == task) & (rows.label == comparison.baseline) & ~rows.evicts]
-            name, title = "nats_difference" if tag else "difference", f"{subject}: {task}"
-            if full.empty:
-                charts.append(_by_memory(comparison, task, title, "nats", *_errors(rows, tag)))
-            else:
-                y, low, high = (rows[name + end] for end in ("", "_low", "_high"))
+            ends, label, zero = _errors(rows, tag), "nats", ""
+            if not full.empty:
+                name = "nats_difference" if tag else "difference"
+                ends = rows[name], rows[f"{name}_low"], rows[f"{name}_high"]
                 label, zero = "nats over the full cache", comparison.baseline
-                charts.append(_by_memory(comparison, task, title, label, y, low, high, zero))
+            charts.append(_by_memory(comparison, task, f"{subject}: {task}", label, *ends, zero))
     return charts
 
 
@@ -196,10 +187,8 @@ def charts_by_part(comparison: Comparison, task: str, kind: str) -> list[Chart]:
             means = part_means(comparison, row, base, kind)
             if (compared and base is None) or not is_integer_dtype(means.index):
                 continue
-            name = f"{row.name} ({percent(row.kept)})"
-            sign = ".3f" if base is None else "+.3f"
-            for x, (y, error) in means.iterrows():
-                error = np.nan_to_num(error)
+            name, sign = f"{row.name} ({percent(row.kept)})", ".3f" if base is None else "+.3f"
+            for x, (y, error) in means.fillna({"error": 0}).iterrows():
                 text = f"{name}: {y:{sign}} {'from' if kind == POSITION else kind} {x:,}"
                 points.append((row.label, shorten(name), x, y, y - error, y + error, False, text))
         if points:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -57,10 +57,9 @@ class Section(NamedTuple):
 
 def write(comparison: Comparison) -> None:
     """Write ``table.csv`` (all rows, in numbers), ``table.tex`` (the leaderboard) and ``table.md`` (all tables)."""
-    folder = comparison.folder
-    comparison.rows.to_csv(folder / "table.csv", index=False)
-    leaderboard(comparison).to_latex(folder / "table.tex", index=False, escape=True)
-    (folder / "table.md").write_text(markdown(comparison), encoding="utf-8")
+    comparison.rows.to_csv(comparison.folder / "table.csv", index=False)
+    leaderboard(comparison).to_latex(comparison.folder / "table.tex", index=False, escape=True)
+    (comparison.folder / "table.md").write_text(markdown(comparison), encoding="utf-8")
 
 
 def markdown(comparison: Comparison) -> str:
@@ -78,8 +77,9 @@ def markdown(comparison: Comparison) -> str:
     if sentences := uncompared_results(comparison):
         parts += [f"{NOT_COMPARED}\n", *(f"- {sentence}" for sentence in sentences), ""]
     parts.append("## How it was measured\n")
-    for name, text in measured(comparison):
-        parts.append(f"- {name}: `{text}`" if name == "command" else f"- {name}: {text}")
+    parts += [
+        f"- {name}: `{text}`" if name == "command" else f"- {name}: {text}" for name, text in measured(comparison)
+    ]
     return "\n".join([*parts, ""])
 
 
@@ -92,8 +92,14 @@ def title(comparison: Comparison) -> str:
 
 def subtitle(comparison: Comparison) -> str:
     """Return the days of the rows, and the data."""
-    days = sorted({date[:10] for date in comparison.rows.date if date is not None})
-    return f"{' to '.join(dict.fromkeys([*days[:1], *days[-1:]])) or f'date {UNKNOWN}'}; data: {comparison.data}"
+    days = _period(date[:10] for date in comparison.rows.date if date is not None)
+    return f"{days or f'date {UNKNOWN}'}; data: {comparison.data}"
+
+
+def _period(dates: Iterable[str]) -> str:
+    """Return the first and the last date; empty without dates."""
+    ordered = sorted(dates)
+    return " to ".join(dict.fromkeys([*ordered[:1], *ordered[-1:]]))
 
 
 def printed(comparison: Comparison) -> Printed:
@@ -130,14 +136,14 @@ def leaderboard(comparison: Comparison) -> DataFrame:
     ranked = [task for task in tasks.index if task not in unable] or list(tasks.index)
     ranks = (means * signs)[ranked].rank().mean(axis=1, skipna=False)  # NaN, and therefore last, without a score
     table = text[tasks.index].fillna("").loc[ranks[rows.name.unique()].sort_values(kind="stable").index]
-    heads = {}
-    for task, metric, higher, n in tasks.itertuples():
-        remark = ", not informative" * (task in unable)
-        heads[task] = f"{task} ({metric} {'↑' if higher else '↓'}, n = {n}{remark})"
     for metric, alike in tasks[tasks.higher_is_better].groupby("metric", sort=False):
         if len(alike) > 1:
             averages = means[alike.index].mean(axis=1, skipna=False)
             table[f"average {metric}"] = averages.map("{:.4f}".format).replace("nan", "none")
+    heads = {
+        task: f"{task} ({metric} {'↑' if higher else '↓'}, n = {n}{', not informative' * (task in unable)})"
+        for task, metric, higher, n in tasks.itertuples()
+    }
     return table.rename(columns=heads).rename_axis(index="policy", columns=None).reset_index()
 
 
@@ -161,7 +167,7 @@ def of_task(comparison: Comparison, task: str) -> DataFrame:
     """Return all results of a task; columns without values are left out."""
     rows = comparison.of_task(task)
     table = DataFrame([_texts(row, comparison.baseline) for row in rows]).fillna("")
-    empty = [column for column in table if column not in ("policy", "budget") and (table[column] == "").all()]
+    empty = [column for column in table.columns[2:] if (table[column] == "").all()]  # after policy and budget
     return table.drop(columns=empty).rename(columns={"score": rows[0].metric})
 
 
@@ -224,11 +230,7 @@ def part_means(comparison: Comparison, row: Row, base: Row | None, kind: str) ->
 
 
 def counted(comparison: Comparison, task: str) -> str:
-    """Return how many samples were run and left out, in the task's unit, and when the question is read.
-
-    It also has the number of samples that no policy can change, see
-    :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
-    """
+    """Return how many samples were run, left out, and cannot be changed (see Cell.untouched), and when it asks."""
     rows = comparison.of_task(task)
     row = max(rows, key=lambda row: row.n)
     parts = [f"{row.n} {unit(task)}, left out: {_left_out(row)}"]
@@ -257,8 +259,7 @@ def meanings(comparison: Comparison) -> dict[str, str]:
 
 def measured(comparison: Comparison) -> list[tuple[str, str]]:
     """Return how a comparison was measured, as (subject, text). If rows differ, each text has its number of rows."""
-    dates = sorted(date for date in comparison.rows.date if date is not None)
-    period = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
+    period = _period(date for date in comparison.rows.date if date is not None)
     lines = []
     for row in comparison.results:
         weights = [row.model, row.dtype or f"dtype {UNKNOWN}", row.quantization or "none"]
