@@ -249,10 +249,8 @@ def draw(axes: Axes, chart: Chart) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     share = PercentFormatter(1, decimals=0, symbol=" %")
     axes.xaxis.set_major_formatter(share if chart.x_label in (KEPT, MEMORY) else StrMethodFormatter("{x:,.0f}"))
-    axes.set_xlabel(chart.x_label)
-    axes.set_ylabel(chart.y_label)
     axes.grid(axis="y")
-    axes.set_axisbelow(True)
+    axes.set(xlabel=chart.x_label, ylabel=chart.y_label, axisbelow=True)
 
 
 def depths(comparison: Comparison, rows: Sequence[Row]) -> Figure:

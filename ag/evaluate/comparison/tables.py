@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -105,21 +106,25 @@ def _period(dates: Iterable[str]) -> str:
 def printed(comparison: Comparison) -> Printed:
     """Return the table that the command prints."""
     over = (comparison.rows.over_budget > 0).any()
-    caption = f"* {OVER}: there are {OVER_NOTE}" if over else None
-    table = Printed(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption)
-    for column in ("task", "policy"):
-        table.add_column(column, overflow="fold")
     against = f"against {comparison.baseline}"
     columns = ["kept", "score", against, "p", *(["nats"] if comparison.rows.nats.notna().any() else [])]
-    for column in columns:
-        table.add_column(column.replace("against", "to"), justify="right", no_wrap=True)
+    heads = [column.replace("against", "to") for column in columns]
+    table = printed_table(["task", "policy"], heads, f"* {OVER}: there are {OVER_NOTE}" if over else None)
     for row in comparison.results:
         texts = _texts(row, comparison.baseline) | {"score": _score(row).rstrip(":")}
         # little room: table.md has errors and intervals, and the command prints why a cell failed
-        cells = [texts[column] if column == "p" else texts[column].partition(" ± ")[0] for column in columns]
-        cells = [cell.partition(" [")[0].partition(":")[0] for cell in cells]
-        cells[0] = "*" * (row.over_budget > 0) + cells[0]
-        table.add_row(row.task, row.name, *cells)
+        cells = [texts[column] if column == "p" else re.split(" ± | \\[|:", texts[column])[0] for column in columns]
+        table.add_row(row.task, row.name, "*" * (row.over_budget > 0) + cells[0], *cells[1:])
+    return table
+
+
+def printed_table(texts: Sequence[str], numbers: Sequence[str], caption: str | None) -> Printed:
+    """Return a table for the terminal, with columns of texts and then of numbers."""
+    table = Printed(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption)
+    for column in texts:
+        table.add_column(column, overflow="fold")
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 from torch import nn
 
 from ag import cluster
@@ -20,7 +23,6 @@ from ag.engine.setup import CacheSetup
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import NOTHING, Cell
 from ag.evaluate.comparison.folder import FinishedCell, Folder
-from ag.evaluate.comparison.progress import ComparisonProgress
 from ag.evaluate.inside import KeptTokens, record
 from ag.evaluate.tasks import Outcome, Sample, Task
 from ag.gates import export
@@ -28,6 +30,7 @@ from ag.model import base as models
 from ag.plugins import load
 
 WORKER = 2  # main memory of a process on a cluster, in multiples of the stored weights of the model
+SECONDS = 30.0  # between two lines of progress without a terminal
 
 
 def run_missing_cells(
@@ -98,7 +101,7 @@ def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list
     """Make a worker in a process of a cluster, with the calling process's number of threads, for equal sums."""
     torch.set_num_threads(threads)
     load(config.plugins)
-    worker = Worker(config, command, ComparisonProgress(Console(quiet=True), 0))
+    worker = Worker(config, command)
     return lambda unit: [finished for together in worker.run(unit) for finished in together]
 
 
@@ -109,8 +112,9 @@ class Worker:
         UserError: the model cannot be loaded.
     """
 
-    def __init__(self, config: CompareConfig, command: str, progress: ComparisonProgress) -> None:
-        self.config, self.command, self.progress = config, command, progress
+    def __init__(self, config: CompareConfig, command: str, progress: ComparisonProgress | None = None) -> None:
+        self.config, self.command = config, command
+        self.progress = ComparisonProgress(Console(quiet=True)) if progress is None else progress
         torch.set_float32_matmul_precision("highest")  # no TF32: differences between policies are small
         torch.manual_seed(config.seed)
         base, self.tokenizer = models.load_base(config.base, config.device)
@@ -205,6 +209,72 @@ class Worker:
 
     def _prefill(self, cell: Cell) -> str:
         return CacheSetup.of(self.model, cell.policy, None).prompt_sees
+
+
+class ComparisonProgress:
+    """A bar on a terminal, else a line every half minute: cells, samples, and an estimate of the time left.
+
+    ``num_finished`` of the ``total`` cells were finished by earlier commands; the estimate is from the others.
+    """
+
+    def __init__(
+        self, console: Console, total: int = 0, num_finished: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._total, self._clock = console, total, clock
+        self._begun = self._last = clock()
+        self._finished_before = self._num_finished = num_finished
+        self.begin("cells", 1, 0)
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[numbers]}"))
+        #: A context that shows the bar on a terminal.
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self.bar.add_task(self._name, total=total, numbers="")
+
+    def cells(self, num_finished: int) -> None:
+        """Set the number of finished cells, once for all cells that ran together. No cell runs then."""
+        self._num_finished, self._outcomes = num_finished, 0
+        self._show()
+
+    def begin(self, name: str, together: int, samples: int, waiting: int = 0) -> None:
+        """Begin cells that run together. :meth:`outcome` shows them, with the samples that are already done.
+
+        Args:
+            name: name of the first cell.
+            together: number of the cells.
+            samples: number of samples of their task.
+            waiting: finished samples of cells that run later.
+        """
+        self._name = name + (f" and {together - 1} more" if together > 1 else "")
+        self._together, self._samples, self._outcomes, self._waiting = together, samples, 0, waiting
+
+    def outcome(self, samples: int = 1) -> None:
+        """Add finished samples of one cell."""
+        self._outcomes += samples
+        self._show()
+
+    def progress_text(self) -> str:
+        """Return the numbers and the estimate as text."""
+        parts = [f"{self._num_finished} of {self._total} cells"]
+        if self._outcomes:
+            parts.append(f"{self._outcomes // self._together} of {self._samples} samples")
+        run = self._completed - self._finished_before
+        # cells that run together yield their results together: the first result says nothing about time
+        if run > 0 and (self._outcomes >= self._together or self._num_finished > self._finished_before):
+            left = (self._total - self._completed) * (self._clock() - self._begun) / run
+            parts.append(f"about {timedelta(seconds=round(left))} left")
+        return ", ".join(parts)
+
+    @property
+    def _completed(self) -> float:
+        """The finished cells, and the finished part of the running cells."""
+        return self._num_finished + ((self._outcomes + self._waiting) / self._samples if self._samples else 0.0)
+
+    def _show(self) -> None:
+        text = self.progress_text()
+        if self._console.is_terminal:
+            self.bar.update(self._task, completed=self._completed, description=self._name, numbers=text)
+        elif self._clock() - self._last >= SECONDS:
+            self._last = self._clock()
+            self._console.print(f"{text} ({self._name})", soft_wrap=True, highlight=False)
 
 
 def _num_common_samples(outcomes_by_cell: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:

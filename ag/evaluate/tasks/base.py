@@ -86,6 +86,9 @@ class Outcome:
         return measures_by_kind
 
 
+Outcomes = Iterator[tuple[int, Outcome]]  # with the index of the policy
+
+
 @dataclass(frozen=True)
 class Loaded:
     """The samples of a task, and how many before the last one were left out."""
@@ -105,6 +108,7 @@ class Task(ABC):
     metric: ClassVar[str]
     higher_is_better: ClassVar[bool] = True
     unit: ClassVar[str] = "samples"  # name of its samples, in the plural
+    chance: ClassVar[float | None] = None  # see floor
 
     def identity(self) -> dict[str, Any]:
         """Return everything that the samples and their scores depend on, for JSON."""
@@ -134,7 +138,7 @@ class Task(ABC):
 
     def floor(self, samples: Samples) -> float | None:
         """Return the mean score of a model that cannot do the task. None: unknown."""
-        return None
+        return self.chance
 
     def length(self, sample: Sample) -> int:
         """Return the tokens of a sample that a policy may evict."""
@@ -152,9 +156,7 @@ class Task(ABC):
         """Yield the samples in their stored order, and the reason in the place of one that cannot be run; see load."""
 
     @abstractmethod
-    def run(
-        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
-    ) -> Iterator[tuple[int, Outcome]]:
+    def run(self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples) -> Outcomes:
         """Run policies over samples, and yield (index of the policy, outcome) as each finishes.
 
         The order is sample by sample, and within a sample policy by policy. Policies with a dense prefill share one
@@ -171,9 +173,7 @@ class PromptTask(Task):
 
     compares: ClassVar[bool] = True  # with a full cache; False if a sample has several right answers that all count
 
-    def run(
-        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
-    ) -> Iterator[tuple[int, Outcome]]:
+    def run(self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples) -> Outcomes:
         """Run policies over samples, and compare each with a full cache on the tokens of the right answer."""
         device = next(model.parameters()).device
         for sample in samples:

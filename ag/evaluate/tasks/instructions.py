@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.rules import prompted
 from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.engine import EvictionCache
-from ag.evaluate.tasks.base import Sample, Samples, Tags, by_part
+from ag.evaluate.tasks.base import Sample, Tags, by_part
 from ag.evaluate.tasks.follow import score
 from ag.evaluate.tasks.questions import TextSample
 from ag.evaluate.tasks.ruler import Haystack, Variant, join, sample_sentences
@@ -116,6 +116,7 @@ class Instructions(Haystack):
     unit: ClassVar[str] = "system prompts"
     generates: ClassVar[bool] = False
     compares: ClassVar[bool] = False
+    chance: ClassVar[float | None] = 0.5
 
     @property
     def series(self) -> str:
@@ -151,10 +152,6 @@ class Instructions(Haystack):
             "protect": [(0, end)] if self.protect else [],
             "parts": [demand._replace(lead=len(lead)) for demand, lead in zip(text_sample.parts, leads, strict=True)],
         }
-
-    def floor(self, samples: Samples) -> float:
-        """Return the score without any instruction: half."""
-        return 0.5
 
     def answer(
         self, model: nn.Module, tokenizer: Tokenizer, cache: EvictionCache, last_hidden: Tensor, sample: Sample

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.tokens import start_tokens, tokenize
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.errors import UserError
-from ag.evaluate.tasks.base import LeftOut, Outcome, PositiveInt, PromptTask, Sample, Samples, Tags, Task
+from ag.evaluate.tasks.base import LeftOut, Outcome, Outcomes, PositiveInt, PromptTask, Sample, Samples, Tags, Task
 from ag.evaluate.tasks.follow import distance, feed, mean_nats
 from ag.evaluate.tasks.held_out import held_out, held_out_texts
 from ag.gates.attach import attached_gates
@@ -105,9 +105,7 @@ class Stream(Documents):
         """Return the tokens of a book."""
         return len(sample.prompt) + len(sample.target_tokens)
 
-    def run(
-        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
-    ) -> Iterator[tuple[int, Outcome]]:
+    def run(self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples) -> Outcomes:
         """Run policies over books; see :meth:`ag.evaluate.tasks.Task.run`."""
         longest = max(map(self.length, samples), default=0)
         context: int = model.config.get_text_config().max_position_embeddings  # type: ignore[operator, union-attr]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.encode import divided
 from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.engine import EvictionCache
-from ag.evaluate.tasks.base import PromptTask, Sample, Samples, Tags
+from ag.evaluate.tasks.base import PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import end_tokens, greedy, score
 
 FLOOR = 0.1
@@ -52,6 +51,7 @@ class QuestionTask(PromptTask):
 
     #: Whether the model answers. If not, the score is 1 if each token of the right answer is the likeliest.
     generates: ClassVar[bool] = True
+    chance: ClassVar[float | None] = FLOOR
 
     @abstractmethod
     def grade(self, text: str, sample: Sample) -> float:
@@ -60,10 +60,6 @@ class QuestionTask(PromptTask):
     def end_conditions(self, model: nn.Module, tokenizer: Tokenizer) -> tuple[Collection[int], int]:
         """Return the tokens that end an answer, and its smallest number of tokens."""
         return end_tokens(model, tokenizer.eos_token_id), 0
-
-    def floor(self, samples: Samples) -> float | None:
-        """Return the mean score of a model that cannot do the task."""
-        return FLOOR
 
     def reads_on(self, sample: Sample) -> bool:
         """Return whether tokens are read after the prompt; see :meth:`Task.reads_on`."""
@@ -117,9 +113,3 @@ class QuestionTask(PromptTask):
 def num_blank_tokens(tokenizer: Tokenizer, answer: list[int]) -> int:
     """Return the number of tokens of an answer before its first word."""
     return len([*itertools.takewhile(lambda token: not str(tokenizer.decode([token])).strip(), answer[:-1])])
-
-
-def share_named(text: str, references: Sequence[str]) -> float:
-    """Return the share of the references that a text contains in any case: RULER's ``string_match_all``."""
-    clean = re.sub(r"[\x00-\x1f]", "\n", text.strip()).lower()
-    return sum(reference.lower() in clean for reference in references) / len(references)

@@ -152,10 +152,7 @@ class Reasoning(Problems):
     seed: int = 0
 
     metric: ClassVar[str] = "right answers"
-
-    def floor(self, samples: Samples) -> float | None:
-        """Return 0.1; see :meth:`ag.evaluate.tasks.Task.floor`."""
-        return FLOOR
+    chance: ClassVar[float | None] = FLOOR
 
     def score(
         self,

@@ -28,7 +28,7 @@ from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.errors import UserError, require
 from ag.evaluate.tasks.base import LeftOut, PositiveInt, PositiveInts, Sample, Tags
 from ag.evaluate.tasks.held_out import held_out, held_out_texts
-from ag.evaluate.tasks.questions import SPARE, QuestionTask, TextSample, share_named
+from ag.evaluate.tasks.questions import SPARE, QuestionTask, TextSample
 
 NOISE = (
     "The street is quiet this morning.",
@@ -101,8 +101,9 @@ class Generated(QuestionTask):
         return None
 
     def grade(self, text: str, sample: Sample) -> float:
-        """Return the share of the references that the text contains."""
-        return share_named(text, sample.references)
+        """Return the share of the references that a text contains in any case: RULER's ``string_match_all``."""
+        clean = re.sub(r"[\x00-\x1f]", "\n", text.strip()).lower()
+        return sum(reference.lower() in clean for reference in sample.references) / len(sample.references)
 
     def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Generate the samples; see :meth:`ag.evaluate.tasks.Task.read`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.tokens import tokenize_after
 from ag.engine import EvictionCache, Policy, policy, read_prompt
-from ag.evaluate.tasks.base import Outcome, PositiveInt, Sample, Samples, by_part
+from ag.evaluate.tasks.base import Outcome, Outcomes, PositiveInt, Sample, Samples, by_part
 from ag.evaluate.tasks.follow import distance, feed_texts
 from ag.evaluate.tasks.questions import TextSample, num_blank_tokens
 from ag.evaluate.tasks.ruler import (
@@ -138,9 +138,7 @@ class Turns(Haystack):
         tokens = [token for turn in turns for token in turn.question + turn.answer]
         return {"prompt": context, "question": tokens, "answers": [], "max_new_tokens": 0, "parts": turns}
 
-    def run(
-        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
-    ) -> Iterator[tuple[int, Outcome]]:
+    def run(self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples) -> Outcomes:
         """Run policies over conversations; see :meth:`Task.run`."""
         device = next(model.parameters()).device
         for sample in samples:

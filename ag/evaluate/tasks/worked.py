@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.problems import ANY, KINDS, PACKAGE, answer_of, encode, generate, package_version
 from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import require
-from ag.evaluate.tasks.base import LeftOut, Outcome, PositiveInt, Sample, Samples, Task
+from ag.evaluate.tasks.base import LeftOut, Outcome, Outcomes, PositiveInt, Sample, Samples, Task
 from ag.evaluate.tasks.follow import continue_batch, end_tokens, padded
 from ag.evaluate.tasks.questions import FLOOR
 
@@ -41,6 +41,7 @@ class Worked(Task):
 
     metric: ClassVar[str] = "exact match"
     unit: ClassVar[str] = "problems"
+    chance: ClassVar[float | None] = FLOOR
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -53,10 +54,6 @@ class Worked(Task):
         package = {PACKAGE: package_version()} if self.kind == "chain_sum" else {}
         return super().identity() | package
 
-    def floor(self, samples: Samples) -> float | None:
-        """Return the mean score of a model that cannot do the task."""
-        return FLOOR
-
     def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Generate the problems; see :meth:`ag.evaluate.tasks.Task.read`."""
         for index in range(self.problems):
@@ -67,9 +64,7 @@ class Worked(Task):
             sample = Sample(f"{problem.kind}-{index}", prompt, max_new_tokens=most, parts=[problem])
             yield sample if longest <= max_tokens else "too long"
 
-    def run(
-        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
-    ) -> Iterator[tuple[int, Outcome]]:
+    def run(self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples) -> Outcomes:
         """Run policies over samples; see :meth:`ag.evaluate.tasks.Task.run`."""
         device, stop = next(model.parameters()).device, end_tokens(model, tokenizer.eos_token_id)
         for start in range(0, len(samples), self.batch):
