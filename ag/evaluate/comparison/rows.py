@@ -38,13 +38,9 @@ class Comparison:
     as a share of the full cache's; ``nats_error``; and the paired difference to the baseline, ``difference`` of scores
     and ``nats_difference`` of nats, with ``..._error``, ``..._low``, ``..._high`` (95 % interval) and ``..._p``.
 
-    Args:
-        cells: the finished cells.
-        folder: where tables, figures and page are written.
-        baseline: label of the policy that all policies are paired with.
-        mine: label of the policy that every verdict names. None: the last one.
-        data: where the samples came from.
-        hidden: names of cells in the folder that only earlier commands list.
+    All policies are paired with the ``baseline``, a label, and every verdict names ``mine``, a label; None: the last
+    one. ``data`` says where the samples came from, and ``hidden`` names the cells in the folder that only earlier
+    commands list.
     """
 
     def __init__(

@@ -36,17 +36,9 @@ SECONDS = 30.0  # between two lines of progress without a terminal
 def run_missing_cells(
     config: CompareConfig, cells: Sequence[Cell], folder: Folder, console: Console, command: str = ""
 ) -> dict[str, FinishedCell]:
-    """Run the cells without a result, here or on a cluster, and write the results.
+    """Run the cells without a result, here or on a cluster, and write the results. No command: the Python call.
 
-    Args:
-        config: settings of the comparison.
-        cells: its cells.
-        folder: its folder.
-        console: console that shows progress.
-        command: the command line, for the summaries. Empty means the Python call.
-
-    Returns:
-        All cells of the folder by key, including cells of earlier commands.
+    Returns all cells of the folder by key, including cells of earlier commands.
 
     Raises:
         UserError: the model or a task's data cannot be read, or another process writes into the folder.
@@ -106,11 +98,7 @@ def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list
 
 
 class Worker:
-    """The model, and the samples of the current task.
-
-    Raises:
-        UserError: the model cannot be loaded.
-    """
+    """The model, which raises ``UserError`` if it cannot be loaded, and the samples of the current task."""
 
     def __init__(self, config: CompareConfig, command: str, progress: ComparisonProgress | None = None) -> None:
         self.config, self.command = config, command
@@ -126,12 +114,10 @@ class Worker:
         self.loaded = NOTHING
 
     def run(self, cells: Sequence[Cell]) -> Iterator[list[FinishedCell]]:
-        """Run cells of one task together. If that fails, run them one by one on the remaining samples.
+        """Run cells of one task together, and yield lists of cells that finish together.
 
-        Yields lists of cells that finish together.
-
-        Raises:
-            UserError: the task's data cannot be read.
+        If that fails, they run one by one on the remaining samples. Raises ``UserError`` if the task's data cannot be
+        read.
         """
         try:
             if cells[0].task != self.task:
@@ -235,13 +221,9 @@ class ComparisonProgress:
         self._show()
 
     def begin(self, name: str, together: int, samples: int, waiting: int = 0) -> None:
-        """Begin cells that run together. :meth:`outcome` shows them, with the samples that are already done.
+        """Begin cells that run ``together``, of which one has the name, on samples; see :meth:`outcome`.
 
-        Args:
-            name: name of the first cell.
-            together: number of the cells.
-            samples: number of samples of their task.
-            waiting: finished samples of cells that run later.
+        ``waiting`` counts the finished samples of cells that run later.
         """
         self._name = name + (f" and {together - 1} more" if together > 1 else "")
         self._together, self._samples, self._outcomes, self._waiting = together, samples, 0, waiting

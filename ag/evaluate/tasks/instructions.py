@@ -99,11 +99,8 @@ class Instructions(Haystack):
 
     Each instruction demands one of several choices (a name to sign with, a language, ...), drawn for each sample. It is
     followed if its choice is likelier, per token, than another choice of its kind in its place; by chance this is half.
-    ``nats`` is the mean over the demanded choices.
-
-    The parts of a sample are its demands. Each has two answers: the first follows the instruction, the second does
-    not. Tags by ``rule`` (kind of instruction) and by ``place`` in the list: see
-    :func:`ag.evaluate.tasks.base.by_part`.
+    ``nats`` is the mean over the demanded choices. There are tags by ``rule`` (kind of instruction) and by ``place`` in
+    the list. The parts of a sample are its demands, of which each has two answers: one that follows it, and the other.
     """
 
     question: Literal["after"] = "after"

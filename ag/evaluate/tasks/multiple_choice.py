@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.encode import encode
 from ag.data.templates import TASKS, WITH_CONTEXT, examples
 from ag.engine import EvictionCache
-from ag.errors import UserError
 from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Samples, Tags
 from ag.evaluate.tasks.follow import score
 from ag.evaluate.tasks.held_out import held_out
@@ -35,14 +34,6 @@ class MultipleChoice(PromptTask):
 
     metric: ClassVar[str] = "accuracy"
     unit: ClassVar[str] = "questions"
-
-    def __post_init__(self) -> None:
-        """Check when the question is read."""
-        if self.question == "after" and self.name not in WITH_CONTEXT:
-            raise UserError(
-                f"Task {self.name}: question=after needs a context that is read before the question, and this task has "
-                f"none; only {', '.join(WITH_CONTEXT)}, needles, RULER and LongBench have."
-            )
 
     def identity(self) -> dict[str, Any]:
         """Return the options; ``question`` only for tasks that accept both values, since older results lack it."""

@@ -214,7 +214,7 @@ class Needles(Haystack):
                 hay.append(self.needle(key, draw(rng, self.value, self.digits)) + end)
         intro = f"{self.intro()}\n\n" if self.hint else ""
         references = values[: self.queries * self.values]
-        context = intro + join(insert_needles(hay, needles, fractions))
+        context = intro + join(hay, needles, fractions)
         question = f"\n\n{self.ask(keys[: self.queries])}"
         return TextSample(context, question, references, [" " + ", ".join(references)])
 
@@ -302,7 +302,7 @@ class Variables(Generated):
         intro = "The following text sets variables to numbers and to each other. Keep track of them."
         question = f"Question: Which {length} variables have the value {values[0]}?"
         lead = f"Answer: {length} variables have the value {values[0]}, they are:"
-        context = f"{intro}\n\n{join(insert_needles(noise(size), needles, fractions))}"
+        context = f"{intro}\n\n{join(noise(size), needles, fractions)}"
         return TextSample(context, f"\n\n{question}\n{lead}", chains[0], [" " + ", ".join(chains[0])])
 
 
@@ -486,9 +486,12 @@ def noise(count: int) -> list[str]:
     return [NOISE[i % len(NOISE)] + "\n" * (i % len(NOISE) == len(NOISE) - 1) for i in range(count)]
 
 
-def join(sentences: Sequence[str]) -> str:
-    """Join sentences with spaces, but without a space after a line break."""
-    return "".join(sentence if sentence.endswith("\n") else sentence + " " for sentence in sentences).rstrip()
+def join(sentences: Sequence[str], needles: Sequence[str] = (), fractions: Sequence[float] = ()) -> str:
+    """Join sentences, each needle at its fraction of them, with spaces, but without a space after a line break."""
+    joined = list(sentences)
+    for fraction, needle in sorted(zip(fractions, needles, strict=True), reverse=True):
+        joined.insert(round(fraction * len(sentences)), needle)
+    return "".join(sentence if sentence.endswith("\n") else sentence + " " for sentence in joined).rstrip()
 
 
 def interleave(rng: random.Random, chains: Sequence[Sequence[str]]) -> list[str]:
@@ -497,14 +500,6 @@ def interleave(rng: random.Random, chains: Sequence[Sequence[str]]) -> list[str]
     rng.shuffle(turns)
     left = [iter(chain) for chain in chains]
     return [next(left[i]) for i in turns]
-
-
-def insert_needles(hay: Sequence[str], needles: Sequence[str], fractions: Sequence[float]) -> list[str]:
-    """Insert each needle at its fraction of the haystack."""
-    sentences = list(hay)
-    for fraction, needle in sorted(zip(fractions, needles, strict=True), reverse=True):
-        sentences.insert(round(fraction * len(hay)), needle)
-    return sentences
 
 
 def assignments(chain: Sequence[str], value: str) -> list[str]:

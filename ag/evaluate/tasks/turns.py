@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from ag.evaluate.tasks.ruler import (
     Variant,
     assignments,
     draw_distinct,
-    insert_needles,
     interleave,
     join,
     sample_depths,
@@ -34,24 +33,17 @@ from ag.evaluate.tasks.ruler import (
 )
 from ag.model.structure import lm_logits
 
+Text = TypeVar("Text", str, list[int])
 QUESTION_KINDS = ("key", "key", "latest", "updated", "variable", "variable")  # of the questions of a conversation
 
 
-class Turn(NamedTuple):
-    """One of several questions over a context, as text."""
+class Turn(NamedTuple, Generic[Text]):
+    """One of several questions over a context, as text or as tokens."""
 
     kind: str  # one of QUESTION_KINDS
-    question: str  # text before the answer; its end is the beginning of the answer
-    answer: str  # with the space that separates it from the question
-
-
-class TurnTokens(NamedTuple):
-    """A turn as tokens."""
-
-    kind: str
-    question: list[int]
-    answer: list[int]
-    first: int  # index of the first scored token of the answer, after blanks
+    question: Text  # what stands before the answer; its end is the beginning of the answer
+    answer: Text  # with the space that separates it from the question
+    first: int = 0  # index of the first scored token of the answer, after blanks
 
 
 @dataclass(frozen=True)
@@ -61,14 +53,11 @@ class Turns(Haystack):
     The context hides numbers: of keys, of a key whose number changes twice, and of variables that are set to each
     other. Two questions ask for a ``key``, two for a ``variable``, one for the ``latest`` number of a key, and one
     for a number that an earlier turn ``updated``. Their order is drawn. The update is the beginning of a turn
-    before its question.
+    before its question, or of its question if questions are read apart.
 
     A policy evicts from the context. Then the turns are read, each question with its right answer: all policies read
-    equal turns. Nothing is generated: an answer is exact if each of its tokens is the likeliest.
-
-    Tags by ``turn`` and by ``kind`` of question: see :func:`ag.evaluate.tasks.base.by_part`. The parts of a sample are
-    its turns as tokens, and its question is all of them. If questions are read apart, an update stands right before its
-    question; contexts and questions are the same.
+    equal turns. Nothing is generated: an answer is exact if each of its tokens is the likeliest. There are tags by
+    ``turn`` and by ``kind`` of question. The parts of a sample are its turns as tokens, its question is all of them.
     """
 
     question: Literal["after"] = "after"
@@ -96,7 +85,7 @@ class Turns(Haystack):
         keys = iter(draw_distinct(rng, "noun", len(QUESTION_KINDS)))
         values = iter(draw_distinct(rng, "number", 2 * len(QUESTION_KINDS), self.digits))
         names = iter(draw_distinct(rng, "name", 2 * (self.hops + 1), 3))
-        chains, turns, update = [], list[Turn](), ""
+        chains, turns, update = [], list[Turn[str]](), ""
         for kind in question_kinds:
             if kind == "variable":
                 chain, value = [next(names) for _ in range(self.hops + 1)], next(values)
@@ -117,8 +106,7 @@ class Turns(Haystack):
                 asks, lead = f"What is t{owner[1:]}{now_text}", f"{owner} is{now_text}"
             turns.append(Turn(kind, f"Question: {asks}?\nAnswer: {lead}", f" {value}"))
         needles = interleave(rng, chains)
-        sentences = sample_sentences(rng, material, size)
-        context = join(insert_needles(sentences, needles, sorted(sample_depths(rng, len(needles)))))
+        context = join(sample_sentences(rng, material, size), needles, sorted(sample_depths(rng, len(needles))))
 
         def question_text(number: int, apart: bool) -> str:
             stop = "." if number and not apart else ""  # after the previous answer
@@ -132,9 +120,9 @@ class Turns(Haystack):
     def sample_fields(self, tokenizer: Tokenizer, text_sample: TextSample, context: list[int]) -> dict[str, Any]:
         """Return context and turns as tokens."""
         turns = []
-        for kind, *texts in text_sample.parts:
-            question, answer = tokenize_after(tokenizer, texts)
-            turns.append(TurnTokens(kind, question, answer, num_blank_tokens(tokenizer, answer)))
+        for turn in text_sample.parts:
+            question, answer = tokenize_after(tokenizer, [turn.question, turn.answer])
+            turns.append(Turn(turn.kind, question, answer, num_blank_tokens(tokenizer, answer)))
         tokens = [token for turn in turns for token in turn.question + turn.answer]
         return {"prompt": context, "question": tokens, "answers": [], "max_new_tokens": 0, "parts": turns}
 
