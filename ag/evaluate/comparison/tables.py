@@ -111,7 +111,7 @@ def printed(comparison: Comparison) -> Printed:
     heads = [column.replace("against", "to") for column in columns]
     table = printed_table(["task", "policy"], heads, f"* {OVER}: there are {OVER_NOTE}" if over else None)
     for row in comparison.results:
-        texts = _texts(row, comparison.baseline) | {"score": _score(row).rstrip(":")}
+        texts = _texts(row, comparison.baseline)
         # little room: table.md has errors and intervals, and the command prints why a cell failed
         cells = [texts[column] if column == "p" else re.split(" ± | \\[|:", texts[column])[0] for column in columns]
         table.add_row(row.task, row.name, "*" * (row.over_budget > 0) + cells[0], *cells[1:])
@@ -184,7 +184,7 @@ def _texts(row: Row, baseline: str) -> dict[str, str]:
         "budget": row.budget,
         "kept": f"{row.kept:.1%}" if done else "",
         OVER: f"{row.over_budget:.0f} of {row.n}" if row.over_budget > 0 else "",
-        "score": _score(row),
+        "score": _with_error(row.mean, row.error) if row.n else f"none: {row.problem}",
         f"against {baseline}": _interval(row, "difference"),
         "p": "< 0.001" if row.difference_p < 0.001 else _number(row.difference_p, ".3f"),
         "nats": _with_error(row.nats, row.nats_error),
@@ -205,10 +205,11 @@ def by_part(comparison: Comparison, task: str, kind: str) -> DataFrame:
     """Return a table of the parts of the samples: at most 12 positions, or all other parts and the worst of them."""
     lines: dict[str, dict[Any, str]] = {}
     for row in comparison.of_task(task):
-        base, outcomes, line = comparison.baseline_of(row), comparison.outcomes(row), dict[Any, str]()
-        scores = part_values(outcomes, kind, "score").mean()
+        base, outcomes = comparison.baseline_of(row), comparison.outcomes(row)
+        scores, sign = part_values(outcomes, kind, "score").mean(), "" if base is None else "+"
+        line: dict[Any, str] = {}
         for part, mean in part_means(comparison, row, base, kind)["mean"].items():
-            line[part] = f"{mean:.3f}" if base is None else f"{mean:+.3f}"
+            line[part] = f"{mean:{sign}.3f}"
             if kind != POSITION:
                 paired = None if base is None else comparison.paired(row, base, f"nats@{kind} {part}")
                 interval = "" if paired is None else f" [{paired.low:+.3f}, {paired.high:+.3f}]"
@@ -294,10 +295,6 @@ def _plain(value: Any) -> str:
 def _left_out(row: Row) -> str:
     counts = ((row.too_long, "too long"), (row.too_short, "too short"))
     return ", ".join(f"{number} {reason}" for number, reason in counts if number) or "0"
-
-
-def _score(row: Row) -> str:
-    return _with_error(row.mean, row.error) if row.n else f"none: {row.problem}"
 
 
 def _with_error(mean: float, error: float) -> str:

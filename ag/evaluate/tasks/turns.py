@@ -17,20 +17,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.tokens import tokenize_after
 from ag.engine import EvictionCache, Policy, policy, read_prompt
+from ag.evaluate.tasks import ruler
 from ag.evaluate.tasks.base import Outcome, Outcomes, PositiveInt, Sample, Samples, by_part
 from ag.evaluate.tasks.follow import distance, feed_texts
 from ag.evaluate.tasks.questions import TextSample, num_blank_tokens
-from ag.evaluate.tasks.ruler import (
-    Digits,
-    Haystack,
-    Variant,
-    assignments,
-    draw_distinct,
-    interleave,
-    join,
-    sample_depths,
-    sample_sentences,
-)
+from ag.evaluate.tasks.ruler import Digits, Haystack, Variant
 from ag.model.structure import lm_logits
 
 Text = TypeVar("Text", str, list[int])
@@ -82,14 +73,14 @@ class Turns(Haystack):
         while question_kinds[0] == "updated":
             rng.shuffle(question_kinds)
         update_turn = rng.randrange(question_kinds.index("updated"))  # the turn with the new number
-        keys = iter(draw_distinct(rng, "noun", len(QUESTION_KINDS)))
-        values = iter(draw_distinct(rng, "number", 2 * len(QUESTION_KINDS), self.digits))
-        names = iter(draw_distinct(rng, "name", 2 * (self.hops + 1), 3))
+        keys = iter(ruler.draw_distinct(rng, "noun", len(QUESTION_KINDS)))
+        values = iter(ruler.draw_distinct(rng, "number", 2 * len(QUESTION_KINDS), self.digits))
+        names = iter(ruler.draw_distinct(rng, "name", 2 * (self.hops + 1), 3))
         chains, turns, update = [], list[Turn[str]](), ""
         for kind in question_kinds:
             if kind == "variable":
                 chain, value = [next(names) for _ in range(self.hops + 1)], next(values)
-                chains.append(assignments(chain, value))
+                chains.append(ruler.assignments(chain, value))
                 asks, lead = f"What is the value of VAR {chain[-1]}", f"VAR {chain[-1]} ="
             else:
                 owner, value = f"The secret number of the {next(keys)}", next(values)
@@ -105,8 +96,8 @@ class Turns(Haystack):
                 chains.append(chain)
                 asks, lead = f"What is t{owner[1:]}{now_text}", f"{owner} is{now_text}"
             turns.append(Turn(kind, f"Question: {asks}?\nAnswer: {lead}", f" {value}"))
-        needles = interleave(rng, chains)
-        context = join(sample_sentences(rng, material, size), needles, sorted(sample_depths(rng, len(needles))))
+        needles, sentences = ruler.interleave(rng, chains), ruler.sample_sentences(rng, material, size)
+        context = ruler.join(sentences, needles, sorted(ruler.sample_depths(rng, len(needles))))
 
         def question_text(number: int, apart: bool) -> str:
             stop = "." if number and not apart else ""  # after the previous answer
