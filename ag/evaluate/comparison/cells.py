@@ -42,7 +42,6 @@ class Cell:
     label: str  # name of the policy in tables; see ag.config.spec.specs_by_name
     policy: Policy
     task: Task
-    model: str  # hub id or folder
 
     @property
     def name(self) -> str:
@@ -61,9 +60,8 @@ class Cell:
         can_ask_after = getattr(tasks.make(self.task.name), "question", None) == "after"
         option = f"task_options.{self.task.name}.question=after or " if can_ask_after else ""
         return (
-            f"task {self.name} evicts after the prompt, and answers of one token are "
-            f"predicted from its last token: as with a full cache, whatever was evicted. "
-            f"Give {option}schedule=blocks:m."
+            f"task {self.name} evicts after the prompt, and answers of one token are predicted from its last token: as "
+            f"with a full cache, whatever was evicted. Give {option}schedule=blocks:m."
         )
 
     def finished(
@@ -103,7 +101,7 @@ class Cell:
             seconds=sum((outcome.seconds for outcome in outcomes), 0.0),
             kv_bytes=sum(outcome.kv_bytes for outcome in outcomes) / max(1, len(outcomes)),
             prefill=prefill,
-            model=self.model,
+            model=config.model,
             versions=VERSIONS,
             problem=problem,
             question=getattr(self.task, "question", None),
@@ -149,7 +147,7 @@ def list_cells(config: CompareConfig) -> list[Cell]:
             settings = [*common, policy_text, gates, type(task).__name__, task.identity()]
             text = json.dumps(settings, sort_keys=True, default=str)
             key = hashlib.sha256(text.encode()).hexdigest()[:20]
-            cell = Cell(key, label, cell_policy, task, config.model)
+            cell = Cell(key, label, cell_policy, task)
             if (other := cells.setdefault(key, cell)) is not cell:
                 raise UserError(
                     f"{other.name!r} and {cell.name!r} are one cell: leave one out of policies=, budgets=, tasks=."

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
-from pandas import DataFrame, Series
+from pandas import DataFrame
 from pandas.api.types import is_integer_dtype
 
 from ag.evaluate.comparison.folder import tag_values
@@ -116,55 +116,46 @@ def lead_charts(comparison: Comparison) -> list[Chart]:
     rows, charts = comparison.rows, []
     asks_after = (rows.question == "after") & rows.nats.notna()
     continues = rows.question.isna() & (rows.metric == "nats per token")
-    for subject, chosen, tag in (("question after eviction", asks_after, "nats"), ("continuation", continues, "")):
+    for subject, chosen, tag in (("question after eviction", asks_after, "nats"), ("continuation", continues, "mean")):
         shares = rows[chosen & rows.evicts & (rows.n > 0)].groupby("task", sort=False).kept.nunique()
         tasks = [task for task in shares.index[shares >= MIN_SHARES] if not comparison.uninformative(task)]
         for task in tasks[:1]:
             full = rows[(rows.task == task) & (rows.label == comparison.baseline) & ~rows.evicts]
-            ends, label, zero = _errors(rows, tag), "nats", ""
-            if not full.empty:
-                name = "nats_difference" if tag else "difference"
-                ends = rows[name], rows[f"{name}_low"], rows[f"{name}_high"]
-                label, zero = "nats over the full cache", comparison.baseline
-            charts.append(_by_memory(comparison, task, f"{subject}: {task}", label, *ends, zero))
+            label, zero = ("nats", "") if full.empty else ("nats over the full cache", comparison.baseline)
+            charts.append(_by_memory(comparison, task, f"{subject}: {task}", label, tag, zero))
     return charts
 
 
-def quality_charts(comparison: Comparison, task: str, tag: str = "") -> list[Chart]:
+def quality_charts(comparison: Comparison, task: str, tag: str = "mean") -> list[Chart]:
     """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors."""
     row = comparison.of_task(task)[0]
-    which = "higher" if row.higher_is_better and not tag else "lower"
-    label = f"{'nats per token' if tag else row.metric} ({which} is better)"
-    title = f"{task}: nats of the right answer" if tag else task
-    chart = _by_memory(comparison, task, title, label, *_errors(comparison.rows, tag))
+    title, name, higher = task, row.metric, row.higher_is_better
+    if tag == "nats":
+        title, name, higher = f"{task}: nats of the right answer", "nats per token", False
+    label = f"{name} ({'higher' if higher else 'lower'} is better)"
+    chart = _by_memory(comparison, task, title, label, tag)
     return [] if chart.points.empty else [chart]
 
 
-def _errors(rows: DataFrame, tag: str) -> tuple[Series, Series, Series]:
-    """Return means, and the ends of their standard errors; a single sample has none."""
-    mean, error = (rows.nats, rows.nats_error) if tag else (rows["mean"], rows.error)
-    return mean, mean - error.fillna(0), mean + error.fillna(0)
+def _by_memory(comparison: Comparison, task: str, title: str, label: str, tag: str, zero: str = "") -> Chart:
+    """Return a chart of a column (``mean``, ``nats``) by kept share; by bytes if these were stored in several types.
 
-
-def _by_memory(
-    comparison: Comparison, task: str, title: str, label: str, y: Series, low: Series, high: Series, zero: str = ""
-) -> Chart:
-    """Return a chart by kept share; if keys and values were stored in several types, by their bytes."""
-    rows = comparison.rows
-    rows = rows[(rows.task == task) & (rows.n > 0)]
+    If ``zero`` names a policy, it shows differences to this, with their intervals.
+    """
+    rows = comparison.rows[(comparison.rows.task == task) & (comparison.rows.n > 0)]
     in_bytes = rows[~rows.evicts].kv_bytes.nunique() > 1
+    if zero:
+        column = "nats_difference" if tag == "nats" else "difference"
+        y, low, high = rows[column], rows[f"{column}_low"], rows[f"{column}_high"]
+    else:
+        error = (rows.nats_error if tag == "nats" else rows.error).fillna(0)  # a single sample has none
+        y, low, high = rows[tag], rows[tag] - error, rows[tag] + error
     shares = rows.sort_values("kept").groupby("label").kept.agg(kept_shares_text)
-    points = rows[["label"]].assign(
-        name=[f"{shorten(name)} ({shares[name]})" for name in rows.label],
-        x=rows.memory if in_bytes else rows.kept,
-        y=y[rows.index],  # an empty frame would take all
-        low=low[rows.index],
-        high=high[rows.index],
-        level=~rows.evicts,
-    )
-    sign = "+.4f" if zero else ".4f"
+    names = [f"{shorten(name)} ({shares[name]})" for name in rows.label]
+    x, sign = rows.memory if in_bytes else rows.kept, "+" if zero else ""
+    points = rows[["label"]].assign(name=names, x=x, y=y, low=low, high=high, level=~rows.evicts)
     points["text"] = [
-        f"{row.name}: {point.y:{sign}} [{point.low:{sign}}, {point.high:{sign}}] at {percent(row.kept)} kept"
+        f"{row.name}: {point.y:{sign}.4f} [{point.low:{sign}.4f}, {point.high:{sign}.4f}] at {percent(row.kept)} kept"
         for row, point in zip(rows.itertuples(index=False), points.itertuples(index=False), strict=True)
     ]
     title = f"{title}, {rows.n.max()} samples"

@@ -44,11 +44,6 @@ class Sample:
     parts: Sequence[Any] = ()  # data that only its task reads (the turns of a conversation)
 
     @property
-    def tokens(self) -> int:
-        """Tokens of prompt, question and the longest generated answer."""
-        return len(self.prompt) + len(self.question) + self.max_new_tokens
-
-    @property
     def target_tokens(self) -> list[int]:
         """Tokens of the target; empty if the sample has no answers."""
         return self.answers[self.target] if self.answers else []

@@ -117,7 +117,8 @@ class Generated(QuestionTask):
             tags: Tags = {"length": length, "repeat": repeat} | ({} if depth is None else {"depth": depth})
             name = f"{length}-{variant.location}-{repeat}"
             sample = self.tokenize_sample(tokenizer, name, fitted, tags, self.generate)
-            yield sample if sample.tokens <= max_tokens else "too long"
+            used = len(sample.prompt) + len(sample.question) + sample.max_new_tokens
+            yield sample if used <= max_tokens else "too long"
 
     def _fit(self, tokenizer: Tokenizer, material: Any, variant: Variant, max_tokens: int) -> TextSample | None:
         """Return the largest sample of a length. None: length and answer do not fit the model."""
