@@ -88,7 +88,11 @@ class Comparison:
         """Compare the scores of two rows by sample, or a tag such as ``nats``. None: they share no sample."""
         key = row.key, other.key, tag
         if key not in self._pairs:
-            self._pairs[key] = paired_difference(self.outcomes(row), self.outcomes(other), tag)
+            pair = self.outcomes(row), self.outcomes(other)
+            scores, other_scores = (tag_values(outcomes, tag) for outcomes in pair)
+            common = [sample for sample in scores if sample in other_scores]
+            values = ([each[sample] for sample in common] for each in (scores, other_scores))
+            self._pairs[key] = compare(*values, None if tag else _block_differences(*pair)) if common else None
         return self._pairs[key]
 
     def baseline_of(self, row: Row) -> Row | None:
@@ -125,7 +129,11 @@ def _row(cell: FinishedCell) -> dict[str, Any]:
     """Return the columns of a cell that need no other cell."""
     summary, outcomes, _ = cell
     [policy] = ast.parse(summary.policy, mode="eval").body.args[:1]  # type: ignore[attr-defined]
-    spec, nats = policy_spec(ast.literal_eval(policy)), list(tag_values(outcomes, "nats").values())
+    text, nats = ast.literal_eval(policy), list(tag_values(outcomes, "nats").values())
+    try:
+        spec = PolicySpec.parse(text)
+    except UserError:  # of a plugin that is not loaded: a policy that evicts and reads no gates
+        spec = PolicySpec(text)
     return asdict(summary) | {
         "budget": "" if summary.budget is None else str(summary.budget),
         "name": summary.name,
@@ -136,24 +144,6 @@ def _row(cell: FinishedCell) -> dict[str, Any]:
         "tokens": sum(outcome.tokens for outcome in outcomes),
         "nats_error": mean_and_error(nats)[1] if nats else None,
     }
-
-
-def policy_spec(text: str) -> PolicySpec:
-    """Return the parts of a policy; of a plugin that is not loaded, a policy that evicts and reads no gates."""
-    try:
-        return PolicySpec.parse(text)
-    except UserError:
-        return PolicySpec(text)
-
-
-def paired_difference(outcomes: Sequence[Outcome], other_outcomes: Sequence[Outcome], tag: str = "") -> Paired | None:
-    """Compare the scores of two lists of outcomes, or a tag (``nats``). None: they share no sample."""
-    scores, other_scores = tag_values(outcomes, tag), tag_values(other_outcomes, tag)
-    common = [sample for sample in scores if sample in other_scores]
-    if not common:
-        return None
-    blocks = None if tag else _block_differences(outcomes, other_outcomes)
-    return compare([scores[sample] for sample in common], [other_scores[sample] for sample in common], blocks)
 
 
 def _block_differences(
@@ -180,14 +170,20 @@ def part_values(outcomes: Sequence[Outcome], kind: str, measure: str = "nats") -
     return frame.rename(columns=int)[sorted(map(int, frame.columns))] if numbered else frame
 
 
-def at_budget(rows: Sequence[Row], budget: str) -> list[Row]:
-    """Return the rows of a task that evict and may be compared at a budget.
+def at_budget(rows: Sequence[Row], budget: str) -> tuple[list[Row], list[tuple[Row, Row]]]:
+    """Return the rows of a task that evict and may be compared at a budget, and the others, each with the reference.
 
-    The smallest kept share at this budget is the reference, since a policy may protect more than the budget. A policy
+    The reference is the smallest kept share at this budget, since a policy may protect more than the budget. A policy
     without a budget (flags) takes part if its kept share is equal. An empty budget selects all policies without one.
     """
-    evicting, lowest = _evicting(rows, budget)
-    return [row for row in evicting if not budget or (lowest is not None and same_kept_share(row, lowest))]
+    evicting = [row for row in rows if row.n and row.evicts and row.budget in ("", budget)]
+    at = [row for row in evicting if row.budget == budget]
+    if not (budget and at):
+        return [] if budget else evicting, []
+    lowest = min(at, key=lambda row: (row.kept, row.prompt_kept))
+    alike = {row.key for row in evicting if same_kept_share(row, lowest)}
+    others = [(row, lowest) for row in evicting if row.key not in alike]
+    return [row for row in evicting if row.key in alike], others
 
 
 def uncompared_results(comparison: Comparison) -> list[str]:
@@ -196,8 +192,7 @@ def uncompared_results(comparison: Comparison) -> list[str]:
     for task in comparison.tasks:
         rows = comparison.of_task(task)
         for budget in comparison.budgets:
-            evicting, lowest = _evicting(rows, budget)
-            pairs += [(row, lowest) for row in evicting if lowest is not None and not same_kept_share(row, lowest)]
+            pairs += at_budget(rows, budget)[1]
         bases = [(row, comparison.baseline_at(row)) for row in rows]
         pairs += [(row, base) for row, base in bases if base is not None and not comparable(row, base)]
     return list(dict.fromkeys(f"{row.task}: {_difference_text(row, other)}" for row, other in pairs))
@@ -231,13 +226,6 @@ def shares_agree(share: float, other: float) -> bool:
 def percent(share: float) -> str:
     """Return a share as text: ``25 %``, and with a decimal below ten."""
     return f"{100 * share:.{0 if share >= 0.0995 else 1}f} %"
-
-
-def _evicting(rows: Sequence[Row], budget: str) -> tuple[list[Row], Row | None]:
-    """Return the rows that evict, at a budget or without one, and the smallest kept share's row at the budget."""
-    evicting = [row for row in rows if row.n and row.evicts and row.budget in ("", budget)]
-    at = [row for row in evicting if row.budget == budget]
-    return evicting, min(at, key=lambda row: (row.kept, row.prompt_kept), default=None)
 
 
 def _difference_text(row: Row, other: Row) -> str:

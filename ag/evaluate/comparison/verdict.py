@@ -68,7 +68,7 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
     rows = comparison.of_task(task)
     tag = "" if all(math.isnan(row.nats) for row in rows) else "nats"
     measured = [row for row in rows if row.n and not (tag and math.isnan(row.nats))]
-    compared = at_budget(measured, budget)
+    compared, _ = at_budget(measured, budget)
     absent = [row for row in comparison.at(task, budget) if row not in compared]
     reasons = {row.label: reason for row in absent if (reason := _reason_left_out(row, tag))}
     left_out = [f"Left out: {', '.join(f'{label} ({reason})' for label, reason in reasons.items())}"] if reasons else []
