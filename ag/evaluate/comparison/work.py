@@ -113,11 +113,13 @@ class Worker:
         self.task: Task | None = None
         self.loaded = NOTHING
 
-    def run(self, cells: Sequence[Cell]) -> Iterator[list[FinishedCell]]:
+    def run(
+        self, cells: Sequence[Cell], outcomes_by_cell: Sequence[list[Outcome]] = (), waiting: int = 0
+    ) -> Iterator[list[FinishedCell]]:
         """Run cells of one task together, and yield lists of cells that finish together.
 
-        If that fails, they run one by one on the remaining samples. Raises ``UserError`` if the task's data cannot be
-        read.
+        If that fails, they run one by one on the samples without an outcome, while ``waiting`` counts the outcomes of
+        the cells after these. Raises ``UserError`` if the task's data cannot be read.
         """
         try:
             if cells[0].task != self.task:
@@ -129,29 +131,23 @@ class Worker:
         except Exception as error:  # a task of a plugin may raise anything
             yield [self._finish(cell, _problem(error)) for cell in cells]
             return
-        outcomes_by_cell: list[list[Outcome]] = [[] for _ in cells]
+        outcomes_by_cell = outcomes_by_cell or [[] for _ in cells]
         try:
-            yield self._run(cells, outcomes_by_cell)
+            yield self._run(cells, outcomes_by_cell, waiting)
             return
         except Exception as error:  # a part of a plugin may raise anything
             problem = _problem(error)
         torch.cuda.empty_cache()  # the error is freed, and the tensors of its traceback
+        if len(cells) == 1:
+            yield [self._finish(cells[0], problem)]
+            return
         for index, (cell, outcomes) in enumerate(zip(cells, outcomes_by_cell, strict=True), 1):
-            try:
-                if len(cells) > 1:
-                    yield self._run([cell], [outcomes], waiting=sum(map(len, outcomes_by_cell[index:])))
-                    continue
-            except Exception as error:
-                problem = _problem(error)
-            yield [self._finish(cell, problem)]
+            yield from self.run([cell], [outcomes], waiting=sum(map(len, outcomes_by_cell[index:])))
 
     def _run(
-        self, cells: Sequence[Cell], outcomes_by_cell: list[list[Outcome]], waiting: int = 0
+        self, cells: Sequence[Cell], outcomes_by_cell: Sequence[list[Outcome]], waiting: int
     ) -> list[FinishedCell]:
-        """Run cells of one task; ``waiting`` counts the finished samples of the cells after these.
-
-        The first samples with an outcome under all cells are not run again; new outcomes are appended.
-        """
+        """Run cells of one task on the samples without an outcome under all cells; outcomes are appended."""
         samples = self.loaded.samples
         self.progress.begin(cells[0].name, len(cells), len(samples), waiting)
         refused = [cell for cell in cells if 0 < cell.untouched(samples, self._prefill(cell)) == len(samples)]
