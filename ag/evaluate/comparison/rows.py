@@ -195,7 +195,12 @@ def uncompared_results(comparison: Comparison) -> list[str]:
             pairs += at_budget(rows, budget)[1]
         bases = [(row, comparison.baseline_at(row)) for row in rows]
         pairs += [(row, base) for row, base in bases if base is not None and not comparable(row, base)]
-    return list(dict.fromkeys(f"{row.task}: {_difference_text(row, other)}" for row, other in pairs))
+    sentences = []
+    for row, other in pairs:
+        which, of = ("prompt_kept", " of a prompt on average") if shares_agree(row.kept, other.kept) else ("kept", "")
+        shares = [100 * getattr(each, which) for each in (row, other)]
+        sentences.append(f"{row.task}: {row.name} keeps {shares[0]:.1f} %{of}, {other.name} {shares[1]:.1f} %")
+    return list(dict.fromkeys(sentences))
 
 
 def comparable(row: Row, other: Row) -> bool:
@@ -226,10 +231,3 @@ def shares_agree(share: float, other: float) -> bool:
 def percent(share: float) -> str:
     """Return a share as text: ``25 %``, and with a decimal below ten."""
     return f"{100 * share:.{0 if share >= 0.0995 else 1}f} %"
-
-
-def _difference_text(row: Row, other: Row) -> str:
-    """Return a sentence on the different shares of two rows."""
-    which, of = ("prompt_kept", " of a prompt on average") if shares_agree(row.kept, other.kept) else ("kept", "")
-    shares = [100 * getattr(one, which) for one in (row, other)]
-    return f"{row.name} keeps {shares[0]:.1f} %{of}, {other.name} {shares[1]:.1f} %"

@@ -61,11 +61,7 @@ class Turns(Haystack):
     metric: ClassVar[str] = "exact match"
     unit: ClassVar[str] = "conversations"
     generates: ClassVar[bool] = False
-
-    @property
-    def series(self) -> str:
-        """Name of the samples, which do not depend on ``apart``."""
-        return "turns"
+    series: ClassVar[str] = "turns"  # samples do not depend on ``apart``
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
         """Draw the facts, the turns and the places, then the text around them."""
