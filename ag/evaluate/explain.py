@@ -97,8 +97,8 @@ def _file_names(names: Iterable[str]) -> list[str]:
 def attention_maps(layers: Sequence[int], gates: AttentionGates, recorded: RecordedPass, view: KeptTokens) -> Figure:
     """Draw the model's attention, the gate's attention and the kept tokens, as in Figure 4 of Attention-Gate.
 
-    Each layer is a row of the picture. No ``layers``: four layers, evenly spaced. The pass is over the text, of whose
-    first tokens, those of the view, the attention is drawn.
+    Each layer is a row of the picture. No ``layers``: four layers, evenly spaced. The pass is over the complete text,
+    and the attention of the first tokens, which the view has, is drawn.
     """
     gated_layers, length = gates.layer_indices, view.kept.shape[2]
     layers = layers or sorted({gated_layers[i * (len(gated_layers) - 1) // 3] for i in range(4)})

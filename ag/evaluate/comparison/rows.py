@@ -91,8 +91,9 @@ class Comparison:
             pair = self.outcomes(row), self.outcomes(other)
             scores, other_scores = (tag_values(outcomes, tag) for outcomes in pair)
             common = [sample for sample in scores if sample in other_scores]
-            values = ([each[sample] for sample in common] for each in (scores, other_scores))
-            self._pairs[key] = compare(*values, None if tag else _block_differences(*pair)) if common else None
+            blocks = None if tag else _block_differences(*pair)
+            mine, others = ([each[sample] for sample in common] for each in (scores, other_scores))
+            self._pairs[key] = compare(mine, others, blocks) if common else None
         return self._pairs[key]
 
     def baseline_of(self, row: Row) -> Row | None:
@@ -171,9 +172,9 @@ def part_values(outcomes: Sequence[Outcome], kind: str, measure: str = "nats") -
 
 
 def at_budget(rows: Sequence[Row], budget: str) -> tuple[list[Row], list[tuple[Row, Row]]]:
-    """Return the rows of a task that evict and may be compared at a budget, and the others, each with the reference.
+    """Return the rows of a task that evict and may be compared at a budget; and further rows, with the reference.
 
-    The reference is the smallest kept share at this budget, since a policy may protect more than the budget. A policy
+    The reference has the smallest kept share at this budget, since a policy may protect more than the budget. A policy
     without a budget (flags) takes part if its kept share is equal. An empty budget selects all policies without one.
     """
     evicting = [row for row in rows if row.n and row.evicts and row.budget in ("", budget)]

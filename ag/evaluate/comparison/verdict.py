@@ -125,8 +125,8 @@ def _distance_text(
 ) -> str:
     """Return how far the best policy and its rival are from the full cache; empty without a fact.
 
-    ``losses`` are those that evict, with their gains over the full cache. ``told`` says that the first sentence has the
-    difference to it. If nats decide, the text also has both mean scores.
+    ``losses`` are the policies that evict, with their gains over the full cache. ``told`` says that the first sentence
+    has the difference to it. If nats decide, the text also has both mean scores.
     """
     row, lost = losses[0]
     parts = []

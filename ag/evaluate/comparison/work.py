@@ -175,9 +175,8 @@ class Worker:
             self.progress.outcome()
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
-        finished = [
-            self._finish(cell, None, *results) for cell, *results in zip(touched, run_outcomes, views, strict=True)
-        ]
+        results = zip(touched, run_outcomes, views, strict=True)
+        finished = [self._finish(cell, None, outcomes, cell_views) for cell, outcomes, cell_views in results]
         return finished + [self._finish(cell, cell.refusal()) for cell in refused]
 
     def _finish(
@@ -217,7 +216,7 @@ class ComparisonProgress:
         self._show()
 
     def begin(self, name: str, together: int, samples: int, waiting: int = 0) -> None:
-        """Begin cells that run ``together``, of which one has the name, on samples; see :meth:`outcome`.
+        """Begin cells that run together, by the name of the first; :meth:`outcome` shows them.
 
         ``waiting`` counts the finished samples of cells that run later.
         """

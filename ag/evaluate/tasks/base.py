@@ -56,7 +56,7 @@ Samples = Sequence[Sample]
 class Outcome:
     """The result of a policy on one sample.
 
-    Of its tags ``nats`` is the mean negative log-likelihood of the right answer's tokens, ``hits`` is 1 if each is the
+    The tag ``nats`` is the mean negative log-likelihood of the right answer's tokens, ``hits`` is 1 if each is the
     likeliest token, and ``kl`` and ``same_top1`` compare with a full cache, see :meth:`PromptTask.run`.
     """
 
@@ -220,7 +220,7 @@ def _synchronised_time(device: torch.device) -> float:
 
 
 def by_part(part_kind: str, measured: Iterable[tuple[str | int, float, float]]) -> dict[str, float]:
-    """Return tags with the mean score and nats of each part of a sample, of which reports have tables.
+    """Return tags with the mean score and nats of each part of a sample. Reports have tables of these parts.
 
     Args:
         part_kind: kind of the parts (``turn``).

@@ -100,7 +100,7 @@ class Instructions(Haystack):
     Each instruction demands one of several choices (a name to sign with, a language, ...), drawn for each sample. It is
     followed if its choice is likelier, per token, than another choice of its kind in its place; by chance this is half.
     ``nats`` is the mean over the demanded choices. There are tags by ``rule`` (kind of instruction) and by ``place`` in
-    the list. The parts of a sample are its demands, of which each has two answers: one that follows it, and the other.
+    the list. The parts of a sample are its demands. Each has two answers: the first follows it, the second does not.
     """
 
     question: Literal["after"] = "after"
@@ -127,8 +127,10 @@ class Instructions(Haystack):
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
         """Draw the instructions, then the text."""
         tokenizer, texts = material
-        kinds = rng.sample(list(RULE_KINDS), self.rules)
-        demands = [Demand(kind, *rng.sample(list(RULE_KINDS[kind].choices), 2)) for kind in kinds]
+        demands = []
+        for kind in rng.sample(list(RULE_KINDS), self.rules):
+            chosen, alternative = rng.sample(list(RULE_KINDS[kind].choices), 2)
+            demands.append(Demand(kind, chosen, alternative))
         rules = [demand.rule.text.format(demand.chosen.rule_text) for demand in demands]
         system = "\n".join([ROLE, *(f"{i}. {rule}" for i, rule in enumerate(rules, 1))])
         text = join(sample_sentences(rng, texts, size))

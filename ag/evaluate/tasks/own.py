@@ -64,7 +64,7 @@ class Own(PromptTask):
             if (first := next(rows, None)) is None:
                 continue
             read = self._questions if "context" in first else self._answers
-            for sample in read(tokenizer, first, itertools.chain([first], rows), file, max_tokens):
+            for sample in read(tokenizer, itertools.chain([first], rows), file, max_tokens):
                 longest = max((len(part.question) + len(part.answer) for part in sample.parts), default=0)
                 if len(sample.prompt) + max(longest, len(sample.target_tokens)) > max_tokens:
                     yield "too long"
@@ -99,9 +99,7 @@ class Own(PromptTask):
             raise DataError(f"{path}: expected a file, or a folder of files, that end in {', '.join(ENDINGS)}")
         return files
 
-    def _questions(
-        self, tokenizer: Tokenizer, first: Record, rows: Iterator[Record], file: Path, max_tokens: int
-    ) -> Iterator[Sample]:
+    def _questions(self, tokenizer: Tokenizer, rows: Iterator[Record], file: Path, max_tokens: int) -> Iterator[Sample]:
         """Tokenise contexts with questions."""
         start = start_tokens(tokenizer)
         for number, row in enumerate(rows, start=1):
@@ -124,12 +122,10 @@ class Own(PromptTask):
                 [((prompt, question), answer)] = parts
                 yield Sample(name, prompt + question, answers=[answer])
 
-    def _answers(
-        self, tokenizer: Tokenizer, first: Record, rows: Iterator[Record], file: Path, max_tokens: int
-    ) -> Iterator[Sample]:
+    def _answers(self, tokenizer: Tokenizer, rows: Iterator[Record], file: Path, max_tokens: int) -> Iterator[Sample]:
         """Tokenise texts, chats, and prompts with responses."""
-        data = SftConfig(name=str(file))
-        form = detect_form(first, data, str(file))
+        first, data = next(rows), SftConfig(name=str(file))
+        form, rows = detect_form(first, data, str(file)), itertools.chain([first], rows)
         if form.columns == [data.text_field]:
             for number, row in enumerate(rows, start=1):
                 check_fields(row, {data.text_field: str}, f"{file} row {number}")

@@ -91,7 +91,7 @@ class Stream(Documents):
     block: PositiveInt = 512  # tokens of the first forward pass
     step: PositiveInt = 64  # tokens of a later pass, for policies without an interval
     tokens: PositiveInt | None = None  # read of each book; None: all
-    bin: PositiveInt = 1024  # tokens of a point of the curve, and of the blocks by which policies are paired
+    bin: PositiveInt = 1024  # tokens of a point of the curve, and of a block; policies are paired by blocks
 
     folder: ClassVar[str] = "pg19_style"
     unit: ClassVar[str] = "books"

@@ -124,7 +124,7 @@ def of_rows(name: str, rows: Sequence[Row]) -> Sample:
     answers = []
     for row in rows:
         response = row.tokens[row.response_start :]
-        ends = [] if row.loss is None else np.flatnonzero(~row.loss[row.response_start :])
+        ends = np.flatnonzero([] if row.loss is None else ~row.loss[row.response_start :])
         answers.append(response[: ends[0] if len(ends) else None].tolist())
     target = 0 if rows[0].answer is None else rows[0].answer.target
     return Sample(name, prompt.tolist(), question=question.tolist(), answers=answers, target=target)

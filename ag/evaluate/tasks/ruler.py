@@ -273,7 +273,7 @@ class ExactNeedle(OneNeedle):
 class Variables(Generated):
     """Variables are set to a number or to each other. The score is the named share of the variables with the number."""
 
-    chains: PositiveInt = 2  # values, one of which is asked for
+    chains: PositiveInt = 2  # values; one is asked for
     hops: PositiveInt = 3  # variables that each value is copied to
     example: bool = False  # whether a solved sample, with shorter names, is put first
 
